@@ -1,0 +1,47 @@
+# Everything runs in .venv, which the first target that needs it makes: Python 3.11+, make and a package index
+# are all that a machine must have. No root, no docker.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types unit soak bench clean
+
+help: ## List the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pxrs needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## Show what it does: owners, a kill, a take-over, a zombie refused
+	$(BIN)/pxrs demo
+
+test: lint types $(READY) ## Run every test, with real servers
+	$(PYTEST) tests
+
+check: lint types unit ## Lint, types and unit tests: under a minute
+
+lint: $(READY) ## Ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## Strict mypy
+	$(BIN)/mypy
+
+unit: $(READY) ## The tests that need no server
+	$(PYTEST) tests/unit
+
+soak: $(READY) ## The fault tests with larger numbers
+	PXRS_SOAK=1 $(PYTEST) tests
+
+bench: $(READY) ## Ratios against references measured in the same run
+	$(BIN)/python -m benchmarks.registry
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist

@@ -1,0 +1,78 @@
+"""What the project needs of a local disk: syncs that reach the medium, and file systems whose locks hold.
+
+`fdatasync` is enough on Linux; macOS needs `F_FULLFSYNC`, because its `fsync` stops at the drive's cache. Network file
+systems are refused: their locks and their links are not safe between hosts (F8).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pxrs.errors import UnsupportedPlatform
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ncpfs", "9p", "ceph", "glusterfs", "lustre", "beegfs"),
+        *("gfs2", "ocfs2", "davfs", "webdav", "afpfs"),
+        *("fuse.glusterfs", "fuse.sshfs", "fuse.davfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone"),
+    }
+)
+
+
+def require_posix(what: str) -> None:
+    """Raise a clear error on Windows, where locks, links and syncs differ."""
+    if os.name != "posix":
+        raise UnsupportedPlatform(f"{what} needs Linux or macOS: locks and syncs differ on {sys.platform}")
+
+
+def sync_data(descriptor: int) -> None:
+    """Return when the file's data is on the medium."""
+    if sys.platform == "darwin":  # pragma: no cover - not run here
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    else:
+        os.fdatasync(descriptor)
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Return when the folder's entries are on the medium."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refuse_network_file_system(path: str | os.PathLike[str], what: str = "a registry") -> None:
+    """Raise UnsupportedPlatform if the path, or the folder it will be made in, is on a network file system."""
+    kind = file_system(path)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise UnsupportedPlatform(
+            f"{os.fspath(path)} is on {kind}, a network file system: {what} is not safe there, since locks are not; "
+            "use a local disk, or a registry on PostgreSQL, etcd or ZooKeeper"
+        )
+
+
+def file_system(path: str | os.PathLike[str]) -> str | None:
+    """The type of the file system that holds the path, as the kernel names it; None where it cannot be told."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return None
+    device = _device(Path(path).absolute())
+    for line in reversed(mounts.splitlines()):
+        # 36 35 98:0 /root /mountpoint rw,noatime master:1 - ext4 /dev/root rw
+        left, _, right = line.partition(" - ")
+        if left.split(" ")[2] == device:
+            return right.split(" ")[0]
+    return None
+
+
+def _device(path: Path) -> str:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    number = path.stat().st_dev
+    return f"{os.major(number)}:{os.minor(number)}"

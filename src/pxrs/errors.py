@@ -1,0 +1,104 @@
+"""Every exception of pxrs, under one base.
+
+Each says what happened and carries the facts as fields; each docstring says when it is raised and
+what to do about it. Messages never contain secrets: addresses are shown with their password hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PxrsError(Exception):
+    """The base of every error that pxrs raises on purpose."""
+
+
+class InvalidUrl(PxrsError, ValueError):
+    """An address cannot be understood: unknown scheme, unknown option, a path that is a file. Correct the address."""
+
+
+class MissingDependency(PxrsError, ImportError):
+    """The chosen store needs a driver that is not installed. Install the extra that the message names."""
+
+
+class UnsupportedPlatform(PxrsError):
+    """The operating system or file system cannot give the guarantees that are needed. Choose another store."""
+
+
+class Closed(PxrsError):
+    """The object was closed before this call. Open a new one."""
+
+
+class UsedAfterFork(PxrsError):
+    """An object made before `fork` was used in the child. Open a new one in the child; the parent's is untouched."""
+
+
+class RegistryError(PxrsError):
+    """The base of every registry error."""
+
+
+class Conflict(RegistryError):
+    """A commit's expectation did not hold, and nothing was written. Read `keys` again and decide anew."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.keys = tuple(keys)
+        super().__init__(f"not as expected: {', '.join(self.keys)}; nothing was written")
+
+    def __reduce__(self) -> tuple[type[Conflict], tuple[tuple[str, ...]]]:
+        return type(self), (self.keys,)
+
+
+class OutcomeUnknown(RegistryError):
+    """The reply to a commit was lost: it may have happened, may not have, and may still land.
+
+    Reading the keys and not finding the change is not proof that it will not come. Where you must
+    know, let the commit also put a marker key that it expects ABSENT, and settle it by putting
+    the opposite marker there yourself: one of the two wins.
+    """
+
+
+class RegistryUnavailable(RegistryError):
+    """The store could not be reached or did not answer in time, and the call had no effect. Try again later."""
+
+
+class StorageFull(RegistryUnavailable):
+    """There is no room left where the store keeps its data, and the call had no effect. Make room, then try again."""
+
+
+class AccessDenied(RegistryError):
+    """The store refused the credentials or the permission, and the call had no effect. Correct them."""
+
+
+class SchemaMissing(RegistryError):
+    """The tables are not there and were not to be created. Run what `pxrs registry ddl` prints."""
+
+
+class RegistryCorrupt(RegistryError):
+    """Stored data is damaged. Nothing is guessed: `where` names the place. Restore it from a copy."""
+
+    def __init__(self, where: str, what: str) -> None:
+        self.where, self.what = where, what
+        super().__init__(f"{where}: {what}")
+
+    def __reduce__(self) -> tuple[type[RegistryCorrupt], tuple[str, str]]:
+        return type(self), (self.where, self.what)
+
+
+class LeaseExpired(RegistryError):
+    """The lease has ended or may have; nothing was written. It never comes back: take a new one and claim again."""
+
+
+class InvalidKey(RegistryError, ValueError):
+    """A key or prefix is not a plain slash path. Use segments of printable ASCII, none empty, `.` or `..`."""
+
+
+class InvalidCommit(RegistryError, ValueError):
+    """A commit contradicts itself, such as a key both put and deleted, or an ephemeral key without a lease."""
+
+
+class ValueTooLarge(RegistryError, ValueError):
+    """A value is larger than `limits.value_bytes_max`. Store it elsewhere and keep its address here."""
+
+
+class CommitTooLarge(RegistryError, ValueError):
+    """A commit holds more keys or bytes than `limits` allows. Split it, if its parts may happen apart."""

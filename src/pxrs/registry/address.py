@@ -1,0 +1,151 @@
+"""Registry addresses: `scheme://user:password@host:port,host:port/path?option=value`.
+
+A bad address is an error at once that names what is wrong and the choices, never a silent default: something that
+looks like a host is not taken for a directory, and an option that no one knows is refused. A password can stay out
+of the address: `?password_file=PATH`, or the environment variable PXRS_REGISTRY_PASSWORD.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pxrs.errors import InvalidUrl
+
+DEFAULT_NAMESPACE = "pxrs"
+PASSWORD_VARIABLE = "PXRS_REGISTRY_PASSWORD"
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_HOST_PORT = re.compile(r"[A-Za-z0-9_.-]+:\d+(,.*)?(/.*)?")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
+_TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A registry address, taken apart. `text` has no password in it."""
+
+    scheme: str
+    rest: str = field(repr=False)
+    """What follows the scheme, as given, without the query."""
+    options: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def namespace(self) -> str:
+        return self.options.get("namespace", DEFAULT_NAMESPACE)
+
+    @property
+    def text(self) -> str:
+        """For messages and logs: the password, if any, is hidden."""
+        login, at, place = self.rest.rpartition("@")
+        user, colon, _ = login.removeprefix("//").partition(":")
+        return f"{self.scheme}://{user}:***@{place}" if at and colon else f"{self.scheme}:{self.rest}"
+
+    def hosts(self, default_port: int) -> list[tuple[str, int]]:
+        if "@" in self.rest and "@" not in self._netloc:
+            raise InvalidUrl(f"{self.text}: write '/' in a user name or password as %2F")
+        hosts = []
+        for part in self._netloc.rpartition("@")[2].split(","):
+            split = urlsplit(f"//{part}")
+            try:
+                port = split.port
+            except ValueError:
+                raise InvalidUrl(f"{self.text}: a port is not a number from 1 to 65535") from None
+            if not split.hostname:
+                raise InvalidUrl(f"{self.text}: an empty host; write {self.scheme}://HOST:{default_port}")
+            hosts.append((split.hostname, port or default_port))
+        return hosts
+
+    @property
+    def path(self) -> str:
+        """What follows the hosts."""
+        return self.rest[2:].partition("/")[2].strip("/") if self.rest.startswith("//") else self.rest
+
+    def credentials(self) -> tuple[str | None, str | None]:
+        """User and password: from the address, else `password_file`, else the environment."""
+        user, _, password = self._netloc.rpartition("@")[0].partition(":")
+        name = unquote(user) or None
+        if password:
+            return name, unquote(password)
+        if "password_file" in self.options:
+            path = Path(self.options["password_file"])
+            try:
+                return name, path.read_text().rstrip("\n")
+            except OSError as error:
+                raise InvalidUrl(f"{self.text}: password_file={path}: {error.strerror}") from error
+        return name, os.environ.get(PASSWORD_VARIABLE) if name else None
+
+    def seconds(self, option: str, default: float) -> float:
+        text = self.options.get(option)
+        try:
+            value = default if text is None else float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= 86_400:
+            raise InvalidUrl(f"{self.text}: {option}={text}: give seconds, such as {option}={default:g}")
+        return value
+
+    def flag(self, option: str, default: bool) -> bool:
+        text = self.options.get(option, str(default)).lower()
+        if text not in _TRUE | _FALSE:
+            raise InvalidUrl(f"{self.text}: {option}={text}: give true or false")
+        return text in _TRUE
+
+    def choice(self, option: str, default: str, choices: Collection[str]) -> str:
+        text = self.options.get(option, default)
+        if text not in choices:
+            raise InvalidUrl(f"{self.text}: {option}={text}: choose from {', '.join(sorted(choices))}")
+        return text
+
+    def file(self, option: str) -> Path | None:
+        """The path of a file that must be there, such as a certificate."""
+        if option not in self.options:
+            return None
+        path = Path(self.options[option])
+        if not path.is_file():
+            raise InvalidUrl(f"{self.text}: {option}={path}: no such file")
+        return path
+
+    def refuse_unknown_options(self, known: Collection[str]) -> None:
+        choices = {"namespace", *known}
+        for option in self.options:
+            if option not in choices:
+                raise InvalidUrl(f"{self.text}: unknown option {option!r}; choose from {', '.join(sorted(choices))}")
+
+    @property
+    def _netloc(self) -> str:
+        return self.rest[2:].partition("/")[0] if self.rest.startswith("//") else ""
+
+
+def parse(url: str | os.PathLike[str]) -> Address:
+    """Take an address apart. A plain path is a `file:` registry."""
+    text = os.fspath(url)
+    if not text:
+        raise InvalidUrl("the registry address is empty; give a directory, memory:, or SCHEME://HOST:PORT")
+    if isinstance(url, os.PathLike):
+        return Address("file", text)
+    if _HOST_PORT.fullmatch(text):
+        raise InvalidUrl(f"{text!r} looks like a host: write etcd://{text}, zookeeper://{text}, or ./{text} for a path")
+    match = _SCHEME.fullmatch(text)
+    if match is None:
+        scheme, rest = "file", text
+    else:
+        scheme, rest = match[1].lower(), match[2]
+    rest, _, query = rest.partition("?")
+    address = Address(scheme, rest, dict(_options(scheme, query)))
+    if not _NAMESPACE.fullmatch(address.namespace):
+        raise InvalidUrl(
+            f"{address.text}: namespace={address.namespace!r}: use up to 64 letters, digits, '.', '_' or '-', "
+            "a letter or digit first"
+        )
+    return address
+
+
+def _options(scheme: str, query: str) -> list[tuple[str, str]]:
+    try:
+        return parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError as error:
+        raise InvalidUrl(f"{scheme}: the options after '?' cannot be read: write ?name=value&name=value") from error

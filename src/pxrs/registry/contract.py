@@ -1,0 +1,314 @@
+"""The registry: a small coordination kernel that everything else is written over, once.
+
+It holds versioned keys, changes several of them together or not at all, gives leases, and wakes those
+who watch. Nothing above it knows which store it is; nothing in it knows what the keys mean.
+
+What every backend keeps, and `pxrs.testing` proves:
+- `get` and `commit` are linearizable. `scan` gives for every key a value that was current at some moment during
+  the call and misses nothing committed before it; it is not one moment's picture (R1).
+- A version changes with every write. It is not used again while the key lives, and a *guard* must be a persistent
+  key that is never deleted (R4): ZooKeeper counts a re-created key from the start.
+- A commit that names a lease happens only while that lease lives, decided together with the commit (R3).
+- A key is persistent or ephemeral as its last write made it. A lease's end removes its keys, as a commit would.
+- An error other than `OutcomeUnknown` means that nothing was written. Nothing is retried that might happen twice (R5).
+
+A backend implements the methods that begin with an underscore; the public ones here check the arguments, so that
+bad input gets the same error everywhere and never reaches a store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, Self
+
+from pxrs.clock import SYSTEM, Clock
+from pxrs.errors import (
+    Closed,
+    CommitTooLarge,
+    InvalidCommit,
+    InvalidKey,
+    UsedAfterFork,
+    ValueTooLarge,
+)
+from pxrs.registry.lease import Lease
+from pxrs.registry.watch import Watch
+
+ABSENT: Final = 0
+"""As an expected version: the key is not there. No key that is there has this version."""
+
+KEY_BYTES_MAX: Final = 512
+# Printable ASCII without the space, and without `;`, which marks folders in ZooKeeper.
+_SEGMENT = re.compile(r"[!-.0-:<-~]+")
+_EMPTY: Final[Mapping[str, bytes]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key as it was at some moment."""
+
+    key: str
+    value: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one commit may hold on this store. Callers that have more split it."""
+
+    commit_keys_max: int
+    """How many different keys one commit may name, expected and written together, the lease aside."""
+    commit_bytes_max: int
+    """How many bytes the keys and values of one commit may have together."""
+    value_bytes_max: int
+    key_bytes_max: int = KEY_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit's arguments, checked. No key is in two of `put`, `ephemeral` and `delete`."""
+
+    expect: Mapping[str, int]
+    put: Mapping[str, bytes]
+    ephemeral: Mapping[str, bytes]
+    delete: frozenset[str]
+    lease: Lease | None
+    quiet: bool
+
+    @property
+    def keys(self) -> list[str]:
+        """Every key it names, in key order."""
+        return sorted({*self.expect, *self.put, *self.ephemeral, *self.delete})
+
+    @property
+    def written(self) -> dict[str, bytes]:
+        return {**self.put, **self.ephemeral}
+
+    @property
+    def changed(self) -> list[str]:
+        """Every key it writes or deletes."""
+        return [*self.put, *self.ephemeral, *self.delete]
+
+
+class Registry(ABC):
+    """A handle to a store. Threads share it; a forked child must open its own."""
+
+    limits: Limits
+
+    def __init__(self, url: str, *, clock: Clock = SYSTEM) -> None:
+        """`url` is shown in messages, so its password must be hidden already."""
+        self.url = url
+        self.clock = clock
+        self._pid = os.getpid()
+        self._closed = False
+        self._handles_lock = threading.Lock()
+        self._leases: set[Lease] = set()
+        self._watches: set[Watch] = set()
+
+    # The public face.
+
+    def get(self, key: str) -> Entry | None:
+        """The key's current value and version, or None."""
+        self._check_usable()
+        _check_key(key)
+        return self._get(key)
+
+    def scan(self, prefix: str, after: str | None = None, limit: int | None = None) -> list[Entry]:
+        """The entries whose keys begin with `prefix`, in byte order of their keys, those after the key `after`,
+        at most `limit` of them. A prefix is empty or ends in a slash."""
+        self._check_usable()
+        _check_prefix(prefix)
+        if after is not None and not after.isascii():
+            raise InvalidKey(f"scan after {after!r}: keys are ASCII")
+        if limit is not None and limit < 1:
+            raise ValueError(f"scan limit is {limit}: it must be at least 1, or None for no limit")
+        return self._scan(prefix, after, limit)
+
+    def commit(
+        self,
+        expect: Mapping[str, int] = {},
+        put: Mapping[str, bytes] = _EMPTY,
+        ephemeral: Mapping[str, bytes] = _EMPTY,
+        lease: Lease | None = None,
+        delete: Iterable[str] = (),
+        quiet: bool = False,
+    ) -> dict[str, int]:
+        """Change several keys together, or none. Returns the new version of each key written.
+
+        expect:    the version that each of these keys must have, or ABSENT; a difference raises Conflict.
+        put:       keys to write, for good.
+        ephemeral: keys to write that live and die with `lease`.
+        lease:     must be alive, whatever is written, else LeaseExpired.
+        delete:    keys to remove; one that is not there is no error.
+        quiet:     a promise that nobody watches these keys, which spares some stores a notification.
+        """
+        self._check_usable()
+        commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
+        self._check_commit(commit)
+        if lease is not None:
+            lease.check()
+        if not commit.keys and lease is None:
+            return {}
+        return self._commit(commit)
+
+    def lease(self, ttl: float | timedelta) -> Lease:
+        """A new lease, renewed in the background until it is closed. The store may grant more than `ttl` seconds."""
+        self._check_usable()
+        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else float(ttl)
+        if not 0.05 <= seconds <= 86_400:
+            raise ValueError(f"lease ttl is {seconds:g} s: it must be from 0.05 s to a day")
+        lease = self._lease(seconds)
+        with self._handles_lock:
+            self._leases.add(lease)
+        return lease
+
+    def watch(self, *prefixes: str) -> Watch:
+        """A watch that wakes after any change under any of the prefixes. Open it, then scan.
+
+        A prefix that does not end in a slash watches that single key."""
+        self._check_usable()
+        if not prefixes:
+            raise InvalidKey("a watch needs at least one prefix; the empty one watches everything")
+        for prefix in prefixes:
+            _check_prefix(prefix) if prefix == "" or prefix.endswith("/") else _check_key(prefix)
+        watch = Watch(prefixes, self._forget_watch)
+        with self._handles_lock:
+            self._watches.add(watch)
+        try:
+            self._watch(watch)
+        except BaseException:
+            watch.close()
+            raise
+        return watch
+
+    def close(self) -> None:
+        """End the leases, wake the waiters, let go of the store. In this order: ending a lease needs the store."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._handles_lock:
+            leases, watches = list(self._leases), list(self._watches)
+        for lease in leases:
+            lease.close()
+        self._closed = True
+        for watch in watches:
+            watch.close()
+        self._close()
+
+    # What a backend implements.
+
+    @abstractmethod
+    def _get(self, key: str) -> Entry | None: ...
+
+    @abstractmethod
+    def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]: ...
+
+    @abstractmethod
+    def _commit(self, commit: Commit) -> dict[str, int]: ...
+
+    @abstractmethod
+    def _lease(self, ttl: float) -> Lease:
+        """Pass `on_gone=self._forget_lease` to the lease."""
+
+    @abstractmethod
+    def _watch(self, watch: Watch) -> None:
+        """Return only when every later change will wake the watch."""
+
+    def _unwatch(self, watch: Watch) -> None:  # noqa: B027 - most backends keep nothing per watch
+        """Called once when a watch is closed."""
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    # What backends share.
+
+    def _wake(self, keys: Iterable[str] | None) -> None:
+        """Wake the watches that cover any of the keys; None is a doubt, and wakes all."""
+        with self._handles_lock:
+            watches = list(self._watches)
+        if not watches:
+            return
+        keys = None if keys is None else list(keys)
+        for watch in watches:
+            if keys is None or any(map(watch.covers, keys)):
+                watch.wake()
+
+    def _forget_lease(self, lease: Lease) -> None:
+        with self._handles_lock:
+            self._leases.discard(lease)
+
+    def _forget_watch(self, watch: Watch) -> None:
+        with self._handles_lock:
+            self._watches.discard(watch)
+        self._unwatch(watch)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise Closed(f"the registry {self.url} was closed")
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"the registry {self.url} was opened before a fork: open it again in the child")
+
+    def _check_commit(self, commit: Commit) -> None:
+        for key in commit.keys:
+            _check_key(key)
+        for key, version in commit.expect.items():
+            if not isinstance(version, int) or version < 0:
+                raise InvalidCommit(f"expect {key}: {version!r} is not a version; use ABSENT or one that was read")
+        both = (commit.put.keys() & commit.ephemeral.keys()) | (commit.delete & commit.written.keys())
+        if both:
+            raise InvalidCommit(f"written twice in one commit: {', '.join(sorted(both))}")
+        if commit.ephemeral and commit.lease is None:
+            raise InvalidCommit("ephemeral keys need the lease that they live with")
+        if commit.lease is not None and commit.lease not in self._leases and commit.lease.alive:
+            raise InvalidCommit("the lease belongs to another registry handle")
+        self._check_size(commit)
+
+    def _check_size(self, commit: Commit) -> None:
+        for key, value in commit.written.items():
+            if not isinstance(value, bytes):
+                raise InvalidCommit(f"put {key}: the value is {type(value).__name__}, not bytes")
+            if len(value) > self.limits.value_bytes_max:
+                raise ValueTooLarge(f"{key}: {len(value):,} bytes, and {self.limits.value_bytes_max:,} is the most")
+        keys = commit.keys
+        if len(keys) > self.limits.commit_keys_max:
+            raise CommitTooLarge(f"{len(keys):,} keys in one commit, and {self.limits.commit_keys_max:,} is the most")
+        size = sum(map(len, keys)) + sum(map(len, commit.written.values()))
+        if size > self.limits.commit_bytes_max:
+            raise CommitTooLarge(f"{size:,} bytes in one commit, and {self.limits.commit_bytes_max:,} is the most")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}{' closed' if self._closed else ''}>"
+
+
+def _check_key(key: str) -> None:
+    if not isinstance(key, str) or not key:
+        raise InvalidKey(f"{key!r}: a key is a slash path such as 'groups/billing/leader'")
+    if len(key) > KEY_BYTES_MAX:
+        raise InvalidKey(f"{key[:40]!r}...: {len(key)} characters, and {KEY_BYTES_MAX} is the most")
+    for segment in key.split("/"):
+        if segment in ("", ".", "..") or not _SEGMENT.fullmatch(segment):
+            raise InvalidKey(
+                f"{key!r}: the segment {segment!r} is not allowed; use printable ASCII without space or ';', "
+                "and no empty, '.' or '..' segment"
+            )
+
+
+def _check_prefix(prefix: str) -> None:
+    if prefix == "":
+        return
+    if not isinstance(prefix, str) or not prefix.endswith("/"):
+        raise InvalidKey(f"{prefix!r}: a prefix is empty or ends in a slash, so that 'a/' never matches 'ab'")
+    _check_key(prefix[:-1])

@@ -1,0 +1,106 @@
+"""Bytes of a journal entry and of a snapshot: a checksummed header in JSON, then the values one after the other.
+
+    magic 4 | crc32 4 | header length 4 | header JSON | values
+
+The checksum covers all that follows it. The files stay readable with a pager; nothing is compressed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from pxrs.errors import RegistryCorrupt
+from pxrs.registry.state import Change, Record, State
+
+_ENTRY, _SNAPSHOT = b"PXJ1", b"PXS1"
+_HEAD = struct.Struct("<4sII")
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The last entry of a generation: history goes on in the folder `successor`."""
+
+    successor: str
+
+
+def encode_entry(step: Change | Seal) -> bytes:
+    if isinstance(step, Seal):
+        return _pack(_ENTRY, {"seal": step.successor}, [])
+    header: dict[str, Any] = {}
+    if step.put:
+        header["put"] = [[key, len(value)] for key, value in step.put.items()]
+    if step.ephemeral:
+        header["ephemeral"] = [[key, len(value)] for key, value in step.ephemeral.items()]
+    for name in ("delete", "lease", "lease_begins", "lease_ends"):
+        if value := getattr(step, name):
+            header[name] = value
+    return _pack(_ENTRY, header, [*step.put.values(), *step.ephemeral.values()])
+
+
+def decode_entry(data: bytes, where: str) -> Change | Seal:
+    header, values = _unpack(_ENTRY, data, where)
+    if "seal" in header:
+        return Seal(header["seal"])
+    put = {key: values.take(length) for key, length in header.get("put", ())}
+    ephemeral = {key: values.take(length) for key, length in header.get("ephemeral", ())}
+    return Change(
+        put,
+        ephemeral,
+        tuple(header.get("delete", ())),
+        header.get("lease"),
+        header.get("lease_begins"),
+        header.get("lease_ends"),
+    )
+
+
+def encode_snapshot(state: State, number: int) -> bytes:
+    records = [[key, len(r.value), r.version, r.lease] for key, r in state.records.items()]
+    header = {"number": number, "leases": list(state.leases), "records": records}
+    return _pack(_SNAPSHOT, header, [record.value for record in state.records.values()])
+
+
+def decode_snapshot(data: bytes, where: str) -> tuple[State, int]:
+    header, values = _unpack(_SNAPSHOT, data, where)
+    state = State()
+    state.leases = {lease: set() for lease in header["leases"]}
+    records = {}
+    for key, length, version, lease in header["records"]:
+        records[key] = Record(values.take(length), version, lease)
+        if lease is not None:
+            state.leases[lease].add(key)
+    state.records.update(records)
+    return state, header["number"]
+
+
+class _Values:
+    """Cuts the values out of the bytes behind the header, one after the other."""
+
+    def __init__(self, data: bytes, position: int) -> None:
+        self._data, self._position = data, position
+
+    def take(self, length: int) -> bytes:
+        begin, self._position = self._position, self._position + length
+        return self._data[begin : self._position]
+
+
+def _pack(magic: bytes, header: dict[str, Any], values: list[bytes]) -> bytes:
+    text = _encode(header).encode()
+    body = b"".join([text, *values])
+    return _HEAD.pack(magic, zlib.crc32(body), len(text)) + body
+
+
+def _unpack(magic: bytes, data: bytes, where: str) -> tuple[dict[str, Any], _Values]:
+    if len(data) < _HEAD.size:
+        raise RegistryCorrupt(where, f"{len(data)} bytes are too few for an entry")
+    found, checksum, length = _HEAD.unpack_from(data)
+    if found != magic:
+        raise RegistryCorrupt(where, f"begins with {found!r}, not {magic!r}: damaged, or of another version of pxrs")
+    if zlib.crc32(memoryview(data)[_HEAD.size :]) != checksum:
+        raise RegistryCorrupt(where, "its checksum does not match: damaged")
+    header: dict[str, Any] = json.loads(data[_HEAD.size : _HEAD.size + length])
+    return header, _Values(data, _HEAD.size + length)

@@ -1,0 +1,82 @@
+"""Being told of changes in folders: inotify through the C library on Linux; elsewhere a look twenty times a second."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import struct
+import sys
+from dataclasses import dataclass, field
+
+CLOSE_WRITE, CREATE, DELETE, MOVED_TO, MOVE_SELF, OVERFLOW = 0x8, 0x100, 0x200, 0x80, 0x800, 0x4000
+_EVENT = struct.Struct("iIII")
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What happened while waiting."""
+
+    overflow: bool = False
+    closed: frozenset[str] = field(default_factory=frozenset)
+    """Names of files that a writer has closed, by itself or by dying."""
+
+
+class Notifier:
+    """Waits for changes in some folders. One thread waits; any thread may `interrupt` it."""
+
+    def __init__(self) -> None:
+        self._interrupt_out, self._interrupt_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._inotify = -1
+        if sys.platform == "linux":
+            self._libc = ctypes.CDLL(None, use_errno=True)
+            self._inotify = self._check(self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK), "inotify_init1")
+
+    def add(self, folder: str, mask: int) -> None:
+        """Raises FileNotFoundError if the folder is not there."""
+        if self._inotify >= 0:
+            self._check(self._libc.inotify_add_watch(self._inotify, os.fsencode(folder), mask), folder)
+
+    def wait(self, timeout: float | None) -> News:
+        if self._inotify < 0:  # pragma: no cover - not Linux
+            timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
+        poll = select.poll()
+        for descriptor in (self._inotify, self._interrupt_out):
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        ready = dict(poll.poll(None if timeout is None else max(0, timeout) * 1000))
+        if self._interrupt_out in ready:
+            os.read(self._interrupt_out, 4096)
+        return self._read() if self._inotify in ready else News()
+
+    def _read(self) -> News:
+        data, position = os.read(self._inotify, 1 << 16), 0
+        overflow, closed = False, set()
+        while position < len(data):
+            _, mask, _, length = _EVENT.unpack_from(data, position)
+            begin = position + _EVENT.size
+            position = begin + length
+            overflow |= bool(mask & OVERFLOW)
+            if mask & CLOSE_WRITE:
+                closed.add(os.fsdecode(data[begin:position].rstrip(b"\0")))
+        return News(overflow, frozenset(closed))
+
+    def interrupt(self) -> None:
+        """Make the waiting thread return at once."""
+        try:
+            os.write(self._interrupt_in, b"!")
+        except BlockingIOError:  # it has been interrupted thousands of times already
+            return
+
+    def close(self) -> None:
+        for descriptor in (self._inotify, self._interrupt_out, self._interrupt_in):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    @staticmethod
+    def _check(result: int, what: str) -> int:
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), what)
+        return result

@@ -1,0 +1,138 @@
+"""A lease: proof, renewed by its holder alone, that the holder is alive.
+
+The problem: a holder cannot know that its lease lives, only that it lived when the store last said
+so. So it keeps a *deadline* on its own clock, counted from before the request that renewed it was
+sent: past it, the store may have given the lease away, and the holder acts as if it had.
+
+Invariants:
+- The deadline is never later than the store's own view of the expiry.
+- An expired lease is never revived: once the deadline has passed, a renewal that comes back is refused,
+  because somebody may already have seen the holder gone.
+- Renewal runs on a thread of its own and takes no lock that user code or a commit can hold (R6).
+
+On failure: while the store cannot be reached, renewal is tried again until the deadline; then the
+lease is lost, `lost` is set, and every commit that names it is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from pxrs.clock import Clock
+from pxrs.errors import LeaseExpired, RegistryError
+
+log = logging.getLogger(__name__)
+
+RENEWALS_PER_TTL = 4
+"""With four, one lost renewal and a second of starvation by other threads still leave room."""
+
+
+class Lease:
+    """What `Registry.lease(ttl)` returns. Its keys vanish when it is closed or expires."""
+
+    def __init__(
+        self,
+        lease_id: str,
+        ttl: float,
+        deadline: float,
+        *,
+        renew: Callable[[], float],
+        end: Callable[[], None],
+        on_gone: Callable[[Lease], None],
+        clock: Clock,
+    ) -> None:
+        """`renew` returns the new deadline, or raises LeaseExpired (final) or another RegistryError (try again);
+        `end` tells the store and frees what the lease held here, also after it has expired; `on_gone` is called once,
+        when this object is done with."""
+        self.id = lease_id
+        self.ttl = ttl
+        """The time to live that the store granted, which may be more than was asked for."""
+        self.lost = threading.Event()
+        """Set when the lease has ended, for whatever reason."""
+        self._deadline = deadline
+        self._renew, self._end, self._on_gone = renew, end, on_gone
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._stop = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._renew_loop, name=f"pxrs-lease-{lease_id}", daemon=True)
+        self._thread.start()
+
+    @property
+    def deadline(self) -> float:
+        """On the clock's scale, the moment from which this holder must act as if it were gone."""
+        return self._deadline
+
+    @property
+    def alive(self) -> bool:
+        """Whether the deadline is still ahead. Once False, False for ever."""
+        if not self.lost.is_set() and self._clock.now() >= self._deadline:
+            self.lost.set()
+        return not self.lost.is_set()
+
+    def check(self) -> None:
+        """Raise LeaseExpired unless the lease is alive."""
+        if not self.alive:
+            raise LeaseExpired(f"lease {self.id} has ended; take a new one and claim again")
+
+    def expire(self) -> None:
+        """The store has said that the lease is gone: so it is, whatever the deadline says."""
+        self.lost.set()
+        self._stop.set()
+
+    def abandon(self) -> None:
+        """Stop renewing and tell nobody: the store sees what it sees when a holder crashes."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """End the lease now, and with it its keys. If the store cannot be reached they go when the lease expires."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+        self.expire()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=self.ttl)
+        try:
+            self._end()
+        except RegistryError as error:
+            log.warning("lease %s was not ended in the store, it will expire there: %s", self.id, error)
+        finally:
+            self._on_gone(self)
+
+    def _renew_loop(self) -> None:
+        pause = self.ttl / RENEWALS_PER_TTL
+        while not self._clock.wait(self._stop, min(pause, max(0.0, self._deadline - self._clock.now()))):
+            if not self.alive:
+                log.warning("lease %s could not be renewed before its deadline", self.id)
+                return
+            try:
+                self._accept(self._renew())
+                pause = self.ttl / RENEWALS_PER_TTL
+            except LeaseExpired as error:
+                log.warning("lease %s has expired in the store: %s", self.id, error)
+                self.expire()
+                return
+            except RegistryError as error:
+                log.info("lease %s: renewal failed, will try again: %s", self.id, error)
+                pause = self.ttl / (RENEWALS_PER_TTL * 4)
+
+    def _accept(self, deadline: float) -> None:
+        # A renewal that returns after the old deadline proves nothing to those who saw the lease end.
+        if self.alive:
+            self._deadline = max(self._deadline, deadline)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.id} ttl={self.ttl:g}s {'alive' if self.alive else 'ended'}>"

@@ -1,0 +1,159 @@
+"""The registry in one process's memory: for tests, and for programs that need no other process.
+
+Handles that share a `MemoryStore` see the same keys, as two processes would on a server.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+
+from pxrs.clock import SYSTEM, Clock
+from pxrs.errors import LeaseExpired
+from pxrs.registry.address import Address
+from pxrs.registry.contract import Commit, Entry, Limits, Registry
+from pxrs.registry.lease import Lease
+from pxrs.registry.state import Change, State
+from pxrs.registry.watch import Watch
+
+LIMITS = Limits(commit_keys_max=4096, commit_bytes_max=8 << 20, value_bytes_max=1 << 20)
+
+
+def open(address: Address) -> Registry:
+    address.refuse_unknown_options(())
+    return MemoryRegistry()
+
+
+class MemoryStore:
+    """What several `MemoryRegistry` handles share. A lease that nobody renews ends when anyone looks, and a
+    watcher looks when the nearest one is due."""
+
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self.clock = clock
+        self._lock = threading.Lock()
+        self._state = State()
+        self._version = 0
+        self._expiry: dict[str, float] = {}
+        self._handles: weakref.WeakSet[MemoryRegistry] = weakref.WeakSet()
+        self._never = threading.Event()
+        self._timer: threading.Thread | None = None
+
+    def get(self, key: str) -> Entry | None:
+        with self._lock:
+            self._end_expired()
+            return self._state.get(key)
+
+    def scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
+        with self._lock:
+            self._end_expired()
+            return self._state.scan(prefix, after, limit)
+
+    def commit(self, commit: Commit) -> dict[str, int]:
+        change = Change.of(commit)
+        with self._lock:
+            self._end_expired()
+            refusal = self._state.refusal(commit.expect, change.lease)
+            if refusal is not None:
+                raise refusal
+            version = self._apply(change)
+        return dict.fromkeys(commit.written, version)
+
+    def begin_lease(self, ttl: float) -> tuple[str, float]:
+        lease = uuid.uuid4().hex
+        with self._lock:
+            self._apply(Change(lease_begins=lease))
+            deadline = self._expiry[lease] = self.clock.now() + ttl
+            self._time_expiry()
+        return lease, deadline
+
+    def renew_lease(self, lease: str, ttl: float) -> float:
+        with self._lock:
+            self._end_expired()
+            if lease not in self._expiry:
+                raise LeaseExpired(f"lease {lease} has ended")
+            deadline = self._expiry[lease] = self.clock.now() + ttl
+            return deadline
+
+    def end_lease(self, lease: str) -> None:
+        with self._lock:
+            if self._expiry.pop(lease, None) is not None:
+                self._apply(Change(lease_ends=lease))
+
+    def attach(self, handle: MemoryRegistry) -> None:
+        with self._lock:
+            self._handles.add(handle)
+
+    def detach(self, handle: MemoryRegistry) -> None:
+        with self._lock:
+            self._handles.discard(handle)
+
+    def _apply(self, change: Change) -> int:
+        self._version += 1
+        changed = self._state.apply(change, self._version)
+        if changed:
+            for handle in self._handles:
+                handle._wake(changed)
+        return self._version
+
+    def _end_expired(self) -> None:
+        if not self._expiry:
+            return
+        now = self.clock.now()
+        for lease in [lease for lease, expiry in self._expiry.items() if expiry <= now]:
+            del self._expiry[lease]
+            self._apply(Change(lease_ends=lease))
+
+    def _time_expiry(self) -> None:
+        """Ends leases on time while there are any, so that watchers learn of it; the thread goes with the last one."""
+        if self._timer is None:
+            self._timer = threading.Thread(target=self._expire_loop, name="pxrs-memory-expiry", daemon=True)
+            self._timer.start()
+
+    def _expire_loop(self) -> None:
+        while True:
+            with self._lock:
+                self._end_expired()
+                if not self._expiry:
+                    self._timer = None
+                    return
+                pause = min(self._expiry.values()) - self.clock.now()
+            self.clock.wait(self._never, max(pause, 0.0))
+
+
+class MemoryRegistry(Registry):
+    """A handle to a `MemoryStore`, by default one of its own."""
+
+    limits = LIMITS
+
+    def __init__(self, store: MemoryStore | None = None) -> None:
+        self._store = store or MemoryStore()
+        super().__init__("memory:", clock=self._store.clock)
+        self._store.attach(self)
+
+    def _get(self, key: str) -> Entry | None:
+        return self._store.get(key)
+
+    def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
+        return self._store.scan(prefix, after, limit)
+
+    def _commit(self, commit: Commit) -> dict[str, int]:
+        return self._store.commit(commit)
+
+    def _lease(self, ttl: float) -> Lease:
+        lease, deadline = self._store.begin_lease(ttl)
+        return Lease(
+            lease,
+            ttl,
+            deadline,
+            renew=lambda: self._store.renew_lease(lease, ttl),
+            end=lambda: self._store.end_lease(lease),
+            on_gone=self._forget_lease,
+            clock=self.clock,
+        )
+
+    def _watch(self, watch: Watch) -> None:
+        """Nothing to do: every change passes `_wake` under the store's lock."""
+
+    def _close(self) -> None:
+        self._store.detach(self)

@@ -1,0 +1,101 @@
+"""What a registry holds, as a value in memory: the pure core that the memory and the file registry share.
+
+A `Change` is one step of its history; applying the same changes in the same order gives the same state in every
+process. Deciding whether a commit may happen is a question to the state (`refusal`), asked by the shell that then
+publishes the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from sortedcontainers import SortedDict
+
+from pxrs.errors import Conflict, LeaseExpired
+from pxrs.registry.contract import ABSENT, Commit, Entry
+
+
+class Record(NamedTuple):
+    value: bytes
+    version: int
+    lease: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One atomic step. `lease` binds the keys in `ephemeral`; a lease begins or ends in a step of its own."""
+
+    put: Mapping[str, bytes] = field(default_factory=dict)
+    ephemeral: Mapping[str, bytes] = field(default_factory=dict)
+    delete: tuple[str, ...] = ()
+    lease: str | None = None
+    lease_begins: str | None = None
+    lease_ends: str | None = None
+
+    @classmethod
+    def of(cls, commit: Commit) -> Change:
+        lease = None if commit.lease is None else commit.lease.id
+        return cls(commit.put, commit.ephemeral, tuple(sorted(commit.delete)), lease)
+
+
+class State:
+    """Keys in order, and the live leases with their keys. Not thread-safe: its shell holds a lock."""
+
+    def __init__(self) -> None:
+        self.records: SortedDict[str, Record] = SortedDict()
+        self.leases: dict[str, set[str]] = {}
+
+    def get(self, key: str) -> Entry | None:
+        record = self.records.get(key)
+        return None if record is None else Entry(key, record.value, record.version)
+
+    def scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
+        return list(islice(self._entries(prefix, after), limit))
+
+    def _entries(self, prefix: str, after: str | None) -> Iterator[Entry]:
+        begin = prefix if after is None or after < prefix else after
+        for key in self.records.irange(begin, inclusive=(begin != after, True)):
+            if not key.startswith(prefix):
+                return
+            record = self.records[key]
+            yield Entry(key, record.value, record.version)
+
+    def refusal(self, expect: Mapping[str, int], lease: str | None) -> Conflict | LeaseExpired | None:
+        """Why a commit with these conditions may not happen now, or None if it may."""
+        if lease is not None and lease not in self.leases:
+            return LeaseExpired(f"lease {lease} has ended; take a new one and claim again")
+        records = self.records
+        differing = [
+            key for key, version in expect.items() if (records[key].version if key in records else ABSENT) != version
+        ]
+        return Conflict(differing) if differing else None
+
+    def apply(self, change: Change, version: int) -> list[str]:
+        """Take the step; returns the keys that changed."""
+        if change.lease_begins is not None:
+            self.leases[change.lease_begins] = set()
+        for key, value in change.put.items():
+            self._write(key, Record(value, version, None))
+        for key, value in change.ephemeral.items():
+            self._write(key, Record(value, version, change.lease))
+        removed = [key for key in change.delete if key in self.records]
+        if change.lease_ends is not None:
+            removed += sorted(self.leases.pop(change.lease_ends, ()))
+        for key in removed:
+            self._unbind(key, self.records.pop(key))
+        return [*change.put, *change.ephemeral, *removed]
+
+    def _write(self, key: str, record: Record) -> None:
+        old = self.records.get(key)
+        if old is not None:
+            self._unbind(key, old)
+        self.records[key] = record
+        if record.lease is not None:
+            self.leases[record.lease].add(key)
+
+    def _unbind(self, key: str, record: Record) -> None:
+        if record.lease is not None and record.lease in self.leases:
+            self.leases[record.lease].discard(key)
