@@ -155,6 +155,9 @@ class FileRegistry(Registry):
             file = LeaseFile(self._lease_folder, self._journal.scratch, lease, ttl, SYSTEM)
         try:
             self._publish(Change(lease_begins=lease), lambda: None)
+        except OutcomeUnknown as error:  # without its file the lease is over, whether it has begun or not
+            file.remove()
+            raise RegistryUnavailable(f"{self.url}: no lease: {error}") from error
         except BaseException:
             file.remove()
             raise
