@@ -17,7 +17,8 @@ from pxrs.errors import RegistryCorrupt
 from pxrs.registry.state import Change, Record, State
 
 _ENTRY, _SNAPSHOT = b"PXJ1", b"PXS1"
-_HEAD = struct.Struct("<4sII")
+_HEAD = struct.Struct("<4sI")
+_LENGTH = struct.Struct("<I")
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 
 
@@ -90,17 +91,19 @@ class _Values:
 
 def _pack(magic: bytes, header: dict[str, Any], values: list[bytes]) -> bytes:
     text = _encode(header).encode()
-    body = b"".join([text, *values])
-    return _HEAD.pack(magic, zlib.crc32(body), len(text)) + body
+    body = b"".join([_LENGTH.pack(len(text)), text, *values])
+    return _HEAD.pack(magic, zlib.crc32(body)) + body
 
 
 def _unpack(magic: bytes, data: bytes, where: str) -> tuple[dict[str, Any], _Values]:
-    if len(data) < _HEAD.size:
+    begin = _HEAD.size + _LENGTH.size
+    if len(data) < begin:
         raise RegistryCorrupt(where, f"{len(data)} bytes are too few for an entry")
-    found, checksum, length = _HEAD.unpack_from(data)
+    found, checksum = _HEAD.unpack_from(data)
     if found != magic:
         raise RegistryCorrupt(where, f"begins with {found!r}, not {magic!r}: damaged, or of another version of pxrs")
     if zlib.crc32(memoryview(data)[_HEAD.size :]) != checksum:
         raise RegistryCorrupt(where, "its checksum does not match: damaged")
-    header: dict[str, Any] = json.loads(data[_HEAD.size : _HEAD.size + length])
-    return header, _Values(data, _HEAD.size + length)
+    (length,) = _LENGTH.unpack_from(data, _HEAD.size)
+    header: dict[str, Any] = json.loads(data[begin : begin + length])
+    return header, _Values(data, begin + length)

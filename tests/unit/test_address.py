@@ -1,0 +1,142 @@
+"""Registry addresses: bad ones are refused with a reason, secrets are never shown."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pxrs import registry
+from pxrs.errors import InvalidUrl, MissingDependency, UnsupportedPlatform
+from pxrs.registry.address import PASSWORD_VARIABLE, parse
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("", "empty"),
+        ("kafka://h:1", "unknown scheme 'kafka'; choose from memory, file"),
+        ("localhost:2379", "looks like a host"),
+        ("db.example:5432,db2.example:5432/x", "looks like a host"),
+        ("memory:?namespace=", "namespace"),
+        ("memory:?namespace=a/b", "namespace"),
+        ("memory:?namespace=..", "namespace"),
+        ("memory:?colour=red", "unknown option 'colour'; choose from namespace"),
+        ("memory:?colour", "cannot be read"),
+        ("file:", "which directory"),
+        ("file://otherhost/dir", "is a host"),
+        ("file:dir?timeout=soon", "give seconds"),
+        ("etcd://", "empty host"),
+        ("etcd://h:99999", "port"),
+        ("zookeeper://h:x/", "port"),
+    ],
+)
+def test_a_bad_address_is_refused_with_its_reason(url: str, reason: str) -> None:
+    with pytest.raises(InvalidUrl, match=reason):
+        registry.open(url)
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    for url in (path, path / "below"):
+        with pytest.raises(InvalidUrl, match="director"):
+            registry.open(url)
+    assert path.read_text() == "mine"
+
+
+def test_plain_paths_and_file_addresses_are_the_same_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    addresses = ["here", "./here", "file:here", f"file://{tmp_path}/here", f"file://localhost{tmp_path}/here"]
+    with registry.open(tmp_path / "here") as first:
+        first.commit(put={"a": b"1"})
+        for address in addresses:
+            with registry.open(address) as handle:
+                assert handle.get("a") is not None, address
+
+
+def test_f8_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pxrs import disk
+
+    kind = disk.file_system(tmp_path)
+    if kind is None:
+        pytest.skip("this system does not tell")
+    monkeypatch.setattr(disk, "NETWORK_FILE_SYSTEMS", {kind})
+    with pytest.raises(UnsupportedPlatform, match=f"is on {kind}, a network file system"):
+        registry.open(tmp_path / "new" / "registry")
+    assert not (tmp_path / "new").exists()
+
+
+def test_windows_gets_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.name", "nt")
+    with pytest.raises(UnsupportedPlatform, match="Linux or macOS"):
+        registry.open(f"file:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://user:hunter2@h/db",
+        "etcd://user:hunter2@h:1,h:2/x",
+        "zookeeper://user:hun/ter2@h",
+        "etcd://user:hunt@er2@h",
+        "etcd://:hunter2@h",
+    ],
+)
+def test_a_password_is_never_shown(url: str) -> None:
+    address = parse(url)
+    shown = [address.text, repr(address), str(address)]
+    try:
+        address.hosts(1)
+    except InvalidUrl as error:
+        shown.append(str(error))
+    for text in shown:
+        assert "hun" not in text
+        assert "er2" not in text
+
+
+def test_passwords_come_from_the_address_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("from file\n")
+    monkeypatch.setenv(PASSWORD_VARIABLE, "from environment")
+    assert parse("etcd://u:from%20address@h").credentials() == ("u", "from address")
+    assert parse(f"etcd://u@h?password_file={secret}").credentials() == ("u", "from file")
+    assert parse("etcd://u@h").credentials() == ("u", "from environment")
+    assert parse("etcd://h").credentials() == (None, None)
+    with pytest.raises(InvalidUrl, match="password_file"):
+        parse(f"etcd://u@h?password_file={tmp_path}/none").credentials()
+
+
+def test_several_hosts_with_and_without_ports() -> None:
+    assert parse("etcd://a:1,b,[::1]:3/x").hosts(9) == [("a", 1), ("b", 9), ("::1", 3)]
+
+
+def test_a_missing_driver_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for scheme, module, extra in (("etcd", "grpc", "etcd"), ("zookeeper", "kazoo", "zookeeper")):
+        code = (
+            f"import sys; sys.modules['{module}'] = None\n"
+            "from pxrs import registry\n"
+            f"registry.open('{scheme}://127.0.0.1:1')"
+        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert f"pip install 'pxrs[{extra}]'" in result.stderr, result.stderr
+        assert MissingDependency.__name__ in result.stderr
+
+
+def test_opening_imports_no_driver_that_is_not_asked_for() -> None:
+    code = (
+        "import sys, pxrs, pxrs.registry as r\n"
+        "r.open('memory:').commit(put={'a': b''})\n"
+        "print([m for m in ('kazoo', 'sqlalchemy', 'grpc', 'pyspark', 'psycopg') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_library_configures_no_logging() -> None:
+    assert logging.getLogger("pxrs").handlers == []

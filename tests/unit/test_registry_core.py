@@ -1,0 +1,184 @@
+"""The pure and the shared parts: state, codec, lease, watch, clocks."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pxrs.clock import ManualClock, SystemClock, boot_id
+from pxrs.errors import Closed, LeaseExpired, RegistryCorrupt, RegistryUnavailable
+from pxrs.registry.file.codec import Seal, decode_entry, decode_snapshot, encode_entry, encode_snapshot
+from pxrs.registry.lease import Lease
+from pxrs.registry.memory import MemoryRegistry, MemoryStore
+from pxrs.registry.state import Change, State
+from pxrs.registry.watch import Watch
+
+CHANGES = [
+    Change(),
+    Change(put={"a": b"", "b/c": bytes(range(256))}, delete=("d", "e/f")),
+    Change(ephemeral={"m": b"x" * 1000}, put={"n": b"1"}, lease="l1"),
+    Change(lease_begins="l2"),
+    Change(lease_ends="l2"),
+]
+
+
+@pytest.mark.parametrize("step", [*CHANGES, Seal("0000000001-abc")], ids=repr)
+def test_an_entry_is_read_as_it_was_written(step: Change | Seal) -> None:
+    assert decode_entry(encode_entry(step), "here") == step
+
+
+def test_any_damage_of_an_entry_is_noticed() -> None:
+    data = encode_entry(CHANGES[1])
+    dice = random.Random(3)
+    for _ in range(500):
+        damaged = bytearray(data)
+        if dice.random() < 0.5:
+            damaged[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        else:
+            del damaged[dice.randrange(len(data)) :]
+        with pytest.raises(RegistryCorrupt, match="here"):
+            decode_entry(bytes(damaged), "here")
+
+
+def test_a_snapshot_holds_the_whole_state() -> None:
+    state = State()
+    state.apply(Change(lease_begins="l"), 1)
+    state.apply(Change(put={"a": b"1", "b": b""}, ephemeral={"m": b"2"}, lease="l"), 2)
+    copy, number = decode_snapshot(encode_snapshot(state, 7), "here")
+    assert number == 7
+    assert copy.records == state.records
+    assert copy.leases == state.leases == {"l": {"m"}}
+    copy.apply(Change(lease_ends="l"), 8)
+    assert list(copy.records) == ["a", "b"]
+
+
+def test_the_system_clock_goes_on_and_the_boot_has_a_name() -> None:
+    clock = SystemClock()
+    assert clock.now() <= clock.now()
+    assert len(boot_id()) == 36
+    event = threading.Event()
+    assert not clock.wait(event, 0.01)
+    event.set()
+    assert clock.wait(event, 10)
+
+
+class Renewals:
+    """A store's side of a lease, to be told what to answer."""
+
+    def __init__(self, clock: ManualClock, answer: Callable[[], float]) -> None:
+        self.answer = answer
+        self.asked = threading.Semaphore(0)
+        self.ended = 0
+        self.lease = Lease("l", 8.0, clock.now() + 8.0, renew=self.renew, end=self.end, on_gone=id, clock=clock)
+
+    def renew(self) -> float:
+        try:
+            return self.answer()
+        finally:
+            self.asked.release()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_r6_a_lease_is_renewed_well_before_its_deadline() -> None:
+    clock = ManualClock()
+    store = Renewals(clock, lambda: clock.now() + 8.0)
+    for _ in range(10):
+        clock.advance(2.0)
+        assert store.asked.acquire(timeout=10)
+        assert store.lease.alive
+    store.lease.close()
+    store.lease.close()
+    assert store.ended == 1
+    assert not store.lease.alive
+
+
+def test_x12_a_holder_that_cannot_reach_the_store_is_out_at_its_deadline() -> None:
+    clock = ManualClock()
+
+    def unreachable() -> float:
+        raise RegistryUnavailable("no route")
+
+    store = Renewals(clock, unreachable)
+    for _ in range(3):
+        clock.advance(2.0)
+        assert store.asked.acquire(timeout=10)
+        assert store.lease.alive
+    clock.advance(2.0)
+    assert not store.lease.alive
+    with pytest.raises(LeaseExpired):
+        store.lease.check()
+    store.lease.close()
+
+
+def test_r3_a_renewal_that_comes_back_after_the_deadline_revives_nothing() -> None:
+    clock = ManualClock()
+    was_asked, may_answer = threading.Event(), threading.Event()
+
+    def slow() -> float:
+        was_asked.set()
+        may_answer.wait(10)
+        return clock.now() + 8.0
+
+    store = Renewals(clock, slow)
+    clock.advance(2.0)
+    assert was_asked.wait(10)
+    clock.advance(7.0)
+    assert not store.lease.alive
+    may_answer.set()
+    assert store.asked.acquire(timeout=10)
+    store.lease._thread.join(10)
+    assert not store.lease.alive
+    store.lease.close()
+
+
+def test_a_lease_that_the_store_has_ended_is_out_at_once() -> None:
+    clock = ManualClock()
+
+    def gone() -> float:
+        raise LeaseExpired("gone")
+
+    store = Renewals(clock, gone)
+    clock.advance(2.0)
+    assert store.lease.lost.wait(10)
+    assert not store.lease.alive
+    store.lease.close()
+
+
+def test_memory_leases_follow_a_manual_clock() -> None:
+    clock = ManualClock()
+    store = MemoryStore(clock)
+    with MemoryRegistry(store) as holder, MemoryRegistry(store) as other:
+        lease = holder.lease(10)
+        lease.abandon()
+        holder.commit(ephemeral={"m": b""}, lease=lease)
+        clock.advance(9.9)
+        assert other.get("m") is not None
+        with other.watch("m") as watch:
+            clock.advance(0.2)
+            assert watch.wait(10)
+            assert other.get("m") is None
+
+
+def test_a_watch_covers_its_prefixes_and_single_keys() -> None:
+    watch = Watch(("a/", "b"), id)
+    assert [key for key in ("a", "a/x", "ab", "b", "b/x", "bc") if watch.covers(key)] == ["a/x", "b"]
+    assert Watch(("",), id).covers("anything")
+
+
+def test_wakes_are_collected_and_a_closed_watch_says_so() -> None:
+    closed: list[Watch] = []
+    watch = Watch(("",), closed.append)
+    watch.wake()
+    watch.wake()
+    assert watch.wait(0)
+    assert not watch.wait(0)
+    watch.close()
+    watch.close()
+    assert closed == [watch]
+    with pytest.raises(Closed):
+        watch.wait(0)
