@@ -1,0 +1,40 @@
+"""The command line: `pxrs`. It prints for people, and JSON for machines with `--json`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import pxrs
+from pxrs.cli import demo, registry
+from pxrs.errors import PxrsError
+
+app = typer.Typer(
+    name="pxrs",
+    help="A partitioned message log with fenced consumer groups, on the coordination store you already have.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.add_typer(registry.app, name="registry", help="Look into a registry, and print the SQL that it needs.")
+app.command("demo")(demo.demo)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"pxrs {pxrs.__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command. An error of pxrs is one line on stderr that says what to do, and exit code 1."""
+    try:
+        app()
+    except PxrsError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}:[/] ", end="")
+        Console(stderr=True, markup=False, highlight=False).print(str(error))
+        sys.exit(1)

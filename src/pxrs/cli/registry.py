@@ -1,0 +1,92 @@
+"""`pxrs registry`: DDL for the database administrator, and a look into any registry."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pxrs import registry
+from pxrs.registry import Entry
+
+app = typer.Typer(no_args_is_help=True)
+Url = Annotated[
+    str, typer.Argument(metavar="URL", help="A directory, sqlite:///F, postgresql://, etcd://, zookeeper://")
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+
+
+class Dialect(StrEnum):
+    """The databases that DDL can be printed for."""
+
+    ORACLE = "oracle"
+    POSTGRESQL = "postgresql"
+    SQLITE = "sqlite"
+
+
+@app.command()
+def ddl(dialect: Annotated[Dialect, typer.Option(help="The database.")]) -> None:
+    """Print the tables and the least privileges that a registry in a SQL database needs.
+
+    Run it as the owner of the schema; then open the registry with ?create=false as a user with those privileges only.
+    """
+    from pxrs.registry import sql
+
+    typer.echo(sql.ddl(dialect.value))
+
+
+@app.command()
+def scan(
+    url: Url,
+    prefix: Annotated[str, typer.Argument(help="Only keys that begin with this; it ends in a slash.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many keys.")] = 1000,
+    as_json: Json = False,
+) -> None:
+    """List keys, versions and values."""
+    with registry.open(url) as handle:
+        entries = handle.scan(prefix, limit=limit)
+    if as_json:
+        for entry in entries:
+            typer.echo(json.dumps(_plain(entry)))
+        return
+    table = Table("key", "version", "value", box=None, header_style="bold")
+    for entry in entries:
+        table.add_row(entry.key, str(entry.version), _short(entry.value))
+    console = Console()
+    console.print(table)
+    if len(entries) == limit:
+        console.print(f"the first {limit:,}; see more with --limit", style="dim")
+
+
+@app.command()
+def get(url: Url, key: str, as_json: Json = False) -> None:
+    """Print one key's value; exit code 1 if there is no such key."""
+    with registry.open(url) as handle:
+        entry = handle.get(key)
+    if entry is None:
+        typer.echo(f"no such key: {key}", err=True)
+        raise typer.Exit(1)
+    if as_json:
+        typer.echo(json.dumps(_plain(entry)))
+    else:
+        sys.stdout.buffer.write(entry.value)
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    """For machines: text where the bytes are text, else base64."""
+    try:
+        value = {"value": entry.value.decode()}
+    except UnicodeDecodeError:
+        value = {"base64": base64.b64encode(entry.value).decode()}
+    return {"key": entry.key, "version": entry.version, **value}
+
+
+def _short(value: bytes) -> str:
+    text = value.decode(errors="backslashreplace")
+    return text if len(text) <= 80 else f"{text[:77]}... ({len(value):,} bytes)"
