@@ -1,1 +1,1 @@
-"""What proves a backend or a handler: contract suites, real servers, faults, checkers. Shipped, so that others can use it."""
+"""What proves a store or a handler: contract suites, real servers, faults, checkers. Shipped, for others to use."""

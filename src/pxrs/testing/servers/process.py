@@ -1,0 +1,344 @@
+"""One server process: its ports, its folder, its signals, and its death with the process that started it."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar, Self
+
+import psutil
+
+from pxrs.errors import MissingDependency, PxrsError
+
+HOST = "127.0.0.1"
+START_S_MAX = 30.0
+STOP_S_MAX = 10.0
+PROBE_S_MAX = 1.0
+POLL_S = 0.01
+LOG_TAIL_BYTES = 4000
+
+
+class ServerFailed(PxrsError):
+    """A test server did not start, stop or answer in time. The message holds the end of its log."""
+
+
+_ports_taken: set[int] = set()
+_ports_lock = threading.Lock()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on, each handed out once by this process.
+
+    They lie below the range that systems take for outgoing connections. Inside it, a client that
+    keeps dialling a stopped server would sooner or later be given that very port as its own, and
+    be connected to itself.
+    """
+    ports: list[int] = []
+    with _ports_lock:
+        while len(ports) < count:
+            port = random.randrange(15000, 32000)
+            if port not in _ports_taken and _can_listen(port):
+                _ports_taken.add(port)
+                ports.append(port)
+    return ports
+
+
+def _can_listen(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+# Runs in a fresh interpreter, because `preexec_fn` would run in a fork of a process full of threads, and gRPC's
+# fork handlers with it. The system clears the death signal when the user changes, so it is set after that.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+parent, death_signal, uid, gid = map(int, sys.argv[1:5])
+if uid >= 0:
+    os.setgroups([])
+    os.setgid(gid)
+    os.setuid(uid)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, death_signal)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+os.execv(sys.argv[5], sys.argv[5:])
+"""
+
+
+@functools.cache
+def _launching_thread(process_id: int) -> ThreadPoolExecutor:
+    """Return a thread as long-lived as this process: Linux counts a parent as dead when the thread that forked ends."""
+    return ThreadPoolExecutor(1, f"pxrs-servers-{process_id}")
+
+
+def _launch(
+    command: Sequence[str],
+    log: Path,
+    death_signal: signal.Signals,
+    user: tuple[int, int] | None,
+    env: Mapping[str, str],
+) -> subprocess.Popen[bytes]:
+    """Run `command` so that it gets `death_signal` when this process ends, as `user` if given."""
+    uid, gid = user or (-1, -1)
+    numbers = map(str, (os.getpid(), int(death_signal), uid, gid))
+    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, *numbers]
+
+    def launch() -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [*launcher, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                env={**os.environ, **env},
+                start_new_session=True,  # an interrupt at the keyboard is for the tests, which then stop the servers
+            )
+
+    return _launching_thread(os.getpid()).submit(launch).result()
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.NoSuchProcess):  # psutil knows a process by its start time too: never a stranger's
+        process.send_signal(number)
+
+
+def _has_status(process: psutil.Process, *statuses: str) -> bool:
+    """Say whether the process is in one of `statuses`; one that is gone is in all of them."""
+    try:
+        return process.status() in statuses
+    except psutil.NoSuchProcess:
+        return True
+
+
+def temporary_folder() -> Path:
+    """Make a folder with a short path that other users may pass through but not list."""
+    parent = tempfile.gettempdir()
+    if len(parent) > 30 and os.access("/tmp", os.W_OK):
+        parent = "/tmp"  # macOS gives each user a long one
+    folder = Path(tempfile.mkdtemp(prefix="pxrs-", dir=parent))
+    folder.chmod(0o711)
+    return folder
+
+
+def remove_folder(folder: Path, process_id: int) -> None:
+    if os.getpid() == process_id:  # a fork that exits must not take its parent's data away
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def package_folder(package: str, distribution: str) -> Path:
+    """Return an installed package's folder, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingDependency(f"no package {package}: pip install {distribution}")
+    return Path(spec.submodule_search_locations[0])
+
+
+class Server(abc.ABC):
+    """One server process with its own folder and ports. The folder lasts until `close`, the process until `stop`."""
+
+    scheme: ClassVar[str]
+    _stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
+    _death_signal: ClassVar[signal.Signals] = signal.SIGKILL  # sent when the tests' process is gone
+
+    def __init__(self) -> None:
+        self.host = HOST
+        (self.port,) = free_ports(1)
+        self._folder: Path | None = None
+        self._remove: Callable[[], object] = lambda: None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_paused = False
+
+    @abc.abstractmethod
+    def _prepare(self, folder: Path) -> None:
+        """Write what the first start needs into `folder`."""
+
+    @abc.abstractmethod
+    def _command(self, folder: Path) -> list[str]:
+        """Return the command that runs the server in the foreground."""
+
+    @abc.abstractmethod
+    def is_ready(self) -> bool:
+        """Say whether the server serves requests now; False also when it cannot be reached."""
+
+    @property
+    def url(self) -> str:
+        """The address in the form that `pxrs` takes."""
+        return f"{self.scheme}://{self.host}:{self.port}"
+
+    @property
+    def directory(self) -> Path:
+        """The server's folder; it exists from the first `start` to `close`."""
+        if self._folder is None:
+            raise ServerFailed(f"{self!r} was not started")
+        return self._folder
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process exists, paused or not."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server (of its parent process, where it has several)."""
+        return self._running().pid
+
+    def start(self, *, wait: bool = True) -> Self:
+        """Start the server if it does not run, and wait until it serves unless `wait` is False."""
+        if self.is_running:
+            return self
+        try:
+            if self._folder is None:
+                self._make_folder()
+            command, log = self._command(self.directory), self.directory / "log"
+            self._process = _launch(command, log, self._death_signal, self._user(), self._environment())
+            if wait:
+                self.wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def wait_until_ready(self, timeout_s: float = START_S_MAX) -> None:
+        """Return once the server serves; raise with the end of its log if it ends or takes too long."""
+        if not wait_until(lambda: not self.is_running or self.is_ready(), timeout_s):
+            raise ServerFailed(f"{self!r} did not serve within {timeout_s} s:\n{self.log_tail()}")
+        if not self.is_running:
+            raise ServerFailed(f"{self!r} ended while it started:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        """Stop the server in its orderly way, or kill it if that takes too long. The data stay."""
+        if self.is_running:
+            self.resume()
+            self._running().send_signal(self._stop_signal)
+            if not wait_until(lambda: not self.is_running, STOP_S_MAX):
+                self.kill()
+
+    def kill(self) -> None:
+        """End every process of the server at once (SIGKILL), as a crash would. The data stay."""
+        processes: list[psutil.Process] = []
+        with suppress(ServerFailed, psutil.NoSuchProcess):  # it may end by itself meanwhile
+            processes = self._freeze()
+        if self._process is None or not self.is_running:
+            return
+        for process in reversed(processes):  # the parent last, so that it cannot act on the death of a child
+            _signal(process, signal.SIGKILL)
+        self._process.wait(STOP_S_MAX)
+        if not wait_until(lambda: all(_has_status(p, psutil.STATUS_ZOMBIE) for p in processes), STOP_S_MAX):
+            raise ServerFailed(f"{self!r} did not end after SIGKILL")
+        self._is_paused = False
+
+    def pause(self) -> None:
+        """Stop every process of the server (SIGSTOP): connections stay open and nobody answers."""
+        self._running()
+        self._freeze()
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Let a paused server go on (SIGCONT)."""
+        for process in reversed(self._processes()):
+            _signal(process, signal.SIGCONT)
+        self._is_paused = False
+
+    def restart(self, *, wait: bool = True) -> None:
+        """Stop the server if it runs, and start it on the same data and port."""
+        self.stop()
+        self.start(wait=wait)
+
+    def close(self) -> None:
+        """End the server and delete its folder. Nobody will read the data, so it gets no time to save them."""
+        try:
+            self.kill()
+        finally:
+            self._remove()
+            self._folder = None
+
+    def log_tail(self) -> str:
+        """Return the end of what the server wrote."""
+        try:
+            return (self.directory / "log").read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+        except (OSError, ServerFailed):
+            return "(no log)"
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.host}:{self.port})"
+
+    def _make_folder(self) -> None:
+        folder = temporary_folder()
+        self._remove = weakref.finalize(self, remove_folder, folder, os.getpid())
+        self._prepare(folder)
+        self._folder = folder  # last: after a failure the next start begins anew
+
+    def _user(self) -> tuple[int, int] | None:
+        """Return the user and group that the server runs as, or None for our own."""
+        return None
+
+    def _environment(self) -> Mapping[str, str]:
+        return {}
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            raise ServerFailed(f"{self!r} does not run:\n{self.log_tail()}")
+        return self._process
+
+    def _processes(self) -> list[psutil.Process]:
+        """Return the server's processes, the parent first."""
+        if not self.is_running:
+            return []
+        parent = psutil.Process(self.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def _freeze(self) -> list[psutil.Process]:
+        """Stop all processes and return them. The parent first: from then on there are no new children."""
+        self._freeze_these([psutil.Process(self.pid)])
+        processes = self._processes()
+        self._freeze_these(processes[1:])
+        return processes
+
+    def _freeze_these(self, processes: Sequence[psutil.Process]) -> None:
+        for process in processes:
+            _signal(process, signal.SIGSTOP)
+        frozen = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+        if not wait_until(lambda: all(_has_status(p, *frozen) for p in processes), STOP_S_MAX):
+            raise ServerFailed(f"{self!r} did not stop on SIGSTOP")
