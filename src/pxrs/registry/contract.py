@@ -18,12 +18,13 @@ bad input gets the same error everywhere and never reaches a store.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self
@@ -80,11 +81,12 @@ class Commit:
     delete: frozenset[str]
     lease: Lease | None
     quiet: bool
+    keys: tuple[str, ...] = field(init=False)
+    """Every key it names, in key order."""
 
-    @property
-    def keys(self) -> list[str]:
-        """Every key it names, in key order."""
-        return sorted({*self.expect, *self.put, *self.ephemeral, *self.delete})
+    def __post_init__(self) -> None:
+        keys = sorted({*self.expect, *self.put, *self.ephemeral, *self.delete})
+        object.__setattr__(self, "keys", tuple(keys))
 
     @property
     def written(self) -> dict[str, bytes]:
@@ -293,6 +295,7 @@ class Registry(ABC):
         return f"<{type(self).__name__} {self.url}{' closed' if self._closed else ''}>"
 
 
+@functools.lru_cache(maxsize=4096)  # a group names the same keys again and again
 def _check_key(key: str) -> None:
     if not isinstance(key, str) or not key:
         raise InvalidKey(f"{key!r}: a key is a slash path such as 'groups/billing/leader'")
