@@ -16,7 +16,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ncpfs", "9p", "ceph", "glusterfs", "lustre", "beegfs"),
         *("gfs2", "ocfs2", "davfs", "webdav", "afpfs"),
-        *("fuse.glusterfs", "fuse.sshfs", "fuse.davfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone"),
+        *("fuse.glusterfs", "fuse.sshfs", "fuse.davfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "virtiofs"),
     }
 )
 
@@ -30,20 +30,36 @@ def require_posix(what: str) -> None:
 def sync_data(descriptor: int) -> None:
     """Return when the file's data is on the medium."""
     if sys.platform == "darwin":  # pragma: no cover - not run here
-        import fcntl
-
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+        _sync_drive(descriptor)
     else:
         os.fdatasync(descriptor)
 
 
-def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Return when the folder's entries are on the medium."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_folder(folder: str | os.PathLike[str] | int) -> None:
+    """Return when the folder's entries are on the medium. It is given by its path, or as an open descriptor."""
+    descriptor = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        if sys.platform == "darwin":  # pragma: no cover - not run here
+            _sync_drive(descriptor)
+        else:
+            os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        if descriptor is not folder:
+            os.close(descriptor)
+
+
+def _sync_drive(descriptor: int) -> None:  # pragma: no cover - macOS
+    import fcntl
+
+    fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined]
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and what is missing above it, all of it durable."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
 
 
 def refuse_network_file_system(path: str | os.PathLike[str], what: str = "a registry") -> None:

@@ -60,7 +60,6 @@ def commit_with_lease(directory: Path, steps: faults.Steps) -> None:
     with registry.open(directory) as handle, faults.counted(steps):
         lease = handle.lease(0.5)
         lease.abandon()  # no other thread's calls among the counted
-        lease._thread.join()
         handle.commit(put=dict.fromkeys(KEYS, b"new"), ephemeral={"member": b""}, delete=["twin/old"], lease=lease)
         lease.close()
 

@@ -40,8 +40,9 @@ class NoLeaseCheck(State):
 
 class KeysOutliveLeases(State):
     def apply(self, change: Change, version: int) -> list[str]:
-        if change.lease_ends is not None:
-            self.leases.pop(change.lease_ends, None)
+        if change.leases_end:
+            for lease in change.leases_end:
+                self.leases.pop(lease, None)
             return []
         return super().apply(change, version)
 

@@ -21,7 +21,7 @@ CHANGES = [
     Change(put={"a": b"", "b/c": bytes(range(256))}, delete=("d", "e/f")),
     Change(ephemeral={"m": b"x" * 1000}, put={"n": b"1"}, lease="l1"),
     Change(lease_begins="l2"),
-    Change(lease_ends="l2"),
+    Change(leases_end=("l2", "l3")),
 ]
 
 
@@ -51,7 +51,7 @@ def test_a_snapshot_holds_the_whole_state() -> None:
     assert number == 7
     assert copy.records == state.records
     assert copy.leases == state.leases == {"l": {"m"}}
-    copy.apply(Change(lease_ends="l"), 8)
+    copy.apply(Change(leases_end=("l",)), 8)
     assert list(copy.records) == ["a", "b"]
 
 
@@ -162,6 +162,32 @@ def test_memory_leases_follow_a_manual_clock() -> None:
             clock.advance(0.2)
             assert watch.wait(10)
             assert other.get("m") is None
+
+
+def test_a_renewal_that_fails_in_an_unforeseen_way_still_ends_at_the_deadline() -> None:
+    clock = ManualClock()
+
+    def broken() -> float:
+        raise OSError("disk on fire")
+
+    store = Renewals(clock, broken)
+    clock.advance(2.0)
+    assert store.asked.acquire(timeout=10)
+    clock.advance(6.0)
+    assert store.lease.lost.wait(10), "those who wait for the loss are told, without asking"
+    store.lease.close()
+
+
+def test_a_memory_lease_that_is_due_before_the_others_is_noticed_in_time() -> None:
+    clock = ManualClock()
+    with MemoryRegistry(MemoryStore(clock)) as registry:
+        registry.lease(600).abandon()
+        lease = registry.lease(5)
+        lease.abandon()
+        registry.commit(ephemeral={"m": b""}, lease=lease)
+        with registry.watch("m") as watch:
+            clock.advance(6)
+            assert watch.wait(10)
 
 
 def test_a_watch_covers_its_prefixes_and_single_keys() -> None:

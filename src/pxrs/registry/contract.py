@@ -167,8 +167,11 @@ class Registry(ABC):
             raise ValueError(f"lease ttl is {seconds:g} s: it must be from 0.05 s to a day")
         lease = self._lease(seconds)
         with self._handles_lock:
-            self._leases.add(lease)
-        return lease
+            if not self._closed:
+                self._leases.add(lease)
+                return lease
+        lease.close()
+        raise Closed(f"the registry {self.url} was closed")
 
     def watch(self, *prefixes: str) -> Watch:
         """A watch that wakes after any change under any of the prefixes. Open it, then scan.
@@ -181,6 +184,7 @@ class Registry(ABC):
             _check_prefix(prefix) if prefix == "" or prefix.endswith("/") else _check_key(prefix)
         watch = Watch(prefixes, self._forget_watch)
         with self._handles_lock:
+            self._check_usable()
             self._watches.add(watch)
         try:
             self._watch(watch)
@@ -191,13 +195,15 @@ class Registry(ABC):
 
     def close(self) -> None:
         """End the leases, wake the waiters, let go of the store. In this order: ending a lease needs the store."""
-        if self._closed or os.getpid() != self._pid:
-            return
+        if os.getpid() != self._pid:
+            return  # it is the parent's
         with self._handles_lock:
+            if self._closed:
+                return
+            self._closed = True
             leases, watches = list(self._leases), list(self._watches)
         for lease in leases:
             lease.close()
-        self._closed = True
         for watch in watches:
             watch.close()
         self._close()
@@ -295,10 +301,14 @@ class Registry(ABC):
         return f"<{type(self).__name__} {self.url}{' closed' if self._closed else ''}>"
 
 
-@functools.lru_cache(maxsize=4096)  # a group names the same keys again and again
 def _check_key(key: str) -> None:
     if not isinstance(key, str) or not key:
         raise InvalidKey(f"{key!r}: a key is a slash path such as 'groups/billing/leader'")
+    _check_segments(key)
+
+
+@functools.lru_cache(maxsize=4096)  # a group names the same keys again and again
+def _check_segments(key: str) -> None:
     if len(key) > KEY_BYTES_MAX:
         raise InvalidKey(f"{key[:40]!r}...: {len(key)} characters, and {KEY_BYTES_MAX} is the most")
     for segment in key.split("/"):

@@ -17,18 +17,23 @@ lease is lost, `lost` is set, and every commit that names it is refused.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from pxrs.clock import Clock
-from pxrs.errors import LeaseExpired, RegistryError
+from pxrs.errors import LeaseExpired, UsedAfterFork
 
 log = logging.getLogger(__name__)
 
 RENEWALS_PER_TTL = 4
 """With four, one lost renewal and a second of starvation by other threads still leave room."""
+
+
+JOIN_S_MAX = 5.0
+"""How long closing waits for a renewal that is under way."""
 
 
 class Lease:
@@ -56,8 +61,10 @@ class Lease:
         self._deadline = deadline
         self._renew, self._end, self._on_gone = renew, end, on_gone
         self._clock = clock
+        self._pid = os.getpid()
         self._guard = threading.Lock()
         self._stop = threading.Event()
+        self._abandoned = False
         self._closed = False
         self._thread = threading.Thread(target=self._renew_loop, name=f"pxrs-lease-{lease_id}", daemon=True)
         self._thread.start()
@@ -69,13 +76,17 @@ class Lease:
 
     @property
     def alive(self) -> bool:
-        """Whether the deadline is still ahead. Once False, False for ever."""
+        """Whether the deadline is still ahead. Once False, False for ever; in a forked child always."""
+        if os.getpid() != self._pid:
+            return False
         if not self.lost.is_set() and self._clock.now() >= self._deadline:
             self.lost.set()
         return not self.lost.is_set()
 
     def check(self) -> None:
         """Raise LeaseExpired unless the lease is alive."""
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"lease {self.id} was taken before a fork: it is the parent's")
         if not self.alive:
             raise LeaseExpired(f"lease {self.id} has ended; take a new one and claim again")
 
@@ -86,20 +97,22 @@ class Lease:
 
     def abandon(self) -> None:
         """Stop renewing and tell nobody: the store sees what it sees when a holder crashes."""
-        self._stop.set()
+        self._abandoned = True
 
     def close(self) -> None:
         """End the lease now, and with it its keys. If the store cannot be reached they go when the lease expires."""
+        if os.getpid() != self._pid:
+            return  # it is the parent's
         with self._guard:
             if self._closed:
                 return
             self._closed = True
         self.expire()
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=self.ttl)
+            self._thread.join(min(self.ttl, JOIN_S_MAX))
         try:
             self._end()
-        except RegistryError as error:
+        except Exception as error:  # noqa: BLE001 - a lease that is not ended expires; closing goes on
             log.warning("lease %s was not ended in the store, it will expire there: %s", self.id, error)
         finally:
             self._on_gone(self)
@@ -110,6 +123,8 @@ class Lease:
             if not self.alive:
                 log.warning("lease %s could not be renewed before its deadline", self.id)
                 return
+            if self._abandoned:
+                continue
             try:
                 self._accept(self._renew())
                 pause = self.ttl / RENEWALS_PER_TTL
@@ -117,7 +132,7 @@ class Lease:
                 log.warning("lease %s has expired in the store: %s", self.id, error)
                 self.expire()
                 return
-            except RegistryError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
                 log.info("lease %s: renewal failed, will try again: %s", self.id, error)
                 pause = self.ttl / (RENEWALS_PER_TTL * 4)
 

@@ -36,7 +36,7 @@ class MemoryStore:
         self._version = 0
         self._expiry: dict[str, float] = {}
         self._handles: weakref.WeakSet[MemoryRegistry] = weakref.WeakSet()
-        self._never = threading.Event()
+        self._begun = threading.Event()
         self._timer: threading.Thread | None = None
 
     def get(self, key: str) -> Entry | None:
@@ -65,6 +65,7 @@ class MemoryStore:
             self._apply(Change(lease_begins=lease))
             deadline = self._expiry[lease] = self.clock.now() + ttl
             self._time_expiry()
+            self._begun.set()  # it may be due before all others
         return lease, deadline
 
     def renew_lease(self, lease: str, ttl: float) -> float:
@@ -78,7 +79,7 @@ class MemoryStore:
     def end_lease(self, lease: str) -> None:
         with self._lock:
             if self._expiry.pop(lease, None) is not None:
-                self._apply(Change(lease_ends=lease))
+                self._apply(Change(leases_end=(lease,)))
 
     def attach(self, handle: MemoryRegistry) -> None:
         with self._lock:
@@ -102,7 +103,7 @@ class MemoryStore:
         now = self.clock.now()
         for lease in [lease for lease, expiry in self._expiry.items() if expiry <= now]:
             del self._expiry[lease]
-            self._apply(Change(lease_ends=lease))
+            self._apply(Change(leases_end=(lease,)))
 
     def _time_expiry(self) -> None:
         """Ends leases on time while there are any, so that watchers learn of it; the thread goes with the last one."""
@@ -118,7 +119,8 @@ class MemoryStore:
                     self._timer = None
                     return
                 pause = min(self._expiry.values()) - self.clock.now()
-            self.clock.wait(self._never, max(pause, 0.0))
+                self._begun.clear()
+            self.clock.wait(self._begun, max(pause, 0.0))
 
 
 class MemoryRegistry(Registry):

@@ -26,14 +26,14 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One atomic step. `lease` binds the keys in `ephemeral`; a lease begins or ends in a step of its own."""
+    """One atomic step. `lease` binds the keys in `ephemeral`; leases begin or end in steps of their own."""
 
     put: Mapping[str, bytes] = field(default_factory=dict)
     ephemeral: Mapping[str, bytes] = field(default_factory=dict)
     delete: tuple[str, ...] = ()
     lease: str | None = None
     lease_begins: str | None = None
-    lease_ends: str | None = None
+    leases_end: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, commit: Commit) -> Change:
@@ -82,8 +82,8 @@ class State:
         for key, value in change.ephemeral.items():
             self._write(key, Record(value, version, change.lease))
         removed = [key for key in change.delete if key in self.records]
-        if change.lease_ends is not None:
-            removed += sorted(self.leases.pop(change.lease_ends, ()))
+        for lease in change.leases_end:
+            removed += sorted(self.leases.pop(lease, ()))
         for key in removed:
             self._unbind(key, self.records.pop(key))
         return [*change.put, *change.ephemeral, *removed]

@@ -7,12 +7,13 @@ Open the watch first, then scan: whatever changes after the scan raises the flag
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-from pxrs.errors import Closed
+from pxrs.errors import Closed, UsedAfterFork
 
 
 class Watch:
@@ -23,6 +24,7 @@ class Watch:
         self._raised = threading.Event()
         self._closed = False
         self._on_close = on_close
+        self._pid = os.getpid()
 
     def covers(self, key: str) -> bool:
         """Whether a change of the key concerns this watch. A prefix that ends in no slash is a single key."""
@@ -34,20 +36,19 @@ class Watch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for a change since the last call. True if there may be one, False if the time has passed."""
+        if os.getpid() != self._pid:
+            raise UsedAfterFork("the watch was opened before a fork: open one in the child")
         woken = self._raised.wait(timeout)
+        # Lowered before looking: a close that comes in between is seen here, or raises the flag again.
+        self._raised.clear()
         if self._closed:
+            self._raised.set()
             raise Closed("the watch was closed")
-        if woken:
-            self._raised.clear()
         return woken
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def close(self) -> None:
         """Stop watching. A waiter is woken and finds it closed."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._raised.set()

@@ -37,7 +37,7 @@ def encode_entry(step: Change | Seal) -> bytes:
         header["put"] = [[key, len(value)] for key, value in step.put.items()]
     if step.ephemeral:
         header["ephemeral"] = [[key, len(value)] for key, value in step.ephemeral.items()]
-    for name in ("delete", "lease", "lease_begins", "lease_ends"):
+    for name in ("delete", "lease", "lease_begins", "leases_end"):
         if value := getattr(step, name):
             header[name] = value
     return _pack(_ENTRY, header, [*step.put.values(), *step.ephemeral.values()])
@@ -55,7 +55,7 @@ def decode_entry(data: bytes, where: str) -> Change | Seal:
         tuple(header.get("delete", ())),
         header.get("lease"),
         header.get("lease_begins"),
-        header.get("lease_ends"),
+        tuple(header.get("leases_end", ())),
     )
 
 

@@ -7,9 +7,10 @@ import os
 import select
 import struct
 import sys
+import threading
 from dataclasses import dataclass, field
 
-CLOSE_WRITE, CREATE, DELETE, MOVED_TO, MOVE_SELF, OVERFLOW = 0x8, 0x100, 0x200, 0x80, 0x800, 0x4000
+CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, OVERFLOW = 0x8, 0x100, 0x200, 0x800, 0x4000
 _EVENT = struct.Struct("iIII")
 _POLL_S = 0.05
 
@@ -27,11 +28,19 @@ class Notifier:
     """Waits for changes in some folders. One thread waits; any thread may `interrupt` it."""
 
     def __init__(self) -> None:
-        self._interrupt_out, self._interrupt_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._inotify = -1
         if sys.platform == "linux":
             self._libc = ctypes.CDLL(None, use_errno=True)
             self._inotify = self._check(self._libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK), "inotify_init1")
+        try:
+            self._interrupt_out, self._interrupt_in = os.pipe()
+        except BaseException:
+            if self._inotify >= 0:
+                os.close(self._inotify)
+            raise
+        os.set_blocking(self._interrupt_in, False)
+        self._guard = threading.Lock()
+        self._closed = False
 
     def add(self, folder: str, mask: int) -> None:
         """Raises FileNotFoundError if the folder is not there."""
@@ -63,13 +72,21 @@ class Notifier:
         return News(overflow, frozenset(closed))
 
     def interrupt(self) -> None:
-        """Make the waiting thread return at once."""
-        try:
-            os.write(self._interrupt_in, b"!")
-        except BlockingIOError:  # it has been interrupted thousands of times already
-            return
+        """Make the waiting thread return at once. After `close` it does nothing."""
+        with self._guard:
+            if self._closed:
+                return
+            try:
+                os.write(self._interrupt_in, b"!")
+            except BlockingIOError:  # it has been interrupted thousands of times already
+                return
 
     def close(self) -> None:
+        """For the waiting thread, when it is done."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
         for descriptor in (self._inotify, self._interrupt_out, self._interrupt_in):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -17,9 +17,12 @@ the registry later, and moves the old folders away. Each step is one call that e
 folder's name is never used again: a process that slept through a compaction gets `ENOENT`, not a number that was freed.
 
 Durable before acknowledged: the scratch file is synced before the link, the folder after it; whoever follows a seal
-syncs the folder that holds it before writing behind it. A failed sync after the link is an unknown outcome.
+syncs the folder that holds it before writing behind it. A failure after the link is an unknown outcome. After a power
+loss a file system may have kept an entry and lost the one before it: what lies behind such a hole was never
+acknowledged, and is cut off by a seal.
 
-This module is not thread-safe: `store.py` holds a lock.
+Only `prepared` and `finish_compaction` may be called without the lock that `store.py` holds. A call that is interrupted
+in the middle, by an error or by a signal, leaves the state `torn`: it is loaded anew before it is used again.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import time
 import uuid
@@ -45,6 +49,7 @@ the cost of the snapshot, spread over the commits between two of them, does not 
 OPEN_TRIES = 100
 SCRATCH_AGE_MAX = 3600.0
 CHUNK = 1 << 17
+_GENERATION = re.compile(r"\d{10}-[0-9a-f]{32}")
 
 
 class Generation:
@@ -66,11 +71,16 @@ class Generation:
         return True
 
     def sync(self) -> None:
-        os.fsync(self._descriptor)
+        disk.sync_folder(self._descriptor)
+
+    def numbers(self) -> list[int]:
+        """The numbers of the entries that are there."""
+        return [int(name) for name in os.listdir(self.path) if name.isdigit()]
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
 
 
 class Published(NamedTuple):
@@ -86,29 +96,35 @@ class Journal:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.generation: Generation
+        self.generation: Generation  # what `_load` finds
         self.generations = root / "generations"
         self.scratch = root / "scratch"
         self.trash = root / "trash"
         for folder in (self.generations, self.scratch, self.trash):
-            folder.mkdir(parents=True, exist_ok=True)
-        disk.sync_folder(root)
+            disk.make_folders(folder)
         self.state = State()
         self.number = 0
+        self.torn = False
         self._begun_at = 0
         self._load()
+        self.catch_up()
+        self._seal_hole()
 
     # Reading.
 
     def catch_up(self) -> list[str] | None:
         """Read what others have published; returns the keys that changed, or None if that is not known."""
         changed: list[str] = []
-        known = True
+        known = not self.torn
+        if self.torn:
+            self._load()
+        self.torn = True
         while True:
             step = self._read_entry(self.number + 1)
             if step is None:
                 # If the folder is in place after the entry was not there, nothing was missed.
                 if self.generation.in_place():
+                    self.torn = False
                     return changed if known else None
                 self._load()
                 known = False
@@ -143,21 +159,34 @@ class Journal:
             data = None if folder is None else _read(f"{folder}/snapshot")
             if folder is None or data is None:
                 continue  # it was compacted away while we looked
+            state, number = decode_snapshot(data, f"{folder}/snapshot")
             with contextlib.suppress(FileNotFoundError):
                 self.generation = Generation(folder)
-                self.state, self.number = decode_snapshot(data, f"{folder}/snapshot")
-                self._begun_at = self.number
+                self.state, self.number, self._begun_at = state, number, number
                 return
         if self._newest_live() is None:
             raise RegistryCorrupt(str(self.root), "no generation with a snapshot is left, so its state is lost")
         raise RegistryUnavailable(f"{self.root}: the newest generation moved away {OPEN_TRIES} times while opening it")
 
     def _newest_live(self) -> str | None:
-        for name in sorted(os.listdir(self.generations), reverse=True):
+        for name in sorted(self._generation_names(), reverse=True):
             folder = f"{self.generations}/{name}"
             if os.path.exists(f"{folder}/snapshot"):
                 return folder
         return None
+
+    def _generation_names(self) -> list[str]:
+        return [name for name in os.listdir(self.generations) if _GENERATION.fullmatch(name)]
+
+    def _seal_hole(self) -> None:
+        """If entries lie behind one that is missing, end the generation where it is missing."""
+        for _ in range(OPEN_TRIES):
+            if all(number <= self.number + 1 for number in self.generation.numbers()):
+                return
+            before = self.number
+            self.catch_up()
+            if self.number == before and self.seal():  # else somebody published the missing one just now
+                self.catch_up()
 
     def _origin(self) -> str | None:
         """The folder of the first generation, made by whoever publishes its name first; None to look again."""
@@ -191,7 +220,7 @@ class Journal:
                 os.close(descriptor)
             yield path
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # the commit may be done by now; what is left is swept later
                 os.unlink(path)
 
     def publish(self, scratch: str, step: Change | Seal) -> Published | None:
@@ -200,23 +229,28 @@ class Journal:
         On success the step is applied, and its generation is to be synced before it is acknowledged.
         """
         generation = self.generation
+        self.torn = True
         try:
             os.link(scratch, generation.entry(self.number + 1))
         except (FileExistsError, FileNotFoundError):
             if not os.path.exists(scratch):
                 raise RegistryUnavailable(f"{scratch} was removed while it was being committed") from None
+            self.torn = False
             return None
-        if not generation.in_place():
+        try:
+            in_place = generation.in_place()
+        except OSError as error:
+            raise OutcomeUnknown(f"{generation.path}: published, but then: {error}") from error
+        if not in_place:
             # Either others have sealed and moved the folder behind our entry, or the link went into a folder that
             # was being removed. It cannot be told, so it is not guessed.
             raise OutcomeUnknown(f"{generation.path} was compacted in the very moment of the commit")
-        self.number += 1
-        published = Published(generation, self.number, [])
-        if isinstance(step, Seal):
-            self._follow(step)
-        else:
-            published.changed.extend(self.state.apply(step, self.number))
-        return published
+        changed: list[str] = []
+        if isinstance(step, Change):  # a seal is followed by reading it, as all others do
+            self.number += 1
+            changed = self.state.apply(step, self.number)
+        self.torn = False
+        return Published(generation, self.number, changed)
 
     # Compaction.
 
@@ -224,14 +258,17 @@ class Journal:
     def compaction_due(self) -> bool:
         return self.number - self._begun_at >= max(ENTRIES_MIN, len(self.state.records) // 4)
 
-    def seal(self) -> tuple[Generation, bytes] | None:
-        """Let history go on in a new folder; returns what `finish_compaction` needs, or None if others were first."""
+    def seal(self) -> bool:
+        """Let history go on in a new folder, which `catch_up` then finds; False if others were first."""
         step = Seal(self._new_folder(self.generation.number + 1))
         with self.prepared(encode_entry(step)) as scratch:
-            sealed = self.publish(scratch, step)
-        if sealed is None:
+            sealed = self.publish(scratch, step) is not None
+        if not sealed:
             os.rmdir(self.generations / step.successor)
-            return None
+        return sealed
+
+    def snapshot(self) -> tuple[Generation, bytes]:
+        """What `finish_compaction` needs: the present generation and state."""
         return self.generation, encode_snapshot(self.state, self.number)
 
     def finish_compaction(self, generation: Generation, snapshot: bytes) -> None:
@@ -251,7 +288,7 @@ class Journal:
             disk.sync_folder(folder)
 
     def _discard_before(self, number: int) -> None:
-        for name in os.listdir(self.generations):
+        for name in self._generation_names():
             if int(name.partition("-")[0]) < number:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(self.generations / name, self.trash / name)

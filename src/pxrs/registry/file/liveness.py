@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import struct
+import threading
 import weakref
 from pathlib import Path
 
@@ -32,33 +33,53 @@ class LeaseFile:
     def __init__(self, folder: Path, scratch: Path, lease: str, ttl: float, clock: Clock) -> None:
         self._path = folder / lease
         self._ttl, self._clock = ttl, clock
+        self._guard = threading.Lock()
+        """Held while the descriptor is used, so that it is not closed under a renewal."""
         prepared = scratch / lease
         self._descriptor = os.open(prepared, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         _held.add(self)
-        # Locked and dated before it gets its name: nobody ever sees it otherwise.
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.expiry = clock.now() + ttl
-        self._date()
-        os.rename(prepared, self._path)
+        try:
+            # Locked and dated before it gets its name: nobody ever sees it otherwise.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._expiry = clock.now() + ttl
+            self._date(self._expiry)
+            os.rename(prepared, self._path)
+        except BaseException:
+            self.let_go()
+            with contextlib.suppress(OSError):  # swept later
+                os.unlink(prepared)
+            raise
 
     def renew(self) -> float:
         """Date the file anew; returns the new expiry."""
         if not self._path.exists():  # whoever ends a lease removes its file
             raise LeaseExpired(f"lease {self._path.name} was ended")
-        previous, self.expiry = self.expiry, self._clock.now() + self._ttl
-        self._date()
+        expiry = self._clock.now() + self._ttl
+        self._date(expiry)
+        previous, self._expiry = self._expiry, expiry
         if self._clock.now() >= previous:
             raise LeaseExpired(f"lease {self._path.name} was renewed too late")
-        return self.expiry
+        return expiry
 
-    def _date(self) -> None:
-        os.pwrite(self._descriptor, _DATE.pack(self.expiry, boot_id().encode()), 0)
+    def _date(self, expiry: float) -> None:
+        date = _DATE.pack(expiry, boot_id().encode())
+        with self._guard:
+            if self._descriptor < 0:
+                raise LeaseExpired(f"lease {self._path.name} was let go")
+            os.pwrite(self._descriptor, date, 0)
 
     def remove(self) -> None:
         """Unname the file, then let go of the lock."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
-        self.let_go()
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+        finally:
+            # A write that hangs keeps the descriptor: closing it now could hand its number to another file.
+            if self._guard.acquire(timeout=1.0):
+                try:
+                    self.let_go()
+                finally:
+                    self._guard.release()
 
     def let_go(self) -> None:
         """Close the file. In a forked child this leaves the parent's lock as it is."""
@@ -69,7 +90,10 @@ class LeaseFile:
 
 
 def expiry_of(path: str | os.PathLike[str]) -> float | None:
-    """When the lease of this file ends by age, on the machine's clock; None if its holder is dead already."""
+    """When the lease of this file ends by age, on the machine's clock; None if its holder is dead already.
+
+    Compare it with a time taken *before* this call: with a later one, an observer that was stopped in between would
+    hold an old date against it, and end a lease that was renewed meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -4,7 +4,7 @@
 and the translation of the operating system's errors.
 
 Failure: a commit that fails before its `link` had no effect; a sync that fails after it is an unknown outcome. A
-process that is killed or stopped at any point leaves at most a scratch file behind, and blocks nobody.
+process that is killed or stopped at any point blocks nobody, and leaves at most files that the next compaction sweeps.
 """
 
 from __future__ import annotations
@@ -12,29 +12,40 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from pxrs import disk
 from pxrs.clock import SYSTEM
-from pxrs.errors import AccessDenied, Conflict, InvalidUrl, OutcomeUnknown, RegistryUnavailable, StorageFull
+from pxrs.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidUrl,
+    LeaseExpired,
+    OutcomeUnknown,
+    RegistryUnavailable,
+    StorageFull,
+)
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.file.inotify import CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, Notifier
-from pxrs.registry.file.journal import Journal, Published
+from pxrs.registry.file.journal import Generation, Journal, Published
 from pxrs.registry.file.liveness import LeaseFile, expiry_of
 from pxrs.registry.lease import Lease
-from pxrs.registry.state import Change
+from pxrs.registry.state import Change, State
 from pxrs.registry.watch import Watch
 
 log = logging.getLogger(__name__)
 
 LIMITS = Limits(commit_keys_max=4096, commit_bytes_max=8 << 20, value_bytes_max=1 << 20)
 # The kernel tells of a dying process's file before it drops the lock, a moment later; look again a few times.
-DEATH_LOOKS_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+DEATH_LOOKS_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.5, 2.0)
+WATCH_RETRY_S = 0.5
 
 
 class FileRegistry(Registry):
@@ -47,66 +58,81 @@ class FileRegistry(Registry):
         self._timeout = timeout
         self._lock = threading.Lock()
         self._watching_lock = threading.Lock()
-        self._notifier: Notifier | None = None
-        self._watcher: threading.Thread | None = None
+        self._watcher: _Watcher | None = None
+        self._synced = 0
         root = directory / namespace
         self._lease_folder = root / "leases"
         with self._os_errors():
             if directory.exists() and not directory.is_dir():
                 raise InvalidUrl(f"{self.url} is a file; a registry is kept in a directory")
             disk.refuse_network_file_system(directory)
-            self._lease_folder.mkdir(parents=True, exist_ok=True)
-            disk.sync_folder(directory)
+            disk.make_folders(self._lease_folder)
             self._journal = Journal(root)
 
+    # Reading.
+
     def _get(self, key: str) -> Entry | None:
-        with self._os_errors(), self._lock:
-            self._catch_up()
-            record = self._journal.state.records.get(key)
-            if record is None:
-                return None
-            if record.lease is None or not self._is_over(record.lease):
-                return Entry(key, record.value, record.version)
-        self._end_leases([record.lease])
-        return self._get(key)
+        entries = self._read(lambda state: [entry] if (entry := state.get(key)) else [])
+        return entries[0] if entries else None
 
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
-        with self._os_errors(), self._lock:
-            self._catch_up()
-            state = self._journal.state
-            entries = state.scan(prefix, after, limit)
-            over = self._over_among(entry.key for entry in entries)
-            if not over:
-                return entries
-        self._end_leases(over)
-        return self._scan(prefix, after, limit)
+        return self._read(lambda state: state.scan(prefix, after, limit))
+
+    def _read(self, find: Callable[[State], list[Entry]]) -> list[Entry]:
+        """What `find` finds in the newest state, once none of it hangs on a lease that is over, and all is on disk."""
+        while True:
+            with self._os_errors():
+                with self._lock:
+                    self._catch_up()
+                    entries = find(self._journal.state)
+                    over = self._over_among(entry.key for entry in entries)
+                    number, generation = self._journal.number, self._journal.generation
+                if not over:
+                    self._settle(number, generation)
+                    return entries
+            self._end_leases(over)
+
+    def _settle(self, number: int, generation: Generation) -> None:
+        """Sync what others published and perhaps have not synced yet: nobody may act on what a power loss undoes."""
+        if number > self._synced:
+            generation.sync()
+            self._synced = max(self._synced, number)
+
+    def _catch_up(self) -> None:
+        changed = self._journal.catch_up()
+        if changed is None or changed:
+            self._wake(changed)
+
+    # Committing.
 
     def _commit(self, commit: Commit) -> dict[str, int]:
         change = Change.of(commit)
-        number = self._publish(change, lambda: self._refuse(commit, change))
-        return dict.fromkeys(commit.written, number)
 
-    def _refuse(self, commit: Commit, change: Change) -> None:
-        """Raise what stands against the commit, if it still stands once dead holders are out of the way."""
-        refusal = self._journal.state.refusal(commit.expect, change.lease)
-        if isinstance(refusal, Conflict):
-            over = self._over_among(refusal.keys)
-            if over:
+        def check() -> None:
+            """Raise what stands against the commit, dead holders aside."""
+            refusal = self._journal.state.refusal(commit.expect, change.lease)
+            if isinstance(refusal, Conflict) and (over := self._over_among(refusal.keys)):
                 raise _Over(over)
-        if refusal is not None:
-            raise refusal
+            if refusal is not None:
+                raise refusal
+
+        if not commit.changed:
+            self._look(check)
+            return {}
+        number = self._publish(change, check)
+        return dict.fromkeys(commit.written, number)
 
     def _publish(self, change: Change, check: Callable[[], None]) -> int:
         """Publish the change as soon as `check`, asked of the newest state, does not raise; returns its number."""
         until = time.monotonic() + self._timeout
         with self._os_errors():
-            self._attempt(None, change, check)
+            self._look(check)
             with self._journal.prepared(encode_entry(change)) as scratch:
                 while (published := self._attempt(scratch, change, check)) is None:
                     if time.monotonic() > until:
                         raise RegistryUnavailable(f"{self.url}: others were first for {self._timeout:g} s; try again")
             try:
-                published.generation.sync()
+                self._settle(published.number, published.generation)
             except OSError as error:
                 raise OutcomeUnknown(f"{self.url}: committed but perhaps not on disk: {error}") from error
             finally:
@@ -114,14 +140,27 @@ class FileRegistry(Registry):
         self._compact_if_due()
         return published.number
 
-    def _attempt(self, scratch: str | None, change: Change, check: Callable[[], None]) -> Published | None:
-        """Check, and publish behind exactly the state that was checked. With no scratch file yet, only check."""
+    def _look(self, check: Callable[[], None]) -> None:
+        """Ask `check` of the newest state, once no lease that is over stands in the way."""
+        while True:
+            try:
+                with self._os_errors():
+                    with self._lock:
+                        self._catch_up()
+                        check()
+                        number, generation = self._journal.number, self._journal.generation
+                    return self._settle(number, generation)
+            except _Over as over:
+                self._end_leases(over.leases)
+
+    def _attempt(self, scratch: str, change: Change, check: Callable[[], None]) -> Published | None:
+        """Publish behind exactly the state that `check` was asked of; None if that is not the newest any more."""
         try:
             with self._lock:
-                if scratch is None:
+                if self._journal.torn:
                     self._catch_up()
                 check()
-                published = None if scratch is None else self._journal.publish(scratch, change)
+                published = self._journal.publish(scratch, change)
                 if published is None:
                     self._catch_up()
                 return published
@@ -129,23 +168,30 @@ class FileRegistry(Registry):
             self._end_leases(over.leases)
             return None
 
-    def _catch_up(self) -> None:
-        changed = self._journal.catch_up()
-        if changed is None or changed:
-            self._wake(changed)
-
     def _compact_if_due(self) -> None:
         if not self._journal.compaction_due:
             return
-        # The commit is done; a compaction that fails is tried again by a later commit of any process.
+        # The commit is done, so nothing may fail here. What is left undone, a later generation's compaction does.
         try:
             with self._lock:
                 self._catch_up()
-                sealed = self._journal.seal() if self._journal.compaction_due else None
-            if sealed is not None:
-                self._journal.finish_compaction(*sealed)
-        except (OSError, RegistryUnavailable, OutcomeUnknown) as error:
+                if not self._journal.compaction_due or not self._journal.seal():
+                    return
+                self._catch_up()
+                snapshot = self._journal.snapshot()
+                leases = set(self._journal.state.leases)
+            self._journal.finish_compaction(*snapshot)
+            self._sweep_lease_files(leases)
+        except Exception as error:  # noqa: BLE001 - see above
             log.warning("%s: compaction was left undone: %s", self.url, error)
+
+    def _sweep_lease_files(self, known: set[str]) -> None:
+        """Remove what was left by holders that died before their lease began, and end what nobody has noticed."""
+        names = {entry.name for entry in os.scandir(self._lease_folder)}
+        for name in names - known:
+            if expiry_of(self._lease_folder / name) is None:
+                self._remove_lease_file(name)
+        self._end_leases([lease for lease in known if self._is_over(lease)])
 
     # Leases.
 
@@ -155,25 +201,38 @@ class FileRegistry(Registry):
             file = LeaseFile(self._lease_folder, self._journal.scratch, lease, ttl, SYSTEM)
         try:
             self._publish(Change(lease_begins=lease), lambda: None)
-        except OutcomeUnknown as error:  # without its file the lease is over, whether it has begun or not
+            deadline = file.renew()
+            self._interrupt_watcher()  # it times the nearest expiry
+            return Lease(
+                lease,
+                ttl,
+                deadline,
+                renew=partial(self._renew, file),
+                end=partial(self._end, lease, file),
+                on_gone=self._forget_lease,
+                clock=SYSTEM,
+            )
+        except (OutcomeUnknown, LeaseExpired) as error:  # without its file the lease is over, if it has begun at all
             file.remove()
-            raise RegistryUnavailable(f"{self.url}: no lease: {error}") from error
+            raise RegistryUnavailable(f"{self.url}: no lease could be taken in time: {error}") from error
         except BaseException:
             file.remove()
             raise
-        self._notify()
 
-        def end() -> None:
-            try:
-                self._end_leases([lease])
-            finally:
-                file.remove()
+    def _renew(self, file: LeaseFile) -> float:
+        with self._os_errors():
+            return file.renew()
 
-        return Lease(lease, ttl, file.expiry, renew=file.renew, end=end, on_gone=self._forget_lease, clock=SYSTEM)
+    def _end(self, lease: str, file: LeaseFile) -> None:
+        try:
+            self._end_leases([lease])
+        finally:
+            file.remove()
 
     def _is_over(self, lease: str) -> bool:
+        now = SYSTEM.now()  # before the date is read, see `expiry_of`
         expiry = expiry_of(self._lease_folder / lease)
-        return expiry is None or SYSTEM.now() >= expiry
+        return expiry is None or now >= expiry
 
     def _over_among(self, keys: Iterable[str]) -> list[str]:
         """The leases of these keys whose holders are dead or too old."""
@@ -181,85 +240,44 @@ class FileRegistry(Registry):
         leases = {records[key].lease for key in keys if key in records} - {None}
         return [lease for lease in leases if self._is_over(lease)]
 
-    def _end_leases(self, leases: Iterable[str]) -> None:
-        for lease in leases:
-            with contextlib.suppress(_Ended):
-                self._publish(Change(lease_ends=lease), lambda lease=lease: self._check_begun(lease))  # type: ignore[misc]
-            with contextlib.suppress(FileNotFoundError):
-                (self._lease_folder / lease).unlink()
+    def _end_leases(self, leases: Sequence[str]) -> None:
+        if not leases:
+            return
 
-    def _check_begun(self, lease: str) -> None:
-        if lease not in self._journal.state.leases:
-            raise _Ended
+        def check() -> None:
+            if not any(lease in self._journal.state.leases for lease in leases):
+                raise _Ended
+
+        with contextlib.suppress(_Ended):
+            self._publish(Change(leases_end=tuple(leases)), check)
+        for lease in leases:
+            self._remove_lease_file(lease)
+
+    def _remove_lease_file(self, lease: str) -> None:
+        try:
+            (self._lease_folder / lease).unlink(missing_ok=True)
+        except OSError as error:  # the lease has ended all the same
+            log.warning("%s: the file of lease %s was left: %s", self.url, lease, error)
 
     # Watches.
 
     def _watch(self, watch: Watch) -> None:
         with self._watching_lock:
             if self._watcher is None:
-                armed = threading.Event()
                 with self._os_errors():
-                    self._notifier = Notifier()
-                self._watcher = threading.Thread(
-                    target=self._watch_loop, args=(self._notifier, armed), name="pxrs-file-watch", daemon=True
-                )
-                self._watcher.start()
-                if not armed.wait(self._timeout):
-                    raise RegistryUnavailable(f"{self.url}: the watch could not be set up")
+                    watcher = _Watcher(self)
+                watcher.thread.start()
+                self._watcher = watcher
+        self._watcher.await_armed(self._timeout)
 
-    def _notify(self) -> None:
-        """The watcher's timing may have changed: let it look."""
-        if self._notifier is not None:
-            self._notifier.interrupt()
-
-    def _watch_loop(self, notifier: Notifier, armed: threading.Event) -> None:
-        suspects: dict[str, int] = {}
-        while not self._closed:
-            try:
-                pause = self._look(notifier, suspects)
-                armed.set()
-                news = notifier.wait(pause)
-                if news.overflow:
-                    self._wake(None)
-                suspects.update(dict.fromkeys(news.closed, 0))
-            except Exception as error:  # noqa: BLE001 - a watcher must not die silently: it doubts, and tries again
-                log.warning("%s: watching failed, will try again: %s", self.url, error)
-                self._wake(None)
-                time.sleep(0.1)
-
-    def _look(self, notifier: Notifier, suspects: dict[str, int]) -> float | None:
-        """Arm, read what is new, end the leases that are over; returns after how long to look again in any case."""
-        notifier.add(str(self._lease_folder), CLOSE_WRITE | DELETE)
-        while True:
-            with self._lock:
-                generation = self._journal.generation
-            with contextlib.suppress(FileNotFoundError):
-                notifier.add(generation.path, CREATE | MOVE_SELF)
-            with self._lock:
-                self._catch_up()
-                if self._journal.generation is generation:
-                    leases = list(self._journal.state.leases)
-                    break
-        expiries = {lease: expiry_of(self._lease_folder / lease) for lease in leases}
-        now = SYSTEM.now()
-        over = [lease for lease, expiry in expiries.items() if expiry is None or now >= expiry]
-        self._end_leases(over)
-        pauses = [expiry - now for expiry in expiries.values() if expiry is not None and expiry > now]
-        for lease, looks in list(suspects.items()):
-            if lease in over or lease not in expiries or looks >= len(DEATH_LOOKS_S):
-                del suspects[lease]
-            else:
-                suspects[lease] += 1
-                pauses.append(DEATH_LOOKS_S[looks])
-        return min(pauses, default=None)
+    def _interrupt_watcher(self) -> None:
+        if self._watcher is not None:
+            self._watcher.notifier.interrupt()
 
     def _close(self) -> None:
         with self._watching_lock:
-            if self._watcher is not None and self._notifier is not None:
-                self._notifier.interrupt()
-                self._watcher.join(self._timeout)
-                if not self._watcher.is_alive():
-                    self._notifier.close()
+            if self._watcher is not None:
+                self._watcher.stop(self._timeout)
 
     @contextlib.contextmanager
     def _os_errors(self) -> Iterator[None]:
@@ -277,6 +295,93 @@ class FileRegistry(Registry):
             raise RegistryUnavailable(where) from error
 
 
+class _Watcher:
+    """The thread that is told of new entries and of dying holders, reads the ones and ends the leases of the others."""
+
+    def __init__(self, registry: FileRegistry) -> None:
+        self._registry = registry
+        self.notifier = Notifier()
+        self.thread = threading.Thread(target=self._run, name="pxrs-file-watch", daemon=True)
+        self._armed = threading.Event()
+        self._stopped = threading.Event()
+        self._trouble: Exception | None = None
+        self._due: dict[str, float] = {}
+        """When each lease that is known ends by age, as its file said last."""
+        self._suspects: dict[str, int] = {}
+        """Leases whose holder may just be dying, and how often each was looked at."""
+
+    def await_armed(self, timeout: float) -> None:
+        if not self._armed.wait(timeout):
+            raise RegistryUnavailable(f"{self._registry.url}: no watch could be set up: {self._trouble}")
+
+    def stop(self, timeout: float) -> None:
+        self._stopped.set()
+        self.notifier.interrupt()
+        self.thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                try:
+                    self._wait(self._look())
+                    self._trouble = None
+                except Exception as error:  # noqa: BLE001 - a watcher must not die silently: it doubts, and tries again
+                    if self._trouble is None:
+                        log.warning("%s: watching failed, will try again: %s", self._registry.url, error)
+                    self._trouble = error
+                    self._armed.clear()
+                    self._registry._wake(None)
+                    self._stopped.wait(WATCH_RETRY_S)
+        finally:
+            self.notifier.close()
+
+    def _wait(self, pause: float | None) -> None:
+        news = self.notifier.wait(pause)
+        if news.overflow:
+            self._registry._wake(None)
+            self._suspects.update(dict.fromkeys(self._due, 0))
+        self._suspects.update(dict.fromkeys(news.closed, 0))
+
+    def _look(self) -> float | None:
+        """Arm, read what is new, end the leases that are over; returns after how long to look again in any case."""
+        leases = self._arm()
+        self._armed.set()
+        now = SYSTEM.now()
+        self._due = {lease: self._due[lease] for lease in leases if lease in self._due}
+        asked = [x for x in leases if x in self._suspects or self._due.get(x, now) <= now]
+        over = []
+        for lease in asked:
+            asked_at = SYSTEM.now()  # before the date is read, see `expiry_of`
+            expiry = expiry_of(self._registry._lease_folder / lease)
+            if expiry is None or asked_at >= expiry:
+                over.append(lease)
+            else:
+                self._due[lease] = expiry
+        self._registry._end_leases(over)
+        pauses = [expiry - SYSTEM.now() for lease, expiry in self._due.items() if lease not in over]
+        for lease, looks in list(self._suspects.items()):
+            if lease in over or lease not in self._due or looks >= len(DEATH_LOOKS_S):
+                del self._suspects[lease]
+            else:
+                self._suspects[lease] += 1
+                pauses.append(DEATH_LOOKS_S[looks])
+        return max(0.0, min(pauses)) if pauses else None
+
+    def _arm(self) -> list[str]:
+        """Be told of all that happens from now on, and read all that happened before; returns the leases."""
+        registry = self._registry
+        self.notifier.add(str(registry._lease_folder), CLOSE_WRITE | DELETE)
+        while True:
+            with registry._lock:
+                generation = registry._journal.generation
+            with contextlib.suppress(FileNotFoundError):
+                self.notifier.add(generation.path, CREATE | MOVE_SELF)
+            with registry._lock:
+                registry._catch_up()
+                if registry._journal.generation is generation:
+                    return list(registry._journal.state.leases)
+
+
 class _Over(Exception):
     """Leases stand in the way whose holders are gone."""
 
@@ -285,4 +390,4 @@ class _Over(Exception):
 
 
 class _Ended(Exception):
-    """Somebody else has ended the lease already."""
+    """Somebody else has ended the leases already."""
