@@ -33,7 +33,10 @@ def seconds(work: Callable[[], object], times: int = 20) -> float:
 
 
 def ratio(small: Callable[[], object], large: Callable[[], object]) -> float:
-    """Large against small, measured in turn; the median, so that one pause of the machine decides nothing."""
+    """Large against small, measured in turn; the median, so that one pause of the machine decides nothing. Both are
+    warmed up: a database goes on tidying up for a while after so much was put into it."""
+    for work in (small, large):
+        seconds(work, 100)
     return statistics.median(seconds(large) / seconds(small) for _ in range(11))
 
 

@@ -1,0 +1,77 @@
+"""The registry on etcd: transactions on modification revisions, native leases, native watches.
+
+Keys lie under `/<namespace>/`, so a role that may read and write that prefix is all the permission it needs. A key's
+version is its modification revision, which the whole store counts and never reuses. What each file is about:
+`registry` the contract, `link` the way to the cluster, `connection` to one member of it, `stream` watches, `faults`
+what an error proves, `fork` what it says.
+"""
+
+from __future__ import annotations
+
+from pxrs.errors import InvalidUrl
+from pxrs.registry.address import Address
+from pxrs.registry.contract import Registry
+from pxrs.registry.etcd import fork  # first: it imports gRPC in its own way
+from pxrs.registry.etcd.connection import Certificates
+from pxrs.registry.etcd.link import Login
+from pxrs.registry.etcd.registry import EtcdRegistry
+
+PORT = 2379
+TIMEOUT_S = 10.0
+
+
+def open(address: Address) -> Registry:
+    """Connect to the first member that answers. Options:
+
+    timeout=SECONDS            bounds every call, 10 by default
+    tls=true                   encrypt, and trust the authorities that gRPC ships
+    ca=FILE cert=FILE key=FILE encrypt, trust this authority, show this certificate (PEM)
+    password_file=FILE         the password of `user@`, if not in the address or the environment
+
+    Raises RegistryUnavailable if no member answers in time, AccessDenied if the credentials are refused.
+    """
+    fork.check()
+    address.refuse_unknown_options(("timeout", "tls", "ca", "cert", "key", "password_file"))
+    if address.path:
+        raise InvalidUrl(f"{address.text}: etcd takes no path; write ?namespace={address.path} for a namespace")
+    hosts = address.hosts(PORT)
+    registry = EtcdRegistry(
+        address.text,
+        address.namespace,
+        [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts],
+        certificates=_certificates(address),
+        login=_login(address),
+        timeout_s=address.seconds("timeout", TIMEOUT_S),
+    )
+    try:
+        registry.check_access()
+    except BaseException:
+        registry.close()
+        raise
+    return registry
+
+
+def _certificates(address: Address) -> Certificates | None:
+    """What TLS needs, or None for no TLS."""
+    ca, cert, key = address.file("ca"), address.file("cert"), address.file("key")
+    if (cert is None) != (key is None):
+        raise InvalidUrl(f"{address.text}: give cert=FILE and key=FILE together")
+    is_implied = ca is not None or cert is not None
+    if not address.flag("tls", is_implied):
+        if is_implied:
+            raise InvalidUrl(f"{address.text}: tls=false contradicts ca, cert and key")
+        return None
+    try:
+        return Certificates(*(None if path is None else path.read_bytes() for path in (ca, cert, key)))
+    except OSError as error:
+        raise InvalidUrl(f"{address.text}: {error.filename}: {error.strerror}") from error
+
+
+def _login(address: Address) -> Login | None:
+    user, password = address.credentials()
+    if user is None and password is None:
+        return None
+    if user is None or password is None:
+        missing = "user: write etcd://USER@HOST" if user is None else "password: give password_file=FILE"
+        raise InvalidUrl(f"{address.text}: no {missing}")
+    return Login(user, password)

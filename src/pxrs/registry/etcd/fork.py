@@ -1,0 +1,47 @@
+"""gRPC and fork, which do not go together unless asked to.
+
+The problem: as it comes, gRPC's core repairs itself in a forked child while its Python half takes no part in that.
+Children of a process that talks to etcd then crash now and then, whether they touch gRPC or not (grpcio 1.85, three
+busy registries: 2 of 40 children that did nothing, 11 of 40 that opened a registry of their own).
+
+So the core's repair is switched off, unless the user has decided about it: a child that leaves gRPC alone is safe, and
+one that wants to use it, which would hang, is told so at once (R11). The switch is an environment variable that gRPC
+reads when it is first imported; it is set for that moment only, and nobody else sees it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from pxrs.errors import UsedAfterFork
+
+VARIABLE = "GRPC_ENABLE_FORK_SUPPORT"
+_started_in: int | None = None
+
+
+def import_grpc() -> None:
+    """Import gRPC with the switch off. Without effect if the user has set it, or somebody has imported gRPC before."""
+    if VARIABLE in os.environ:
+        importlib.import_module("grpc")
+        return
+    os.environ[VARIABLE] = "0"
+    try:
+        importlib.import_module("grpc")
+    finally:
+        del os.environ[VARIABLE]
+
+
+def check() -> None:
+    """Raise UsedAfterFork in a child of the process that began to use gRPC."""
+    global _started_in
+    if _started_in is None:
+        _started_in = os.getpid()
+    if _started_in != os.getpid() and os.environ.get(VARIABLE, "").lower() not in ("1", "true", "yes"):
+        raise UsedAfterFork(
+            "an etcd registry was opened before this process was forked, and gRPC cannot go on from there: start "
+            "processes by 'spawn' or 'forkserver', or fork before the first registry is opened"
+        )
+
+
+import_grpc()

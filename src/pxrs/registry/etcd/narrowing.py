@@ -1,0 +1,54 @@
+"""Ranges that hold not many more keys than are wanted.
+
+The problem: etcd counts all keys of a range for each answer, whatever the limit, so the first ten of a hundred thousand
+cost as much as counting all of them. But how far the tenth key is cannot be known. So the end of a range is guessed:
+just behind the keys that share so many leading bytes with one nearby, where so many is what did for the last scan of
+that prefix. A guess that was too near is continued with a wider range, one that was too far is nearer the next time.
+Nothing but the cost depends on the guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COUNTED_MAX = 1000
+"""How many keys a range may hold before the next one is made narrower: counting so many costs little."""
+PREFIXES_MAX = 1000
+
+
+@dataclass(slots=True)
+class _Learned:
+    shared: int = 0
+    """How many leading bytes beyond the prefix the keys of a range share; 0: all keys of the prefix."""
+    head: bytes = b""
+    """The first key of the prefix, as last seen."""
+
+
+class Narrowing:
+    """What was learned, by prefix. Threads share it: the worst that a race does is a worse guess."""
+
+    def __init__(self) -> None:
+        self._learned: dict[bytes, _Learned] = {}
+
+    def ends(self, prefix: bytes, first: bytes, end: bytes) -> Iterator[bytes]:
+        """Ends to try for a scan of the prefix from `first`, each further than the one before; the last is `end`."""
+        learned = self._learned.get(prefix, _Learned())
+        near = first.rstrip(b"\0") if first > prefix else learned.head
+        for length in range(min(len(near), len(prefix) + learned.shared), len(prefix), -1):
+            guess = near[: length - 1] + bytes([near[length - 1] + 1])
+            if first < guess < end:
+                yield guess
+        yield end
+
+    def learn(self, prefix: bytes, counted: int, widened: int, head: bytes | None) -> None:
+        """A scan's first range held `counted` keys, and had to be widened so many times. `head`: see `_Learned`."""
+        if len(self._learned) >= PREFIXES_MAX and prefix not in self._learned:
+            self._learned.clear()
+        learned = self._learned.setdefault(prefix, _Learned())
+        if head is not None:
+            learned.head = head
+        if counted > COUNTED_MAX:
+            learned.shared += 1
+        elif widened > 1:  # once is the neighbourhood of a boundary
+            learned.shared = max(0, learned.shared - widened + 1)

@@ -1,0 +1,264 @@
+"""The registry's contract in etcd's terms.
+
+- A commit is one transaction: it compares the modification revision of every expected key and, if it fails, reads what
+  they are, so that a refusal needs no second round trip.
+- A lease's own key, `/<namespace>/;leases/<id>`, is bound to it and so is there exactly as long as the lease lives in
+  etcd. A commit that names the lease compares that key, whatever it writes (R3). No user key can have a `;`.
+- A lease's deadline is counted from before the request, less a tenth for clocks that run at different speeds. A leader
+  that has lost its office and does not know it yet still answers renewals, which the new one does not know of: so a
+  renewal counts only if a linearizable read after it finds the same term.
+- A store that runs full says so to the commit that filled it, though that one took effect. So the first time is
+  OutcomeUnknown; from then on a write of our own is tried first, and StorageFull means that nothing was sent.
+- Renewals have a connection of their own, so no commit is in their way (R6).
+
+On failure: `link` says what is tried again and what is not.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from pyetcd import etcdrpc as rpc
+
+from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable, StorageFull
+from pxrs.registry.contract import ABSENT, Commit, Entry, Limits, Registry
+from pxrs.registry.etcd.connection import Certificates
+from pxrs.registry.etcd.link import Link, Login, Send
+from pxrs.registry.etcd.narrowing import Narrowing
+from pxrs.registry.etcd.stream import Stream
+from pxrs.registry.lease import RENEWALS_PER_TTL, Lease
+from pxrs.registry.watch import Watch
+
+# etcd takes 128 comparisons, one of which may be the lease's. Of its 1.5 MiB for a request, the most keys of
+# the longest names leave these bytes: each name is in the comparison, the write and the read.
+LIMITS: Final = Limits(commit_keys_max=127, commit_bytes_max=1_400_000, value_bytes_max=1 << 20)
+
+PAGE_KEYS_FIRST, PAGE_KEYS_MAX, PAGE_BYTES = 100, 5_000, 4 << 20
+# Names with a `;` are ours alone.
+_OURS, _LEASES, _ROOM = b";", b";leases/", b";room"
+_VERSION_MAX = 2**63 - 1
+
+
+class EtcdRegistry(Registry):
+    """A handle to a namespace of an etcd cluster."""
+
+    limits = LIMITS
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        targets: Sequence[str],
+        *,
+        certificates: Certificates | None,
+        login: Login | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(url)
+        self._root = f"/{namespace}/".encode()
+        self._keys, self._renewals = (
+            Link(url, targets, certificates=certificates, login=login, timeout_s=timeout_s) for _ in range(2)
+        )
+        self._narrowing = Narrowing()
+        self._streams: dict[Watch, Stream] = {}
+        self._was_full = False
+
+    def check_access(self) -> None:
+        """Raise unless the cluster answers and lets us read the namespace."""
+        self._range(rpc.RangeRequest(key=self._root, range_end=_end_of(self._root), count_only=True))
+
+    # Keys.
+
+    def _get(self, key: str) -> Entry | None:
+        for found in self._range(rpc.RangeRequest(key=self._root + key.encode())).kvs:
+            return Entry(key, found.value, found.mod_revision)
+        return None
+
+    def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
+        """Page by page, so that no answer is without bound. Every page is of its own moment, which R1 allows, and no
+        compaction can take that moment away."""
+        root = self._root + prefix.encode()
+        first, end = root, _end_of(root)
+        if after is not None:
+            first = max(first, self._root + after.encode() + b"\0")
+        if limit is None:
+            return list(self._pages(first, end, sys.maxsize, [])) if first < end else []
+        entries: list[Entry] = []
+        counts: list[int] = []
+        for widened, near_end in enumerate(self._narrowing.ends(root, first, end)):
+            if first < near_end:
+                entries += self._pages(first, near_end, limit - len(entries), counts)
+                first = near_end
+            if len(entries) == limit or near_end == end:
+                head = self._root + entries[0].key.encode() if entries and after is None else None
+                self._narrowing.learn(root, counts[0] if counts else 0, widened, head)
+                break
+        return entries
+
+    def _pages(self, first: bytes, end: bytes, wanted: int, counts: list[int]) -> Iterator[Entry]:
+        """The first entries of a range; appends how many keys etcd counted for each answer."""
+        start, page_keys = len(self._root), PAGE_KEYS_FIRST
+        while wanted > 0:
+            # Without a sort order etcd answers in key order; with one it would read everything for each page.
+            page = self._range(rpc.RangeRequest(key=first, range_end=end, limit=min(page_keys, wanted)))
+            counts.append(page.count)
+            for found in page.kvs:
+                if not found.key.startswith(_OURS, start):
+                    wanted -= 1
+                    yield Entry(found.key[start:].decode(), found.value, found.mod_revision)
+            if not page.more:
+                return
+            first = page.kvs[-1].key + b"\0"
+            page_keys = max(1, min(PAGE_KEYS_MAX, PAGE_BYTES * len(page.kvs) // page.ByteSize()))
+
+    def _range(self, request: Any) -> Any:
+        return self._keys.call(lambda send: send("range", request), repeatable=True)
+
+    def _commit(self, commit: Commit) -> dict[str, int]:
+        request = self._transaction(commit)
+        if self._was_full and commit.written:
+            self._check_room()
+        try:
+            # What writes nothing is a read, and may be repeated like one.
+            response = self._keys.call(lambda send: send("txn", request), repeatable=not commit.changed)
+        except LeaseExpired:
+            if commit.lease is not None:
+                commit.lease.expire()
+            raise
+        except StorageFull as error:
+            self._was_full = True
+            if not commit.changed:
+                raise
+            raise OutcomeUnknown(f"{error}: this commit may have been the last that went in") from None
+        if not response.succeeded:
+            raise self._refusal(commit, response)
+        return dict.fromkeys(commit.written, response.header.revision)
+
+    def _check_room(self) -> None:
+        """Raise StorageFull, with nothing of the commit sent, while etcd takes no writes."""
+        put = rpc.RequestOp(request_put=rpc.PutRequest(key=self._root + _ROOM))
+        self._keys.call(lambda send: send("txn", rpc.TxnRequest(success=[put])), repeatable=True)
+        self._was_full = False
+
+    def _transaction(self, commit: Commit) -> Any:
+        compare, success, failure = [], [], []
+        root, lease = self._root, 0
+        for key, version in commit.expect.items():
+            name, revision = root + key.encode(), min(version, _VERSION_MAX)
+            compare.append(rpc.Compare(key=name, target=rpc.Compare.MOD, mod_revision=revision))
+            failure.append(_read(name))
+        if commit.lease is not None:
+            lease = int(commit.lease.id, 16)
+            name = self._lease_key(commit.lease.id)
+            compare.append(
+                rpc.Compare(key=name, target=rpc.Compare.CREATE, result=rpc.Compare.GREATER, create_revision=0)
+            )
+            failure.append(_read(name))
+        for key, value in commit.put.items():
+            success.append(rpc.RequestOp(request_put=rpc.PutRequest(key=root + key.encode(), value=value)))
+        for key, value in commit.ephemeral.items():
+            put = rpc.PutRequest(key=root + key.encode(), value=value, lease=lease)
+            success.append(rpc.RequestOp(request_put=put))
+        for key in commit.delete:
+            delete = rpc.DeleteRangeRequest(key=root + key.encode())
+            success.append(rpc.RequestOp(request_delete_range=delete))
+        return rpc.TxnRequest(compare=compare, success=success, failure=failure)
+
+    def _refusal(self, commit: Commit, response: Any) -> RegistryError:
+        found = [answer.response_range.kvs for answer in response.responses]
+        if commit.lease is not None and not found[-1]:
+            commit.lease.expire()
+            return LeaseExpired(f"lease {commit.lease.id} has ended in etcd; take a new one and claim again")
+        versions = [entries[0].mod_revision if entries else ABSENT for entries in found]
+        return Conflict(
+            [key for (key, expected), v in zip(commit.expect.items(), versions, strict=False) if v != expected]
+        )
+
+    # Leases.
+
+    def _lease(self, ttl: float) -> Lease:
+        def grant(send: Send) -> tuple[str, float, float]:
+            # A new number for every attempt: what a lost one has left behind has no keys of the user's, and expires.
+            number = secrets.randbelow(_VERSION_MAX) + 1
+            lease_id, sent_at = f"{number:x}", self.clock.now()
+            granted = float(send("grant", rpc.LeaseGrantRequest(ID=number, TTL=math.ceil(ttl))).TTL)
+            put = rpc.PutRequest(key=self._lease_key(lease_id), lease=number)
+            send("txn", rpc.TxnRequest(success=[rpc.RequestOp(request_put=put)]))
+            return lease_id, granted, _deadline(sent_at, granted)
+
+        try:
+            lease_id, granted, deadline = self._renewals.call(grant, repeatable=True)
+        except LeaseExpired:
+            raise RegistryUnavailable(f"{self.url}: a lease of {ttl:g} s ended before it could be used") from None
+        return Lease(
+            lease_id,
+            granted,
+            deadline,
+            renew=lambda: self._renew(lease_id, granted),
+            end=lambda: self._end(lease_id, granted),
+            on_gone=self._forget_lease,
+            clock=self.clock,
+        )
+
+    def _renew(self, lease_id: str, ttl: float) -> float:
+        sent_at = self.clock.now()
+
+        def renew(send: Send) -> float:
+            answer = send("keep_alive", rpc.LeaseKeepAliveRequest(ID=int(lease_id, 16)))
+            read = send("range", rpc.RangeRequest(key=self._lease_key(lease_id), keys_only=True))
+            if answer.TTL <= 0 or not read.kvs:
+                raise LeaseExpired(f"lease {lease_id} has ended in etcd")
+            if answer.header.raft_term != read.header.raft_term:
+                raise RegistryUnavailable(f"{self.url}: the leader changed while lease {lease_id} was renewed")
+            return float(answer.TTL)
+
+        timeout_s = min(ttl / RENEWALS_PER_TTL, self._renewals.timeout_s)
+        return _deadline(sent_at, self._renewals.call(renew, repeatable=True, timeout_s=timeout_s))
+
+    def _end(self, lease_id: str, ttl: float) -> None:
+        request = rpc.LeaseRevokeRequest(ID=int(lease_id, 16))
+        try:
+            self._renewals.call(
+                lambda send: send("revoke", request), repeatable=True, timeout_s=min(ttl, self._renewals.timeout_s)
+            )
+        except LeaseExpired:
+            return  # it had ended already
+
+    def _lease_key(self, lease_id: str) -> bytes:
+        return self._root + _LEASES + lease_id.encode()
+
+    # Watches.
+
+    def _watch(self, watch: Watch) -> None:
+        ranges = []
+        for prefix in watch.prefixes:
+            name = self._root + prefix.encode()
+            ranges.append((name, _end_of(name) if name.endswith(b"/") else b""))
+        stream = self._streams[watch] = Stream(self._keys, ranges, watch.wake, ignored=self._root + _OURS)
+        stream.start()
+
+    def _unwatch(self, watch: Watch) -> None:
+        stream = self._streams.pop(watch, None)
+        if stream is not None:
+            stream.close()
+
+    def _close(self) -> None:
+        self._renewals.close()
+        self._keys.close()
+
+
+def _end_of(prefix: bytes) -> bytes:
+    """The first name after all that begin with the prefix, whose last byte is a slash."""
+    return prefix[:-1] + b"0"
+
+
+def _read(name: bytes) -> Any:
+    return rpc.RequestOp(request_range=rpc.RangeRequest(key=name, keys_only=True))
+
+
+def _deadline(sent_at: float, ttl: float) -> float:
+    return sent_at + 0.9 * ttl

@@ -1,0 +1,32 @@
+"""The registry on a SQL database that is already there: SQLite, PostgreSQL, Oracle."""
+
+from __future__ import annotations
+
+import importlib
+
+from pxrs.clock import SYSTEM
+from pxrs.errors import MissingDependency
+from pxrs.registry.address import Address
+from pxrs.registry.contract import Registry
+from pxrs.registry.sql.schema import ddl
+
+__all__ = ["ddl", "open"]
+
+
+def open(address: Address) -> Registry:
+    """Open the registry at a `sqlite:`, `postgresql:` or `oracle:` address. What all three take, besides a namespace:
+
+    create=false  do not create the tables; SchemaMissing if they are not there
+    timeout=10    seconds that an operation may take
+    poll=1        seconds between two looks where the database does not tell of changes (SQLite: 0.05)
+    """
+    try:
+        module = importlib.import_module(f"pxrs.registry.sql.{address.scheme}")
+    except ImportError as error:
+        if (error.name or "").startswith("pxrs"):
+            raise
+        extra = "oracle" if address.scheme == "oracle" else "sql"
+        message = f"{address.scheme} needs {error.name}: pip install 'pxrs[{extra}]'"
+        raise MissingDependency(message, name=error.name) from error
+    registry: Registry = module.open(address, SYSTEM)
+    return registry

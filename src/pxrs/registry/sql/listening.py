@@ -1,0 +1,159 @@
+"""Watching PostgreSQL: one connection and one thread for each registry, told of changes by NOTIFY.
+
+The thread sleeps until the server says something, the nearest lease may have expired, or it is time to see whether the
+connection still lives. A commit that binds keys to a lease says in its notification how soon that lease may expire,
+so the thread need not ask after every one.
+
+Invariants:
+- `add` returns when LISTEN is active, or while a lost connection is being replaced: then everybody is woken
+  once it is.
+- A lost connection is a doubt, and a doubt wakes all: when it is noticed, and again when listening has resumed.
+- Notifications come from commits. A commit that is not seen committed here has sent none yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+
+from pxrs.errors import PxrsError, RegistryError
+from pxrs.registry.sql.planning import parse_payload
+from pxrs.registry.sql.wire import Command, Wire
+from pxrs.registry.watch import Watch
+
+if TYPE_CHECKING:
+    from pxrs.registry.sql.postgresql import PostgresDatabase
+    from pxrs.registry.sql.store import SqlRegistry
+
+log = logging.getLogger(__name__)
+
+BACKOFF_S_MIN: Final = 0.05
+BACKOFF_S_MAX: Final = 1.0
+# The database counts whole milliseconds: a little later, and the lease is over for it too.
+_EXPIRY_SLACK_S: Final = 0.003
+
+
+class Listener:
+    """Wakes the watches of a registry on notifications."""
+
+    def __init__(self, registry: SqlRegistry, database: PostgresDatabase, channel: str) -> None:
+        self._registry, self._database, self._channel = registry, database, channel
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._wire: Wire | None = None
+        self._stopped = threading.Event()
+        self._bell_receiver, self._bell_sender = -1, -1
+        self._sweep_at = 0.0
+        self._probe_at = 0.0
+
+    def add(self, watch: Watch) -> None:
+        with self._lock:
+            if self._thread is None:
+                # Here rather than in the thread, so that the caller gets the error if there is one.
+                self._listen()
+                self._bell_receiver, self._bell_sender = os.pipe()
+                self._thread = threading.Thread(target=self._run, name="pxrs-sql-listener", daemon=True)
+                self._thread.start()
+
+    def remove(self, watch: Watch) -> None:
+        """Nothing is kept for each watch."""
+
+    def close(self) -> None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._stopped.set()
+        os.write(self._bell_sender, b"!")
+        thread.join(self._database.timeout)
+        if not thread.is_alive():
+            os.close(self._bell_sender)
+            os.close(self._bell_receiver)
+
+    def _run(self) -> None:
+        backoff = BACKOFF_S_MIN
+        while not self._stopped.is_set():
+            try:
+                wire = self._wire
+                if wire is None:
+                    wire = self._listen()
+                    self._registry.wake(None)
+                    backoff = BACKOFF_S_MIN
+                self._serve(wire)
+            except (PxrsError, psycopg.Error) as error:
+                log.info("watching %s: %s; will connect again", self._registry.url, error)
+                if self._drop():
+                    self._registry.wake(None)
+                self._stopped.wait(backoff)
+                backoff = min(backoff * 2, BACKOFF_S_MAX)
+        self._drop()
+
+    def _listen(self) -> Wire:
+        timeout = self._database.timeout
+        wire = self._database.connect_alone(timeout)
+        reply = wire.run([Command.plain(f"LISTEN {self._channel}")], time.monotonic() + timeout)
+        if reply.has_failed():
+            wire.close()
+            raise self._database.translate(reply)
+        self._wire = wire
+        self._sweep_at = 0.0
+        self._probe_at = time.monotonic() + timeout
+        return wire
+
+    def _drop(self) -> bool:
+        """Close the connection; says whether there was one."""
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+        return wire is not None
+
+    def _serve(self, wire: Wire) -> None:
+        """Wait and act, until told to stop or the connection breaks."""
+        events = select.poll()
+        events.register(wire.fileno(), select.POLLIN)
+        events.register(self._bell_receiver, select.POLLIN)
+        while not self._stopped.is_set():
+            self._sweep()
+            if time.monotonic() >= self._probe_at:
+                self._probe(wire)
+            for payload in wire.notifications():
+                self._hear(payload)
+            left = min(self._sweep_at, self._probe_at) - time.monotonic()
+            events.poll(max(left, 0.0) * 1000)
+
+    def _hear(self, payload: str) -> None:
+        try:
+            ttl, places = parse_payload(payload)
+        except ValueError:  # not one of ours
+            self._registry.wake(None)
+            return
+        if ttl:
+            self._sweep_at = min(self._sweep_at, time.monotonic() + ttl + _EXPIRY_SLACK_S)
+        self._registry.wake([place for place in places if place and not place.endswith("/")])
+        for place in places:
+            if not place or place.endswith("/"):
+                self._registry.wake_under(place)
+
+    def _sweep(self) -> None:
+        if time.monotonic() < self._sweep_at:
+            return
+        try:
+            left = self._registry.sweep()
+        except RegistryError as error:
+            log.info("watching %s: could not look for expired leases: %s", self._registry.url, error)
+            left = BACKOFF_S_MAX
+        self._sweep_at = float("inf") if left is None else time.monotonic() + left + _EXPIRY_SLACK_S
+
+    def _probe(self, wire: Wire) -> None:
+        """Ask for an answer, so that a connection that has silently died is noticed."""
+        timeout = self._database.timeout
+        reply = wire.run([Command.plain("SELECT 1")], time.monotonic() + timeout)
+        if reply.has_failed():
+            raise self._database.translate(reply)
+        self._probe_at = time.monotonic() + timeout

@@ -1,0 +1,174 @@
+"""What a commit does in the database, decided without touching it.
+
+The problem: two commits at READ COMMITTED that each check what the other writes must not both pass, also when the key
+that they check is not there and so has no row to lock (R7).
+
+So a commit locks before it looks, and everything that it names: first its lease, then every key, in key order, one row
+a statement. A key that may be absent gets a placeholder row first, which the database lets only one transaction have;
+the others wait for it there. All commits lock in the same order, so none waits for one that waits for it. A placeholder
+is written over or deleted before the commit ends, or rolled back with it: nobody ever sees one.
+
+    plan = CommitPlan(commit, namespace, statements)
+    rows = run(plan.locks)            # in a transaction
+    found = plan.judge(rows)          # may raise: Conflict, LeaseExpired, LeasesDue, TransactionAborted
+    run(plan.writes(found))           # and commit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pxrs.errors import Conflict, LeaseExpired
+from pxrs.registry.contract import ABSENT, Commit
+from pxrs.registry.sql.database import Row, TransactionAborted
+from pxrs.registry.sql.statements import Call, Statements
+
+PAYLOAD_BYTES_MAX = 2000
+"""PostgreSQL takes 8,000, and keeps all of them in a queue that every listener reads."""
+
+
+class LeasesDue(Exception):
+    """An entry hangs on leases that are over by the database's clock. End them, by a write, and then try again."""
+
+    def __init__(self, leases: Iterable[str]) -> None:
+        self.leases = sorted(leases)
+        super().__init__(*self.leases)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the locked rows say. No version: there is no row; version 0: our own placeholder."""
+
+    versions: dict[str, int]
+    foreign_leases: frozenset[str]
+    """Leases other than the commit's own that its keys hang on. Whether they live must still be asked."""
+    next_version: int | None
+
+
+class CommitPlan:
+    """One commit, as statements."""
+
+    def __init__(self, commit: Commit, namespace: str, statements: Statements, channel: str = "") -> None:
+        self._commit, self._namespace, self._statements, self._channel = commit, namespace, statements, channel
+        self._keys = commit.keys
+        self._lease = None if commit.lease is None else commit.lease.id
+        self._needs_version = bool(commit.put or commit.ephemeral) or (
+            bool(commit.delete) and statements.store_version is not None
+        )
+        self.locks = self._lock_calls()
+
+    def judge(self, results: Sequence[list[Row]]) -> Found:
+        """Decide on the rows that `locks` gave, in their order."""
+        rows = iter(results)
+        if self._lease is not None:
+            self._check_lease(self._lease, next(rows))
+        versions: dict[str, int] = {}
+        foreign: set[str] = set()
+        for key in self._keys:
+            found = next(rows)
+            if self._may_be_absent(key):
+                found = next(rows)
+                if not found:
+                    raise TransactionAborted(f"{key} was deleted while its row was locked")
+            for version, lease in found:
+                versions[key] = version
+                if lease is not None and lease != self._lease:
+                    foreign.add(lease)
+        next_version = next(rows)[0][0] if self._needs_version else None
+        return Found(versions, frozenset(foreign), next_version)
+
+    def check_versions(self, found: Found) -> None:
+        """Raise Conflict with every key that is not as expected. Only once the foreign leases are known to live."""
+        differing = [key for key, version in self._commit.expect.items() if found.versions.get(key, ABSENT) != version]
+        if differing:
+            raise Conflict(sorted(differing))
+
+    def writes(self, found: Found) -> list[Call]:
+        """The statements that change something; none if the commit only looked, or deletes what is not there."""
+        commit, statements = self._commit, self._statements
+        calls: list[Call] = []
+        changed: list[str] = []
+        for key in self._keys:
+            values = {"the_namespace": self._namespace, "the_key": key}
+            if key in commit.put or key in commit.ephemeral:
+                bound = key in commit.ephemeral
+                calls.append(
+                    Call(
+                        statements.write_entry,
+                        {
+                            **values,
+                            "the_value": commit.ephemeral[key] if bound else commit.put[key],
+                            "the_version": found.next_version,
+                            "the_lease": self._lease if bound else None,
+                        },
+                    )
+                )
+                changed.append(key)
+            elif key in commit.delete and found.versions.get(key, ABSENT) != ABSENT:
+                calls.append(Call(statements.delete_entry, values))
+                changed.append(key)
+            elif found.versions.get(key) == ABSENT:
+                calls.append(Call(statements.delete_entry, values))
+        if not changed:
+            return []
+        if statements.store_version is not None:
+            calls.append(Call(statements.store_version, {"the_version": str(found.next_version)}))
+        if statements.notify is not None and self._channel and not commit.quiet:
+            ttl = commit.lease.ttl if commit.lease is not None and commit.ephemeral else 0.0
+            calls.append(Call(statements.notify, {"the_channel": self._channel, "the_payload": payload(changed, ttl)}))
+        return calls
+
+    def versions(self, found: Found) -> dict[str, int]:
+        """What the commit returns."""
+        if found.next_version is None:
+            return {}
+        return dict.fromkeys(self._commit.written, found.next_version)
+
+    def _lock_calls(self) -> list[Call]:
+        statements = self._statements
+        calls: list[Call] = []
+        if self._lease is not None:
+            calls.append(Call(statements.lock_lease, {"the_namespace": self._namespace, "the_lease": self._lease}))
+        for key in self._keys:
+            values = {"the_namespace": self._namespace, "the_key": key}
+            if self._may_be_absent(key):
+                calls.append(Call(statements.insert_placeholder, values))
+            calls.append(Call(statements.lock_entry, values))
+        if self._needs_version:
+            calls.append(Call(statements.next_version, {}))
+        return calls
+
+    def _may_be_absent(self, key: str) -> bool:
+        """Whether the commit can pass with the key absent and depends on it, so that a row is needed to lock."""
+        if key in self._commit.expect:
+            return self._commit.expect[key] == ABSENT
+        return key in self._commit.put or key in self._commit.ephemeral
+
+    def _check_lease(self, lease: str, rows: list[Row]) -> None:
+        if not rows:
+            raise LeaseExpired(f"lease {lease} has ended; take a new one and claim again")
+        if rows[0][0]:
+            raise LeasesDue([lease])
+
+
+def payload(keys: Sequence[str], ttl: float = 0.0) -> str:
+    """What a notification says: within how many milliseconds a lease may expire that it is about (0: none is), and
+    the keys that changed, or if they are too many the folder that holds them all."""
+    text = " ".join(keys)
+    if len(text) > PAYLOAD_BYTES_MAX:
+        text = common_folder(keys)
+    return f"{int(ttl * 1000)} {text}"
+
+
+def parse_payload(text: str) -> tuple[float, list[str]]:
+    """The time to live in seconds, 0 if there is none, and the keys or folders; "" is the folder of everything."""
+    ttl_ms, _, keys = text.partition(" ")
+    return int(ttl_ms) / 1000, keys.split(" ")
+
+
+def common_folder(keys: Sequence[str]) -> str:
+    """The longest prefix of all the keys that is empty or ends in a slash."""
+    first, last = min(keys), max(keys)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[: first.rfind("/", 0, length) + 1]

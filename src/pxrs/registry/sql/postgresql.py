@@ -1,0 +1,262 @@
+"""The registry in a PostgreSQL database.
+
+A commit is two round trips, however many keys it names: BEGIN and all locks together, then all writes, the notification
+and COMMIT together. Reads are one statement and one round trip. Statements are prepared once for each connection.
+
+The session's settings say what happens to a client that stops in the middle: `idle_in_transaction_session_timeout` ends
+it before those who wait for its rows give up, so that one stopped client does not fail the others.
+
+On failure: an answer that has not come by the operation's deadline is no longer waited for. Once COMMIT was sent
+and the connection is gone without an answer, the outcome is unknown; before that, the server has rolled back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import make_conninfo
+
+from pxrs.clock import Clock
+from pxrs.errors import (
+    AccessDenied,
+    InvalidUrl,
+    OutcomeUnknown,
+    PxrsError,
+    RegistryCorrupt,
+    RegistryError,
+    RegistryUnavailable,
+    SchemaMissing,
+    StorageFull,
+)
+from pxrs.registry.address import Address
+from pxrs.registry.contract import Registry
+from pxrs.registry.sql.database import (
+    TIMEOUT_S,
+    ConnectionLost,
+    Database,
+    Row,
+    Session,
+    TransactionAborted,
+)
+from pxrs.registry.sql.listening import Listener
+from pxrs.registry.sql.schema import Schema
+from pxrs.registry.sql.statements import Call
+from pxrs.registry.sql.store import SqlRegistry, Watcher, open_registry
+from pxrs.registry.sql.watching import Poller
+from pxrs.registry.sql.wire import BEGIN, COMMIT, ROLLBACK, Command, ConnectFailed, Reply, Wire, connect
+
+POLL_S: Final = 1.0
+PORT: Final = 5432
+_OWN_OPTIONS: Final = ("create", "timeout", "watch", "poll", "password_file")
+# What the address says elsewhere, or what we depend on.
+_RESERVED: Final = frozenset(
+    {"user", "password", "hostaddr", "dbname", "connect_timeout", "client_encoding", "replication"}
+    | {"target_session_attrs", "fallback_application_name"}
+)
+_IDLE_TOO_LONG: Final = "25P03"  # the server ended the transaction before it had read any more
+_CREATION_LOCK: Final = 0x70787273  # "pxrs": any number that others do not use
+
+
+def open(address: Address, clock: Clock) -> Registry:
+    database = PostgresDatabase(address)
+    poll_s = address.seconds("poll", POLL_S)
+    # Those who poll notify too: others listen.
+    channel = "pxrs_" + hashlib.sha256(address.namespace.encode()).hexdigest()[:24]
+
+    def watcher(registry: SqlRegistry) -> Watcher:
+        return Poller(registry, poll_s) if database.is_pooled else Listener(registry, database, channel)
+
+    return open_registry(database, address, clock, watcher=watcher, channel=channel)
+
+
+class PostgresDatabase(Database):
+    dialect = "postgresql"
+
+    def __init__(self, address: Address) -> None:
+        timeout = address.seconds("timeout", TIMEOUT_S)
+        self.is_pooled = address.choice("watch", "listen", ("listen", "poll")) == "poll"
+        """Whether a pooler may give each transaction another session: then nothing can be left in a session."""
+        self._conninfo, self._hosts_count = _conninfo(address, timeout)
+        self._settings = Command.plain(_settings(timeout, local=self.is_pooled))
+        super().__init__(address.text, timeout)
+
+    def create_tables(self, deadline: float) -> None:
+        schema = Schema("postgresql")
+        with self.session(deadline) as session:
+            assert isinstance(session, PostgresSession)
+            # IF NOT EXISTS alone fails when two sessions create the same table at the same moment.
+            session.begin(())
+            lock = f"SELECT pg_advisory_xact_lock({_CREATION_LOCK})"
+            session.run([Command.plain(text) for text in (lock, *schema.create(if_not_exists=True))])
+            insert = self.statements.insert_meta
+            session.commit([Call(insert, {"the_name": n, "the_value": v}) for n, v in schema.first_rows().items()])
+
+    def connect_alone(self, timeout: float) -> Wire:
+        """A connection outside the lanes, for a listener."""
+        return self._connect(timeout)
+
+    def _connect(self, timeout: float) -> Wire:
+        deadline = time.monotonic() + timeout
+        try:
+            wire = Wire(connect(self._conninfo, deadline), prepares=not self.is_pooled)
+        except ConnectFailed as error:
+            raise self._refused(error) from error
+        if not self.is_pooled:
+            reply = wire.run([self._settings], deadline)
+            if reply.has_failed():
+                wire.close()
+                raise self.translate(reply)
+        return wire
+
+    def _session(self, connection: Wire, deadline: float) -> PostgresSession:
+        return PostgresSession(self, connection, deadline, [BEGIN, self._settings] if self.is_pooled else [BEGIN])
+
+    def translate(self, reply: Reply) -> PxrsError:
+        """What a failure means for a call that has written nothing."""
+        state, text = reply.state, f"{self.url}: {reply.message}"
+        if state in ("40001", "40P01"):
+            return TransactionAborted(text)
+        if reply.is_lost or not state or state.startswith(("08", "57P")) or state == _IDLE_TOO_LONG:
+            return ConnectionLost(text)
+        if state == "53100":
+            return StorageFull(text)
+        if state.startswith("28") or state in ("42501", "25006"):
+            return AccessDenied(text)
+        if state in ("42P01", "3F000"):
+            return SchemaMissing(text)
+        if state in ("XX001", "XX002"):
+            return RegistryCorrupt(self.url, reply.message)
+        # Lock and statement time-outs, too many connections, out of memory, input and output errors.
+        if state.startswith(("53", "55", "57", "58")):
+            return RegistryUnavailable(text)
+        return RegistryError(text)
+
+    def _refused(self, error: ConnectFailed) -> PxrsError:
+        """What the server's words mean."""
+        text = f"{self.url}: {error}"
+        if _MISTAKEN.search(text):
+            return InvalidUrl(text)
+        if _DENIED.search(text) or error.needs_password:
+            return AccessDenied(text)
+        # With several hosts, a session that cannot write is a fail-over under way.
+        if "session is read-only" in text and self._hosts_count == 1:
+            return AccessDenied(text)
+        return ConnectionLost(text)
+
+
+class PostgresSession(Session):
+    def __init__(self, database: PostgresDatabase, wire: Wire, deadline: float, opening: list[Command]) -> None:
+        """`opening` is what begins a transaction."""
+        self._database, self._wire, self._deadline, self._opening = database, wire, deadline, opening
+
+    def read(self, call: Call) -> list[Row]:
+        return self.run([Command.of(call)]).rows(0)
+
+    def write(self, call: Call) -> int:
+        return self.run([Command.of(call)]).results[0].command_tuples or 0
+
+    def begin(self, calls: Sequence[Call]) -> list[list[Row]]:
+        self.in_transaction = True
+        reply = self.run([*self._opening, *map(Command.of, calls)])
+        skipped = len(self._opening)
+        return [reply.rows(skipped + i) for i in range(len(calls))]
+
+    def ask(self, calls: Sequence[Call]) -> list[list[Row]]:
+        reply = self.run([Command.of(call) for call in calls])
+        return [reply.rows(i) for i in range(len(calls))]
+
+    def commit(self, calls: Sequence[Call]) -> None:
+        reply = self._wire.run([*map(Command.of, calls), COMMIT], self._deadline)
+        tag = reply.tag(len(calls))
+        if tag == "COMMIT":  # whatever happened to the connection after that
+            self.in_transaction = False
+        elif reply.is_lost and reply.state != _IDLE_TOO_LONG:
+            raise OutcomeUnknown(f"{self._database.url}: the answer to COMMIT was lost: {reply.message}")
+        elif reply.has_failed():
+            raise self._database.translate(reply)
+        else:  # an aborted transaction answers COMMIT with ROLLBACK
+            raise TransactionAborted(f"{self._database.url}: COMMIT was answered with {tag}")
+
+    def rollback(self) -> None:
+        self.in_transaction = False
+        # If it fails the connection is not idle, and is closed: then the server rolls back.
+        self._wire.run([ROLLBACK], self._deadline)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._wire.is_idle
+
+    def run(self, commands: list[Command]) -> Reply:
+        reply = self._wire.run(commands, self._deadline)
+        if reply.has_failed():
+            raise self._database.translate(reply)
+        return reply
+
+
+def _conninfo(address: Address, timeout: float) -> tuple[str, int]:
+    """What libpq is told, and how many hosts are in it."""
+    known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()} - _RESERVED
+    address.refuse_unknown_options({*_OWN_OPTIONS, *known})
+    options: dict[str, Any] = {
+        # A connection that has silently died is noticed by the kernel too.
+        "keepalives_idle": 30,
+        "keepalives_interval": 10,
+        "keepalives_count": 3,
+        "tcp_user_timeout": int(timeout * 1000),
+        "application_name": "pxrs",
+        **{name: value for name, value in address.options.items() if name in known},
+        "client_encoding": "utf8",
+        "target_session_attrs": "read-write",
+    }
+    has_host = bool(address.rest[2:].partition("/")[0].rpartition("@")[2])
+    if not has_host and "host" in options:
+        options.setdefault("port", PORT)  # a folder with a Unix socket
+    elif "host" in options or "port" in options:
+        raise InvalidUrl(f"{address.text}: host and port stand before the path; ?host= is for a folder with a socket")
+    else:
+        hosts = address.hosts(PORT)
+        options["host"] = ",".join(host for host, _ in hosts)
+        options["port"] = ",".join(str(port) for _, port in hosts)
+    user, password = address.credentials()
+    options |= {"user": user, "password": password, "dbname": address.path or None}
+    try:
+        conninfo = make_conninfo(**{name: value for name, value in options.items() if value is not None})
+    except psycopg.ProgrammingError as error:
+        raise InvalidUrl(f"{address.text}: {error}") from error
+    return conninfo, str(options["host"]).count(",") + 1
+
+
+def _settings(timeout: float, *, local: bool) -> str:
+    """What each session sets, or if `local` each transaction, as one statement.
+
+    A wait for a lock ends before the operation's deadline, with a definite answer. A transaction that its client has
+    left ends earlier still, so that those who wait for its rows get them. A statement is ended only after the
+    deadline: it is for statements whose client has gone, and must not end the wait for a replica in COMMIT.
+    """
+    timeouts = {
+        "lock_timeout": 0.75 * timeout,
+        "idle_in_transaction_session_timeout": 0.4 * timeout,
+        "statement_timeout": timeout + 1,
+    }
+    settings = {name: f"'{int(seconds * 1000)}'" for name, seconds in timeouts.items()}
+    # Off would mean that a commit is answered before it is on disk. Other settings are left as they are.
+    now = "current_setting('synchronous_commit')"
+    settings["synchronous_commit"] = f"CASE {now} WHEN 'off' THEN 'on' ELSE {now} END"
+    parts = [f"set_config('{name}', {value}, {str(local).lower()})" for name, value in settings.items()]
+    return f"SELECT {', '.join(parts)}"
+
+
+_DENIED: Final = re.compile(
+    r"authentication failed|no password supplied|pg_hba\.conf|permission denied|not permitted to log in"
+    r'|role "[^"]*" does not exist|requires a valid client certificate',
+    re.IGNORECASE,
+)
+_MISTAKEN: Final = re.compile(
+    r'database "[^"]*" does not exist|invalid \S+ value|certificate file "[^"]*" does not exist', re.IGNORECASE
+)

@@ -1,0 +1,284 @@
+"""The registry in a SQLite file, shared by the processes of one machine.
+
+One writer at a time, which SQLite sees to: a transaction begins by taking the write lock (`BEGIN IMMEDIATE`), so
+that nothing it has read can change under it. Readers are never in the way (write-ahead log). A commit is on disk
+before it is answered (`synchronous=FULL`).
+
+Time is the machine's, counted since it was started. So the file remembers which start that was, and whoever opens it
+first after another one removes all leases and their keys: their holders are gone.
+
+On failure: a process that is stopped inside a transaction keeps the write lock. Others wait as long as the address
+allows and then raise RegistryUnavailable; nothing of theirs was written.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from pxrs.clock import Clock, boot_id
+from pxrs.errors import (
+    AccessDenied,
+    InvalidUrl,
+    OutcomeUnknown,
+    RegistryCorrupt,
+    RegistryError,
+    RegistryUnavailable,
+    SchemaMissing,
+    StorageFull,
+    UnsupportedPlatform,
+)
+from pxrs.registry.address import Address
+from pxrs.registry.contract import Registry
+from pxrs.registry.sql.database import TIMEOUT_S, Database, Gate, Inherited, Row, Session
+from pxrs.registry.sql.schema import Schema
+from pxrs.registry.sql.statements import Call, Statement
+from pxrs.registry.sql.store import open_registry
+from pxrs.registry.sql.watching import Poller
+
+POLL_S: Final = 0.05
+# SQLite's own waiting is short, and repeated here: it sleeps longer the longer it has waited, so that
+# under load the one who waits longest would come last, and that may be the renewal of a lease.
+_BUSY_MS: Final = 4
+
+
+def open(address: Address, clock: Clock) -> Registry:
+    database = SqliteDatabase(address, clock)
+    poll_s = address.seconds("poll", POLL_S)
+    return open_registry(database, address, clock, watcher=lambda registry: Poller(registry, poll_s))
+
+
+T = TypeVar("T")
+
+
+class _Connection(Inherited, sqlite3.Connection):
+    pass
+
+
+class SqliteDatabase(Database):
+    dialect = "sqlite"
+
+    def __init__(self, address: Address, clock: Clock) -> None:
+        address.refuse_unknown_options(("create", "timeout", "poll"))
+        super().__init__(address.text, address.seconds("timeout", TIMEOUT_S))
+        self._clock = clock
+        self._creates = address.flag("create", True)
+        self._path = _path(address, self._creates)
+
+    def prepare(self, create: bool) -> None:
+        super().prepare(create)
+        self._forget_other_boots()
+
+    def create_tables(self, deadline: float) -> None:
+        schema = Schema("sqlite")
+        insert = self.statements.insert_meta
+        with self.session(deadline) as session:
+            assert isinstance(session, SqliteSession)
+            session.begin(())
+            session.run(lambda c: [c.execute(statement) for statement in schema.create(if_not_exists=True)])
+            session.commit([Call(insert, {"the_name": n, "the_value": v}) for n, v in schema.first_rows().items()])
+
+    def gate(self) -> Gate:
+        return _Gate(self)
+
+    def _forget_other_boots(self) -> None:
+        """Remove the leases of another start of this machine, or of another machine, and their keys."""
+        statements = self.statements
+        boot = {"the_name": "boot"}
+        with self.session(time.monotonic() + self.timeout) as session:
+            if session.read(Call(statements.read_meta, boot)) == [(boot_id(),)]:
+                return
+            # Looked at again under the write lock: several processes may open it at once.
+            if session.begin([Call(statements.read_meta, boot)]) == [[(boot_id(),)]]:
+                session.rollback()
+                return
+            session.commit(
+                [
+                    Call(statements.drop_bound_entries, {}),
+                    Call(statements.drop_leases, {}),
+                    Call(statements.insert_meta, {**boot, "the_value": boot_id()}),
+                    Call(statements.write_meta, {**boot, "the_value": boot_id()}),
+                ]
+            )
+
+    def _connect(self, timeout: float) -> _Connection:
+        mode = "rwc" if self._creates else "rw"
+        until = time.monotonic() + timeout
+        while True:
+            connection = None
+            try:
+                connection = sqlite3.connect(
+                    f"{self._path.as_uri()}?mode={mode}",
+                    uri=True,
+                    isolation_level=None,
+                    check_same_thread=False,
+                    timeout=_BUSY_MS / 1000,
+                    factory=_Connection,
+                )
+                journal = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+                connection.execute("PRAGMA synchronous=FULL")
+                break
+            except sqlite3.Error as error:
+                if connection is not None:
+                    connection.close()
+                if not _is_busy(error) or time.monotonic() > until:
+                    raise self._refused(error) from error
+                time.sleep(0.001)
+        if journal != "wal":
+            connection.close()
+            raise UnsupportedPlatform(f"{self.url}: this file system does not allow SQLite's write-ahead log")
+        return connection
+
+    def _session(self, connection: Any, deadline: float) -> SqliteSession:
+        return SqliteSession(self, connection, deadline)
+
+    def now_ms(self) -> int:
+        return int(self._clock.now() * 1000)
+
+    def translate(self, error: sqlite3.Error) -> RegistryError:
+        """What an error means for a call that has written nothing."""
+        code, text = _code(error), f"{self.url}: {error}"
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return RegistryUnavailable(f"{self.url}: another process kept it locked for {self.timeout:g} s")
+        if code == sqlite3.SQLITE_FULL:
+            return StorageFull(text)
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
+            return AccessDenied(text)
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return RegistryCorrupt(str(self._path), str(error))
+        if code == sqlite3.SQLITE_ERROR and "no such table" in str(error):
+            return SchemaMissing(text)
+        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM):
+            return RegistryUnavailable(text)
+        return RegistryError(text)
+
+    def _refused(self, error: sqlite3.Error) -> RegistryError | InvalidUrl:
+        code = _code(error)
+        if code == sqlite3.SQLITE_NOTADB:
+            return InvalidUrl(f"{self.url}: the file is not a SQLite database")
+        if code == sqlite3.SQLITE_CANTOPEN:
+            if not self._path.exists() and not self._creates:
+                return SchemaMissing(f"{self.url}: no such file, and it was not to be created")
+            return AccessDenied(f"{self.url}: {error}")
+        return self.translate(error)
+
+
+class SqliteSession(Session):
+    def __init__(self, database: SqliteDatabase, connection: sqlite3.Connection, deadline: float) -> None:
+        self._database, self._connection, self._deadline = database, connection, deadline
+
+    def read(self, call: Call) -> list[Row]:
+        return self.run(lambda c: c.execute(call.statement.text, self._values(*call)).fetchall())
+
+    def write(self, call: Call) -> int:
+        self.begin(())
+        changed: int = self.run(lambda c: c.execute(call.statement.text, self._values(*call)).rowcount)
+        try:
+            self.commit(())
+        except OutcomeUnknown as error:
+            raise RegistryUnavailable(str(error)) from error
+        return changed
+
+    def begin(self, calls: Sequence[Call]) -> list[list[Row]]:
+        self.run(lambda c: c.execute("BEGIN IMMEDIATE"))
+        self.in_transaction = True
+        return self.ask(calls)
+
+    def ask(self, calls: Sequence[Call]) -> list[list[Row]]:
+        return self.run(lambda c: [c.execute(call.statement.text, self._values(*call)).fetchall() for call in calls])
+
+    def commit(self, calls: Sequence[Call]) -> None:
+        self.ask(calls)
+        self.in_transaction = False
+        try:
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            # A full disk means that the last page of the commit is not in the log. After any other fault it may be.
+            if _code(error) == sqlite3.SQLITE_FULL:
+                raise self._database.translate(error) from error
+            raise OutcomeUnknown(f"{self._database.url}: COMMIT failed: {error}") from error
+
+    def rollback(self) -> None:
+        self.in_transaction = False
+        if self._connection.in_transaction:  # some errors have rolled back already
+            try:
+                self._connection.execute("ROLLBACK")
+            except sqlite3.Error:
+                return  # the connection is not idle, so it will be closed, which does it too
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._connection.in_transaction
+
+    def run(self, action: Callable[[sqlite3.Connection], T]) -> T:
+        """Do it, again and again while another process has the lock, until the deadline."""
+        while True:
+            try:
+                return action(self._connection)
+            except sqlite3.Error as error:
+                if self.in_transaction or not _is_busy(error) or time.monotonic() > self._deadline:
+                    raise self._database.translate(error) from error
+            time.sleep(random.uniform(0.0002, 0.002))
+
+    def _values(self, statement: Statement, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**values, "now_ms": self._database.now_ms()} if statement.is_timed else values
+
+
+class _Gate(Gate):
+    """SQLite counts, for each connection, the commits of all others; our own counter tells which ones wrote entries."""
+
+    def __init__(self, database: SqliteDatabase) -> None:
+        self._database = database
+        self._connection = database._connect(database.timeout)
+        self._seen: tuple[object, object] = (None, None)
+
+    def look(self) -> tuple[bool, bool]:
+        try:
+            writes = self._connection.execute("PRAGMA data_version").fetchone()
+            if writes == self._seen[0]:
+                return False, False
+            text = self._database.statements.next_version.text
+            before, version = self._seen[1], self._connection.execute(text).fetchone()
+        except sqlite3.Error as error:
+            raise self._database.translate(error) from error
+        self._seen = writes, version
+        return True, version != before
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _path(address: Address, creates: bool) -> Path:
+    """The file. Made absolute, because a program may change its directory before the next connection is opened."""
+    if not address.rest.startswith("///"):
+        raise InvalidUrl(f"{address.text}: write sqlite:///FILE, or sqlite:////FILE for an absolute path")
+    name = address.rest[3:]
+    if not name or name == ":memory:":
+        raise InvalidUrl(f"{address.text}: a file is needed; for a registry in memory write memory:")
+    path = Path(name).absolute()
+    if path.is_dir():
+        raise InvalidUrl(f"{address.text}: that is a directory, not a file")
+    if not path.parent.is_dir():
+        raise InvalidUrl(f"{address.text}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
+        raise AccessDenied(f"{address.text}: no permission to read and write it")
+    if not creates and not path.exists():
+        raise SchemaMissing(f"{address.text}: no such file, and it was not to be created")
+    from pxrs.disk import refuse_network_file_system
+
+    refuse_network_file_system(path.parent)
+    return path
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+
+
+def _is_busy(error: sqlite3.Error) -> bool:
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)

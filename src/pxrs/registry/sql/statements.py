@@ -1,0 +1,298 @@
+"""Every statement that the registry runs, built once with SQLAlchemy Core and compiled once for each dialect.
+
+The database is asked in the same words on PostgreSQL, Oracle and SQLite; what must differ is how time is read, how a
+row is locked, how a row is inserted unless it is there, and where versions come from. Compiling at the start keeps
+the cost of SQLAlchemy out of every commit: what runs is text and values.
+
+Invariants:
+- Time is the database's and read anew in every statement (on PostgreSQL `clock_timestamp()`: `now()` would be the
+  transaction's start). On SQLite, which is one machine, it is that machine's clock, bound as `now_ms`.
+- A lock is taken on one row by its primary key, so that the order of locks is the order of statements.
+- A lease is never judged by a join with the row that was locked: a row that changed while its lock was waited for
+  would be joined with the lease as it was before the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Executable,
+    Insert,
+    Integer,
+    LargeBinary,
+    Table,
+    bindparam,
+    case,
+    cast,
+    delete,
+    extract,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.types import TypeEngine
+
+from pxrs.registry.sql.schema import DialectName, Schema, dialect_of
+
+FIRST: Final = " "
+"""Sorts before every key: keys have no space and nothing below it. Not empty, which Oracle takes for NULL."""
+LAST: Final = "\x7f"
+"""Sorts after every key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement of one dialect."""
+
+    name: str
+    text: str
+    parameters: tuple[str, ...]
+    """The names of the values, in the order of their numbers; empty where the text has the names."""
+    returns_rows: bool
+    is_timed: bool
+    """Whether it takes `now_ms`."""
+    forgives_duplicates: bool
+    """Whether a row that is there already is to be taken for success."""
+
+
+class Call(NamedTuple):
+    """A statement and the values for it."""
+
+    statement: Statement
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Statements:
+    """All of them, for one dialect."""
+
+    dialect: DialectName
+    get: Statement
+    scan: Statement
+    scan_some: Statement
+    versions: Statement
+    """The keys of a range and their versions, for watchers."""
+    version_of: Statement
+    """The same for a single key."""
+    insert_placeholder: Statement
+    lock_entry: Statement
+    write_entry: Statement
+    delete_entry: Statement
+    next_version: Statement
+    store_version: Statement | None
+    """Only where no sequence counts: makes the version that `next_version` gave the last one."""
+    begin_lease: Statement
+    renew_lease: Statement
+    lock_lease: Statement
+    """For a commit that names it: renewals need not wait for that, its end must."""
+    lock_lease_to_end: Statement
+    lease_state: Statement
+    delete_lease: Statement
+    keys_of_lease: Statement
+    delete_key_of_lease: Statement
+    due_leases: Statement
+    nearest_expiry: Statement
+    read_meta: Statement
+    insert_meta: Statement
+    write_meta: Statement
+    drop_bound_entries: Statement
+    drop_leases: Statement
+    notify: Statement | None
+
+
+@cache
+def statements_for(dialect: DialectName) -> Statements:
+    return _Builder(dialect).build()
+
+
+def key_range(prefix: str, after: str | None = None) -> dict[str, str]:
+    """The open range of keys that begin with `prefix` and come after `after`, as `lower` and `upper`.
+
+    The prefix itself ends in a slash and is no key; the byte after a slash is '0'. An `after` is cut at a NUL, which
+    PostgreSQL does not take: no key lies between the two."""
+    lower = max(FIRST, prefix, (after or "").partition("\0")[0])
+    return {"lower": lower, "upper": f"{prefix[:-1]}0" if prefix else LAST}
+
+
+def _named(name: str, type_: TypeEngine[Any] | None = None) -> Any:
+    # SQLAlchemy keeps the names of a table's columns for its own parameters.
+    return bindparam(f"the_{name}", type_=type_)
+
+
+class _Builder:
+    def __init__(self, dialect: DialectName) -> None:
+        self.dialect = dialect
+        self.schema = Schema(dialect)
+        self.engine_dialect = dialect_of(dialect)
+
+    def build(self) -> Statements:
+        schema, entry, lease, meta = self.schema, self.schema.entry, self.schema.lease, self.schema.meta
+        number = BigInteger()
+        this_entry = (entry.c.namespace == _named("namespace"), entry.c.key == _named("key"))
+        this_lease = (lease.c.namespace == _named("namespace"), lease.c.id == _named("lease"))
+        in_range = (
+            entry.c.namespace == _named("namespace"),
+            entry.c.key > _named("lower"),
+            entry.c.key < _named("upper"),
+        )
+        of_lease = (entry.c.namespace == _named("namespace"), entry.c.lease == _named("lease"))
+        bound = (*this_entry, entry.c.lease == _named("lease"))
+        now = self._now_ms()
+        is_due = case((lease.c.expires_ms > now, _ZERO), else_=_ONE)
+        scan = (
+            select(entry.c.key, entry.c.value, entry.c.version, entry.c.lease, self._entry_is_due())
+            .where(*in_range)
+            .order_by(entry.c.key)
+        )
+        return Statements(
+            dialect=self.dialect,
+            get=self._compile(
+                "get", select(entry.c.value, entry.c.version, entry.c.lease, self._entry_is_due()).where(*this_entry)
+            ),
+            scan=self._compile("scan", scan),
+            # The offset is said because SQLite's compiler would otherwise add a parameter for it.
+            scan_some=self._compile("scan_some", scan.limit(_named("limit", Integer())).offset(_ZERO)),
+            versions=self._compile(
+                "versions", select(entry.c.key, entry.c.version).where(*in_range).order_by(entry.c.key)
+            ),
+            version_of=self._compile("version_of", select(entry.c.key, entry.c.version).where(*this_entry)),
+            insert_placeholder=self._compile(
+                "insert_placeholder",
+                self._insert_unless_there(entry, namespace=_named("namespace"), key=_named("key"), version=_ZERO),
+                forgives_duplicates=True,
+            ),
+            lock_entry=self._compile(
+                "lock_entry", select(entry.c.version, entry.c.lease).where(*this_entry).with_for_update()
+            ),
+            write_entry=self._compile(
+                "write_entry",
+                update(entry)
+                .where(*this_entry)
+                .values(value=_named("value", LargeBinary()), version=_named("version", number), lease=_named("lease")),
+            ),
+            delete_entry=self._compile("delete_entry", delete(entry).where(*this_entry)),
+            next_version=self._compile("next_version", self._next_version()),
+            store_version=(
+                None
+                if schema.version is not None
+                else self._compile(
+                    "store_version", update(meta).where(meta.c.name == _VERSION).values(value=_named("version"))
+                )
+            ),
+            begin_lease=self._compile(
+                "begin_lease",
+                insert(lease).values(
+                    namespace=_named("namespace"),
+                    id=_named("lease"),
+                    ttl_ms=_named("ttl_ms", number),
+                    expires_ms=now + _named("ttl_ms", number),
+                ),
+            ),
+            renew_lease=self._compile(
+                "renew_lease",
+                update(lease).where(*this_lease, lease.c.expires_ms > now).values(expires_ms=now + lease.c.ttl_ms),
+            ),
+            lock_lease=self._compile(
+                "lock_lease", select(is_due).where(*this_lease).with_for_update(read=True, key_share=True)
+            ),
+            lock_lease_to_end=self._compile("lock_lease_to_end", select(is_due).where(*this_lease).with_for_update()),
+            lease_state=self._compile("lease_state", select(is_due).where(*this_lease)),
+            delete_lease=self._compile("delete_lease", delete(lease).where(*this_lease)),
+            keys_of_lease=self._compile("keys_of_lease", select(entry.c.key).where(*of_lease).order_by(entry.c.key)),
+            delete_key_of_lease=self._compile("delete_key_of_lease", delete(entry).where(*bound)),
+            due_leases=self._compile(
+                "due_leases",
+                select(lease.c.id)
+                .where(lease.c.namespace == _named("namespace"), lease.c.expires_ms <= now)
+                .order_by(lease.c.expires_ms)
+                .limit(_named("limit", Integer()))
+                .offset(_ZERO),
+            ),
+            nearest_expiry=self._compile(
+                "nearest_expiry",
+                select(func.min(lease.c.expires_ms) - now).where(lease.c.namespace == _named("namespace")),
+            ),
+            read_meta=self._compile("read_meta", select(meta.c.value).where(meta.c.name == _named("name"))),
+            insert_meta=self._compile(
+                "insert_meta",
+                self._insert_unless_there(meta, name=_named("name"), value=_named("value")),
+                forgives_duplicates=True,
+            ),
+            write_meta=self._compile(
+                "write_meta", update(meta).where(meta.c.name == _named("name")).values(value=_named("value"))
+            ),
+            drop_bound_entries=self._compile("drop_bound_entries", delete(entry).where(entry.c.lease.is_not(None))),
+            drop_leases=self._compile("drop_leases", delete(lease)),
+            notify=(
+                self._compile("notify", select(func.pg_notify(_named("channel"), _named("payload"))))
+                if self.dialect == "postgresql"
+                else None
+            ),
+        )
+
+    def _compile(self, name: str, clause: Executable, *, forgives_duplicates: bool = False) -> Statement:
+        compiled = clause.compile(dialect=self.engine_dialect)  # type: ignore[attr-defined]
+        strangers = [name for name in compiled.params if name != "now_ms" and not name.startswith("the_")]
+        assert not strangers, f"{name}: SQLAlchemy made the parameters {strangers}"
+        text = " ".join(str(compiled).split())
+        return Statement(
+            name=name,
+            text=text,
+            parameters=tuple(compiled.positiontup or ()),
+            returns_rows=text.startswith("SELECT"),
+            is_timed="now_ms" in compiled.params,
+            forgives_duplicates=forgives_duplicates,
+        )
+
+    def _now_ms(self) -> ColumnElement[int]:
+        if self.dialect == "sqlite":
+            return bindparam("now_ms", type_=BigInteger())
+        if self.dialect == "postgresql":
+            # Not qualified, so that a function of that name earlier in the search path can stand in for it.
+            return cast(extract("epoch", func.clock_timestamp()) * _THOUSAND, BigInteger())
+        since: ColumnElement[Any] = literal_column("(SYS_EXTRACT_UTC(SYSTIMESTAMP) - TIMESTAMP '1970-01-01 00:00:00')")
+        return cast(
+            extract("day", since) * literal_column("86400000")
+            + extract("hour", since) * literal_column("3600000")
+            + extract("minute", since) * literal_column("60000")
+            + extract("second", since) * _THOUSAND,
+            BigInteger(),
+        )
+
+    def _entry_is_due(self) -> ColumnElement[int]:
+        """1 if the entry hangs on a lease whose time is over, or that is not there; in the statement's one snapshot."""
+        entry, lease = self.schema.entry, self.schema.lease
+        expires_ms = (
+            select(lease.c.expires_ms)
+            .where(lease.c.namespace == entry.c.namespace, lease.c.id == entry.c.lease)
+            .scalar_subquery()
+        )
+        return case((entry.c.lease.is_(None), _ZERO), (expires_ms > self._now_ms(), _ZERO), else_=_ONE)
+
+    def _insert_unless_there(self, table: Table, **values: Any) -> Insert:
+        if self.dialect == "postgresql":
+            return postgresql.insert(table).values(**values).on_conflict_do_nothing()
+        if self.dialect == "sqlite":
+            return sqlite.insert(table).values(**values).on_conflict_do_nothing()
+        return insert(table).values(**values)
+
+    def _next_version(self) -> Executable:
+        if self.schema.version is not None:
+            return select(self.schema.version.next_value())
+        meta = self.schema.meta
+        return select(cast(meta.c.value, BigInteger()) + _ONE).where(meta.c.name == _VERSION)
+
+
+_ZERO: Any = literal_column("0", Integer())
+_ONE: Any = literal_column("1", Integer())
+_THOUSAND: Any = literal_column("1000", Integer())
+_VERSION: Any = literal_column("'version'")

@@ -1,0 +1,316 @@
+"""The registry on a SQL database: SQLite, PostgreSQL or Oracle.
+
+Linearizable because every commit locks all rows that it names before it looks at them (see `planning`), and a read is
+one statement. READ COMMITTED is enough for that, and all that is asked for.
+
+A lease dies by a write. Whoever meets an entry whose lease is over by the database's clock does not act on it in
+place: it ends the lease in a transaction of its own, which deletes the lease's row and its keys, and then looks again.
+So a lease dies once, for everybody, and a clock that is stepped back cannot revive it for those who saw it gone.
+
+On failure: every operation is bounded by the address's `timeout`. A connection that breaks before COMMIT was sent is
+replaced and the operation tried once more; after that the answer is RegistryUnavailable, or OutcomeUnknown if the reply
+to COMMIT was lost, which is never tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+import uuid
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+
+from pxrs.clock import Clock
+from pxrs.errors import LeaseExpired, OutcomeUnknown, RegistryUnavailable
+from pxrs.registry.address import Address
+from pxrs.registry.contract import Commit, Entry, Limits, Registry
+from pxrs.registry.lease import Lease
+from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
+from pxrs.registry.sql.planning import CommitPlan, LeasesDue, payload
+from pxrs.registry.sql.statements import Call, Statement, key_range
+from pxrs.registry.watch import Watch
+
+log = logging.getLogger(__name__)
+
+LIMITS: Final = Limits(commit_keys_max=1024, commit_bytes_max=8 << 20, value_bytes_max=1 << 20)
+ATTEMPTS_MAX: Final = 40
+DUE_LEASES_MAX: Final = 64
+"""How many leases one sweep ends; what is left is due at once for the next."""
+
+T = TypeVar("T")
+
+
+class Watcher(Protocol):
+    """Wakes watches; one for each registry."""
+
+    def add(self, watch: Watch) -> None:
+        """Return when every later change will wake the watch."""
+
+    def remove(self, watch: Watch) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_registry(
+    database: Database,
+    address: Address,
+    clock: Clock,
+    *,
+    watcher: Callable[[SqlRegistry], Watcher],
+    channel: str = "",
+) -> SqlRegistry:
+    """Make the tables ready, then the handle; close the database if either fails."""
+    try:
+        database.prepare(address.flag("create", True))
+        return SqlRegistry(database, address.namespace, clock=clock, channel=channel, watcher=watcher)
+    except (ConnectionLost, TransactionAborted) as error:
+        database.close()
+        raise RegistryUnavailable(str(error)) from error
+    except BaseException:
+        database.close()
+        raise
+
+
+class SqlRegistry(Registry):
+    """A handle to the registry of one namespace in a database."""
+
+    limits = LIMITS
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: str,
+        *,
+        clock: Clock,
+        channel: str,
+        watcher: Callable[[SqlRegistry], Watcher],
+    ) -> None:
+        """`channel` is where notifications go, or empty if there are none. Takes the database over."""
+        super().__init__(database.url, clock=clock)
+        self.database = database
+        self._namespace = namespace
+        self._channel = channel
+        self._statements = database.statements
+        self._watcher = watcher(self)
+
+    # Reading
+
+    def _get(self, key: str) -> Entry | None:
+        call = self._call(self._statements.get, key=key)
+
+        def attempt(deadline: float) -> Entry | None:
+            for value, version, lease, is_due in self._read(call, deadline):
+                if is_due:
+                    raise LeasesDue([lease])
+                return Entry(key, bytes(value or b""), version)
+            return None
+
+        return self._patiently(attempt)
+
+    def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
+        bounds = key_range(prefix, after)
+        if limit is None:
+            call = self._call(self._statements.scan, **bounds)
+        else:
+            call = self._call(self._statements.scan_some, limit=min(limit, 2**31 - 1), **bounds)
+
+        def attempt(deadline: float) -> list[Entry]:
+            rows = self._read(call, deadline)
+            due = {lease for _, _, _, lease, is_due in rows if is_due}
+            if due:
+                raise LeasesDue(due)
+            return [Entry(key, bytes(value or b""), version) for key, value, version, _, _ in rows]
+
+        return self._patiently(attempt)
+
+    def versions(self, prefixes: tuple[str, ...]) -> list[list[tuple[str, int]]]:
+        """For each prefix, or single key, of a watch: the keys there and their versions."""
+        calls = [
+            self._call(self._statements.versions, **key_range(prefix))
+            if prefix == "" or prefix.endswith("/")
+            else self._call(self._statements.version_of, key=prefix)
+            for prefix in prefixes
+        ]
+
+        def attempt(deadline: float) -> list[list[tuple[str, int]]]:
+            with self.database.session(deadline) as session:
+                return [[(key, version) for key, version in session.read(call)] for call in calls]
+
+        return self._patiently(attempt)
+
+    # Writing
+
+    def _commit(self, commit: Commit) -> dict[str, int]:
+        plan = CommitPlan(commit, self._namespace, self._statements, self._channel)
+        try:
+            return self._patiently(lambda deadline: self._try_commit(plan, deadline))
+        except LeaseExpired:
+            if commit.lease is not None:
+                commit.lease.expire()
+            raise
+
+    def _try_commit(self, plan: CommitPlan, deadline: float) -> dict[str, int]:
+        with self.database.session(deadline) as session:
+            found = plan.judge(session.begin(plan.locks))
+            if found.foreign_leases:
+                leases = sorted(found.foreign_leases)
+                states = session.ask([self._call(self._statements.lease_state, lease=lease) for lease in leases])
+                # No row at all: the lease is being ended, or was lost. Ending it again settles that.
+                due = [lease for lease, rows in zip(leases, states, strict=True) if not rows or rows[0][0]]
+                if due:
+                    raise LeasesDue(due)
+            plan.check_versions(found)
+            writes = plan.writes(found)
+            if writes:
+                session.commit(writes)
+            else:
+                session.rollback()
+        return plan.versions(found)
+
+    # Leases
+
+    def _lease(self, ttl: float) -> Lease:
+        self.sweep()
+        # One more, because the database rounds both when it counts and when it compares.
+        ttl_ms = math.ceil(ttl * 1000) + 1
+
+        def attempt(deadline: float) -> tuple[str, float]:
+            # A new id each time: a lease whose begin was not confirmed has no keys and goes when it expires.
+            lease, sent_at = uuid.uuid4().hex, self.clock.now()
+            with self.database.session(deadline, "leases") as session:
+                session.write(self._call(self._statements.begin_lease, lease=lease, ttl_ms=ttl_ms))
+            return lease, sent_at
+
+        lease, sent_at = self._patiently(attempt)
+        return Lease(
+            lease,
+            ttl,
+            sent_at + ttl,
+            renew=lambda: self._renew(lease, ttl),
+            end=lambda: self._end(lease),
+            on_gone=self._forget_lease,
+            clock=self.clock,
+        )
+
+    def _renew(self, lease: str, ttl: float) -> float:
+        call = self._call(self._statements.renew_lease, lease=lease)
+
+        def attempt(deadline: float) -> float:
+            sent_at = self.clock.now()
+            with self.database.session(deadline, "leases") as session:
+                if session.write(call) == 0:
+                    raise LeaseExpired(f"lease {lease} has ended")
+            return sent_at + ttl
+
+        # A renewal that hangs must leave time for another one.
+        return self._patiently(attempt, min(self.database.timeout, max(ttl / 3, 0.1)))
+
+    def _end(self, lease: str) -> None:
+        self._patiently(lambda deadline: self._try_end(lease, deadline, even_if_alive=True))
+
+    def _try_end(self, lease: str, deadline: float, *, even_if_alive: bool) -> None:
+        """Delete the lease and its keys in one transaction; unless asked otherwise, only if its time is over."""
+        statements = self._statements
+        locks = [
+            self._call(statements.lock_lease_to_end, lease=lease),
+            # Nobody can bind a key to the lease any more: that takes a lock on its row.
+            self._call(statements.keys_of_lease, lease=lease),
+        ]
+        if statements.store_version is not None:
+            locks.append(self._call(statements.next_version))
+        with self.database.session(deadline) as session:
+            state, keys, *version = session.begin(locks)
+            if (state and not state[0][0] and not even_if_alive) or (not state and not keys):
+                session.rollback()
+                return
+            changed = [key for (key,) in keys]
+            writes = [self._call(statements.delete_key_of_lease, key=key, lease=lease) for key in changed]
+            writes.append(self._call(statements.delete_lease, lease=lease))
+            if changed and statements.store_version is not None:
+                writes.append(Call(statements.store_version, {"the_version": str(version[0][0][0])}))
+            if changed and statements.notify is not None and self._channel:
+                values = {"the_channel": self._channel, "the_payload": payload(changed)}
+                writes.append(Call(statements.notify, values))
+            try:
+                session.commit(writes)
+            except OutcomeUnknown as error:
+                # Ending a lease twice is ending it once, so this may be tried again.
+                raise ConnectionLost(str(error)) from error
+
+    def sweep(self) -> float | None:
+        """End the leases that are due; returns in how many seconds the next one is, None if there is none."""
+        due = self._call(self._statements.due_leases, limit=DUE_LEASES_MAX)
+        nearest = self._call(self._statements.nearest_expiry)
+
+        def attempt(deadline: float) -> float | None:
+            leases = [lease for (lease,) in self._read(due, deadline)]
+            for lease in leases:
+                self._try_end(lease, deadline, even_if_alive=False)
+            ((left_ms,),) = self._read(nearest, deadline)
+            return None if left_ms is None else max(float(left_ms), 0.0) / 1000
+
+        return self._patiently(attempt)
+
+    # Watching
+
+    def _watch(self, watch: Watch) -> None:
+        self._patiently(lambda _: self._watcher.add(watch))
+
+    def _unwatch(self, watch: Watch) -> None:
+        self._watcher.remove(watch)
+
+    def wake(self, keys: list[str] | None) -> None:
+        """For the watcher: wake who watches any of the keys, or everybody."""
+        self._wake(keys)
+
+    def wake_under(self, folder: str) -> None:
+        """For the watcher: wake who watches anything under the folder, or a folder that it is in."""
+        with self._handles_lock:
+            watches = list(self._watches)
+        for watch in watches:
+            if watch.covers(folder) or any(prefix.startswith(folder) for prefix in watch.prefixes):
+                watch.wake()
+
+    def _close(self) -> None:
+        self._watcher.close()
+        self.database.close()
+
+    # What these share.
+
+    def _call(self, statement: Statement, **values: object) -> Call:
+        named = {f"the_{name}": value for name, value in values.items()}
+        return Call(statement, {"the_namespace": self._namespace, **named})
+
+    def _read(self, call: Call, deadline: float) -> list[Row]:
+        with self.database.session(deadline) as session:
+            return session.read(call)
+
+    def _patiently(self, attempt: Callable[[float], T], timeout: float | None = None) -> T:
+        """Try until it works, an answer is final, or the time is over. Tries again only what had no effect."""
+        timeout = self.database.timeout if timeout is None else timeout
+        deadline = time.monotonic() + timeout
+        due: list[str] = []
+        has_reconnected = False
+        last: Exception | None = None
+        for count in range(ATTEMPTS_MAX):
+            try:
+                while due:
+                    self._try_end(due[-1], deadline, even_if_alive=False)
+                    due.pop()
+                return attempt(deadline)
+            except LeasesDue as found:
+                due = found.leases
+            except TransactionAborted as error:
+                last = error
+                time.sleep(random.random() * min(0.001 * 2**count, 0.05))
+            except ConnectionLost as error:
+                last = error
+                if has_reconnected:
+                    break
+                has_reconnected = True
+                self.database.drop_connections()
+            if time.monotonic() > deadline:
+                break
+        raise RegistryUnavailable(str(last or f"{self.url}: not within {timeout:g} s")) from last

@@ -1,0 +1,101 @@
+"""Watching a database that tells nobody of changes: a thread that looks now and then.
+
+It compares the exact keys and versions under the watched prefixes with what it saw last, so that nothing is missed and
+nothing is made up, and after an outage too there is no doubt. Where the database can say cheaply that nothing was
+written (SQLite), most looks cost nothing. It also ends leases whose time is over, so that their keys go while
+nobody touches them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from pxrs.errors import RegistryError
+from pxrs.registry.sql.database import Gate
+from pxrs.registry.watch import Watch
+
+if TYPE_CHECKING:
+    from pxrs.registry.sql.store import SqlRegistry
+
+log = logging.getLogger(__name__)
+
+Versions = list[list[tuple[str, int]]]
+
+
+class Poller:
+    """Looks every `interval` seconds while there are watches."""
+
+    def __init__(self, registry: SqlRegistry, interval: float) -> None:
+        self._registry, self._interval = registry, interval
+        self._lock = threading.Lock()
+        self._seen: dict[Watch, Versions] = {}
+        self._must_compare = False
+        self._wanted = threading.Event()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._gate: Gate | None = None
+        self._next_sweep_at = 0.0
+
+    def add(self, watch: Watch) -> None:
+        seen = self._registry.versions(watch.prefixes)
+        with self._lock:
+            self._seen[watch] = seen
+            # Something may have changed since, in a round that had begun without this watch.
+            self._must_compare = True
+            if self._thread is None:
+                self._gate = self._registry.database.gate()
+                self._thread = threading.Thread(target=self._run, name="pxrs-sql-poller", daemon=True)
+                self._thread.start()
+            self._wanted.set()
+
+    def remove(self, watch: Watch) -> None:
+        with self._lock:
+            self._seen.pop(watch, None)
+            if not self._seen:
+                self._wanted.clear()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._wanted.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(self._registry.database.timeout)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(self._interval):
+                self._wanted.wait()
+                try:
+                    self._look()
+                except RegistryError as error:
+                    log.info("watching %s: %s", self._registry.url, error)
+                    with self._lock:  # the gate has told us of a change, and will not do so again
+                        self._must_compare = True
+        finally:
+            if self._gate is not None:
+                self._gate.close()
+
+    def _look(self) -> None:
+        with self._lock:
+            is_forced, self._must_compare = self._must_compare, False
+        wrote, changed = self._gate.look() if self._gate is not None else (True, True)
+        if wrote or is_forced or time.monotonic() >= self._next_sweep_at:
+            left = self._registry.sweep()
+            self._next_sweep_at = float("inf") if left is None else time.monotonic() + left
+        if changed or is_forced:
+            self._compare()
+
+    def _compare(self) -> None:
+        with self._lock:
+            watches = list(self._seen)
+        now = {prefixes: self._registry.versions(prefixes) for prefixes in {watch.prefixes for watch in watches}}
+        for watch in watches:
+            with self._lock:
+                differs = watch in self._seen and self._seen[watch] != now[watch.prefixes]
+                if differs:
+                    self._seen[watch] = now[watch.prefixes]
+            if differs:
+                watch.wake()

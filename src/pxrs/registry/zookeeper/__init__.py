@@ -1,0 +1,66 @@
+"""The registry on ZooKeeper (tested with 3.9), through the `kazoo` client.
+
+    zookeeper://user:password@host:2181,host:2181/chroot?namespace=prod&timeout=10&ca=FILE&cert=FILE&key=FILE
+
+A commit is one ZooKeeper transaction, a lease a session of its own, a watch a tree of one-shot watches. Reads go
+behind an empty transaction, because `sync` alone is not linearizable (R1). Nodes are made for all to use, or, with a
+user in the address, for that user alone. The chroot and all folders are made when first needed; empty ones are left.
+
+What it costs: a read is as dear as a write. A folder is listed whole, whatever the limit of a scan. Each lease is a
+connection. What ZooKeeper cannot do: compare more of a version than a count that a re-created key starts anew (R4).
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+
+from pxrs.errors import InvalidUrl
+from pxrs.registry.address import Address
+from pxrs.registry.contract import Registry
+from pxrs.registry.zookeeper.layout import Layout
+from pxrs.registry.zookeeper.registry import ZooKeeperRegistry
+from pxrs.registry.zookeeper.session import Endpoint
+
+__all__ = ["ZooKeeperRegistry", "open"]
+
+DEFAULT_PORT = 2181
+TIMEOUT_S = 10.0
+CHROOT_BYTES_MAX = 128
+_CHROOT = re.compile(r"(/(?!\.{1,2}(/|$))[!-.0-~]+)*")
+
+
+def open(address: Address) -> Registry:
+    """Open a handle; it connects in the background, and the first call waits for it."""
+    address.refuse_unknown_options(("timeout", "ca", "cert", "key", "password_file"))
+    hosts = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in address.hosts(DEFAULT_PORT))
+    user, password = address.credentials()
+    if user is not None and password is None:
+        raise InvalidUrl(f"{address.text}: a user without a password; give it in the address or by password_file=FILE")
+    ca, cert, key = _certificates(address)
+    login = None if user is None else f"{user}:{password}"
+    endpoint = Endpoint(address.text, hosts, address.seconds("timeout", TIMEOUT_S), login, ca, cert, key)
+    return ZooKeeperRegistry(endpoint, Layout(_root(address)))
+
+
+def _root(address: Address) -> str:
+    chroot = f"/{address.path}" if address.path else ""
+    if not _CHROOT.fullmatch(chroot) or len(chroot) > CHROOT_BYTES_MAX:
+        raise InvalidUrl(f"{address.text}: the path {chroot!r} is not one that ZooKeeper takes")
+    root = f"{chroot}/{address.namespace}"
+    if root.startswith("/zookeeper/") or root == "/zookeeper":
+        raise InvalidUrl(f"{address.text}: /zookeeper is ZooKeeper's own; choose another path or namespace")
+    return root
+
+
+def _certificates(address: Address) -> tuple[str | None, str | None, str | None]:
+    ca, cert, key = (None if path is None else str(path) for path in map(address.file, ("ca", "cert", "key")))
+    if (cert is None) != (key is None):
+        raise InvalidUrl(f"{address.text}: cert=FILE and key=FILE go together")
+    try:  # kazoo would try for ever with a file that it cannot use
+        context = ssl.create_default_context(cafile=ca)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except (OSError, ValueError) as error:
+        raise InvalidUrl(f"{address.text}: a certificate or key cannot be used: {error}") from error
+    return ca, cert, key

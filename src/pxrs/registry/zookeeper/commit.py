@@ -1,0 +1,163 @@
+"""One try to commit: look where the caller did not say what to expect, send one transaction, understand its failure.
+
+Invariants: the transaction is handed to kazoo once. What happens before that, and an answer that says that it failed,
+had no effect on keys, and the try may be repeated. Anything but an answer after it is `OutcomeUnknown` (R5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kazoo.exceptions import (
+    BadVersionError,
+    KazooException,
+    NoChildrenForEphemeralsError,
+    NodeExistsError,
+    NoNodeError,
+    NotEmptyError,
+    QuotaExceededError,
+)
+from kazoo.handlers.threading import KazooTimeoutError
+
+from pxrs.errors import (
+    CommitTooLarge,
+    Conflict,
+    OutcomeUnknown,
+    PxrsError,
+    RegistryCorrupt,
+    RegistryUnavailable,
+    StorageFull,
+)
+from pxrs.registry.contract import ABSENT, Commit
+from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
+from pxrs.registry.zookeeper.lease import LeaseSession
+from pxrs.registry.zookeeper.multi import Node, Step, failure, steps, versions
+from pxrs.registry.zookeeper.session import DENIED, REFUSED, Client, Session, TryAgain, barrier, denied
+
+# A server closes the connection on a request of more than 1,048,575 bytes.
+WIRE_BYTES_MAX = 1_048_000
+
+_CHANGED = (NoNodeError, NodeExistsError, BadVersionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    commit: Commit
+    layout: Layout
+    session: Session
+    holder: LeaseSession | None
+    """The session, if it is that of the lease that the commit names."""
+    client: Client
+    until: float
+
+    def perform(self) -> dict[str, int]:
+        """The new versions; raises what the caller is to see, or TryAgain."""
+        expect = self.commit.expect
+        impossible = [key for key, v in expect.items() if v != ABSENT and not Version.parse(v).is_possible]
+        if impossible:
+            raise Conflict(self._differing(impossible))
+        if self._deletes_one_key_blindly and self._look_at_blind() == dict.fromkeys(self.commit.delete):
+            return {}
+        todo = steps(self.commit, self._believed(), self.layout, None if self.holder is None else self.holder.path)
+        _check_wire_size(todo)
+        results = self._send(todo)
+        failed = failure(todo, results)
+        if failed is not None:
+            raise self._meaning(todo, *failed)
+        new = versions(self.commit, todo, results)
+        if self.holder is not None:
+            self.holder.made.update({key: new[key].made_in for key in self.commit.ephemeral})
+            for key in (*self.commit.put, *self.commit.delete):
+                self.holder.made.pop(key, None)
+        return {key: version.number() for key, version in new.items()}
+
+    @property
+    def _deletes_one_key_blindly(self) -> bool:
+        """If it is absent there is nothing to do. Several must be absent at one moment, which takes a transaction."""
+        return self.holder is None and not self.commit.expect and len(self.commit.keys) == len(self.commit.delete) == 1
+
+    def _believed(self) -> dict[str, Node | None]:
+        believed = self._look_at_blind()
+        for key, number in self.commit.expect.items():
+            version = Version.parse(number)
+            is_mine = self.holder is not None and self.holder.made.get(key) == version.made_in
+            believed[key] = None if number == ABSENT else Node(version.writes, version.is_ephemeral, is_mine)
+        return believed
+
+    def _look_at_blind(self) -> dict[str, Node | None]:
+        """How the keys are that are written whatever they are. If that is not true any more, the transaction fails and
+        is tried again, and sees on its own session what made it fail."""
+        blind = sorted(set(self.commit.changed) - self.commit.expect.keys())
+        if not blind:
+            return {}
+        if self._deletes_one_key_blindly:
+            self.session.wait(barrier(self.client, self.layout.root), self.until)
+        me = (self.client.client_id or (None,))[0]
+        stats = self.session.gather(self.client.exists_async, map(self.layout.leaf, blind))
+        return {
+            key: None if stat is None else Node(stat.version, stat.ephemeralOwner != 0, stat.ephemeralOwner == me)
+            for key, stat in zip(blind, stats, strict=True)
+        }
+
+    def _send(self, todo: list[Step]) -> list[Any]:
+        transaction = self.client.transaction()
+        for step in todo:
+            if step.kind == "create":
+                transaction.create(step.path, step.value, self.session.endpoint.acl, step.is_ephemeral)
+            elif step.kind == "set":
+                transaction.set_data(step.path, step.value, step.writes)
+            elif step.kind == "delete":
+                transaction.delete(step.path, step.writes)
+            else:
+                transaction.check(step.path, step.writes)
+        result = transaction.commit_async()
+        try:
+            answers: list[Any] = self.session.wait(result, self.until)
+        except (*REFUSED, *DENIED):
+            raise
+        except (KazooException, KazooTimeoutError) as error:
+            raise OutcomeUnknown(
+                f"{self.session.endpoint.url}: the reply to a commit was lost ({type(error).__name__}); "
+                "it may have happened, or may yet"
+            ) from error
+        return answers
+
+    def _meaning(self, todo: list[Step], step: Step, error: Exception) -> Exception:
+        """What a failed transaction means. It has changed nothing."""
+        if isinstance(error, NoNodeError) and self.holder is not None and step.path == self.holder.path:
+            return self.holder.expire()
+        if isinstance(error, NoNodeError) and (step.kind == "create" or step.key is None):
+            made = {folder for s in todo if s.kind == "create" for folder in ancestors(s.path)}
+            self.session.make(self.client, made, self.until)
+            return TryAgain()
+        if isinstance(error, _CHANGED) and step.key is not None:
+            return Conflict(self._differing([step.key])) if step.key in self.commit.expect else TryAgain()
+        return self._refusal(step, error)
+
+    def _refusal(self, step: Step, error: Exception) -> PxrsError:
+        endpoint = self.session.endpoint
+        if isinstance(error, DENIED):
+            return denied(endpoint, error)
+        if isinstance(error, QuotaExceededError):
+            return StorageFull(f"{endpoint.url}: the quota for {step.path} is used up")
+        if isinstance(error, (NotEmptyError, NoChildrenForEphemeralsError)):
+            return RegistryCorrupt(step.path, "a key has children, or a folder may have none: made by something else")
+        return RegistryUnavailable(f"{endpoint.url}: {step.kind} {step.path}: {error!r}")
+
+    def _differing(self, failed: list[str]) -> list[str]:
+        """The keys that are not as expected, or, if they are by now or cannot be read, those known to have differed.
+        What a session reads is not older than a transaction of its own that has just failed."""
+        expect = self.commit.expect
+        try:
+            stats = list(self.session.gather(self.client.exists_async, map(self.layout.leaf, expect)))
+        except (KazooException, KazooTimeoutError):
+            return failed
+        now = (ABSENT if stat is None else Version.of(stat).number() for stat in stats)
+        return [key for (key, version), found in zip(expect.items(), now, strict=True) if found != version] or failed
+
+
+def _check_wire_size(todo: list[Step]) -> None:
+    size = sum(step.wire_bytes for step in todo)
+    if size > WIRE_BYTES_MAX:
+        raise CommitTooLarge(f"{size:,} bytes with the paths of all keys, and {WIRE_BYTES_MAX:,} is the most")

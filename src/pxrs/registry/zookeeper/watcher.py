@@ -1,0 +1,247 @@
+"""Watches over whole subtrees, made of ZooKeeper's one-shot watches on single nodes.
+
+The problem: kazoo 2.11 has no lasting watches. One on a node's children tells once that a child came or went, one on
+a node's data tells once that it was written or removed; all of them are gone after a reconnect. A change that comes
+between an event and the next watch must not be missed (R2).
+
+Invariants:
+- Under every watched prefix each folder has a watch on its children and each key one on its data, or the event that
+  used it up is in the queue here.
+- What has fired is armed again first, then the waiters are woken: whatever happens after their scan is an event.
+- After a reconnect everything is armed anew, then all are woken. A lost connection wakes them too.
+- Only this thread arms, so what it believes to be armed needs no lock; kazoo's threads do nothing but queue.
+
+What it costs: one request for each node when a watch is opened and after a reconnect, and for each change one request
+for what fired. Arming a key reads its value (`exists` would leave a watch behind on a key that is just being
+removed, and a server full of those in the end), and a folder that changes is listed whole.
+
+On failure: what could not be armed is all armed anew, at the next connection or a moment later.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kazoo.exceptions import ConnectionLoss, KazooException, SessionExpiredError
+from kazoo.handlers.threading import KazooTimeoutError
+from kazoo.protocol.states import KazooState
+
+from pxrs.errors import Closed, RegistryError, RegistryUnavailable
+from pxrs.registry.watch import Watch
+from pxrs.registry.zookeeper.layout import Layout
+from pxrs.registry.zookeeper.session import Client, Session
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""How long after a failure that was no lost connection everything is armed anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fired:
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    is_connected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    watch: Watch
+    done: Future[None] = field(default_factory=Future)
+
+
+_Job = _Fired | _State | _Open | None
+
+
+class Watcher:
+    """The thread that arms. It starts with the first watch."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        watches: Callable[[], list[Watch]],
+        wake: Callable[[Iterable[str] | None], None],
+    ) -> None:
+        self._layout, self._watches, self._wake = layout, watches, wake
+        self._session: Session | None = None
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._armed: set[str] = set()
+        self._is_stale = False
+        self._thread = threading.Thread(target=self._run, name="pxrs-zookeeper-watches", daemon=True)
+        self._guard = threading.Lock()
+        self._is_closed = False
+
+    def open(self, session: Session, watch: Watch) -> None:
+        """Return when every later change will wake the watch. Raises kazoo's errors. It ends: each answer that the
+        thread waits for has its bound."""
+        job = _Open(watch)
+        with self._guard:
+            if self._is_closed:
+                raise Closed("the registry was closed")
+            self._session = session
+            if self._thread.ident is None:
+                self._thread.start()
+            self._jobs.put(job)
+        job.done.result()
+
+    def close(self, wait_s: float) -> None:
+        with self._guard:
+            self._is_closed = True
+            self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(wait_s)
+
+    def on_state(self, state: str) -> None:
+        """Called in kazoo's connection thread."""
+        if self._thread.ident is not None:
+            self._jobs.put(_State(state == KazooState.CONNECTED))
+
+    def _on_event(self, event: Any) -> None:
+        """Called in kazoo's callback thread. An event without a path tells of the connection, as `on_state` does."""
+        if event.path is not None:
+            self._jobs.put(_Fired(event.path))
+
+    # All below runs in the thread that arms.
+
+    def _run(self) -> None:
+        while True:
+            jobs = self._next_jobs()
+            opened = [job for job in jobs if isinstance(job, _Open)]
+            if None in jobs:
+                for job in opened:
+                    job.done.set_exception(Closed("the registry was closed"))
+                return
+            self._follow(jobs)
+            for job in opened:
+                try:
+                    self._arm(job.watch.prefixes)
+                except Exception as error:  # noqa: BLE001 - it is the caller's
+                    job.done.set_exception(error)
+                else:
+                    job.done.set_result(None)
+
+    def _next_jobs(self) -> list[_Job]:
+        """All that is queued, at least one unless it is time to arm everything anew."""
+        jobs: list[_Job] = []
+        try:
+            jobs.append(self._jobs.get(timeout=RETRY_S if self._is_stale else None))
+            while True:
+                jobs.append(self._jobs.get_nowait())
+        except queue.Empty:
+            return jobs
+
+    def _follow(self, jobs: list[_Job]) -> None:
+        """Arm what has to be armed again, then wake."""
+        states = [job.is_connected for job in jobs if isinstance(job, _State)]
+        fired = {job.path for job in jobs if isinstance(job, _Fired)}
+        if False in states:
+            self._wake(None)
+        self._is_stale |= bool(states)
+        try:
+            if self._is_stale:
+                self._arm_everything()
+            elif fired:
+                self._arm_again(fired)
+        except (ConnectionLoss, SessionExpiredError, Closed):
+            self._is_stale = True  # if there is another connection, it brings us back here
+        except (KazooException, KazooTimeoutError, RegistryError) as error:
+            log.warning("watches could not be armed; waking their holders, and trying again: %r", error)
+            self._is_stale = True
+            self._wake(None)
+        except Exception:
+            log.exception("watches could not be armed")
+            self._is_stale = True
+            self._wake(None)
+
+    def _arm_everything(self) -> None:
+        self._armed.clear()
+        self._arm({prefix for watch in self._watches() for prefix in watch.prefixes})
+        self._is_stale = False
+        self._wake(None)
+
+    def _arm_again(self, fired: set[str]) -> None:
+        self._armed -= fired
+        names = {path: self._name(path) for path in fired}
+        watches = self._watches()
+        needed = [path for path, name in names.items() if any(watch.covers(name) for watch in watches)]
+        if needed:
+            client = self._connection()
+            self._arm_keys(client, [path for path in needed if not self._layout.is_folder(path)])
+            self._arm_folders(client, [path for path in needed if self._layout.is_folder(path)])
+        self._wake(names.values())
+
+    def _arm(self, prefixes: Iterable[str]) -> None:
+        client = self._connection()
+        folders = [self._layout.folder(prefix) for prefix in prefixes if _is_prefix(prefix)]
+        self._arm_keys(client, [self._layout.leaf(key) for key in prefixes if not _is_prefix(key)])
+        self._arm_folders(client, folders, is_first=True)
+
+    def _arm_keys(self, client: Client, paths: Iterable[str]) -> None:
+        """A key that is watched by name announces itself also when it is made; others are found in their folder."""
+        assert self._session is not None
+        named = {self._layout.leaf(p) for watch in self._watches() for p in watch.prefixes if not _is_prefix(p)}
+        wanted = [path for path in paths if path not in self._armed]
+
+        def ask(path: str) -> Any:
+            return (client.exists_async if path in named else client.get_async)(path, watch=self._on_event)
+
+        for path, answer in zip(wanted, self._session.gather(ask, wanted), strict=True):
+            if answer is not None or path in named:
+                self._armed.add(path)
+
+    def _arm_folders(self, client: Client, paths: list[str], is_first: bool = False) -> None:
+        """Arm folders and what is new below them. For a new watch everything is looked at: what an earlier one has left
+        armed says nothing about what is below."""
+        assert self._session is not None
+        while paths:
+            leaves: list[str] = []
+            below: list[str] = []
+            missing: list[str] = []
+            listings = self._session.gather(lambda p: client.get_children_async(p, watch=self._on_event), paths)
+            for path, names in zip(paths, listings, strict=True):
+                if names is None:
+                    missing.append(path)
+                    continue
+                self._armed.add(path)
+                keys, prefixes = self._layout.children(self._layout.prefix(path), names)
+                leaves += map(self._layout.leaf, keys)
+                below += map(self._layout.folder, prefixes)
+            self._arm_keys(client, leaves)
+            paths = [path for path in below if is_first or path not in self._armed]
+            paths += self._arm_missing(client, missing)
+
+    def _arm_missing(self, client: Client, paths: list[str]) -> list[str]:
+        """A watched folder that is not there yet announces itself when it is made. Returns those that have been."""
+        assert self._session is not None
+        watched = {self._layout.folder(p) for watch in self._watches() for p in watch.prefixes if _is_prefix(p)}
+        roots = [path for path in paths if path in watched]
+        stats = self._session.gather(lambda p: client.exists_async(p, watch=self._on_event), roots)
+        return [path for path, stat in zip(roots, stats, strict=True) if stat is not None]
+
+    def _connection(self) -> Client:
+        """Now or never: after a lost connection everything is armed anew."""
+        assert self._session is not None
+        try:
+            return self._session.connected(self._session.clock.now())
+        except RegistryUnavailable as error:
+            raise ConnectionLoss from error
+
+    def _name(self, path: str) -> str:
+        """What a watch must cover to be concerned: the key, or something in the folder."""
+        if self._layout.is_folder(path):
+            return f"{self._layout.prefix(path)};"
+        return self._layout.key(path)
+
+
+def _is_prefix(prefix: str) -> bool:
+    """What a watch names is a prefix or, without a slash at its end, a single key."""
+    return prefix == "" or prefix.endswith("/")

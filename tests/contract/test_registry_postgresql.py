@@ -1,0 +1,22 @@
+"""The registry contract on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pxrs.testing.registry_contract import Backend, SharedRegistryContract
+from pxrs.testing.servers import PostgresServer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    with PostgresServer() as server:
+        yield server
+
+
+class TestPostgresql(SharedRegistryContract):
+    @pytest.fixture
+    def backend(self, server: PostgresServer) -> Backend:
+        return Backend(server.url)

@@ -1,0 +1,190 @@
+"""The registry contract on a real ZooKeeper, and what is ZooKeeper's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+from uuid import uuid4
+
+import pytest
+from kazoo.protocol.serialization import CheckVersion, Create, Delete, SetData, Transaction
+from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
+
+from pxrs import registry as registries
+from pxrs.errors import CommitTooLarge, Conflict, MissingDependency
+from pxrs.registry import ABSENT
+from pxrs.registry.contract import Commit
+from pxrs.registry.zookeeper import ZooKeeperRegistry
+from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
+from pxrs.registry.zookeeper.multi import Node, Step, steps
+from pxrs.testing.registry_contract import Backend, SharedRegistryContract
+from pxrs.testing.servers import ZooKeeperServer
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ZooKeeperServer]:
+    try:
+        server = ZooKeeperServer(tick_ms=200).start()
+    except MissingDependency as missing:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(missing))
+    with server:
+        yield server
+
+
+class TestZooKeeper(SharedRegistryContract):
+    @pytest.fixture
+    def backend(self, server: ZooKeeperServer) -> Backend:
+        return Backend(f"{server.url}/tests/contract", ttl=1.0, versions_outlive_deletion=False)
+
+
+@pytest.fixture
+def registry(server: ZooKeeperServer) -> Iterator[ZooKeeperRegistry]:
+    with registries.open(f"{server.url}/tests/own?namespace=t{uuid4().hex[:12]}") as registry:
+        assert isinstance(registry, ZooKeeperRegistry)
+        yield registry
+
+
+def a_commit(
+    expect: dict[str, int] | None = None, put: dict[str, bytes] | None = None, delete: tuple[str, ...] = ()
+) -> Commit:
+    return Commit(expect or {}, put or {}, {}, frozenset(delete), None, False)
+
+
+# The layout
+
+
+@pytest.mark.parametrize("key", ["a", "a/b", "groups/g/members/x", "a-b/c.d/~", "!"])
+def test_a_key_is_a_leaf_and_its_path_leads_back(key: str) -> None:
+    layout = Layout("/chroot/prod")
+    assert layout.key(layout.leaf(key)) == key
+    assert layout.prefix(layout.folder(f"{key}/")) == f"{key}/"
+    assert not layout.is_folder(layout.leaf(key))
+    assert layout.is_folder(layout.folder(f"{key}/"))
+    assert ancestors(layout.leaf(f"{key}/below"))[-1] == layout.folder(f"{key}/")
+
+
+def test_the_namespaces_own_node_is_the_folder_of_everything() -> None:
+    layout = Layout("/prod")
+    assert layout.folder("") == "/prod"
+    assert layout.prefix("/prod") == ""
+    assert layout.leaf("groups/g/members/x") == "/prod/groups;/g;/members;/x"
+    assert ancestors(layout.lease("7")) == ["/prod", "/prod/;leases"]
+    assert layout.children("", ["a", "a;", ";leases"]) == (["a"], ["a/"])
+
+
+def test_a_version_is_a_number_and_leads_back() -> None:
+    for version in (Version(1, False, 0), Version(2**63 - 1, True, 2**31 - 1), Version(5, False, -(2**31))):
+        assert Version.parse(version.number()) == version
+    one = Version(7, False, 3).number()
+    assert Version.parse(one + 1).writes == 4, "off by one is caught by the one comparison that ZooKeeper makes"
+    assert Version.parse(one - 1).writes == 2
+    assert not Version.parse(12345).is_possible
+
+
+# The transaction
+
+
+def test_a_blind_deletion_of_an_absent_key_is_proved_where_more_depends_on_it() -> None:
+    layout = Layout("/r")
+    done = steps(a_commit(put={"a": b""}, delete=("b",)), {"a": None, "b": None}, layout, None)
+    assert [(step.kind, step.path) for step in done] == [
+        ("create", "/r/a"),
+        ("create", "/r/b"),
+        ("delete", "/r/b"),
+        ("set", "/r"),
+    ]
+
+
+def test_what_is_believed_is_in_the_steps() -> None:
+    layout = Layout("/r")
+    believed = {"checked": Node(3, False, False), "set": Node(4, False, False), "freed": Node(5, True, True)}
+    commit = a_commit({"checked": 1, "set": 1, "freed": 1}, {"set": b"s", "freed": b"f"})
+    assert steps(commit, believed, layout, "/r/;leases/7") == [
+        Step("check", "/r/;leases/7"),
+        Step("check", "/r/checked", "checked", 3),
+        Step("delete", "/r/freed", "freed", 5),
+        Step("create", "/r/freed", "freed", value=b"f"),
+        Step("set", "/r/set", "set", 4, b"s"),
+    ]
+
+
+@pytest.mark.parametrize("acl", [CREATOR_ALL_ACL, OPEN_ACL_UNSAFE], ids=["closed", "open"])
+def test_no_transaction_is_longer_than_was_counted(acl: object) -> None:
+    def request(step: Step) -> Any:
+        if step.kind == "create":
+            return Create(step.path, step.value, acl, 0)
+        if step.kind == "set":
+            return SetData(step.path, step.value, step.writes)
+        return (Delete if step.kind == "delete" else CheckVersion)(step.path, step.writes)
+
+    kinds: list[Literal["check", "create", "set", "delete"]] = ["check", "create", "set", "delete"]
+    for kind in kinds:
+        todo = [Step(kind, f"/r/{i}", value=b"v" * i) for i in range(50)]
+        sent = Transaction([request(step) for step in todo]).serialize()
+        assert len(sent) - len(Transaction([]).serialize()) <= sum(step.wire_bytes for step in todo)
+
+
+# On the server
+
+
+def test_a_full_commit_of_long_keys_fits(registry: ZooKeeperRegistry) -> None:
+    limits = registry.limits
+    keys = [f"groups/{'g' * 40}/checkpoints/{'t' * 36}/{i:05}" for i in range(limits.commit_keys_max)]
+    size = limits.commit_bytes_max // len(keys) - len(keys[0])
+    new = registry.commit(expect=dict.fromkeys(keys, ABSENT), put=dict.fromkeys(keys, b"1" * size))
+    new = registry.commit(expect=new, put=dict.fromkeys(keys, b"2" * size))
+    with registry.lease(5) as lease:  # every node is replaced: each path goes twice
+        registry.commit(expect=new, ephemeral=dict.fromkeys(keys, b"3" * size), lease=lease)
+        assert [entry.value for entry in registry.scan("")] == [b"3" * size] * len(keys)
+    assert registry.scan("") == []
+
+
+def test_what_the_wire_does_not_take_is_refused_before_it_is_sent(registry: ZooKeeperRegistry) -> None:
+    assert registry.get("a") is None
+    first = registry._session._client().client_id
+    keys = [f"{'x' * 500}/{i:04}" for i in range(registry.limits.commit_keys_max - 1)]
+    with pytest.raises(CommitTooLarge, match="paths"):
+        registry.commit(expect=dict.fromkeys(keys, ABSENT), put={"a": b"x" * 200_000})
+    assert registry.scan("") == []
+    assert registry._session._client().client_id == first
+
+
+def test_a_version_that_no_node_had_conflicts(registry: ZooKeeperRegistry) -> None:
+    version = registry.commit(put={"a": b"1"})["a"]
+    for wrong in (1, 12345, 2**32 - 1, version - 1, version + 1, version | (2**32 - 1)):
+        for write in ({"put": {"a": b"2"}}, {"delete": ["a"]}, {"put": {"b": b"2"}}):
+            with pytest.raises(Conflict) as conflict:
+                registry.commit(expect={"a": wrong}, **write)
+            assert conflict.value.keys == ("a",)
+    assert registry.get("a") == registry.scan("")[0]
+
+
+def test_an_absent_key_is_deleted_without_a_trace(registry: ZooKeeperRegistry) -> None:
+    assert registry.commit(delete=["never/was/here"]) == {}
+    client = registry._session._client()
+    assert client.exists(registry._layout.root) is None
+    with pytest.raises(Conflict):
+        registry.commit(expect={"never/was/here": 1}, delete=["never/was/here"])
+    assert registry.commit(expect={"never/was/here": ABSENT}, delete=["never/was/here"]) == {}
+    registry.commit(put={"never/was/here": b"now"})
+    with pytest.raises(Conflict):
+        registry.commit(expect={"never/was/here": ABSENT}, delete=["never/was/here"])
+
+
+def test_keys_that_vanish_during_a_scan_are_made_up_for(
+    registry: ZooKeeperRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.commit(put=dict.fromkeys(("k/1", "k/2", "k/3", "k/4"), b""))
+    listed = registry._list
+
+    def list_then_lose(*arguments: object) -> list[str]:
+        keys = listed(*arguments)  # type: ignore[arg-type]
+        if "k/2" in keys:
+            registry.commit(delete=["k/2"])
+        return keys
+
+    monkeypatch.setattr(registry, "_list", list_then_lose)
+    assert [entry.key for entry in registry.scan("k/", limit=2)] == ["k/1", "k/3"]
