@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any, Literal
 from uuid import uuid4
 
 import pytest
@@ -88,43 +87,38 @@ def test_a_version_is_a_number_and_leads_back() -> None:
 
 
 def test_a_blind_deletion_of_an_absent_key_is_proved_where_more_depends_on_it() -> None:
-    layout = Layout("/r")
-    done = steps(a_commit(put={"a": b""}, delete=("b",)), {"a": None, "b": None}, layout, None)
-    assert [(step.kind, step.path) for step in done] == [
-        ("create", "/r/a"),
-        ("create", "/r/b"),
-        ("delete", "/r/b"),
-        ("set", "/r"),
+    done = steps(a_commit(put={"a": b"v"}, delete=("b",)), {"a": None, "b": None}, Layout("/r"), "acl", None)
+    assert [(step.key, step.request) for step in done] == [
+        ("a", Create("/r/a", b"v", "acl", 0)),
+        ("b", Create("/r/b", b"", "acl", 0)),
+        ("b", Delete("/r/b", -1)),
+        (None, SetData("/r", b"", -1)),
     ]
 
 
 def test_what_is_believed_is_in_the_steps() -> None:
-    layout = Layout("/r")
     believed = {"checked": Node(3, False, False), "set": Node(4, False, False), "freed": Node(5, True, True)}
     commit = a_commit({"checked": 1, "set": 1, "freed": 1}, {"set": b"s", "freed": b"f"})
-    assert steps(commit, believed, layout, "/r/;leases/7") == [
-        Step("check", "/r/;leases/7"),
-        Step("check", "/r/checked", "checked", 3),
-        Step("delete", "/r/freed", "freed", 5),
-        Step("create", "/r/freed", "freed", value=b"f"),
-        Step("set", "/r/set", "set", 4, b"s"),
+    assert steps(commit, believed, Layout("/r"), "acl", "/r/;leases/7") == [
+        Step(CheckVersion("/r/;leases/7", -1)),
+        Step(CheckVersion("/r/checked", 3), "checked"),
+        Step(Delete("/r/freed", 5), "freed"),
+        Step(Create("/r/freed", b"f", "acl", 0), "freed"),
+        Step(SetData("/r/set", b"s", 4), "set"),
     ]
 
 
 @pytest.mark.parametrize("acl", [CREATOR_ALL_ACL, OPEN_ACL_UNSAFE], ids=["closed", "open"])
 def test_no_transaction_is_longer_than_was_counted(acl: object) -> None:
-    def request(step: Step) -> Any:
-        if step.kind == "create":
-            return Create(step.path, step.value, acl, 0)
-        if step.kind == "set":
-            return SetData(step.path, step.value, step.writes)
-        return (Delete if step.kind == "delete" else CheckVersion)(step.path, step.writes)
-
-    kinds: list[Literal["check", "create", "set", "delete"]] = ["check", "create", "set", "delete"]
-    for kind in kinds:
-        todo = [Step(kind, f"/r/{i}", value=b"v" * i) for i in range(50)]
-        sent = Transaction([request(step) for step in todo]).serialize()
-        assert len(sent) - len(Transaction([]).serialize()) <= sum(step.wire_bytes for step in todo)
+    for path in ("/r", f"/r/{'x' * 500}"):
+        for request in (
+            Create(path, b"v" * 9, acl, 0),
+            SetData(path, b"v" * 9, 1),
+            Delete(path, 1),
+            CheckVersion(path, 1),
+        ):
+            alone = len(Transaction([request]).serialize()) - len(Transaction([]).serialize())
+            assert alone <= Step(request).wire_bytes
 
 
 # On the server

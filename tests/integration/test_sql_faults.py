@@ -46,7 +46,7 @@ from pxrs.testing.history import record
 from pxrs.testing.linearizability import check
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.registry_contract import at_once, eventually, quieten
-from pxrs.testing.servers import PostgresServer
+from pxrs.testing.servers import PostgresServer, certificates, installed_postgres
 
 LOCALE = "en_US.UTF-8"
 
@@ -251,7 +251,7 @@ class TestServerFaults:
         assert verdict.ok, f"seed {seed}: {verdict}"
 
     def test_a_lease_survives_a_restart_of_the_server(self, server: PostgresServer) -> None:
-        with open_sql(url_of(server)) as registry, registry.lease(8) as lease:
+        with open_sql(url_of(server)) as registry, registry.lease(4) as lease:
             registry.commit(ephemeral={"m": b""}, lease=lease)
             server.kill()
             server.restart()
@@ -750,3 +750,19 @@ class TestForks:
             registry.commit(put={"w/a": b""})
             assert watch.wait(5)
             assert registry.database._lanes["work"]._idle == connections, "none was lost"
+
+
+def test_tls_is_spoken_to_a_postgresql_that_has_it(tmp_path: Path) -> None:
+    """The packaged server has none, so this takes one that the system has."""
+    programs = installed_postgres()
+    if programs is None:
+        pytest.skip("no PostgreSQL with TLS is installed here")
+    certs = certificates(tmp_path)
+    with PostgresServer(tls=certs, client_auth=True, bin_dir=programs) as server:
+        tls = f"sslmode=verify-full&sslrootcert={certs.ca}"
+        client = f"{tls}&sslcert={certs.client_cert}&sslkey={certs.client_key}"
+        with pxrs.registry.open(f"{server.url}?{client}") as store:
+            store.commit(put={"a": b"over TLS"})
+            assert server.sql("SELECT count(*) FROM pg_stat_ssl WHERE ssl")[0][0] >= 1
+        with pytest.raises((AccessDenied, RegistryUnavailable)):
+            pxrs.registry.open(f"{server.url}?{tls}&timeout=5")

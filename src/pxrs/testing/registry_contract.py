@@ -50,7 +50,7 @@ class Backend:
     """How a suite reaches the store under test."""
 
     url: str
-    ttl: float = 0.6
+    ttl: float = 1.0
     """The shortest lease that the store grants and the tests can rely on."""
     expiry_slack: float = 2.0
     """How long after a lease's expiry its keys may still be seen."""

@@ -19,6 +19,7 @@ from kazoo.exceptions import (
     QuotaExceededError,
 )
 from kazoo.handlers.threading import KazooTimeoutError
+from kazoo.protocol.serialization import Create
 
 from pxrs.errors import (
     CommitTooLarge,
@@ -41,7 +42,7 @@ WIRE_BYTES_MAX = 1_048_000
 _CHANGED = (NoNodeError, NodeExistsError, BadVersionError)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempt:
     commit: Commit
     layout: Layout
@@ -53,19 +54,17 @@ class Attempt:
 
     def perform(self) -> dict[str, int]:
         """The new versions; raises what the caller is to see, or TryAgain."""
-        expect = self.commit.expect
-        impossible = [key for key, v in expect.items() if v != ABSENT and not Version.parse(v).is_possible]
-        if impossible:
-            raise Conflict(self._differing(impossible))
-        if self._deletes_one_key_blindly and self._look_at_blind() == dict.fromkeys(self.commit.delete):
+        believed = self._believed()
+        if self._deletes_one_key_blindly and None in believed.values():
             return {}
-        todo = steps(self.commit, self._believed(), self.layout, None if self.holder is None else self.holder.path)
+        lease_path = None if self.holder is None else self.holder.path
+        todo = steps(self.commit, believed, self.layout, self.session.endpoint.acl, lease_path)
         _check_wire_size(todo)
-        results = self._send(todo)
-        failed = failure(todo, results)
+        answers = self._send(todo)
+        failed = failure(todo, answers)
         if failed is not None:
             raise self._meaning(todo, *failed)
-        new = versions(self.commit, todo, results)
+        new = versions(self.commit, todo, answers)
         if self.holder is not None:
             self.holder.made.update({key: new[key].made_in for key in self.commit.ephemeral})
             for key in (*self.commit.put, *self.commit.delete):
@@ -75,20 +74,26 @@ class Attempt:
     @property
     def _deletes_one_key_blindly(self) -> bool:
         """If it is absent there is nothing to do. Several must be absent at one moment, which takes a transaction."""
-        return self.holder is None and not self.commit.expect and len(self.commit.keys) == len(self.commit.delete) == 1
+        commit = self.commit
+        return len(commit.keys) == len(commit.delete) == 1 and not commit.expect and self.holder is None
 
     def _believed(self) -> dict[str, Node | None]:
         believed = self._look_at_blind()
         for key, number in self.commit.expect.items():
+            if number == ABSENT:
+                believed[key] = None
+                continue
             version = Version.parse(number)
+            if not version.is_possible:
+                raise Conflict(self._differing([key]))
             is_mine = self.holder is not None and self.holder.made.get(key) == version.made_in
-            believed[key] = None if number == ABSENT else Node(version.writes, version.is_ephemeral, is_mine)
+            believed[key] = Node(version.writes, version.is_ephemeral, is_mine)
         return believed
 
     def _look_at_blind(self) -> dict[str, Node | None]:
         """How the keys are that are written whatever they are. If that is not true any more, the transaction fails and
         is tried again, and sees on its own session what made it fail."""
-        blind = sorted(set(self.commit.changed) - self.commit.expect.keys())
+        blind = [key for key in self.commit.keys if key not in self.commit.expect]
         if not blind:
             return {}
         if self._deletes_one_key_blindly:
@@ -102,15 +107,7 @@ class Attempt:
 
     def _send(self, todo: list[Step]) -> list[Any]:
         transaction = self.client.transaction()
-        for step in todo:
-            if step.kind == "create":
-                transaction.create(step.path, step.value, self.session.endpoint.acl, step.is_ephemeral)
-            elif step.kind == "set":
-                transaction.set_data(step.path, step.value, step.writes)
-            elif step.kind == "delete":
-                transaction.delete(step.path, step.writes)
-            else:
-                transaction.check(step.path, step.writes)
+        transaction.operations.extend(step.request for step in todo)
         result = transaction.commit_async()
         try:
             answers: list[Any] = self.session.wait(result, self.until)
@@ -125,10 +122,10 @@ class Attempt:
 
     def _meaning(self, todo: list[Step], step: Step, error: Exception) -> Exception:
         """What a failed transaction means. It has changed nothing."""
-        if isinstance(error, NoNodeError) and self.holder is not None and step.path == self.holder.path:
+        if isinstance(error, NoNodeError) and self.holder is not None and step.request.path == self.holder.path:
             return self.holder.expire()
-        if isinstance(error, NoNodeError) and (step.kind == "create" or step.key is None):
-            made = {folder for s in todo if s.kind == "create" for folder in ancestors(s.path)}
+        if isinstance(error, NoNodeError) and (isinstance(step.request, Create) or step.key is None):
+            made = {folder for s in todo if isinstance(s.request, Create) for folder in ancestors(s.request.path)}
             self.session.make(self.client, made, self.until)
             return TryAgain()
         if isinstance(error, _CHANGED) and step.key is not None:
@@ -136,14 +133,14 @@ class Attempt:
         return self._refusal(step, error)
 
     def _refusal(self, step: Step, error: Exception) -> PxrsError:
-        endpoint = self.session.endpoint
+        endpoint, path = self.session.endpoint, step.request.path
         if isinstance(error, DENIED):
             return denied(endpoint, error)
         if isinstance(error, QuotaExceededError):
-            return StorageFull(f"{endpoint.url}: the quota for {step.path} is used up")
+            return StorageFull(f"{endpoint.url}: the quota for {path} is used up")
         if isinstance(error, (NotEmptyError, NoChildrenForEphemeralsError)):
-            return RegistryCorrupt(step.path, "a key has children, or a folder may have none: made by something else")
-        return RegistryUnavailable(f"{endpoint.url}: {step.kind} {step.path}: {error!r}")
+            return RegistryCorrupt(path, "a key has children, or a folder may have none: made by something else")
+        return RegistryUnavailable(f"{endpoint.url}: {type(step.request).__name__} {path}: {error!r}")
 
     def _differing(self, failed: list[str]) -> list[str]:
         """The keys that are not as expected, or, if they are by now or cannot be read, those known to have differed.

@@ -15,15 +15,17 @@ What ZooKeeper has no step for:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from kazoo.exceptions import RolledBackError, RuntimeInconsistency
+from kazoo.protocol.serialization import CheckVersion, Create, Delete, SetData
 
 from pxrs.registry.contract import Commit
 from pxrs.registry.zookeeper.layout import Layout, Version
 
 ANY = -1
-"""As a data version: whatever it is, but the node must be there."""
+"""As a number of writes: whatever it is, but the node must be there."""
+_EPHEMERAL, _PERSISTENT = 1, 0
 
 
 class Node(NamedTuple):
@@ -35,61 +37,76 @@ class Node(NamedTuple):
 
 
 class Step(NamedTuple):
-    kind: Literal["check", "create", "set", "delete"]
-    path: str
+    """One of kazoo's requests, and the key that it is about: None for the lease and the root."""
+
+    request: Any
     key: str | None = None
-    """The key that it is about; None for the lease and the root."""
-    writes: int = ANY
-    value: bytes = b""
-    is_ephemeral: bool = False
 
     @property
     def wire_bytes(self) -> int:
         # Lengths, header and flags; for a new node also its access rights, of which these are the longest we give.
-        return len(self.path) + len(self.value) + (60 if self.kind == "create" else 24)
+        request = self.request
+        if isinstance(request, Create):
+            return len(request.path) + len(request.data) + 60
+        return len(request.path) + (len(request.data) if isinstance(request, SetData) else 0) + 24
 
 
-def steps(commit: Commit, believed: Mapping[str, Node | None], layout: Layout, lease_path: str | None) -> list[Step]:
+def steps(
+    commit: Commit, believed: Mapping[str, Node | None], layout: Layout, acl: Any, lease_path: str | None
+) -> list[Step]:
     """The transaction for a commit. The lease comes first, so that its end is told before a conflict."""
-    result = [] if lease_path is None else [Step("check", lease_path)]
+    result = [] if lease_path is None else [Step(CheckVersion(lease_path, ANY))]
     written = commit.written
+    makes = sets = False
     for key in commit.keys:
         path, node = layout.leaf(key), believed[key]
-        if key in written:
-            result += _write(Step("create", path, key, ANY, written[key], key in commit.ephemeral), node)
-        elif node is None:
-            result += [Step("create", path, key), Step("delete", path, key)]
-        else:
-            result.append(Step("delete" if key in commit.delete else "check", path, key, node.writes))
-    if any(step.kind == "create" for step in result) and not any(step.kind == "set" for step in result):
-        result.append(Step("set", layout.root))
+        if key not in written:
+            if node is None:
+                result += (Step(Create(path, b"", acl, _PERSISTENT), key), Step(Delete(path, ANY), key))
+            elif key in commit.delete:
+                result.append(Step(Delete(path, node.writes), key))
+            else:
+                result.append(Step(CheckVersion(path, node.writes), key))
+            continue
+        is_ephemeral = key in commit.ephemeral
+        if node is not None and (node.is_mine if is_ephemeral else not node.is_ephemeral):
+            result.append(Step(SetData(path, written[key], node.writes), key))
+            sets = True
+            continue
+        if node is not None:
+            result.append(Step(Delete(path, node.writes), key))
+        result.append(Step(Create(path, written[key], acl, _EPHEMERAL if is_ephemeral else _PERSISTENT), key))
+        makes = True
+    if makes and not sets:
+        result.append(Step(SetData(layout.root, b"", ANY)))
     return result
 
 
-def _write(create: Step, node: Node | None) -> list[Step]:
-    if node is None:
-        return [create]
-    if node.is_mine if create.is_ephemeral else not node.is_ephemeral:
-        return [create._replace(kind="set", writes=node.writes)]
-    return [Step("delete", create.path, create.key, node.writes), create]
-
-
-def versions(commit: Commit, done: Sequence[Step], results: Sequence[Any]) -> dict[str, Version]:
+def versions(commit: Commit, done: Sequence[Step], answers: Sequence[Any]) -> dict[str, Version]:
     """The new version of each key written, from the answers to a transaction that passed."""
-    changed_in = next((stat.mzxid for step, stat in zip(done, results, strict=True) if step.kind == "set"), 0)
-    found = {}
-    for step, answer in zip(done, results, strict=True):
-        if step.key is None or not (step.key in commit.put or step.key in commit.ephemeral):
-            continue
-        if step.kind == "set":
-            found[step.key] = Version.of(answer)
-        elif step.kind == "create":
-            found[step.key] = Version(changed_in, step.is_ephemeral, 0)
+    found: dict[str, Version] = {}
+    made: list[tuple[str, bool]] = []
+    written = commit.written
+    changed_in = 0
+    for (request, key), answer in zip(done, answers, strict=True):
+        if isinstance(request, SetData):
+            changed_in = answer.mzxid
+            if key is not None:
+                found[key] = Version.of(answer)
+        elif isinstance(request, Create) and key in written:
+            assert key is not None
+            made.append((key, request.flags == _EPHEMERAL))
+    for key, is_ephemeral in made:
+        found[key] = Version(changed_in, is_ephemeral, 0)
     return found
 
 
-def failure(done: Sequence[Step], results: Sequence[Any]) -> tuple[Step, Exception] | None:
+def failure(done: Sequence[Step], answers: Sequence[Any]) -> tuple[Step, Exception] | None:
     """The step that made a transaction fail, and its error. The others only say that it failed as a whole."""
-    failed = [(step, answer) for step, answer in zip(done, results, strict=True) if isinstance(answer, Exception)]
-    causes = [pair for pair in failed if not isinstance(pair[1], (RolledBackError, RuntimeInconsistency))]
-    return next(iter(causes or failed), None)
+    other = None
+    for step, answer in zip(done, answers, strict=True):
+        if isinstance(answer, Exception):
+            if not isinstance(answer, (RolledBackError, RuntimeInconsistency)):
+                return step, answer
+            other = other or (step, answer)
+    return other

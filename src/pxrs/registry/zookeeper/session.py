@@ -221,7 +221,7 @@ class Session(ABC):
 
     def connected(self, until: float) -> Client:
         client = self._client()
-        if client.is_connected.wait(max(0.0, until - self.clock.now())):
+        if client.is_connected.is_set() or client.is_connected.wait(max(0.0, until - self.clock.now())):
             return client
         if client.was_refused:
             raise AccessDenied(f"{self.endpoint.url}: the server refused the credentials")
