@@ -102,3 +102,80 @@ class ValueTooLarge(RegistryError, ValueError):
 
 class CommitTooLarge(RegistryError, ValueError):
     """A commit holds more keys or bytes than `limits` allows. Split it, if its parts may happen apart."""
+
+
+class LogError(PxrsError):
+    """The base of every error of the message log."""
+
+
+class UnknownTopic(LogError, KeyError):
+    """There is no such topic. Create it, or correct the name; `choices` are those that exist."""
+
+    def __init__(self, topic: str, choices: Sequence[str] = ()) -> None:
+        self.topic, self.choices = topic, tuple(choices)
+        super().__init__(topic, self.choices)
+
+    def __str__(self) -> str:
+        known = f"; there are {', '.join(self.choices[:10])}" if self.choices else ""
+        return f"no topic {self.topic!r}{known}; create it with create_topic or `pxrs topic create`"
+
+
+class TopicExists(LogError):
+    """A topic of this name is there already. Use it, or choose another name."""
+
+
+class InvalidTopic(LogError, ValueError):
+    """A topic's name, partition count or setting is not allowed; the message says which and what is."""
+
+
+class InvalidRecord(LogError, ValueError):
+    """A message or table does not fit the log's columns or limits. Nothing of it was stored."""
+
+
+class OffsetOutOfRange(LogError):
+    """The offset lies beyond the log's end. Read from an offset up to `end`."""
+
+    def __init__(self, place: str, offset: int, end: int) -> None:
+        self.place, self.offset, self.end = place, offset, end
+        super().__init__(f"{place}: offset {offset} is beyond the end, {end}")
+
+    def __reduce__(self) -> tuple[type[OffsetOutOfRange], tuple[str, int, int]]:
+        return type(self), (self.place, self.offset, self.end)
+
+
+class OffsetTrimmed(LogError):
+    """The offset predates retention. Resume at `first_offset`, or accept the loss explicitly."""
+
+    def __init__(self, place: str, offset: int, first_offset: int) -> None:
+        self.place, self.offset, self.first_offset = place, offset, first_offset
+        super().__init__(f"{place}: offset {offset} was removed by retention; the first one is {first_offset}")
+
+    def __reduce__(self) -> tuple[type[OffsetTrimmed], tuple[str, int, int]]:
+        return type(self), (self.place, self.offset, self.first_offset)
+
+
+class DamagedFrame(LogError):
+    """Stored bytes are damaged. Nothing is guessed or skipped: `file` and `position` name the place."""
+
+    def __init__(self, file: str, position: int, what: str) -> None:
+        self.file, self.position, self.what = file, position, what
+        super().__init__(f"{file} at byte {position:,}: {what}")
+
+    def __reduce__(self) -> tuple[type[DamagedFrame], tuple[str, int, str]]:
+        return type(self), (self.file, self.position, self.what)
+
+
+class AppendFailed(LogError):
+    """The append could not be made durable and is not part of the log. Try again: a retry is stored once."""
+
+
+class LogBusy(AppendFailed):
+    """Another process held the append lock for too long, perhaps stopped in the middle. Try again, or look at it."""
+
+
+class UnknownProducer(LogError):
+    """The log has forgotten this producer, so it cannot tell a retry from a new batch. Open a new producer."""
+
+
+class SequenceGap(LogError):
+    """A producer's batch came before the one that precedes it. It was not stored; send the missing one first."""

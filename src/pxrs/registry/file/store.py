@@ -31,9 +31,9 @@ from pxrs.errors import (
     RegistryUnavailable,
     StorageFull,
 )
+from pxrs.inotify import CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, Notifier
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.file.codec import encode_entry
-from pxrs.registry.file.inotify import CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, Notifier
 from pxrs.registry.file.journal import Generation, Journal, Published
 from pxrs.registry.file.liveness import LeaseFile, expiry_of
 from pxrs.registry.lease import Lease

@@ -1,0 +1,1 @@
+"""The message log: partitioned, append-only, Arrow record batches in checksummed frames."""

@@ -1,0 +1,196 @@
+"""Record batches and the frames that hold them on disk and on the wire (docs/format.md).
+
+A frame is a header of 96 bytes and a payload, one Arrow IPC record batch without its schema. Two checksums: that of the
+payload is computed before the append lock is taken; that of the header, which covers the other one and the offset given
+under the lock, is computed there over 88 bytes. A reader that trusts a frame has checked both.
+"""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from pxrs.errors import DamagedFrame, InvalidRecord
+from pxrs.model import CODECS
+
+HEADERS_TYPE: Final = pa.list_(
+    pa.field("item", pa.struct([pa.field("key", pa.string(), False), pa.field("value", pa.binary())]), False)
+)
+SCHEMA: Final = pa.schema(
+    [
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("headers", HEADERS_TYPE),
+    ]
+)
+MAGIC: Final = b"PXRS"
+FORMAT: Final = 1
+ALIGNMENT: Final = 32
+FRAME_BYTES_MAX: Final = 64 << 20
+NO_PRODUCER: Final = uuid.UUID(int=0)
+_HEADER: Final = struct.Struct("<4sBBHIIQqq16sIIQQII")
+_CHECKSUM: Final = struct.Struct("<Q")
+HEADER_BYTES: Final = _HEADER.size + _CHECKSUM.size
+_OPTIONS: Final = {
+    codec: pa.ipc.IpcWriteOptions(compression=None if codec == "none" else codec, use_threads=False) for codec in CODECS
+}
+
+
+_SCHEMA_BYTES: Final = SCHEMA.serialize().size
+
+
+class Origin(NamedTuple):
+    """Who appended a batch: a producer, its epoch, and the number of this batch in its partition (L4)."""
+
+    producer: uuid.UUID
+    epoch: int
+    sequence: int
+
+
+ANONYMOUS: Final = Origin(NO_PRODUCER, 0, 0)
+
+
+class Header(NamedTuple):
+    codec: int
+    frame_bytes: int
+    rows: int
+    base_offset: int
+    first_timestamp: int
+    last_timestamp: int
+    origin: Origin
+    schema_id: int
+    payload_checksum: int
+    payload_bytes: int
+    follows: int
+    """How many frames of the same append come before it. One with none proves that all before it was synced."""
+
+    @property
+    def next_offset(self) -> int:
+        return self.base_offset + self.rows
+
+
+class Payload(NamedTuple):
+    """A batch made ready to be stored, but for its offset."""
+
+    data: pa.Buffer
+    checksum: int
+    rows: int
+    first_timestamp: int
+    last_timestamp: int
+    codec: int
+
+    @property
+    def frame_bytes(self) -> int:
+        return _padded(HEADER_BYTES + self.data.size)
+
+
+class Batch(NamedTuple):
+    """Records with consecutive offsets."""
+
+    base_offset: int
+    records: pa.RecordBatch
+
+    @property
+    def next_offset(self) -> int:
+        return self.base_offset + int(self.records.num_rows)
+
+
+def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:
+    """Make a batch ready. Raises InvalidRecord if it is empty, of another schema, or too large for one frame."""
+    if not records.schema.equals(SCHEMA):
+        raise InvalidRecord(f"the batch's columns are {records.schema.to_string()}; they must be {SCHEMA.to_string()}")
+    if records.num_rows == 0:
+        raise InvalidRecord("the batch is empty")
+    data = records.serialize() if codec == "none" else _serialize(records, codec)
+    if _padded(HEADER_BYTES + data.size) > FRAME_BYTES_MAX:
+        raise InvalidRecord(f"the batch has {data.size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
+    times = pc.min_max(records.column("timestamp"))
+    return Payload(
+        data,
+        xxhash.xxh3_64_intdigest(data),
+        records.num_rows,
+        times["min"].value,
+        times["max"].value,
+        CODECS.index(codec),
+    )
+
+
+def _serialize(records: pa.RecordBatch, codec: str) -> pa.Buffer:
+    """`RecordBatch.serialize` takes no options, so a compressed batch goes through a stream, less its schema."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA, options=_OPTIONS[codec]) as writer:
+        writer.write_batch(records)
+        end = sink.tell()
+    return sink.getvalue()[_SCHEMA_BYTES:end]
+
+
+def header_bytes(
+    payload: Payload, base_offset: int, origin: Origin = ANONYMOUS, *, follows: int = 0, schema_id: int = 0
+) -> bytes:
+    """The header of a frame that gets this offset."""
+    fixed = _HEADER.pack(
+        MAGIC,
+        FORMAT,
+        payload.codec,
+        HEADER_BYTES,
+        payload.frame_bytes,
+        payload.rows,
+        base_offset,
+        payload.first_timestamp,
+        payload.last_timestamp,
+        origin.producer.bytes,
+        origin.epoch,
+        schema_id,
+        origin.sequence,
+        payload.checksum,
+        payload.data.size,
+        follows,
+    )
+    return fixed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fixed))
+
+
+def padding(payload: Payload) -> bytes:
+    """What follows the payload up to the frame's end."""
+    return bytes(payload.frame_bytes - HEADER_BYTES - payload.data.size)
+
+
+def read_header(data: bytes | memoryview, file: str, position: int) -> Header:
+    """The header at the beginning of `data`, checked. Raises DamagedFrame."""
+    if len(data) < HEADER_BYTES:
+        raise DamagedFrame(file, position, f"{len(data)} bytes are too few for a frame's header")
+    fixed = data[: _HEADER.size]
+    (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
+    if xxhash.xxh3_64_intdigest(fixed) != checksum:
+        raise DamagedFrame(file, position, "the header's checksum does not match")
+    magic, version, codec, length, frame, rows, base, first, last, *rest = _HEADER.unpack(fixed)
+    producer, epoch, schema, sequence, digest, size, follows = rest
+    if magic != MAGIC or version != FORMAT:
+        raise DamagedFrame(file, position, f"a frame of format {magic!r} {version}, which this version does not read")
+    if codec >= len(CODECS) or frame != _padded(length + size) or length != HEADER_BYTES or not rows:
+        raise DamagedFrame(file, position, "the header contradicts itself")
+    origin = Origin(uuid.UUID(bytes=producer), epoch, sequence)
+    return Header(codec, frame, rows, base, first, last, origin, schema, digest, size, follows)
+
+
+def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> pa.RecordBatch:
+    """The records of the frame whose bytes begin `data`, checked, without a copy. Raises DamagedFrame."""
+    payload = data.slice(HEADER_BYTES, header.payload_bytes)
+    if xxhash.xxh3_64_intdigest(payload) != header.payload_checksum:
+        raise DamagedFrame(file, position, "the payload's checksum does not match")
+    try:
+        records = pa.ipc.read_record_batch(payload, SCHEMA)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DamagedFrame(file, position, f"the payload is no record batch: {error}") from error
+    if records.num_rows != header.rows:
+        raise DamagedFrame(file, position, f"{records.num_rows} records, and the header says {header.rows}")
+    return records
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,98 @@
+"""What a group needs of a queue (`Source`), and what a log adds to it (`TopicLog`, `Log`).
+
+A `Source` is the reading half of one topic: somebody else's table can be one. Offsets count the messages of a partition
+from 0 without gaps; every range is half-open. Readers see only what is durable (L1): what was read once is there for
+good, until retention removes it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pxrs.log.batch import ANONYMOUS, Batch, Origin
+from pxrs.model import Topic
+
+READ_BYTES_DEFAULT = 8 << 20
+
+
+class Append(NamedTuple):
+    """Records for one partition, and who sends them. The same origin twice is stored once (L4)."""
+
+    partition: int
+    records: pa.RecordBatch
+    origin: Origin = ANONYMOUS
+
+
+class Source(ABC):
+    """The messages of one topic, in partitions, to be read by any number of readers."""
+
+    name: str
+    id: str
+    """Names this topic and no other, also if one of the same name is made later (G7)."""
+    partitions: int
+
+    @abstractmethod
+    def start(self, partition: int) -> int:
+        """The first offset that is still there."""
+
+    @abstractmethod
+    def end(self, partition: int) -> int:
+        """The offset that the next message will get. Everything before it is durable."""
+
+    @abstractmethod
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        """Batches from exactly this offset on, about `max_bytes` of them but at least one; none at the end.
+
+        Raises OffsetTrimmed before the start, OffsetOutOfRange beyond the end, DamagedFrame where bytes are damaged."""
+
+    @abstractmethod
+    def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
+        """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
+
+    @abstractmethod
+    def offset_at(self, partition: int, timestamp: int) -> int:
+        """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
+
+
+class TopicLog(Source):
+    """A topic of a log: a Source that can be appended to."""
+
+    topic: Topic
+
+    @abstractmethod
+    def append(self, appends: Sequence[Append]) -> list[int]:
+        """Store the batches of each partition in order, durable when it returns; the offset of each one's first record.
+
+        All or nothing for each partition; an error names the partition at which it stopped. Raises AppendFailed if
+        nothing of that partition was stored, UnknownProducer and SequenceGap by origin."""
+
+    @abstractmethod
+    def retain(self, now: int) -> dict[int, int]:
+        """Remove what the topic's retention allows, at this time in microseconds; the new starts of what moved."""
+
+
+class Log(ABC):
+    """Topics by name. Threads share it; a forked child must open its own."""
+
+    @abstractmethod
+    def create_topic(self, topic: Topic) -> TopicLog:
+        """Raises TopicExists if one of this name is there."""
+
+    @abstractmethod
+    def topics(self) -> list[Topic]:
+        """All topics, in the order of their names."""
+
+    @abstractmethod
+    def topic(self, name: str) -> TopicLog:
+        """Raises UnknownTopic."""
+
+    @abstractmethod
+    def delete_topic(self, name: str) -> None:
+        """Raises UnknownTopic. Readers that have it open see it gone."""
+
+    @abstractmethod
+    def close(self) -> None: ...
