@@ -173,6 +173,10 @@ class LogBusy(AppendFailed):
     """Another process held the append lock for too long, perhaps stopped in the middle. Try again, or look at it."""
 
 
+class ReadFailed(LogError):
+    """The operating system could not read the log. Nothing was changed; try again, or look at the disk."""
+
+
 class UnknownProducer(LogError):
     """The log has forgotten this producer, so it cannot tell a retry from a new batch. Open a new producer."""
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 
-CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, OVERFLOW = 0x8, 0x100, 0x200, 0x800, 0x4000
+MODIFY, CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, OVERFLOW = 0x2, 0x8, 0x100, 0x200, 0x800, 0x4000
 _EVENT = struct.Struct("iIII")
 _POLL_S = 0.05
 

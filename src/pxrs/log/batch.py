@@ -180,6 +180,10 @@ def read_header(data: bytes | memoryview, file: str, position: int) -> Header:
 
 def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> pa.RecordBatch:
     """The records of the frame whose bytes begin `data`, checked, without a copy. Raises DamagedFrame."""
+    if data.size < header.frame_bytes:
+        raise DamagedFrame(
+            file, position, f"the file ends {header.frame_bytes - data.size:,} bytes before the frame does"
+        )
     payload = data.slice(HEADER_BYTES, header.payload_bytes)
     if xxhash.xxh3_64_intdigest(payload) != header.payload_checksum:
         raise DamagedFrame(file, position, "the payload's checksum does not match")

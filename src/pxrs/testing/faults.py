@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+Fault = Callable[[str], None]
+
 CALLS = (
     *("open", "close", "read", "write", "pread", "pwrite", "fsync", "fdatasync"),
-    *("link", "unlink", "rename", "mkdir", "rmdir", "stat", "listdir", "scandir", "ftruncate"),
+    *("link", "unlink", "rename", "mkdir", "rmdir", "stat", "listdir", "scandir", "ftruncate", "replace", "pwritev"),
 )
 
 

@@ -184,6 +184,9 @@ class Link:
                     self._log_in(connection, until)
             except grpc.RpcError as error:
                 self._why = fault_of(error).text
+            except ValueError:
+                self._check_open()
+                raise
             taken = self._take_current()
             if taken is not None:
                 return taken

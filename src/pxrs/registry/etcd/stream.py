@@ -42,7 +42,7 @@ class Stream:
         """Whether every change wakes now, as far as is known."""
         self._settled = threading.Event()
         self._has_begun = False
-        self._failure: RegistryError | None = None
+        self._failure: RegistryError | Closed | None = None
         self._closed = threading.Event()
         self._call: Any = None
         self._thread = threading.Thread(target=self._follow_always, name="pxrs-etcd-watch", daemon=True)
@@ -51,12 +51,15 @@ class Stream:
         """Return when every later change will wake; raise if that takes too long or is not allowed."""
         self._thread.start()
         self._settled.wait(self._link.timeout_s)
+        if self._closed.is_set():
+            raise Closed("the registry was closed while a watch was made")
         if not self._has_begun:
             raise self._failure or RegistryUnavailable("etcd did not confirm a watch in time")
 
     def close(self) -> None:
         """Stop, from any thread."""
         self._closed.set()
+        self._settled.set()
         call = self._call
         if call is None:
             return  # it is on its way to a connection, and will look before it begins a stream
@@ -69,7 +72,9 @@ class Stream:
         while not self._closed.is_set():
             try:
                 self._follow()
-            except Closed:
+            except Closed as error:
+                self._failure = error
+                self._settled.set()
                 return
             except RegistryError as error:
                 log.info("a watch waits to be made: %s", error)

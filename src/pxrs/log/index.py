@@ -1,0 +1,94 @@
+"""A sparse index of a segment: where to begin looking for an offset or a time.
+
+An entry for about every 64 KiB: a frame's first offset, its position in the file, and the latest time seen before it.
+For a sealed segment it is kept beside it as a file; a missing or damaged one is made again from the segment, which
+alone is the truth.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from typing import Final
+
+import xxhash
+
+from pxrs import disk
+from pxrs.log.batch import Header
+
+INTERVAL_BYTES: Final = 64 << 10
+_MAGIC: Final = b"PXI1"
+_HEAD: Final = struct.Struct("<4sIQqQ")
+_ENTRY: Final = struct.Struct("<QQq")
+NO_TIME: Final = -(1 << 63)
+
+
+class Index:
+    def __init__(self) -> None:
+        self.offsets: list[int] = []
+        self.positions: list[int] = []
+        self.times: list[int] = []
+        self.last_time = NO_TIME
+        """The latest time of any message in the segment."""
+        self.segment_bytes = 0
+        """How many bytes of the segment it covers."""
+
+    def note(self, header: Header, position: int) -> None:
+        """The segment's next frame."""
+        if not self.positions or position - self.positions[-1] >= INTERVAL_BYTES:
+            self.offsets.append(header.base_offset)
+            self.positions.append(position)
+            self.times.append(self.last_time)
+        self.last_time = max(self.last_time, header.last_timestamp)
+        self.segment_bytes = position + header.frame_bytes
+
+    def position_of(self, offset: int) -> int:
+        """Where to begin to look for the offset: at a frame, not behind it."""
+        at = bisect_right(self.offsets, offset) - 1
+        return self.positions[at] if at >= 0 else 0
+
+    def position_at(self, timestamp: int) -> int:
+        """Where to begin to look for the first message of that time or later."""
+        # All before an entry are earlier than its time says; so begin at the last one whose time is too early.
+        for at in range(len(self.times) - 1, -1, -1):
+            if self.times[at] < timestamp:
+                return self.positions[at]
+        return 0
+
+    def dump(self) -> bytes:
+        body = b"".join(map(_ENTRY.pack, self.offsets, self.positions, self.times))
+        fixed = _HEAD.pack(
+            _MAGIC, len(self.offsets), self.segment_bytes, self.last_time, xxhash.xxh3_64_intdigest(body)
+        )
+        return fixed + body
+
+    @classmethod
+    def load(cls, data: bytes) -> Index | None:
+        """None if it is damaged."""
+        if len(data) < _HEAD.size:
+            return None
+        magic, count, segment_bytes, last_time, checksum = _HEAD.unpack_from(data)
+        body = data[_HEAD.size :]
+        if magic != _MAGIC or len(body) != count * _ENTRY.size or xxhash.xxh3_64_intdigest(body) != checksum:
+            return None
+        index = cls()
+        index.segment_bytes, index.last_time = segment_bytes, last_time
+        for offset, position, time in _ENTRY.iter_unpack(body):
+            index.offsets.append(offset)
+            index.positions.append(position)
+            index.times.append(time)
+        return index
+
+
+def write_beside(path: str, data: bytes, *, is_durable: bool = False) -> None:
+    """Put a small file in its place whole. If it is to be durable, the caller syncs the folder."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, data)
+        if is_durable:
+            disk.sync_data(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)

@@ -1,0 +1,486 @@
+"""One partition of a topic in a local directory, appended to and read by any number of processes.
+
+    partition-N/
+      00000000000000000000.log .index .producers    segments, their sparse indexes, producers' state at their beginning
+      published                                     up to where readers may read
+      lock                                          held while appending; never the data file itself
+      suspect                                       there if a sync has failed
+
+Invariants:
+- Appended, synced, published, acknowledged, in this order (L1). Nothing below the published end is ever changed (L2).
+- The lock guards append, roll and recovery. Whoever takes it first cuts off what a writer left that died before it
+  published. Each append is synced before the next begins, so at most one append is ever unsynced (L3).
+- A segment is synced before the next one has its first frame.
+
+On failure: an append that cannot be written is cut off again and reported. One that cannot be synced leaves a durable
+mark, because the system may have dropped the very pages and will not say so twice: the next append goes on in a new
+segment from the published end, and what lies behind it in the old one is no part of the log.
+After another boot the published end is rebuilt: the last segment is checked frame by frame, cut where the one unsynced
+append is torn, and synced. Damage that a later append proves to be older is reported, never cut (F5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+
+from pxrs import disk
+from pxrs.errors import AppendFailed, DamagedFrame, LogBusy, LogError, OffsetOutOfRange, OffsetTrimmed
+from pxrs.log.batch import (
+    HEADER_BYTES,
+    Batch,
+    Header,
+    Origin,
+    Payload,
+    header_bytes,
+    padding,
+    read_header,
+    read_payload,
+)
+from pxrs.log.index import Index, write_beside
+from pxrs.log.producers import Producers
+from pxrs.log.published import NAME as PUBLISHED
+from pxrs.log.published import Published, PublishedFile
+from pxrs.log.segment import Sealed, begins_an_append_behind, frames, index_path, segment_bases, segment_path
+
+MAPPED_MAX: Final = 16
+LOCK_PAUSE_S_MAX: Final = 0.005
+TAIL_CHUNK: Final = 1 << 20
+
+
+class Ready(NamedTuple):
+    """A batch that waits for its offset."""
+
+    payload: Payload
+    origin: Origin
+
+
+class Partition:
+    """A handle of this process. Threads share it."""
+
+    def __init__(self, folder: str, place: str, *, segment_bytes: int, timeout: float) -> None:
+        """`place` names the partition in messages."""
+        self.folder, self.place = folder, place
+        self._segment_bytes, self._timeout = segment_bytes, timeout
+        self._published = PublishedFile(f"{folder}/{PUBLISHED}")
+        self._appending = threading.Lock()
+        self._lock_file = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._tail = _Tail(-1)
+        self._cache = threading.Lock()  # guards what follows
+        self._bases: list[int] = []
+        self._mapped: OrderedDict[int, Sealed] = OrderedDict()
+        self._seen = _Tail(-1)
+        """The tail as readers know it: its index, as far as they have read."""
+
+    # Reading.
+
+    def published(self) -> Published:
+        """What may be read; rebuilt first if nothing was published since the machine started."""
+        published = self._published.read()
+        if published is None:
+            with self._exclusive():
+                try:
+                    published = self._current()
+                except BaseException:
+                    self._tail = _Tail(-1)
+                    raise
+        return published
+
+    def start(self) -> int:
+        bases = segment_bases(self.folder)
+        return bases[0] if bases else self.published().end
+
+    def read(self, offset: int, max_bytes: int) -> list[Batch]:
+        published = self.published()
+        if not 0 <= offset <= published.end:
+            raise OffsetOutOfRange(self.place, offset, published.end)
+        batches: list[Batch] = []
+        size = 0
+        while offset < published.end and size < max_bytes:
+            for batch, nbytes in self._read_segment(published, offset, max_bytes - size):
+                batches.append(batch)
+                size += nbytes
+                offset = batch.next_offset
+                if size >= max_bytes:
+                    break
+        return batches
+
+    def _read_segment(self, published: Published, offset: int, max_bytes: int) -> Iterator[tuple[Batch, int]]:
+        for _ in range(3):  # retention may take a segment away while we look for it
+            base = self._base_of(offset, published)
+            if base == published.segment:
+                yield from self._read_tail(published, offset, max_bytes)
+                return
+            try:
+                sealed = self._sealed(base)
+            except FileNotFoundError:
+                self._refresh_bases()
+                continue
+            for position, header in sealed.frames_from(sealed.index.position_of(offset)):
+                if header.next_offset > offset:
+                    records = sealed.records(position, header)
+                    yield _from(Batch(header.base_offset, records), offset), header.frame_bytes
+            return
+        raise OffsetTrimmed(self.place, offset, self.start())
+
+    def _read_tail(self, published: Published, offset: int, max_bytes: int) -> Iterator[tuple[Batch, int]]:
+        path = segment_path(self.folder, published.segment)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            position = self._tail_index(descriptor, path, published).position_of(offset)
+            while position < published.segment_bytes:
+                header = read_header(os.pread(descriptor, HEADER_BYTES, position), path, position)
+                if header.next_offset > offset:
+                    data = pa.py_buffer(_pread(descriptor, header.frame_bytes, position))
+                    records = read_payload(header, data, path, position)
+                    yield _from(Batch(header.base_offset, records), offset), header.frame_bytes
+                position += header.frame_bytes
+        finally:
+            os.close(descriptor)
+
+    def _tail_index(self, descriptor: int, path: str, published: Published) -> Index:
+        """Read the headers that are new since last time, each once."""
+        with self._cache:
+            if self._seen.base != published.segment:
+                self._seen = _Tail(published.segment)
+            index = self._seen.index
+            position = index.segment_bytes
+            while position < published.segment_bytes:
+                chunk = pa.py_buffer(_pread(descriptor, min(TAIL_CHUNK, published.segment_bytes - position), position))
+                begin = position
+                view = memoryview(chunk)
+                while position < published.segment_bytes and position - begin + HEADER_BYTES <= chunk.size:
+                    header = read_header(view[position - begin : position - begin + HEADER_BYTES], path, position)
+                    index.note(header, position)
+                    position += header.frame_bytes
+                if position == begin:
+                    raise DamagedFrame(path, position, "no whole header is left in what was published")
+            return index
+
+    def offset_at(self, timestamp: int) -> int:
+        published = self.published()
+        self._refresh_bases()
+        for base in list(self._bases):
+            if base > published.segment:
+                break
+            found = self._offset_in(base, timestamp, published)
+            if found is not None:
+                return found
+        return published.end
+
+    def _offset_in(self, base: int, timestamp: int, published: Published) -> int | None:
+        begin = base
+        if base != published.segment:
+            try:
+                sealed = self._sealed(base)
+            except FileNotFoundError:
+                return None
+            if sealed.index.last_time < timestamp:
+                return None
+            position = sealed.index.position_at(timestamp)
+            begin = next(header.base_offset for _, header in sealed.frames_from(position))
+        if begin >= published.end:
+            return None
+        for batch, _ in self._read_segment(published, begin, 1 << 62):
+            times = batch.records.column("timestamp").cast(pa.int64())
+            for row, time_us in enumerate(times.to_pylist()):
+                if time_us >= timestamp:
+                    return batch.base_offset + row
+        return None
+
+    def _base_of(self, offset: int, published: Published) -> int:
+        with self._cache:
+            if not self._bases or self._bases[-1] < published.segment:
+                self._bases = segment_bases(self.folder)
+            at = bisect_right(self._bases, offset) - 1
+            if at < 0:
+                raise OffsetTrimmed(self.place, offset, self._bases[0] if self._bases else published.end)
+            return min(self._bases[at], published.segment)
+
+    def _refresh_bases(self) -> None:
+        with self._cache:
+            self._bases = segment_bases(self.folder)
+
+    def _sealed(self, base: int) -> Sealed:
+        with self._cache:
+            found = self._mapped.get(base)
+            if found is not None:
+                self._mapped.move_to_end(base)
+                return found
+            at = bisect_right(self._bases, base)
+            found = self._mapped[base] = Sealed(segment_path(self.folder, base), base, self._bases[at])
+            if len(self._mapped) > MAPPED_MAX:
+                self._mapped.popitem(last=False)
+            return found
+
+    # Appending.
+
+    def append(self, batches: Sequence[Ready]) -> list[int]:
+        """Store them in order, together; durable when it returns. The offset of each one's first record."""
+        with self._exclusive():
+            try:
+                return self._append(self._current(), batches)
+            except OSError as error:
+                self._tail = _Tail(-1)
+                raise self._failed(error) from error
+            except BaseException:
+                # Whatever it was, also an interrupt: what this process believes of the tail is found anew on disk.
+                self._tail = _Tail(-1)
+                raise
+
+    def _append(self, published: Published, batches: Sequence[Ready]) -> list[int]:
+        asked = [(ready.origin, ready.payload.rows) for ready in batches]
+        placed = self._tail.producers.place(asked, published.end)
+        new = [(ready, place.offset) for ready, place in zip(batches, placed, strict=True) if place.is_new]
+        if new:
+            self._write(published, new)
+        return [place.offset for place in placed]
+
+    def _write(self, published: Published, new: list[tuple[Ready, int]]) -> None:
+        size = sum(ready.payload.frame_bytes for ready, _ in new)
+        if published.segment_bytes and published.segment_bytes + size > self._segment_bytes:
+            published = self._roll(published)
+        tail = self._tail
+        path = segment_path(self.folder, tail.base)
+        pieces: list[object] = []
+        headers: list[Header] = []
+        for follows, (ready, offset) in enumerate(new):
+            raw = header_bytes(ready.payload, offset, ready.origin, follows=follows)
+            headers.append(read_header(raw, path, 0))
+            pieces += [raw, ready.payload.data, padding(ready.payload)]
+        try:
+            _pwrite_all(tail.descriptor, pieces, published.segment_bytes)
+        except OSError as error:
+            self._cut(published)
+            raise self._failed(error) from error
+        try:
+            disk.sync_data(tail.descriptor)
+        except OSError as error:
+            self._mark_suspect()
+            raise self._failed(error) from error
+        position = published.segment_bytes
+        for header in headers:
+            tail.index.note(header, position)
+            tail.producers.note(header.origin, header.base_offset)
+            position += header.frame_bytes
+        self._published.write(published, tail.base, position, headers[-1].next_offset)
+
+    def _current(self) -> Published:
+        """What is published, with `_tail` as it says. Repairs what a writer that died has left. Holds the lock."""
+        published = self._published.read()
+        if published is None:
+            published = self._recover()
+        tail = self._tail
+        if tail.base != published.segment:
+            tail = self._open_tail(published)
+        if os.path.exists(f"{self.folder}/suspect"):
+            published = self._roll(published)
+            os.unlink(f"{self.folder}/suspect")
+            disk.sync_folder(self.folder)
+            return published
+        self._learn(tail, published)
+        if os.fstat(tail.descriptor).st_size > published.segment_bytes:
+            self._cut(published)
+        return published
+
+    def _open_tail(self, published: Published) -> _Tail:
+        path = segment_path(self.folder, published.segment)
+        tail = _Tail(published.segment, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        # Without it its producers are unknown: they are refused, not stored twice.
+        with contextlib.suppress(FileNotFoundError), open(_producers_path(path), "rb") as file:
+            tail.producers.load(json.load(file))
+        self._tail = tail
+        return tail
+
+    def _learn(self, tail: _Tail, published: Published) -> None:
+        """Take in the headers that other processes have appended."""
+        path = segment_path(self.folder, tail.base)
+        position = tail.index.segment_bytes
+        while position < published.segment_bytes:
+            header = read_header(os.pread(tail.descriptor, HEADER_BYTES, position), path, position)
+            tail.index.note(header, position)
+            tail.producers.note(header.origin, header.base_offset)
+            position += header.frame_bytes
+
+    def _roll(self, published: Published) -> Published:
+        """Go on in a new segment, from the published end. The old one is synced up to there."""
+        old = self._tail
+        path = segment_path(self.folder, published.end)
+        try:
+            write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump())
+            write_beside(_producers_path(path), json.dumps(old.producers.dump()).encode(), is_durable=True)
+            # One that is there already was made by a writer that died before it published anything in it.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._tail = _Tail(published.end, descriptor)
+            disk.sync_folder(self.folder)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._tail.producers = old.producers
+        return self._published.write(published, published.end, 0, published.end)
+
+    def _recover(self) -> Published:
+        """After a start of the machine, or for the first time: find the end in the last segment. Holds the lock."""
+        bases = segment_bases(self.folder)
+        base = bases[-1] if bases else 0
+        path = segment_path(self.folder, base)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            data = pa.py_buffer(_pread(descriptor, os.fstat(descriptor).st_size, 0))
+            position, end = 0, base
+            try:
+                for at, header in frames(data, path, 0, data.size):
+                    if header.base_offset != end:
+                        raise DamagedFrame(path, at, f"offset {header.base_offset} where {end} must be")
+                    read_payload(header, data.slice(at, header.frame_bytes), path, at)
+                    position, end = at + header.frame_bytes, header.next_offset
+            except DamagedFrame:
+                if begins_an_append_behind(data, path, position):
+                    raise
+                os.ftruncate(descriptor, position)
+            disk.sync_data(descriptor)
+            disk.sync_folder(self.folder)
+        finally:
+            os.close(descriptor)
+        self._tail = _Tail(-1)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.folder}/suspect")  # what was read now is what the medium holds
+        return self._published.write(None, base, position, end)
+
+    def _cut(self, published: Published) -> None:
+        """Remove what was written behind the published end. If that fails, the next append tries again."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._tail.descriptor, published.segment_bytes)
+
+    def _mark_suspect(self) -> None:
+        with contextlib.suppress(OSError):  # the caller gets the error of the sync itself
+            os.close(os.open(f"{self.folder}/suspect", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            disk.sync_folder(self.folder)
+
+    def _failed(self, error: OSError) -> LogError:
+        advice = "make room, then try again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "try again"
+        return AppendFailed(f"{self.place}: {error.strerror}; nothing of it is in the log: {advice}")
+
+    # Retention.
+
+    def drop_before(self, keep: int) -> int:
+        """Remove the sealed segments that end at or before this offset; the new start. Only unlinks (L2)."""
+        with self._exclusive():
+            published = self._current()
+            bases = segment_bases(self.folder)
+            for base, following in pairwise(bases):
+                if following > min(keep, published.end):
+                    break
+                path = segment_path(self.folder, base)
+                for file in (path, index_path(path), _producers_path(path)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(file)
+            with self._cache:
+                self._bases = segment_bases(self.folder)
+                for base in [base for base in self._mapped if base not in self._bases]:
+                    del self._mapped[base]
+                return self._bases[0]
+
+    def sealed_segments(self) -> list[tuple[int, int, int, int]]:
+        """Of each: its first offset, the next one's, its bytes, the time of its latest message."""
+        published = self.published()
+        self._refresh_bases()
+        found = []
+        for base, following in pairwise(self._bases):
+            if base < published.segment:
+                sealed = self._sealed(base)
+                found.append((base, following, sealed.data.size, sealed.index.last_time))
+        return found
+
+    # The lock.
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the partition against other threads and processes, within the bound."""
+        until = time.monotonic() + self._timeout
+        if not self._appending.acquire(timeout=self._timeout):
+            raise LogBusy(f"{self.place}: another thread has been appending for {self._timeout:g} s")
+        try:
+            pause = 0.00005
+            while True:
+                try:
+                    fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise LogBusy(
+                            f"{self.place}: another process has held the append lock for {self._timeout:g} s; "
+                            f"is it stopped? See who has {self.folder}/lock open"
+                        ) from None
+                    time.sleep(pause)
+                    pause = min(2 * pause, LOCK_PAUSE_S_MAX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+        finally:
+            self._appending.release()
+
+    def close(self) -> None:
+        self._published.close()
+        descriptor, self._lock_file = self._lock_file, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        self._tail = _Tail(-1)
+        with self._cache:
+            self._mapped.clear()
+
+
+class _Tail:
+    """The segment that is appended to, as this process knows it."""
+
+    def __init__(self, base: int, descriptor: int = -1) -> None:
+        self.base, self.descriptor = base, descriptor
+        self.index = Index()
+        self.producers = Producers()
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def _from(batch: Batch, offset: int) -> Batch:
+    """The batch without what lies before the offset."""
+    skip = offset - batch.base_offset
+    return Batch(offset, batch.records.slice(skip)) if skip > 0 else batch
+
+
+def _producers_path(segment: str) -> str:
+    return segment.removesuffix(".log") + ".producers"
+
+
+def _pread(descriptor: int, size: int, position: int) -> bytes:
+    data = os.pread(descriptor, size, position)
+    while len(data) < size:
+        more = os.pread(descriptor, size - len(data), position + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def _pwrite_all(descriptor: int, pieces: list[object], position: int) -> None:
+    buffers = [memoryview(piece).cast("B") for piece in pieces if len(memoryview(piece))]  # type: ignore[arg-type]
+    while buffers:
+        written = os.pwritev(descriptor, buffers[:1000], position)
+        position += written
+        while buffers and written >= len(buffers[0]):
+            written -= len(buffers.pop(0))
+        if written:
+            buffers[0] = buffers[0][written:]

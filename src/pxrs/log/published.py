@@ -1,0 +1,69 @@
+"""The published end of a partition: up to where every reader, in every process, may read (L1).
+
+It moves only after the sync, so no reader ever sees what a power loss could undo. It is a small file of two slots,
+written in turn, each with a counter and a checksum: a reader that meets one half written takes the other. It is never
+synced itself; it carries the id of the boot it was written in, and after another boot it counts for nothing and is
+rebuilt from the segments. Writing it also wakes those who wait: the kernel tells them that the file was modified.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import uuid
+from typing import Final, NamedTuple
+
+import xxhash
+
+from pxrs.clock import boot_id
+
+NAME: Final = "published"
+_SLOT: Final = struct.Struct("<QQQQ16s")
+_CHECKSUM: Final = struct.Struct("<Q")
+_STRIDE: Final = 64
+
+
+class Published(NamedTuple):
+    counter: int
+    segment: int
+    """The base offset of the segment that is appended to."""
+    segment_bytes: int
+    """How many bytes of it may be read."""
+    end: int
+
+
+class PublishedFile:
+    """The file, open. One process at a time writes it, under the append lock; any may read it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._boot = uuid.UUID(boot_id()).bytes
+
+    def read(self) -> Published | None:
+        """What is published, or None if nothing was in this boot."""
+        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
+        slots = [slot for at in (0, _STRIDE) if (slot := self._slot(data[at : at + _STRIDE])) is not None]
+        return max(slots, default=None)
+
+    def write(self, last: Published | None, segment: int, segment_bytes: int, end: int) -> Published:
+        """Publish; `last` is what was published before, whose slot is left alone."""
+        published = Published(1 if last is None else last.counter + 1, segment, segment_bytes, end)
+        data = _SLOT.pack(*published, self._boot)
+        data += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
+        os.pwrite(self._descriptor, data, published.counter % 2 * _STRIDE)
+        return published
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _slot(self, data: bytes) -> Published | None:
+        if len(data) < _SLOT.size + _CHECKSUM.size:
+            return None
+        (checksum,) = _CHECKSUM.unpack_from(data, _SLOT.size)
+        if xxhash.xxh3_64_intdigest(data[: _SLOT.size]) != checksum:
+            return None
+        counter, segment, segment_bytes, end, boot = _SLOT.unpack_from(data)
+        return Published(counter, segment, segment_bytes, end) if boot == self._boot else None

@@ -1,0 +1,108 @@
+"""Segments: files of frames, named by their first offset.
+
+`frames` walks headers; nothing of a payload is touched until it is read. A segment that is sealed (another one follows)
+is mapped and read without a copy. The one that is appended to is read with `pread`, never mapped: a map of a file that
+somebody cuts kills the reader (L2).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Final
+
+import pyarrow as pa
+
+from pxrs.errors import DamagedFrame
+from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, MAGIC, Header, read_header, read_payload
+from pxrs.log.index import Index, write_beside
+
+SUFFIX: Final = ".log"
+
+
+def segment_path(folder: str, base: int) -> str:
+    return f"{folder}/{base:020d}{SUFFIX}"
+
+
+def segment_bases(folder: str) -> list[int]:
+    """The first offsets of the segments that are there, in order."""
+    names = (name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX))
+    return sorted(int(name) for name in names if len(name) == 20 and name.isdigit())
+
+
+def frames(data: pa.Buffer, path: str, begin: int, end: int, origin: int = 0) -> Iterator[tuple[int, Header]]:
+    """The frames from `begin` up to `end`, positions in the file whose byte `origin` is the buffer's first."""
+    view = memoryview(data)
+    position = begin
+    while position < end:
+        header = read_header(view[position - origin : position - origin + HEADER_BYTES], path, position)
+        if position + header.frame_bytes > end:
+            raise DamagedFrame(path, position, "the frame is longer than the segment")
+        yield position, header
+        position += header.frame_bytes
+
+
+class Sealed:
+    """A sealed segment, mapped."""
+
+    def __init__(self, path: str, base: int, end_offset: int) -> None:
+        """`end_offset` is the first offset of the next segment. Raises FileNotFoundError if retention was faster."""
+        self.path, self.base, self.end_offset = path, base, end_offset
+        with pa.memory_map(path) as file:
+            self.data: pa.Buffer = file.read_buffer()
+        self.index = self._load_index()
+
+    def frames_from(self, position: int) -> Iterator[tuple[int, Header]]:
+        """Those before the next segment: what a failed sync left behind it is not part of the log (L3)."""
+        expected = None if position else self.base
+        for at, header in frames(self.data, self.path, position, self.data.size):
+            if expected is not None and header.base_offset != expected:
+                raise DamagedFrame(self.path, at, f"offset {header.base_offset} where {expected} must be")
+            yield at, header
+            expected = header.next_offset
+            if expected >= self.end_offset:
+                return
+        raise DamagedFrame(self.path, self.data.size, f"it ends before offset {self.end_offset}, where the next begins")
+
+    def records(self, position: int, header: Header) -> pa.RecordBatch:
+        return read_payload(header, self.data.slice(position, header.frame_bytes), self.path, position)
+
+    def _load_index(self) -> Index:
+        path = index_path(self.path)
+        try:
+            with open(path, "rb") as file:
+                index = Index.load(file.read())
+        except FileNotFoundError:
+            index = None
+        if index is None or not self._fits(index):
+            index = Index()
+            try:
+                for position, header in self.frames_from(0):
+                    index.note(header, position)
+            except DamagedFrame:
+                return index  # what is before the damage can be found; who reads on meets it
+            write_beside(path, index.dump())
+        return index
+
+    def _fits(self, index: Index) -> bool:
+        return 0 < index.segment_bytes <= self.data.size and index.offsets[:1] == [self.base]
+
+
+def index_path(segment: str) -> str:
+    return segment.removesuffix(SUFFIX) + ".index"
+
+
+def begins_an_append_behind(data: pa.Buffer, path: str, position: int) -> bool:
+    """Whether a whole frame that begins an append lies behind `position`: then what is before it was synced."""
+    view = memoryview(data)
+    for at in range(-(-(position + 1) // ALIGNMENT) * ALIGNMENT, data.size - HEADER_BYTES + 1, ALIGNMENT):
+        if bytes(view[at : at + 4]) != MAGIC:
+            continue
+        try:
+            header = read_header(view[at : at + HEADER_BYTES], path, at)
+            read_payload(header, data.slice(at, header.frame_bytes), path, at)
+        except DamagedFrame:
+            continue
+        if header.follows == 0:
+            return True
+    return False

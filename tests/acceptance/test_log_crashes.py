@@ -1,0 +1,343 @@
+"""The log in a directory under kill -9, failing calls, a new boot, damage and retention (L1-L4, F5, F6, F9)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from pxrs.errors import AppendFailed, DamagedFrame, LogBusy, LogError, OffsetTrimmed, UnknownProducer
+from pxrs.log import published as published_module
+from pxrs.log.batch import SCHEMA, Batch, Origin
+from pxrs.log.contract import Append
+from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.model import Topic
+from pxrs.testing import faults
+
+SOAK = bool(os.environ.get("PXRS_SOAK"))
+
+
+def records(*values: bytes, timestamp: int = 1) -> pa.RecordBatch:
+    rows = len(values)
+    columns = [pa.nulls(rows, pa.binary()), pa.array(values, pa.binary())]
+    columns += [pa.array([timestamp] * rows, SCHEMA.field(2).type), pa.nulls(rows, SCHEMA.field(3).type)]
+    return pa.record_batch(columns, schema=SCHEMA)
+
+
+def new_topic(path: Path, partitions: int = 1, segment_bytes: int = 8192) -> DirectoryTopic:
+    topic = DirectoryLog(path).create_topic(Topic("t", uuid.uuid4().hex, partitions, segment_bytes=segment_bytes))
+    assert isinstance(topic, DirectoryTopic)
+    return topic
+
+
+def opened(path: Path, timeout: float = 10.0) -> DirectoryTopic:
+    topic = DirectoryLog(path, timeout).topic("t")
+    assert isinstance(topic, DirectoryTopic)
+    return topic
+
+
+def batches(topic: DirectoryTopic, partition: int = 0, offset: int | None = None) -> Iterator[Batch]:
+    position = topic.start(partition) if offset is None else offset
+    while found := topic.read(partition, position, 20_000):
+        yield from found
+        position = found[-1].next_offset
+
+
+def values(topic: DirectoryTopic, partition: int = 0) -> list[bytes]:
+    """All values, after checking that their offsets have neither gap nor repeat."""
+    found: list[bytes] = []
+    for batch in batches(topic, partition):
+        assert batch.base_offset == len(found) + topic.start(partition)
+        found += batch.records.column("value").to_pylist()
+    return found
+
+
+def tail_file(topic: DirectoryTopic) -> Path:
+    return max((topic._folder / "partitions" / "partition-0").glob("*.log"))
+
+
+def produce(path: Path, told: Path, name: str) -> None:
+    """Append for ever, and tell of each acknowledged batch on which partition and offset it is."""
+    topic = opened(path)
+    out = os.open(told, os.O_WRONLY | os.O_APPEND)
+    producer, dice = uuid.uuid4(), random.Random(name)
+    sequences = [0, 0]
+    while True:
+        partition = dice.randrange(2)
+        origin = Origin(producer, 0, sequences[partition])
+        sent = [f"{name}-{partition}-{origin.sequence}-{i}".encode() for i in range(dice.randint(1, 4))]
+        (offset,) = topic.append([Append(partition, records(*sent), origin)])
+        sequences[partition] += 1
+        os.write(out, f"{json.dumps([partition, offset, [v.decode() for v in sent]])}\n".encode())
+
+
+def follow(path: Path, told: Path) -> None:
+    """Read for ever, and tell of everything seen."""
+    topic = opened(path)
+    out = os.open(told, os.O_WRONLY | os.O_APPEND)
+    positions = {0: 0, 1: 0}
+    while True:
+        for partition in topic.wait(positions, 5.0):
+            for batch in topic.read(partition, positions[partition]):
+                seen = [v.decode() for v in batch.records.column("value").to_pylist()]
+                os.write(out, f"{json.dumps([partition, batch.base_offset, seen])}\n".encode())
+                positions[partition] = batch.next_offset
+
+
+def test_f6_kill_9_of_producers_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path, partitions=2)
+    acknowledged, seen = tmp_path / "acknowledged", tmp_path / "seen"
+    acknowledged.touch()
+    seen.touch()
+    dice = random.Random(4)
+    kills = 500 if SOAK else 20
+    with faults.child(lambda: follow(tmp_path, seen)):
+        for round_number in range(kills // 2):
+            names = [f"{round_number}-{i}" for i in range(3)]
+            workers = [faults.child(lambda n=n: produce(tmp_path, acknowledged, n)) for n in names]  # type: ignore[misc]
+            with workers[0] as one, workers[1] as two, workers[2]:
+                time.sleep(dice.uniform(0.02, 0.15))  # to be killed at a random moment
+                os.kill(one, signal.SIGKILL)
+                time.sleep(dice.uniform(0.0, 0.03))
+                os.kill(two, signal.SIGKILL)
+    stored = {partition: [v.decode() for v in values(topic, partition)] for partition in (0, 1)}
+    told = [json.loads(line) for line in acknowledged.read_text().splitlines()]
+    assert len(told) > kills
+    for partition, offset, sent in told:
+        assert stored[partition][offset : offset + len(sent)] == sent
+    for partition in (0, 1):
+        assert len(set(stored[partition])) == len(stored[partition]), "stored twice"
+    witnessed = [json.loads(line) for line in seen.read_text().splitlines()[:-1]]
+    assert witnessed
+    for partition, offset, sent in witnessed:
+        assert stored[partition][offset : offset + len(sent)] == sent, "seen, and not there afterwards"
+
+
+def fill(topic: DirectoryTopic, producer: uuid.UUID, count: int = 12) -> list[bytes]:
+    """Whole appends of about 700 bytes: a segment holds eleven of them."""
+    sent = [b"old-%d" % i for i in range(count)]
+    for sequence, value in enumerate(sent):
+        topic.append([Append(0, records(value), Origin(producer, 0, sequence))])
+    return sent
+
+
+@pytest.mark.parametrize("before", [5, 11], ids=["append", "append and roll"])
+@pytest.mark.parametrize("act", [faults.kill, faults.fail(errno.EIO), faults.no_space], ids=["kill", "EIO", "ENOSPC"])
+def test_a_fault_before_every_system_call_of_an_append(before: int, act: faults.Fault, tmp_path: Path) -> None:
+    """Nothing acknowledged is lost, nothing is there in part, and the retry of the same batch is stored once."""
+    producer = uuid.uuid4()
+    at = 0
+    while True:
+        at += 1
+        path = tmp_path / str(at)
+        topic = new_topic(path)
+        old = fill(topic, producer, before)
+        append = [Append(0, records(b"new-1", b"new-2"), Origin(producer, 0, before))]
+        steps_taken = path / "steps"
+
+        def work(path: Path = path, at: int = at, append: list[Append] = append, told: Path = steps_taken) -> None:
+            steps = faults.Steps(at, act)
+            late = opened(path)
+            try:
+                with faults.counted(steps):
+                    late.append(append)
+                told.write_text(f"acknowledged {steps.count}")
+            except LogError:
+                told.write_text(f"refused {steps.count}")
+
+        with faults.child(work) as pid:
+            code = faults.wait_exit(pid)
+        assert code == (-signal.SIGKILL if act is faults.kill and not steps_taken.exists() else 0)
+        outcome, _, count = (steps_taken.read_text() if steps_taken.exists() else "killed 0").partition(" ")
+        stored = values(topic)
+        assert stored in (old, [*old, b"new-1", b"new-2"]), f"call {at}"
+        if outcome == "acknowledged":
+            assert len(stored) == before + 2, f"call {at}"
+        assert topic.append(append) == [before], f"call {at}"
+        assert values(topic) == [*old, b"new-1", b"new-2"], f"call {at}"
+        topic.append([Append(0, records(b"after"), Origin(producer, 0, before + 1))])
+        assert values(opened(path))[-1] == b"after"
+        shutil.rmtree(path)
+        if outcome == "acknowledged" and int(count) < at:
+            assert at > 8
+            return
+
+
+def test_a_stopped_holder_of_the_lock_means_a_bounded_wait_and_a_clear_error(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    topic.append([Append(0, records(b"1"))])
+
+    def work() -> None:
+        late = opened(tmp_path)
+
+        def stop(name: str) -> None:
+            if name == "fdatasync":
+                faults.stop(name)
+
+        steps = faults.Steps()
+        steps.step = stop  # type: ignore[method-assign]
+        with faults.counted(steps):
+            late.append([Append(0, records(b"2"))])
+
+    with faults.child(work) as pid:
+        assert faults.wait_stopped(pid)
+        impatient = opened(tmp_path, timeout=0.3)
+        with pytest.raises(LogBusy, match="append lock"):
+            impatient.append([Append(0, records(b"3"))])
+        assert values(impatient) == [b"1"], "readers do not wait for it"
+        os.kill(pid, signal.SIGCONT)
+        assert faults.wait_exit(pid) == 0
+        impatient.append([Append(0, records(b"3"))])
+    assert values(topic) == [b"1", b"2", b"3"]
+
+
+def test_l3_after_a_failed_sync_the_log_goes_on_in_a_new_segment(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    topic.append([Append(0, records(b"1"))])
+    old = tail_file(topic)
+
+    def no_sync(name: str) -> None:
+        if name == "fdatasync":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    steps = faults.Steps()
+    steps.step = no_sync  # type: ignore[method-assign]
+    with faults.counted(steps), pytest.raises(AppendFailed, match="nothing of it is in the log"):
+        topic.append([Append(0, records(b"lost"))])
+    assert (old.parent / "suspect").exists()
+    other = opened(tmp_path)
+    assert values(other) == [b"1"]
+    assert other.append([Append(0, records(b"2"))]) == [1]
+    assert not (old.parent / "suspect").exists()
+    assert tail_file(topic) != old
+    assert values(topic) == values(opened(tmp_path)) == [b"1", b"2"]
+
+
+@pytest.fixture
+def reboot(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(published_module, "boot_id", lambda: str(uuid.uuid4()))
+    return
+
+
+@pytest.mark.usefixtures("reboot")
+def test_f5_after_a_boot_a_torn_tail_is_cut_at_the_last_whole_frame(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    producer = uuid.uuid4()
+    old = fill(topic, producer, 5)
+    file = tail_file(topic)
+    whole = file.read_bytes()
+    topic.append([Append(0, records(b"torn", b"torn"), Origin(producer, 0, 5))])
+    torn = file.read_bytes()
+    for size in range(len(whole), len(torn), 37):
+        file.write_bytes(torn[:size])
+        recovered = opened(tmp_path)
+        assert values(recovered) == old
+        assert recovered.append([Append(0, records(b"again"), Origin(producer, 0, 5))]) == [5]
+        assert values(recovered) == [*old, b"again"]
+    file.write_bytes(torn)
+    assert values(opened(tmp_path)) == [*old, b"torn", b"torn"], "what is whole was perhaps acknowledged"
+
+
+@pytest.mark.usefixtures("reboot")
+def test_f5_after_a_boot_a_damaged_middle_is_reported_and_never_cut(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    fill(topic, uuid.uuid4(), 5)
+    file = tail_file(topic)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamagedFrame) as error:
+        opened(tmp_path).read(0, 0)
+    assert error.value.file == str(file)
+    assert file.read_bytes() == data
+
+
+def test_damage_is_never_a_wrong_message_and_the_rest_stays_readable(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    sent = fill(topic, uuid.uuid4(), 40)
+    files = sorted((topic._folder / "partitions" / "partition-0").glob("*.log"))
+    assert len(files) >= 3
+    dice = random.Random(9)
+    for _ in range(100_000 if SOAK else 5_000):
+        file = dice.choice(files)
+        original = file.read_bytes()
+        damaged = bytearray(original)
+        if dice.random() < 0.8:
+            damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
+        else:
+            del damaged[dice.randrange(len(damaged)) :]
+        if dice.random() < 0.3:
+            file.with_suffix(".index").unlink(missing_ok=True)
+        file.unlink()  # a new inode, as a restore would make it: nobody's map is cut
+        file.write_bytes(damaged)
+        fresh = opened(tmp_path)
+        places: set[str] = set()
+        offset = 0
+        while offset < len(sent):
+            try:
+                found = fresh.read(0, offset, 1)
+            except DamagedFrame as error:
+                places.add(error.file)
+                offset += 1
+                continue
+            for batch in found:
+                rows = batch.records.column("value").to_pylist()
+                assert rows == sent[batch.base_offset : batch.next_offset]
+                offset = batch.next_offset
+        assert places <= {str(file)}
+        file.unlink()
+        file.write_bytes(original)
+        fresh.close()
+
+
+def test_l2_a_reader_that_holds_a_map_survives_retention(tmp_path: Path) -> None:
+    log = DirectoryLog(tmp_path)
+    topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=8192, retention_bytes=9000))
+    assert isinstance(topic, DirectoryTopic)
+    sent = fill(topic, uuid.uuid4(), 60)
+    reader = opened(tmp_path)
+    held = next(batches(reader))
+    moved = topic.retain(now=0)
+    assert 0 < moved[0] < 60
+    assert held.records.column("value").to_pylist() == sent[:1], "its memory is still there"
+    with pytest.raises(OffsetTrimmed) as error:
+        opened(tmp_path).read(0, 0)
+    assert error.value.first_offset == moved[0] == opened(tmp_path).start(0)
+    assert values(opened(tmp_path)) == sent[moved[0] :]
+
+
+def test_l4_an_unknown_producer_is_refused_also_after_a_roll(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    producer = uuid.uuid4()
+    fill(topic, producer, 25)
+    other = opened(tmp_path)
+    assert other.append([Append(0, records(b"old-24"), Origin(producer, 0, 24))]) == [24]
+    with pytest.raises(UnknownProducer):
+        other.append([Append(0, records(b"x"), Origin(uuid.uuid4(), 0, 3))])
+    assert other.end(0) == 25
+
+
+def test_the_published_end_is_read_whole_while_it_is_being_written(tmp_path: Path) -> None:
+    file = published_module.PublishedFile(str(tmp_path / "published"))
+    last = None
+    for end in range(1, 50):
+        last = file.write(last, 0, end * 10, end)
+        assert file.read() == last
+    slot = last.counter % 2 * 64
+    data = bytearray((tmp_path / "published").read_bytes())
+    data[slot : slot + 8] = struct.pack("<Q", 999)  # torn: the counter is new, the rest is not
+    (tmp_path / "published").write_bytes(data)
+    found = file.read()
+    assert found is not None
+    assert found.end == 48
