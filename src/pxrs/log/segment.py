@@ -100,7 +100,7 @@ def begins_an_append_behind(data: pa.Buffer, path: str, position: int) -> bool:
             continue
         try:
             header = read_header(view[at : at + HEADER_BYTES], path, at)
-            read_payload(header, data.slice(at, header.frame_bytes), path, at)
+            read_payload(header, data.slice(at, min(header.frame_bytes, data.size - at)), path, at)
         except DamagedFrame:
             continue
         if header.follows == 0:

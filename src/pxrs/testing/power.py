@@ -1,0 +1,224 @@
+"""Power loss, simulated: record what a run writes and syncs, then make the disks that a loss at any moment could leave.
+
+The model is harsher than most file systems. What was written since a file's last sync is in blocks of 4 KiB, each of
+which may have reached the medium or not, or half. A name that was made, moved or removed since its folder's last sync
+may or may not be so. What was synced is there.
+
+    with recorded(root) as tape: ...do the work, tape.mark(...) what was acknowledged or seen...
+    for at in tape.moments():
+        tape.restore(at, choose, target)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BLOCK_BYTES = 4096
+Choose = Callable[[int], int]
+"""Given how many possibilities there are, says which: 0 is always the loss, the last one that nothing is lost."""
+
+
+@dataclass
+class _File:
+    durable: bytes = b""
+    pending: list[tuple[int, bytes]] = field(default_factory=list)
+    """(position, bytes), or (size, b"") for a cut."""
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: str
+    path: str
+    other: str = ""
+    position: int = 0
+    data: bytes = b""
+    mark: Any = None
+
+
+class Tape:
+    """What happened under a folder, in order."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.events: list[Event] = []
+        self._before = {
+            str(path.relative_to(root)): path.read_bytes() for path in Path(root).rglob("*") if path.is_file()
+        }
+        self._folders = [str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_dir()]
+
+    def mark(self, value: Any) -> None:
+        """Note that something was promised here, to be checked after any later loss."""
+        self.events.append(Event("mark", "", mark=value))
+
+    def marks(self, at: int) -> list[Any]:
+        return [event.mark for event in self.events[:at] if event.kind == "mark"]
+
+    def note(self, kind: str, path: Any, other: Any = "", position: int = 0, data: bytes = b"") -> None:
+        if self._is_inside(path):
+            self.events.append(Event(kind, self._name(path), self._name(other) if other else "", position, data))
+
+    def restore(self, at: int, choose: Choose, target: Path) -> None:
+        """Write to `target` the disk that a loss after the first `at` events may leave."""
+        names: dict[str, _File] = {name: _File(data) for name, data in self._before.items()}
+        durable_names = dict(names)
+        undone: list[Event] = []
+        for event in self.events[:at]:
+            self._play(event, names, durable_names, undone)
+        for event in undone:  # changes of names that no folder's sync has made durable
+            if choose(2):
+                _rename(event, durable_names, names)
+        for folder in self._folders:
+            (target / folder).mkdir(parents=True, exist_ok=True)
+        for name, file in durable_names.items():
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_left(file, choose))
+
+    def _play(
+        self, event: Event, names: dict[str, _File], durable_names: dict[str, _File], undone: list[Event]
+    ) -> None:
+        if event.kind == "create":
+            names[event.path] = _File()
+            undone.append(event)
+        elif event.kind in ("rename", "unlink"):
+            undone.append(event)
+            file = names.pop(event.path, None)
+            if event.kind == "rename" and file is not None:
+                names[event.other] = file
+        elif event.kind in ("write", "cut"):
+            names[event.path].pending.append((event.position, event.data))
+        elif event.kind == "sync" and event.path in names:
+            file = names[event.path]
+            file.durable, file.pending = _applied(file.durable, file.pending), []
+        elif event.kind == "sync folder":
+            for waiting in [e for e in undone if str(Path(e.path).parent) == event.path]:
+                _rename(waiting, durable_names, names)
+                undone.remove(waiting)
+
+    def _is_inside(self, path: Any) -> bool:
+        return str(path).startswith(self.root)
+
+    def _name(self, path: Any) -> str:
+        return str(Path(str(path)).relative_to(self.root))
+
+
+def _rename(event: Event, durable_names: dict[str, _File], names: dict[str, _File]) -> None:
+    if event.kind == "create":
+        file = names.get(event.path)
+        if file is not None:
+            durable_names[event.path] = file
+    elif event.kind == "rename":
+        durable_names.pop(event.path, None)
+        if event.other in names:
+            durable_names[event.other] = names[event.other]
+    else:
+        durable_names.pop(event.path, None)
+
+
+def _applied(data: bytes, writes: list[tuple[int, bytes]]) -> bytes:
+    result = bytearray(data)
+    for position, piece in writes:
+        if not piece:
+            del result[position:]
+            continue
+        if len(result) < position:
+            result += bytes(position - len(result))
+        result[position : position + len(piece)] = piece
+    return bytes(result)
+
+
+def _left(file: _File, choose: Choose) -> bytes:
+    """What is left of a file: its durable bytes, and of each unsynced block nothing, half or all."""
+    left: list[tuple[int, bytes]] = []
+    for position, piece in file.pending:
+        if not piece:
+            if choose(2):
+                left.append((position, piece))
+            continue
+        begin = 0
+        while begin < len(piece):
+            size = min(BLOCK_BYTES - (position + begin) % BLOCK_BYTES, len(piece) - begin)
+            fate = choose(3)
+            kept = piece[begin : begin + (0, size // 2, size)[fate]]
+            if kept:
+                left.append((position + begin, kept))
+            begin += size
+    return _applied(file.durable, left)
+
+
+@contextmanager
+def recorded(root: Path) -> Iterator[Tape]:
+    """Record this process's calls under `root` while the block runs. It changes `os` for all threads."""
+    tape = Tape(str(root))
+    paths: dict[int, str] = {}
+    wrapped = ("open", "close", "write", "pwrite", "pwritev", "ftruncate", "fsync", "fdatasync", "rename", "replace")
+    original = {name: getattr(os, name) for name in (*wrapped, "unlink")}
+
+    def open_(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        is_new = bool(flags & os.O_CREAT) and not os.path.exists(path)
+        descriptor: int = original["open"](path, flags, *rest, **named)
+        paths[descriptor] = str(path)
+        if is_new:
+            tape.note("create", path)
+        elif flags & os.O_TRUNC:
+            tape.note("cut", path)
+        return descriptor
+
+    def close(descriptor: int) -> None:
+        paths.pop(descriptor, None)
+        original["close"](descriptor)
+
+    def pwritev(descriptor: int, buffers: Any, position: int, *rest: Any) -> int:
+        count: int = original["pwritev"](descriptor, buffers, position, *rest)
+        tape.note("write", paths.get(descriptor, ""), position=position, data=b"".join(map(bytes, buffers))[:count])
+        return count
+
+    def pwrite(descriptor: int, data: Any, position: int) -> int:
+        count: int = original["pwrite"](descriptor, data, position)
+        tape.note("write", paths.get(descriptor, ""), position=position, data=bytes(data)[:count])
+        return count
+
+    def write(descriptor: int, data: Any) -> int:
+        position = os.lseek(descriptor, 0, os.SEEK_CUR) if descriptor in paths else 0
+        count: int = original["write"](descriptor, data)
+        tape.note("write", paths.get(descriptor, ""), position=position, data=bytes(data)[:count])
+        return count
+
+    def ftruncate(descriptor: int, size: int) -> None:
+        original["ftruncate"](descriptor, size)
+        tape.note("cut", paths.get(descriptor, ""), position=size)
+
+    def sync(name: str) -> Callable[[int], None]:
+        def call(descriptor: int) -> None:
+            original[name](descriptor)
+            path = paths.get(descriptor, "")
+            tape.note("sync folder" if os.path.isdir(path) else "sync", path)
+
+        return call
+
+    def move(name: str) -> Callable[..., None]:
+        def call(source: Any, target: Any, **named: Any) -> None:
+            original[name](source, target, **named)
+            tape.note("rename", source, target)
+
+        return call
+
+    def unlink(path: Any, **named: Any) -> None:
+        original["unlink"](path, **named)
+        tape.note("unlink", path)
+
+    replaced = {"open": open_, "close": close, "pwritev": pwritev, "pwrite": pwrite, "write": write, "unlink": unlink}
+    replaced |= {"ftruncate": ftruncate, "fsync": sync("fsync"), "fdatasync": sync("fdatasync")}
+    replaced |= {"rename": move("rename"), "replace": move("replace")}
+    for name, function in replaced.items():
+        setattr(os, name, function)
+    try:
+        yield tape
+    finally:
+        for name, function in original.items():
+            setattr(os, name, function)
