@@ -19,6 +19,7 @@ from pxrs import registry as registries
 from pxrs.clock import SYSTEM
 from pxrs.errors import (
     AccessDenied,
+    Closed,
     LeaseExpired,
     OutcomeUnknown,
     RegistryUnavailable,
@@ -162,6 +163,38 @@ def test_a_silent_network_is_an_error_within_the_bound(through: Registry, proxy:
         through.get("a")
     proxy.restore()
     eventually(lambda: value_of(through, "a") in (b"0", b"1"))
+
+
+@pytest.mark.parametrize("fault", ["restore", "cut", "stall"])
+def test_calls_that_a_close_interrupts_end_at_once_in_errors_of_our_own(
+    proxy: Proxy, namespace: str, fault: str
+) -> None:
+    ends: list[BaseException] = []
+
+    def call_until_it_fails(call: Callable[[], object]) -> None:
+        try:
+            while True:
+                call()
+        except BaseException as error:  # noqa: BLE001 - it is what the test is about
+            ends.append(error)
+
+    with registries.open(f"etcd://{proxy.host}:{proxy.port}?namespace={namespace}") as registry:
+        calls: list[Callable[[], object]] = [
+            lambda: registry.get("a"),
+            lambda: registry.commit(put={"a": b""}),
+            lambda: registry.watch("a").close(),
+        ]
+        threads = [threading.Thread(target=call_until_it_fails, args=(call,)) for call in calls * 2]
+        for thread in threads:
+            thread.start()
+        getattr(proxy, fault)()
+        time.sleep(0.1)  # into whatever they wait for then
+        with within(2 + SLACK_S):
+            registry.close()
+            for thread in threads:
+                thread.join()
+    assert len(ends) == len(threads)
+    assert {type(end) for end in ends} <= {Closed, OutcomeUnknown, RegistryUnavailable}, ends
 
 
 def test_r5_a_commit_may_land_after_its_outcome_was_given_up(cluster: EtcdCluster, namespace: str) -> None:

@@ -31,6 +31,7 @@ from pxrs.errors import (
     RegistryUnavailable,
     SchemaMissing,
     StorageFull,
+    UsedAfterFork,
 )
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.contract import Commit
@@ -41,6 +42,7 @@ from pxrs.registry.sql.postgresql import PostgresSession
 from pxrs.registry.sql.sqlite import SqliteDatabase
 from pxrs.registry.sql.statements import Call, Statement, key_range, statements_for
 from pxrs.registry.sql.store import SqlRegistry
+from pxrs.testing import faults
 from pxrs.testing.actor import Actor
 from pxrs.testing.history import record
 from pxrs.testing.linearizability import check
@@ -766,3 +768,25 @@ def test_tls_is_spoken_to_a_postgresql_that_has_it(tmp_path: Path) -> None:
             assert server.sql("SELECT count(*) FROM pg_stat_ssl WHERE ssl")[0][0] >= 1
         with pytest.raises((AccessDenied, RegistryUnavailable)):
             pxrs.registry.open(f"{server.url}?{tls}&timeout=5")
+
+
+def test_r11_a_sqlite_file_that_was_open_at_the_fork_is_refused_in_the_child(tmp_path: Path) -> None:
+    """SQLite's own books of locks go wrong there: the child's acknowledged commits would be lost."""
+    url = f"sqlite:///{tmp_path}/r.db"
+    with pxrs.registry.open(url) as parent:
+        parent.commit(put={"a": b""})
+
+        def child() -> None:
+            with pytest.raises(UsedAfterFork, match="spawn"):
+                pxrs.registry.open(url)
+
+        with faults.child(child) as pid:
+            assert faults.wait_exit(pid) == 0
+        parent.commit(put={"b": b""})
+
+    def later() -> None:
+        with pxrs.registry.open(url) as store:
+            store.commit(put={"c": b""})
+
+    with faults.child(later) as pid:
+        assert faults.wait_exit(pid) == 0

@@ -30,6 +30,7 @@ from pxrs.registry.address import PASSWORD_VARIABLE, parse
         ("file://otherhost/dir", "is a host"),
         ("file:dir?timeout=soon", "give seconds"),
         ("etcd://", "empty host"),
+        ("etcd://root:hun?ter2@h:2379", "write it as %3F"),
         ("etcd://h:99999", "port"),
         ("zookeeper://h:x/", "port"),
     ],

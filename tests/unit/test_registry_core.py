@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable
 
@@ -194,6 +195,23 @@ def test_a_watch_covers_its_prefixes_and_single_keys() -> None:
     watch = Watch(("a/", "b"), id)
     assert [key for key in ("a", "a/x", "ab", "b", "b/x", "bc") if watch.covers(key)] == ["a/x", "b"]
     assert Watch(("",), id).covers("anything")
+
+
+def test_r2_a_wake_at_the_very_end_of_the_time_is_not_lost() -> None:
+    watch = Watch(("",), id)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(1500):
+            thread = threading.Thread(target=watch.wake)
+            thread.start()
+            thread_done = False
+            while not watch.wait(0.0002):
+                assert not thread_done, "woken, and the waiter was not told"
+                thread_done = not thread.is_alive()
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_wakes_are_collected_and_a_closed_watch_says_so() -> None:

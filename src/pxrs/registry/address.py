@@ -135,6 +135,8 @@ def parse(url: str | os.PathLike[str]) -> Address:
     else:
         scheme, rest = match[1].lower(), match[2]
     rest, _, query = rest.partition("?")
+    if rest.startswith("//") and "@" in query and "@" not in rest:
+        raise InvalidUrl(f"{scheme}: the part before '@' has a '?': write it as %3F in a user name or password")
     address = Address(scheme, rest, dict(_options(scheme, query)))
     if not _NAMESPACE.fullmatch(address.namespace):
         raise InvalidUrl(

@@ -24,6 +24,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -45,6 +46,7 @@ ABSENT: Final = 0
 """As an expected version: the key is not there. No key that is there has this version."""
 
 KEY_BYTES_MAX: Final = 512
+CLOSERS_MAX: Final = 16
 # Printable ASCII without the space, and without `;`, which marks folders in ZooKeeper.
 _SEGMENT = re.compile(r"[!-.0-:<-~]+")
 _EMPTY: Final[Mapping[str, bytes]] = {}
@@ -151,7 +153,10 @@ class Registry(ABC):
         quiet:     a promise that nobody watches these keys, which spares some stores a notification.
         """
         self._check_usable()
-        commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
+        try:
+            commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
+        except TypeError as error:
+            raise InvalidKey(f"a commit takes mappings from keys, which are strings: {error}") from error
         self._check_commit(commit)
         if lease is not None:
             lease.check()
@@ -202,11 +207,18 @@ class Registry(ABC):
                 return
             self._closed = True
             leases, watches = list(self._leases), list(self._watches)
-        for lease in leases:
-            lease.close()
-        for watch in watches:
-            watch.close()
-        self._close()
+        try:
+            for lease in leases:
+                lease.expire()  # no more renewals, whatever follows
+            if len(leases) > 1:  # a store that does not answer is waited for once, not once for each lease
+                with ThreadPoolExecutor(min(len(leases), CLOSERS_MAX)) as pool:
+                    list(pool.map(Lease.close, leases))
+            for lease in leases:
+                lease.close()
+        finally:
+            for watch in watches:
+                watch.close()
+            self._close()
 
     # What a backend implements.
 

@@ -39,8 +39,10 @@ class Watch:
         if os.getpid() != self._pid:
             raise UsedAfterFork("the watch was opened before a fork: open one in the child")
         woken = self._raised.wait(timeout)
-        # Lowered before looking: a close that comes in between is seen here, or raises the flag again.
-        self._raised.clear()
+        if woken:
+            # Lowered before looking: a close that comes in between is seen here, or raises the flag again. And lowered
+            # only if it was seen up: one that goes up just now, at the end of the time, is for the next call.
+            self._raised.clear()
         if self._closed:
             self._raised.set()
             raise Closed("the watch was closed")

@@ -478,6 +478,19 @@ class _Races(_Fixtures):
         assert final is not None
         assert sum(e.version == final.version or e.value == final.value for e in handles[1].scan("k/")) >= 5
 
+    def test_a_commit_that_also_deletes_what_is_not_there_is_still_one_step(self, store: Store) -> None:
+        one, two, noise = store.open(), store.open(), store.open()
+        for i in range(15):
+            a, b, c = f"d/{i}/a", f"d/{i}/b", f"d/{i}/c"
+            at_once(
+                lambda a=a, b=b, c=c: one.commit(put={b: b"one", c: b"one"}, delete=[a]),  # type: ignore[misc]
+                lambda a=a, c=c: two.commit(put={a: b"two", c: b"two"}),  # type: ignore[misc]
+                lambda b=b: [noise.commit(put={b: b"noise"}) for _ in range(3)],  # type: ignore[misc]
+            )
+            last = one.get(c)
+            assert last is not None
+            assert (one.get(a) is not None) == (last.value == b"two"), f"round {i}: neither order gives this"
+
     def test_no_increment_is_lost(self, store: Store) -> None:
         handles = [store.open() for _ in range(3)]
 
@@ -604,6 +617,21 @@ class _Leases(_Fixtures):
             assert (entry.value, entry.version) == (b"2", before)
         assert [(e.key, e.value) for e in other.scan("")] == [("freed", b"2")]
 
+    def test_of_two_racing_writes_the_last_one_decides_what_the_key_is(self, store: Store) -> None:
+        first, second = store.open(), store.open()
+        for i in range(15):
+            key = f"kind/{i}"
+            first.commit(put={key: b"before"})
+            with first.lease(30) as lease:
+                at_once(
+                    lambda key=key, lease=lease: first.commit(ephemeral={key: b"ephemeral"}, lease=lease),  # type: ignore[misc]
+                    lambda key=key: second.commit(put={key: b"persistent"}),  # type: ignore[misc]
+                )
+                last = second.get(key)
+                assert last is not None
+            after = second.get(key)
+            assert (after is None) == (last.value == b"ephemeral"), f"round {i}: {last} became {after}"
+
     def test_a_key_moves_from_one_lease_to_another(self, store: Store, ttl: float) -> None:
         first, second = store.open(), store.open()
         old, new = first.lease(ttl), second.lease(ttl)
@@ -699,6 +727,20 @@ class _Watches(_Fixtures):
                     assert watch.wait(10), f"no wake after {entry}"
             finally:
                 thread.join()
+
+    def test_r2_a_key_that_was_seen_and_went_at_once_is_a_change(self, store: Store) -> None:
+        writer, reader = store.open(), store.open()
+        with reader.watch("w/") as watch:
+            for i in range(3):
+                quieten(watch)
+                version = writer.commit(put={"w/a": b"%d" % i})["w/a"]
+                entry = reader.get("w/a")
+                assert entry is not None
+                assert entry.version == version
+                writer.commit(delete=["w/a"])
+                while reader.get("w/a") is not None or not watch.wait(0.0):
+                    assert watch.wait(10), "it was seen, it went, and nobody was told"
+                    break
 
     def test_close_wakes_the_waiter(self, registry: Registry) -> None:
         watch = registry.watch("w/")

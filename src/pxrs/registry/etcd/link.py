@@ -184,9 +184,9 @@ class Link:
                     self._log_in(connection, until)
             except grpc.RpcError as error:
                 self._why = fault_of(error).text
-            except ValueError:
+            except ValueError as error:
                 self._check_open()
-                raise
+                self._why = str(error)  # another call has given the connection up
             taken = self._take_current()
             if taken is not None:
                 return taken

@@ -82,6 +82,8 @@ class Stream:
                 self._failure = error
                 if was_denied and isinstance(error, AccessDenied):
                     self._settled.set()
+            except Exception:
+                log.exception("a watch broke off and will be made anew")
             if self.is_live:
                 self.is_live = False
                 pause_s = PAUSE_S_MIN

@@ -18,11 +18,13 @@ import os
 import select
 import threading
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import psycopg
 
-from pxrs.errors import PxrsError, RegistryError
+from pxrs.errors import Closed, PxrsError, RegistryError
+from pxrs.registry.contract import Entry
 from pxrs.registry.sql.planning import parse_payload
 from pxrs.registry.sql.wire import Command, Wire
 from pxrs.registry.watch import Watch
@@ -54,6 +56,8 @@ class Listener:
 
     def add(self, watch: Watch) -> None:
         with self._lock:
+            if self._stopped.is_set():
+                raise Closed(f"the registry {self._registry.url} was closed")
             if self._thread is None:
                 # Here rather than in the thread, so that the caller gets the error if there is one.
                 self._listen()
@@ -64,12 +68,15 @@ class Listener:
     def remove(self, watch: Watch) -> None:
         """Nothing is kept for each watch."""
 
+    def note_read(self, entries: Iterable[Entry]) -> None:
+        """The server tells of every change, so it does not matter who has seen what."""
+
     def close(self) -> None:
         with self._lock:
+            self._stopped.set()
             thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._stopped.set()
         os.write(self._bell_sender, b"!")
         thread.join(self._database.timeout)
         if not thread.is_alive():

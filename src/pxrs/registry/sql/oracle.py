@@ -12,7 +12,7 @@ RegistryUnavailable.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -41,7 +41,7 @@ from pxrs.registry.sql.database import (
     TransactionAborted,
 )
 from pxrs.registry.sql.schema import Schema
-from pxrs.registry.sql.statements import Call
+from pxrs.registry.sql.statements import Call, Statement
 from pxrs.registry.sql.store import open_registry
 from pxrs.registry.sql.watching import Poller
 
@@ -96,6 +96,8 @@ class OracleDatabase(Database):
             )
         except oracledb.Error as error:
             raise self.translate(error) from error
+        except OSError as error:  # the name of the host is not known
+            raise ConnectionLost(f"{self.url}: {error}") from error
         assert isinstance(connection, _Connection)
         try:
             connection.call_timeout = max(1, int(timeout * 1000))
@@ -132,6 +134,8 @@ class OracleSession(Session):
     def __init__(self, database: OracleDatabase, connection: oracledb.Connection, deadline: float) -> None:
         self._database, self._connection, self._deadline = database, connection, deadline
         self._is_lost = False
+        self._is_busy = False
+        """A call of the driver is under way, or an interrupt got us out of one."""
 
     def read(self, call: Call) -> list[Row]:
         return self._execute(call)[0]
@@ -164,10 +168,13 @@ class OracleSession(Session):
 
     def commit(self, calls: Sequence[Call]) -> None:
         self.ask(calls)
+        self._is_busy = True
         try:
             self._set_timeout()
             self._connection.commit()
+            self._is_busy = False
         except oracledb.Error as error:
+            self._is_busy = False
             # The driver cannot tell whether the server had it before the call broke off.
             if _is_lost(error) or _code(error) in _TIMED_OUT:
                 self._is_lost = True
@@ -176,32 +183,40 @@ class OracleSession(Session):
         self.in_transaction = False
 
     def rollback(self) -> None:
-        self.in_transaction = False
         if self._is_lost:
             return
+        self._is_busy = True
         try:
             self._connection.rollback()
+            self._is_busy = self.in_transaction = False
         except oracledb.Error:
             self._is_lost = True
 
     @property
     def is_idle(self) -> bool:
-        return not self._is_lost and not self.in_transaction
+        return not self._is_lost and not self._is_busy and not self.in_transaction
 
     def _execute(self, call: Call) -> tuple[list[Row], int]:
         statement, values = call
+        self._is_busy = True
         try:
-            self._set_timeout()
-            with self._connection.cursor() as cursor:
-                if "the_value" in values and isinstance(values["the_value"], bytes):
-                    # Bound as bytes it would be a RAW, which ends at 32 KiB.
-                    cursor.setinputsizes(the_value=oracledb.DB_TYPE_LONG_RAW)
-                cursor.execute(statement.text, dict(values))
-                return (cursor.fetchall(), 0) if statement.returns_rows else ([], cursor.rowcount)
+            result = self._execute_now(statement, values)
         except oracledb.Error as error:
+            self._is_busy = False
             if statement.forgives_duplicates and _code(error) == _DUPLICATE_KEY:
                 return [], 0
             raise self._translate(error) from error
+        self._is_busy = False
+        return result
+
+    def _execute_now(self, statement: Statement, values: Mapping[str, Any]) -> tuple[list[Row], int]:
+        self._set_timeout()
+        with self._connection.cursor() as cursor:
+            if "the_value" in values and isinstance(values["the_value"], bytes):
+                # Bound as bytes it would be a RAW, which ends at 32 KiB.
+                cursor.setinputsizes(the_value=oracledb.DB_TYPE_LONG_RAW)
+            cursor.execute(statement.text, dict(values))
+            return (cursor.fetchall(), 0) if statement.returns_rows else ([], cursor.rowcount)
 
     def _set_timeout(self) -> None:
         self._connection.call_timeout = max(1, int((self._deadline - time.monotonic()) * 1000))

@@ -143,6 +143,9 @@ class CommitPlan:
         """Whether the commit can pass with the key absent and depends on it, so that a row is needed to lock."""
         if key in self._commit.expect:
             return self._commit.expect[key] == ABSENT
+        if key in self._commit.delete:
+            # Nothing else hangs on a deletion that stands alone. With others, nobody may make the key meanwhile.
+            return len(self._keys) > 1
         return key in self._commit.put or key in self._commit.ephemeral
 
     def _check_lease(self, lease: str, rows: list[Row]) -> None:

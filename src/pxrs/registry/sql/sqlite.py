@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from pxrs.errors import (
     SchemaMissing,
     StorageFull,
     UnsupportedPlatform,
+    UsedAfterFork,
 )
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Registry
@@ -60,6 +62,44 @@ class _Connection(Inherited, sqlite3.Connection):
     pass
 
 
+# SQLite keeps books of the files that a process has open and of its locks on them. A forked child inherits the books,
+# but not the locks: it would write without any, and lose what it has acknowledged. So a file that was open when the
+# process was forked is refused in the child.
+_open_files: dict[tuple[int, int], tuple[int, int]] = {}
+"""(device, inode) -> the process that has it open, and how often."""
+_open_files_lock = threading.Lock()
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _check_not_inherited(path: Path) -> None:
+    if path.exists() and _open_files.get(_identity(path), (os.getpid(), 0))[0] != os.getpid():
+        raise UsedAfterFork(
+            f"{path} was open when this process was forked, and SQLite cannot go on from there: start processes by "
+            "'spawn' or 'forkserver', or fork before the file is opened"
+        )
+
+
+def _hold(path: Path) -> tuple[int, int]:
+    identity = _identity(path)
+    with _open_files_lock:
+        _, count = _open_files.get(identity, (0, 0))
+        _open_files[identity] = (os.getpid(), count + 1)
+    return identity
+
+
+def _let_go(identity: tuple[int, int]) -> None:
+    with _open_files_lock:
+        pid, count = _open_files[identity]
+        if pid == os.getpid() and count > 1:
+            _open_files[identity] = (pid, count - 1)
+        elif pid == os.getpid():
+            del _open_files[identity]
+
+
 class SqliteDatabase(Database):
     dialect = "sqlite"
 
@@ -69,6 +109,13 @@ class SqliteDatabase(Database):
         self._clock = clock
         self._creates = address.flag("create", True)
         self._path = _path(address, self._creates)
+        self._held: tuple[int, int] | None = None
+
+    def close(self) -> None:
+        super().close()
+        held, self._held = self._held, None
+        if held is not None:
+            _let_go(held)
 
     def prepare(self, create: bool) -> None:
         super().prepare(create)
@@ -107,6 +154,7 @@ class SqliteDatabase(Database):
             )
 
     def _connect(self, timeout: float) -> _Connection:
+        _check_not_inherited(self._path)
         mode = "rwc" if self._creates else "rw"
         until = time.monotonic() + timeout
         while True:
@@ -132,6 +180,8 @@ class SqliteDatabase(Database):
         if journal != "wal":
             connection.close()
             raise UnsupportedPlatform(f"{self.url}: this file system does not allow SQLite's write-ahead log")
+        if self._held is None:
+            self._held = _hold(self._path)
         return connection
 
     def _session(self, connection: Any, deadline: float) -> SqliteSession:

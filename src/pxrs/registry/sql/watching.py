@@ -1,9 +1,10 @@
 """Watching a database that tells nobody of changes: a thread that looks now and then.
 
-It compares the exact keys and versions under the watched prefixes with what it saw last, so that nothing is missed and
-nothing is made up, and after an outage too there is no doubt. Where the database can say cheaply that nothing was
-written (SQLite), most looks cost nothing. It also ends leases whose time is over, so that their keys go while
-nobody touches them.
+It compares the exact keys and versions under the watched prefixes with what it saw last, so that nothing is made up,
+and after an outage too there is no doubt. A key that came and went between two looks leaves both alike; but if somebody
+read it in between through this handle, its going is a change after that read: so what is read is noted, and missed at
+the next look. Where the database can say cheaply that nothing was written (SQLite), most looks cost nothing. It also
+ends leases whose time is over, so that their keys go while nobody touches them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pxrs.errors import RegistryError
+from pxrs.errors import PxrsError
+from pxrs.registry.contract import Entry
 from pxrs.registry.sql.database import Gate
 from pxrs.registry.watch import Watch
 
@@ -32,6 +35,8 @@ class Poller:
         self._registry, self._interval = registry, interval
         self._lock = threading.Lock()
         self._seen: dict[Watch, Versions] = {}
+        self._read: dict[str, int] = {}
+        """Keys that were read since the last look and are under a watch, with their versions."""
         self._must_compare = False
         self._wanted = threading.Event()
         self._stopped = threading.Event()
@@ -57,6 +62,15 @@ class Poller:
             if not self._seen:
                 self._wanted.clear()
 
+    def note_read(self, entries: Iterable[Entry]) -> None:
+        """Somebody has seen these."""
+        if not self._seen:
+            return
+        with self._lock:
+            for entry in entries:
+                if any(watch.covers(entry.key) for watch in self._seen):
+                    self._read[entry.key] = entry.version
+
     def close(self) -> None:
         self._stopped.set()
         self._wanted.set()
@@ -70,7 +84,7 @@ class Poller:
                 self._wanted.wait()
                 try:
                     self._look()
-                except RegistryError as error:
+                except PxrsError as error:
                     log.info("watching %s: %s", self._registry.url, error)
                     with self._lock:  # the gate has told us of a change, and will not do so again
                         self._must_compare = True
@@ -91,10 +105,13 @@ class Poller:
     def _compare(self) -> None:
         with self._lock:
             watches = list(self._seen)
+            read, self._read = self._read, {}
         now = {prefixes: self._registry.versions(prefixes) for prefixes in {watch.prefixes for watch in watches}}
         for watch in watches:
+            there = {pair for pairs in now[watch.prefixes] for pair in pairs}
+            gone = any(watch.covers(key) and (key, version) not in there for key, version in read.items())
             with self._lock:
-                differs = watch in self._seen and self._seen[watch] != now[watch.prefixes]
+                differs = watch in self._seen and (gone or self._seen[watch] != now[watch.prefixes])
                 if differs:
                     self._seen[watch] = now[watch.prefixes]
             if differs:

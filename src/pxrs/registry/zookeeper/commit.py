@@ -33,7 +33,7 @@ from pxrs.errors import (
 from pxrs.registry.contract import ABSENT, Commit
 from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
 from pxrs.registry.zookeeper.lease import LeaseSession
-from pxrs.registry.zookeeper.multi import Node, Step, failure, steps, versions
+from pxrs.registry.zookeeper.multi import PROBE, Node, Step, failure, steps, versions
 from pxrs.registry.zookeeper.session import DENIED, REFUSED, Client, Session, TryAgain, barrier, denied
 
 # A server closes the connection on a request of more than 1,048,575 bytes.
@@ -125,11 +125,14 @@ class Attempt:
         if isinstance(error, NoNodeError) and self.holder is not None and step.request.path == self.holder.path:
             return self.holder.expire()
         if isinstance(error, NoNodeError) and (isinstance(step.request, Create) or step.key is None):
-            made = {folder for s in todo if isinstance(s.request, Create) for folder in ancestors(s.request.path)}
+            creates = (s.request.path for s in todo if isinstance(s.request, Create))
+            made = {folder for path in creates if not path.endswith(PROBE) for folder in ancestors(path)}
             self.session.make(self.client, made, self.until)
             return TryAgain()
         if isinstance(error, _CHANGED) and step.key is not None:
             return Conflict(self._differing([step.key])) if step.key in self.commit.expect else TryAgain()
+        if isinstance(error, NoChildrenForEphemeralsError) and step.request.path.endswith(PROBE):
+            return TryAgain()
         return self._refusal(step, error)
 
     def _refusal(self, step: Step, error: Exception) -> PxrsError:

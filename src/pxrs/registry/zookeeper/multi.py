@@ -6,6 +6,8 @@ it at once. A failed step then tells which belief was wrong.
 
 What ZooKeeper has no step for:
 - "This key is absent": make it and delete it again; the pair fails if it is there and leaves nothing if it is not.
+- "This node is persistent": make a child of it and delete it again, which an ephemeral node does not allow. A blind
+  write needs that, because a node that was made anew in the other kind since it was read counts its writes from 0, too.
 - "Make this ephemeral node persistent", or the other way round, or another session's: delete it and make it anew.
 - "Which version has the node that I made": a step that makes a node answers with its path alone. All steps of a
   transaction share one transaction id, and one that sets data answers with it; so where a commit makes nodes and sets
@@ -25,6 +27,7 @@ from pxrs.registry.zookeeper.layout import Layout, Version
 
 ANY = -1
 """As a number of writes: whatever it is, but the node must be there."""
+PROBE = "/;p"
 _EPHEMERAL, _PERSISTENT = 1, 0
 
 
@@ -68,9 +71,11 @@ def steps(
             else:
                 result.append(Step(CheckVersion(path, node.writes), key))
             continue
-        is_ephemeral = key in commit.ephemeral
-        if node is not None and (node.is_mine if is_ephemeral else not node.is_ephemeral):
+        is_ephemeral, is_blind = key in commit.ephemeral, key not in commit.expect
+        if node is not None and (node.is_mine and not is_blind if is_ephemeral else not node.is_ephemeral):
             result.append(Step(SetData(path, written[key], node.writes), key))
+            if is_blind:
+                result += (Step(Create(path + PROBE, b"", acl, _PERSISTENT), key), Step(Delete(path + PROBE, ANY), key))
             sets = True
             continue
         if node is not None:
@@ -93,7 +98,7 @@ def versions(commit: Commit, done: Sequence[Step], answers: Sequence[Any]) -> di
             changed_in = answer.mzxid
             if key is not None:
                 found[key] = Version.of(answer)
-        elif isinstance(request, Create) and key in written:
+        elif isinstance(request, Create) and key in written and not request.path.endswith(PROBE):
             assert key is not None
             made.append((key, request.flags == _EPHEMERAL))
     for key, is_ephemeral in made:

@@ -57,7 +57,9 @@ _kazoo_log.setLevel(logging.ERROR)
 
 T = TypeVar("T")
 
-IN_FLIGHT_MAX = 128
+REQUESTS_MAX = 160
+"""How many requests of one session may wait for an answer. kazoo's pipe holds some 270."""
+IN_FLIGHT_MAX = 100
 """How many requests of one call are under way at a time; each may bring a value of the largest size."""
 PAUSE_S = 0.02
 """After a disturbance that left the connection standing; without one, the wait for a connection is the pause."""
@@ -69,6 +71,10 @@ DENIED = (NoAuthError, AuthFailedError, InvalidACLError, SessionClosedRequireSas
 # The request was not executed: the session was over, or is served by another server now, or the server was too busy.
 REFUSED = (SessionExpiredError, SessionMovedError, ThrottledOpError)
 _DISTURBED = (*REFUSED, ConnectionLoss, OperationTimeoutError)
+
+
+class Crowded(KazooException):  # type: ignore[misc]
+    """Too many requests wait for an answer; this one was not sent."""
 
 
 class TryAgain(Exception):
@@ -121,9 +127,19 @@ class Client(KazooClient):  # type: ignore[misc]
         )
         self.line = self._connection = line(self, self._conn_retry.copy(), logger=_kazoo_log)
         self.line.clock = clock
+        self._room = threading.BoundedSemaphore(REQUESTS_MAX)
+        self._patience_s = endpoint.timeout
         self.add_listener(lambda state: self._told(state, on_state))
         self.was_refused = False
         self.is_connected: threading.Event = self.start_async()
+
+    def _call(self, request: Any, async_object: Any) -> Any:
+        """kazoo wakes its connection by a byte in a pipe, and waits for ever if that is full of bytes that a hanging
+        connection has not read. So there are never so many requests; who finds no room is told, and nothing is sent."""
+        if not self._room.acquire(timeout=self._patience_s):
+            raise Crowded(f"{REQUESTS_MAX} requests are waiting for an answer")
+        async_object.rawlink(lambda _: self._room.release())
+        return super()._call(request, async_object)
 
     def _told(self, state: str, on_state: Callable[[str], None]) -> None:
         self.was_refused |= self.client_state == KeeperState.AUTH_FAILED

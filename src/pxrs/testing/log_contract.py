@@ -1,0 +1,506 @@
+"""The log's contract as tests: one suite for every log, ours and yours.
+
+    class TestMine(LogContract):
+        @pytest.fixture
+        def log(self):
+            log = MyLog()
+            yield log
+            log.close()
+
+Nothing here is optional. Times are arguments, threads wait on signals.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pxrs.errors import (
+    Closed,
+    InvalidRecord,
+    InvalidTopic,
+    LogError,
+    OffsetOutOfRange,
+    OffsetTrimmed,
+    SequenceGap,
+    TopicExists,
+    UnknownProducer,
+    UnknownTopic,
+)
+from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin
+from pxrs.log.contract import Append, Log, TopicLog
+from pxrs.model import CODECS, Topic
+
+BAD_NAMES = (
+    "",
+    ".",
+    "..",
+    "../up",
+    "a/b",
+    "/root",
+    "-dash",
+    ".hidden",
+    "a b",
+    "a\n",
+    "a\0",
+    "ä",
+    "a" * 201,
+    "a\\b",
+    "~",
+)
+
+
+def records(values: Sequence[bytes | None], timestamps: Sequence[int] | None = None, **columns: Any) -> pa.RecordBatch:
+    """A batch of these values; other columns may be given as lists."""
+    times = list(range(len(values))) if timestamps is None else list(timestamps)
+    given = {"key": [None] * len(values), "headers": [None] * len(values), **columns}
+    given |= {"value": list(values), "timestamp": times}
+    return pa.RecordBatch.from_arrays([pa.array(given[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
+
+
+def new_topic(name: str = "orders", partitions: int = 2, **settings: Any) -> Topic:
+    return Topic(name, uuid.uuid4().hex, partitions, **settings)
+
+
+def values_from(topic: TopicLog, partition: int, offset: int = 0, max_bytes: int = 1 << 20) -> list[bytes | None]:
+    """All values from an offset on; checks on the way that batches follow each other without gaps."""
+    values: list[bytes | None] = []
+    while batches := topic.read(partition, offset, max_bytes):
+        for batch in batches:
+            assert batch.base_offset == offset, f"a batch at {batch.base_offset} where {offset} was next"
+            assert batch.records.schema.equals(SCHEMA)
+            values += batch.records.column("value").to_pylist()
+            offset = batch.next_offset
+    assert offset == topic.end(partition)
+    return values
+
+
+def origin(sequence: int, producer: uuid.UUID, epoch: int = 0) -> Origin:
+    return Origin(producer, epoch, sequence)
+
+
+class _Fixtures:
+    @pytest.fixture
+    def log(self) -> Iterator[Log]:
+        raise NotImplementedError("a contract test class says which log it tests")
+
+    @pytest.fixture
+    def topic(self, log: Log) -> TopicLog:
+        return log.create_topic(new_topic())
+
+    @pytest.fixture
+    def producer(self) -> uuid.UUID:
+        return uuid.uuid4()
+
+
+class _Topics(_Fixtures):
+    def test_a_created_topic_is_as_it_was_asked_for(self, log: Log) -> None:
+        wanted = new_topic("a.b-c_1", 3, partitioner="murmur2", codec="lz4", retention_s=60.0, retention_bytes=1 << 20)
+        made = log.create_topic(wanted)
+        assert (made.topic, made.name, made.id, made.partitions) == (wanted, "a.b-c_1", wanted.id, 3)
+        assert log.topic("a.b-c_1").topic == wanted
+        assert [(made.start(p), made.end(p), made.read(p, 0)) for p in range(3)] == [(0, 0, [])] * 3
+
+    def test_topics_are_listed_by_name(self, log: Log) -> None:
+        assert log.topics() == []
+        made = [log.create_topic(new_topic(name)).topic for name in ("b", "a", "C", "a.b")]
+        assert log.topics() == sorted(made, key=lambda topic: topic.name)
+
+    def test_a_name_is_taken_once(self, log: Log, topic: TopicLog) -> None:
+        topic.append([Append(0, records([b"kept"]))])
+        with pytest.raises(TopicExists):
+            log.create_topic(new_topic())
+        assert values_from(log.topic("orders"), 0) == [b"kept"]
+
+    def test_an_unknown_topic_is_an_error_that_names_the_others(self, log: Log, topic: TopicLog) -> None:
+        with pytest.raises(UnknownTopic) as unknown:
+            log.topic("other")
+        assert (unknown.value.topic, unknown.value.choices) == ("other", ("orders",))
+        with pytest.raises(UnknownTopic):
+            log.delete_topic("other")
+
+    @pytest.mark.parametrize("name", BAD_NAMES)
+    def test_a_name_that_is_no_plain_name_reaches_nothing(self, log: Log, topic: TopicLog, name: str) -> None:
+        with pytest.raises(InvalidTopic):
+            new_topic(name)
+        with pytest.raises((UnknownTopic, InvalidTopic)):
+            log.topic(name)
+        with pytest.raises((UnknownTopic, InvalidTopic)):
+            log.delete_topic(name)
+        assert [each.name for each in log.topics()] == ["orders"]
+
+    def test_the_longest_name_is_good(self, log: Log) -> None:
+        log.create_topic(new_topic("n" * 200)).append([Append(0, records([b"1"]))])
+        assert values_from(log.topic("n" * 200), 0) == [b"1"]
+
+    def test_g7_a_topic_made_again_is_another_one(self, log: Log, topic: TopicLog) -> None:
+        topic.append([Append(0, records([b"old"]))])
+        log.delete_topic("orders")
+        assert log.topics() == []
+        with pytest.raises(UnknownTopic):
+            log.topic("orders")
+        again = log.create_topic(new_topic())
+        assert again.id != topic.id
+        assert again.end(0) == 0
+        again.append([Append(0, records([b"new"]))])
+        assert values_from(again, 0) == [b"new"]
+
+    def test_a_deleted_topic_takes_no_more_appends(self, log: Log, topic: TopicLog) -> None:
+        log.delete_topic("orders")
+        log.create_topic(new_topic())
+        with pytest.raises(LogError):
+            topic.append([Append(0, records([b"stray"]))])
+        assert values_from(log.topic("orders"), 0) == []
+
+    def test_a_closed_log_refuses(self, log: Log, topic: TopicLog) -> None:
+        log.close()
+        log.close()
+        with pytest.raises(Closed):
+            log.topics()
+        with pytest.raises(Closed):
+            log.create_topic(new_topic("late"))
+        with pytest.raises(Closed):
+            topic.append([Append(0, records([b"late"]))])
+
+
+class _Appends(_Fixtures):
+    def test_offsets_count_from_0_without_gaps(self, topic: TopicLog) -> None:
+        assert topic.append([Append(0, records([b"a", b"b"]))]) == [0]
+        assert topic.append([Append(0, records([b"c"])), Append(0, records([b"d", b"e"]))]) == [2, 3]
+        assert (topic.start(0), topic.end(0)) == (0, 5)
+        assert values_from(topic, 0) == [b"a", b"b", b"c", b"d", b"e"]
+
+    def test_partitions_are_independent(self, topic: TopicLog) -> None:
+        appends = [Append(1, records([b"x"])), Append(0, records([b"a"])), Append(1, records([b"y", b"z"]))]
+        assert topic.append(appends) == [0, 0, 1]
+        assert (values_from(topic, 0), values_from(topic, 1)) == ([b"a"], [b"x", b"y", b"z"])
+        assert (topic.end(0), topic.end(1)) == (1, 3)
+
+    def test_appending_nothing_is_nothing(self, topic: TopicLog) -> None:
+        assert topic.append([]) == []
+        assert topic.end(0) == 0
+
+    def test_what_one_handle_appends_another_reads(self, log: Log, topic: TopicLog) -> None:
+        topic.append([Append(0, records([b"a"]))])
+        assert values_from(log.topic("orders"), 0) == [b"a"]
+
+    def test_nulls_headers_and_times_come_back(self, topic: TopicLog) -> None:
+        sent = records(
+            [None, b"", b"\x00\xff"],
+            [-1, 0, 1_700_000_000_123_456],
+            key=[b"", None, "schlüssel".encode()],
+            headers=[None, [], [("trace", b"1"), ("trace", b""), ("ü", None)]],
+        )
+        topic.append([Append(0, sent)])
+        (batch,) = topic.read(0, 0)
+        assert batch.records.to_pylist() == sent.to_pylist()
+
+    def test_a_slice_of_a_batch_is_stored_as_that_slice(self, topic: TopicLog) -> None:
+        topic.append([Append(0, records([b"%d" % i for i in range(10)]).slice(3, 4))])
+        assert values_from(topic, 0) == [b"3", b"4", b"5", b"6"]
+
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_every_codec_gives_back_what_was_stored(self, log: Log, codec: str) -> None:
+        topic = log.create_topic(new_topic("coded", codec=codec))
+        values = [b"repeat" * 50 + b"%d" % i for i in range(500)]
+        topic.append([Append(0, records(values))])
+        topic.append([Append(0, records([b"x"]))])
+        assert values_from(topic, 0, 7) == [*values[7:], b"x"]
+
+    def test_a_large_message_comes_back(self, topic: TopicLog) -> None:
+        value = bytes(range(256)) * 20_000
+        topic.append([Append(0, records([b"small"])), Append(0, records([value])), Append(0, records([b"small"]))])
+        assert values_from(topic, 0) == [b"small", value, b"small"]
+
+    def test_an_unfit_batch_is_refused_and_nothing_stored(self, topic: TopicLog) -> None:
+        other = pa.RecordBatch.from_pydict({"value": [b"a"]})
+        for bad in (records([]), other):
+            with pytest.raises(InvalidRecord):
+                topic.append([Append(0, bad)])
+        assert topic.end(0) == 0
+
+    @pytest.mark.parametrize("partition", [-1, 2])
+    def test_a_partition_that_is_not_there_is_refused(self, topic: TopicLog, partition: int) -> None:
+        with pytest.raises(LogError):
+            topic.append([Append(partition, records([b"a"]))])
+        for ask in (topic.start, topic.end, lambda p: topic.read(p, 0), lambda p: topic.offset_at(p, 0)):
+            with pytest.raises(LogError):
+                ask(partition)
+        with pytest.raises(LogError):
+            topic.wait({partition: 0}, 0)
+
+    def test_appends_of_many_threads_keep_offsets_dense_and_each_batch_whole(self, topic: TopicLog) -> None:
+        threads, each = 4, 25
+
+        def run(number: int) -> list[tuple[int, bytes]]:
+            mine = []
+            for i in range(each):
+                value = b"%d-%d" % (number, i)
+                offsets = topic.append([Append(p, records([value] * (1 + i % 3))) for p in (0, 1)])
+                mine.append((offsets[0], value))
+            return mine
+
+        with ThreadPoolExecutor(threads) as pool:
+            answers = list(pool.map(run, range(threads)))
+        for partition in (0, 1):
+            stored = values_from(topic, partition)
+            assert len(stored) == threads * sum(1 + i % 3 for i in range(each))
+            for mine in answers:
+                order = [value for value in dict.fromkeys(stored) if value in {v for _, v in mine}]
+                assert order == [value for _, value in mine]
+        stored = values_from(topic, 0)
+        for number, mine in enumerate(answers):
+            for i, (offset, value) in enumerate(mine):
+                assert stored[offset : offset + 1 + i % 3] == [value] * (1 + i % 3), (number, i)
+
+
+class _Reads(_Fixtures):
+    @pytest.fixture
+    def filled(self, topic: TopicLog) -> TopicLog:
+        """Ten batches of ten messages of about 1 kB in partition 0, of the times 0, 10, 20..."""
+        for i in range(10):
+            values = [b"%03d" % (i * 10 + j) + b"." * 1000 for j in range(10)]
+            topic.append([Append(0, records(values, [(i * 10 + j) * 10 for j in range(10)]))])
+        return topic
+
+    @pytest.mark.parametrize("offset", [0, 1, 9, 10, 55, 99])
+    def test_a_read_begins_at_exactly_the_offset(self, filled: TopicLog, offset: int) -> None:
+        batches = filled.read(0, offset)
+        assert batches[0].base_offset == offset
+        assert batches[0].records.column("value")[0].as_py()[:3] == b"%03d" % offset
+        assert len(values_from(filled, 0, offset)) == 100 - offset
+
+    def test_max_bytes_bounds_a_read_but_it_always_moves_on(self, filled: TopicLog) -> None:
+        everything = sum(batch.records.num_rows for batch in filled.read(0, 0, 1 << 30))
+        some = sum(batch.records.num_rows for batch in filled.read(0, 0, 30_000))
+        assert everything == 100
+        assert 10 <= some <= 50
+        for least in (0, 1):
+            assert [batch.base_offset for batch in filled.read(0, 5, least)] == [5]
+        assert len(values_from(filled, 0, 0, max_bytes=1)) == 100
+
+    def test_at_the_end_there_is_nothing(self, filled: TopicLog) -> None:
+        assert filled.read(0, 100) == []
+        assert filled.read(1, 0) == []
+
+    def test_beyond_the_end_is_an_error(self, filled: TopicLog) -> None:
+        with pytest.raises(OffsetOutOfRange) as out:
+            filled.read(0, 101)
+        assert (out.value.offset, out.value.end) == (101, 100)
+
+    def test_before_the_start_is_an_error(self, filled: TopicLog) -> None:
+        with pytest.raises(OffsetTrimmed):
+            filled.read(0, -1)
+
+    @pytest.mark.parametrize(
+        ("timestamp", "offset"), [(-5, 0), (0, 0), (1, 1), (90, 9), (95, 10), (555, 56), (990, 99), (991, 100)]
+    )
+    def test_offset_at_finds_the_first_of_that_time_or_later(
+        self, filled: TopicLog, timestamp: int, offset: int
+    ) -> None:
+        assert filled.offset_at(0, timestamp) == offset
+        assert filled.offset_at(1, timestamp) == 0
+
+    def test_offset_at_with_times_out_of_order(self, topic: TopicLog) -> None:
+        topic.append([Append(0, records([b"a", b"b"], [50, 10])), Append(0, records([b"c", b"d"], [20, 60]))])
+        assert [topic.offset_at(0, time) for time in (5, 15, 50, 51, 60, 61)] == [0, 0, 0, 3, 3, 4]
+
+    def test_what_was_read_stays_as_it_was(self, filled: TopicLog) -> None:
+        (first, *_) = filled.read(0, 0)
+        before = first.records.to_pylist()
+        for _ in range(5):
+            filled.append([Append(0, records([b"more" * 300] * 20))])
+        assert first.records.to_pylist() == before
+
+
+class _Origins(_Fixtures):
+    """L4: a retry is stored once, and what cannot be told apart is refused."""
+
+    def test_l4_a_retry_is_answered_and_not_stored_again(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        for sequence in range(7):
+            topic.append([Append(0, records([b"%d" % sequence] * 2), origin(sequence, producer))])
+        for sequence in range(2, 7):
+            again = [Append(0, records([b"%d" % sequence] * 2), origin(sequence, producer))]
+            assert topic.append(again) == [sequence * 2]
+        assert topic.end(0) == 14
+        assert topic.append([Append(0, records([b"7"]), origin(7, producer))]) == [14]
+
+    def test_l4_a_retry_too_old_to_be_known_is_refused(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        for sequence in range(6):
+            topic.append([Append(0, records([b"a"]), origin(sequence, producer))])
+        with pytest.raises(UnknownProducer):
+            topic.append([Append(0, records([b"a"]), origin(0, producer))])
+        assert topic.end(0) == 6
+
+    def test_l4_a_gap_is_refused(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        topic.append([Append(0, records([b"a"]), origin(0, producer))])
+        with pytest.raises(SequenceGap):
+            topic.append([Append(0, records([b"c"]), origin(2, producer))])
+        assert topic.end(0) == 1
+        topic.append([Append(0, records([b"b"]), origin(1, producer))])
+
+    def test_l4_an_unknown_producer_begins_at_0(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        with pytest.raises(UnknownProducer):
+            topic.append([Append(0, records([b"a"]), origin(3, producer))])
+        assert topic.end(0) == 0
+
+    def test_l4_a_new_epoch_begins_at_0_and_ends_the_old_one(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        topic.append([Append(0, records([b"a"]), origin(0, producer, 1))])
+        with pytest.raises(SequenceGap):
+            topic.append([Append(0, records([b"b"]), origin(1, producer, 2))])
+        assert topic.append([Append(0, records([b"b"]), origin(0, producer, 2))]) == [1]
+        for sequence in (0, 1):
+            with pytest.raises(UnknownProducer):
+                topic.append([Append(0, records([b"zombie"]), origin(sequence, producer, 1))])
+        assert values_from(topic, 0) == [b"a", b"b"]
+
+    def test_l4_sequences_count_in_each_partition(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        for partition in (0, 1):
+            assert topic.append([Append(partition, records([b"a"]), origin(0, producer))]) == [0]
+        with pytest.raises(SequenceGap):
+            topic.append([Append(1, records([b"c"]), origin(2, producer))])
+
+    def test_l4_producers_are_independent(self, topic: TopicLog) -> None:
+        first, second = uuid.uuid4(), uuid.uuid4()
+        assert topic.append([Append(0, records([b"a"]), origin(0, first))]) == [0]
+        assert topic.append([Append(0, records([b"b"]), origin(0, second))]) == [1]
+        assert topic.append([Append(0, records([b"a"]), origin(0, first))]) == [0]
+
+    def test_l4_batches_without_a_producer_are_never_taken_for_the_same(self, topic: TopicLog) -> None:
+        for expected in (0, 1):
+            assert topic.append([Append(0, records([b"a"]), ANONYMOUS)]) == [expected]
+
+    def test_l4_one_append_with_several_batches_and_its_retry(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        appends = [Append(p, records([b"%d" % i]), origin(i, producer)) for p in (0, 1) for i in range(3)]
+        assert topic.append(appends) == [0, 1, 2, 0, 1, 2]
+        assert topic.append(appends) == [0, 1, 2, 0, 1, 2]
+        half_new = [Append(0, records([b"%d" % i]), origin(i, producer)) for i in (2, 3)]
+        assert topic.append(half_new) == [2, 3]
+        assert values_from(topic, 0) == [b"0", b"1", b"2", b"3"]
+
+    def test_l4_one_batch_twice_in_one_append_is_stored_once(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        twice = [Append(0, records([b"a"]), origin(0, producer))] * 2
+        assert topic.append(twice) == [0, 0]
+        assert topic.end(0) == 1
+
+    def test_a_partition_takes_all_of_an_append_or_nothing(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        with pytest.raises(SequenceGap):
+            topic.append([Append(0, records([b"a"]), origin(i, producer)) for i in (0, 1, 3)])
+        assert topic.end(0) == 0
+        assert topic.append([Append(0, records([b"a"]), origin(0, producer))]) == [0]
+
+
+class _Waits(_Fixtures):
+    def test_x15_an_append_wakes_the_waiter(self, topic: TopicLog) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for i in range(5):
+                waiter = pool.submit(topic.wait, {0: 0, 1: i}, 30)
+                topic.append([Append(1, records([b"a"]))])
+                assert waiter.result(30) == {1}
+
+    def test_x15_an_append_through_another_handle_wakes(self, log: Log, topic: TopicLog) -> None:
+        waiting = threading.Event()
+
+        def wait() -> set[int]:
+            handle = log.topic("orders")
+            waiting.set()
+            return handle.wait({0: 0}, 30)
+
+        with ThreadPoolExecutor(1) as pool:
+            waiter = pool.submit(wait)
+            assert waiting.wait(30)
+            topic.append([Append(0, records([b"a"]))])
+            assert waiter.result(30) == {0}
+
+    def test_a_waiter_learns_of_all_that_have_messages_at_once(self, topic: TopicLog) -> None:
+        topic.append([Append(p, records([b"a"])) for p in (0, 1)])
+        assert topic.wait({0: 0, 1: 0}, None) == {0, 1}
+        assert topic.wait({0: 1, 1: 0}, None) == {1}
+
+    def test_time_runs_out(self, topic: TopicLog) -> None:
+        topic.append([Append(0, records([b"a"]))])
+        assert topic.wait({0: 1, 1: 0}, 0.05) == set()
+        assert topic.wait({0: 1}, 0) == set()
+
+    def test_nothing_is_missed_by_a_reader_that_waits(self, topic: TopicLog) -> None:
+        last = 200
+
+        def write() -> None:
+            for i in range(last):
+                topic.append([Append(0, records([b"%d" % i]))])
+
+        seen: list[bytes] = []
+        with ThreadPoolExecutor(1) as pool:
+            writer = pool.submit(write)
+            while len(seen) < last:
+                assert topic.wait({0: len(seen)}, 30) == {0}
+                for batch in topic.read(0, len(seen)):
+                    seen += batch.records.column("value").to_pylist()
+            writer.result(30)
+        assert seen == [b"%d" % i for i in range(last)]
+
+
+class _Retention(_Fixtures):
+    def fill(self, topic: TopicLog, batches: int = 20) -> None:
+        """Batches of 5 kB, so that each fills the smallest segment; batch i is of the time i seconds."""
+        for i in range(batches):
+            topic.append([Append(0, records([b"%04d" % i + b"." * 5000], [i * 1_000_000]))])
+
+    def check(self, topic: TopicLog, moved: dict[int, int], end: int) -> None:
+        start = topic.start(0)
+        assert moved == {0: start}
+        assert 0 < start <= end == topic.end(0)
+        assert [value[:4] for value in values_from(topic, 0, start) if value] == [
+            b"%04d" % i for i in range(start, end)
+        ]
+        for offset in {0, start - 1}:
+            with pytest.raises(OffsetTrimmed) as trimmed:
+                topic.read(0, offset)
+            assert (trimmed.value.offset, trimmed.value.first_offset) == (offset, start)
+        assert topic.offset_at(0, 0) == start
+        assert topic.wait({0: 0}, 0) == {0}
+        assert topic.append([Append(0, records([b"next"]))]) == [end]
+
+    def test_retention_by_time_removes_only_what_is_old(self, log: Log) -> None:
+        topic = log.create_topic(new_topic(retention_s=10.0, segment_bytes=4096))
+        self.fill(topic)
+        moved = topic.retain(now=22_000_000)
+        assert topic.start(0) <= 12, "a message of the last ten seconds is gone"
+        assert topic.start(0) >= 8, "much too old messages are still there"
+        self.check(topic, moved, 20)
+
+    def test_retention_by_size_keeps_about_that_much(self, log: Log) -> None:
+        topic = log.create_topic(new_topic(retention_bytes=52_000, segment_bytes=4096))
+        self.fill(topic)
+        moved = topic.retain(now=0)
+        assert 5 <= topic.start(0) <= 15
+        self.check(topic, moved, 20)
+
+    def test_retention_keeps_everything_by_default(self, log: Log) -> None:
+        topic = log.create_topic(new_topic(segment_bytes=4096))
+        self.fill(topic)
+        assert topic.retain(now=10**18) == {}
+        assert topic.start(0) == 0
+
+    def test_nothing_old_nothing_moved(self, log: Log) -> None:
+        topic = log.create_topic(new_topic(retention_s=100.0, retention_bytes=10 << 20, segment_bytes=4096))
+        self.fill(topic)
+        assert topic.retain(now=20_000_000) == {}
+
+    def test_l4_a_retry_is_known_after_retention(self, log: Log, producer: uuid.UUID) -> None:
+        topic = log.create_topic(new_topic(retention_s=1.0, segment_bytes=4096))
+        for i in range(5):
+            topic.append([Append(0, records([b"." * 5000], [i]), origin(i, producer))])
+        topic.retain(now=10**12)
+        assert topic.append([Append(0, records([b"." * 5000], [4]), origin(4, producer))]) == [4]
+        assert topic.append([Append(0, records([b"."], [5]), origin(5, producer))]) == [5]
+
+
+class LogContract(_Topics, _Appends, _Reads, _Origins, _Waits, _Retention):
+    """What every log keeps."""
