@@ -113,7 +113,7 @@ class TestLostReplies:
     ) -> None:
         with open_sql(url_of(server, proxy)) as registry:
             registry.commit(put={"a": b"1"})
-            count = self.before_commit(monkeypatch, lambda: proxy.drop_replies(close_after=0))
+            count = self.before_commit(monkeypatch, lambda: proxy.drop_replies(close_after=0.2))
             with pytest.raises(OutcomeUnknown):
                 registry.commit(put={"a": b"2"})
             assert count == [1], "an unknown outcome is never tried again"
@@ -241,7 +241,7 @@ class TestServerFaults:
         def lose_replies() -> None:
             for _ in range(30):
                 time.sleep(0.02)  # long enough for all to be at work again, at locks or at COMMIT
-                proxy.drop_replies(close_after=0)
+                proxy.drop_replies(close_after=0.2)
                 time.sleep(0.002)
                 proxy.restore()
 
