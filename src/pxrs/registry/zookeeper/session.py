@@ -57,8 +57,8 @@ _kazoo_log.setLevel(logging.ERROR)
 
 T = TypeVar("T")
 
-REQUESTS_MAX = 160
-"""How many requests of one session may wait for an answer. kazoo's pipe holds some 270."""
+UNSENT_MAX = 160
+"""How many requests of one session may wait to be sent. kazoo's pipe holds a byte for some 270."""
 IN_FLIGHT_MAX = 100
 """How many requests of one call are under way at a time; each may bring a value of the largest size."""
 PAUSE_S = 0.02
@@ -74,7 +74,7 @@ _DISTURBED = (*REFUSED, ConnectionLoss, OperationTimeoutError)
 
 
 class Crowded(KazooException):  # type: ignore[misc]
-    """Too many requests wait for an answer; this one was not sent."""
+    """Too many requests wait to be sent; this one is not."""
 
 
 class TryAgain(Exception):
@@ -110,6 +110,8 @@ class Client(KazooClient):  # type: ignore[misc]
     def __init__(
         self, endpoint: Endpoint, session_s: float, clock: Clock, on_state: Callable[[str], None], line: type[Line]
     ) -> None:
+        self._clock, self._patience_s = clock, endpoint.timeout
+        self._one_by_one = threading.Lock()
         super().__init__(
             hosts=",".join(endpoint.hosts),
             timeout=session_s,
@@ -127,19 +129,22 @@ class Client(KazooClient):  # type: ignore[misc]
         )
         self.line = self._connection = line(self, self._conn_retry.copy(), logger=_kazoo_log)
         self.line.clock = clock
-        self._room = threading.BoundedSemaphore(REQUESTS_MAX)
-        self._patience_s = endpoint.timeout
         self.add_listener(lambda state: self._told(state, on_state))
         self.was_refused = False
         self.is_connected: threading.Event = self.start_async()
 
     def _call(self, request: Any, async_object: Any) -> Any:
         """kazoo wakes its connection by a byte in a pipe, and waits for ever if that is full of bytes that a hanging
-        connection has not read. So there are never so many requests; who finds no room is told, and nothing is sent."""
-        if not self._room.acquire(timeout=self._patience_s):
-            raise Crowded(f"{REQUESTS_MAX} requests are waiting for an answer")
-        async_object.rawlink(lambda _: self._room.release())
-        return super()._call(request, async_object)
+        connection has not read, one for each request that it has not sent. So there are never so many of them; who
+        finds no room in time is told, and nothing is sent."""
+        until = self._clock.now() + self._patience_s
+        while True:
+            with self._one_by_one:
+                if len(self._queue) < UNSENT_MAX:
+                    return super()._call(request, async_object)
+            if self._clock.now() >= until:
+                raise Crowded(f"{UNSENT_MAX} requests wait to be sent")
+            time.sleep(PAUSE_S)
 
     def _told(self, state: str, on_state: Callable[[str], None]) -> None:
         self.was_refused |= self.client_state == KeeperState.AUTH_FAILED
