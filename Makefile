@@ -42,6 +42,7 @@ soak: $(READY) ## The fault tests with larger numbers
 
 bench: $(READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.registry
+	$(BIN)/python -m benchmarks.log
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist

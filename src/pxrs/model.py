@@ -13,7 +13,7 @@ PARTITIONS_MAX = 10_000
 SEGMENT_BYTES_DEFAULT = 64 << 20
 PARTITIONERS = ("xxh64", "murmur2")
 CODECS = ("none", "lz4", "zstd")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+TOPIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class Message(NamedTuple):
@@ -53,7 +53,7 @@ class Topic:
     """What a later version wrote and this one does not know; kept as it is."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not isinstance(self.name, str) or not TOPIC_NAME.fullmatch(self.name):
             raise InvalidTopic(
                 f"topic name {self.name!r}: use up to 200 letters, digits, '.', '_' or '-', a letter or digit first"
             )

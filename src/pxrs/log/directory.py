@@ -38,7 +38,7 @@ from pxrs.log.batch import Batch, encode
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
-from pxrs.model import Topic
+from pxrs.model import TOPIC_NAME, Topic
 
 _META: Final = "topic.json"
 
@@ -91,11 +91,11 @@ class DirectoryLog(Log):
             names = sorted(os.listdir(self._topics))
         except FileNotFoundError:
             return []
-        return [topic for name in names if not name.startswith(".") and (topic := self._meta(name)) is not None]
+        return [topic for name in names if TOPIC_NAME.fullmatch(name) and (topic := self._meta(name)) is not None]
 
     def topic(self, name: str) -> TopicLog:
         self._check_usable()
-        topic = None if "/" in name or name.startswith(".") or not name else self._meta(name)
+        topic = self._meta(name) if TOPIC_NAME.fullmatch(name) else None
         if topic is None:
             raise UnknownTopic(name, [topic.name for topic in self.topics()])
         with self._lock:

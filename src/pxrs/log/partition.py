@@ -104,12 +104,14 @@ class Partition:
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
         published = self.published()
-        if not 0 <= offset <= published.end:
+        if offset > published.end:
             raise OffsetOutOfRange(self.place, offset, published.end)
+        if offset < 0:
+            raise OffsetTrimmed(self.place, offset, self.start())
         batches: list[Batch] = []
         size = 0
-        while offset < published.end and size < max_bytes:
-            for batch, nbytes in self._read_segment(published, offset, max_bytes - size):
+        while offset < published.end and (size < max_bytes or not batches):
+            for batch, nbytes in self._read_segment(published, offset):
                 batches.append(batch)
                 size += nbytes
                 offset = batch.next_offset
@@ -117,11 +119,11 @@ class Partition:
                     break
         return batches
 
-    def _read_segment(self, published: Published, offset: int, max_bytes: int) -> Iterator[tuple[Batch, int]]:
+    def _read_segment(self, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
         for _ in range(3):  # retention may take a segment away while we look for it
             base = self._base_of(offset, published)
             if base == published.segment:
-                yield from self._read_tail(published, offset, max_bytes)
+                yield from self._read_tail(published, offset)
                 return
             try:
                 sealed = self._sealed(base)
@@ -135,7 +137,7 @@ class Partition:
             return
         raise OffsetTrimmed(self.place, offset, self.start())
 
-    def _read_tail(self, published: Published, offset: int, max_bytes: int) -> Iterator[tuple[Batch, int]]:
+    def _read_tail(self, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
         path = segment_path(self.folder, published.segment)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -193,7 +195,7 @@ class Partition:
             begin = next(header.base_offset for _, header in sealed.frames_from(position))
         if begin >= published.end:
             return None
-        for batch, _ in self._read_segment(published, begin, 1 << 62):
+        for batch, _ in self._read_segment(published, begin):
             times = batch.records.column("timestamp").cast(pa.int64())
             for row, time_us in enumerate(times.to_pylist()):
                 if time_us >= timestamp:

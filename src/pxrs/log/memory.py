@@ -1,0 +1,245 @@
+"""The log in one process's memory: for tests, and for programs that need no other process.
+
+Batches are kept as the bytes they would have on disk, uncompressed, so that the same input is refused and nothing that
+the caller holds is shared. One condition for each topic: appends are short, and a waiter hears of any partition.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pxrs.errors import (
+    Closed,
+    InvalidRecord,
+    OffsetOutOfRange,
+    OffsetTrimmed,
+    SequenceGap,
+    TopicExists,
+    UnknownProducer,
+    UnknownTopic,
+    UsedAfterFork,
+)
+from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, encode
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
+from pxrs.log.producers import Placed, Producers
+from pxrs.model import Topic
+
+
+class _Partition:
+    def __init__(self) -> None:
+        self.bases: list[int] = []
+        self.payloads: list[Payload] = []
+        self.start = 0
+        self.end = 0
+        self.producers = Producers()
+
+    def store(self, payload: Payload) -> None:
+        self.bases.append(self.end)
+        self.payloads.append(payload)
+        self.end += payload.rows
+
+    def drop(self, count: int) -> None:
+        """Forget the first batches."""
+        del self.bases[:count], self.payloads[:count]
+        self.start = self.bases[0] if self.bases else self.end
+
+
+class MemoryTopic(TopicLog):
+    def __init__(self, topic: Topic, log: MemoryLog) -> None:
+        self.topic = topic
+        self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
+        self._log = log
+        self._changed = threading.Condition()
+        self._stored = [_Partition() for _ in range(topic.partitions)]
+        self._is_deleted = False
+
+    def start(self, partition: int) -> int:
+        place = self._partition(partition)
+        with self._changed:
+            self._check_usable()
+            return place.start
+
+    def end(self, partition: int) -> int:
+        place = self._partition(partition)
+        with self._changed:
+            self._check_usable()
+            return place.end
+
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        place = self._partition(partition)
+        with self._changed:
+            self._check_usable()
+            if offset > place.end:
+                raise OffsetOutOfRange(f"{self.name}/{partition}", offset, place.end)
+            if offset < place.start:
+                raise OffsetTrimmed(f"{self.name}/{partition}", offset, place.start)
+            if offset == place.end:
+                return []
+            chosen: list[tuple[int, Payload]] = []
+            size = 0
+            for i in range(bisect_right(place.bases, offset) - 1, len(place.bases)):
+                size += place.payloads[i].data.size
+                if chosen and size > max_bytes:
+                    break
+                chosen.append((place.bases[i], place.payloads[i]))
+        batches = [Batch(base, pa.ipc.read_record_batch(payload.data, SCHEMA)) for base, payload in chosen]
+        skip = offset - batches[0].base_offset
+        if skip:
+            batches[0] = Batch(offset, batches[0].records.slice(skip))
+        return batches
+
+    def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
+        places = {partition: self._partition(partition) for partition in positions}
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                self._check_usable()
+                ready = {partition for partition, offset in positions.items() if places[partition].end > offset}
+                left = None if until is None else until - time.monotonic()
+                if ready or (left is not None and left <= 0):
+                    return ready
+                self._changed.wait(left)
+
+    def offset_at(self, partition: int, timestamp: int) -> int:
+        place = self._partition(partition)
+        with self._changed:
+            self._check_usable()
+            stored = zip(place.bases, place.payloads, strict=True)
+            found = next((each for each in stored if each[1].last_timestamp >= timestamp), None)
+            if found is None:
+                return place.end
+        times = pa.ipc.read_record_batch(found[1].data, SCHEMA).column("timestamp").cast(pa.int64())
+        return found[0] + int(pc.index(pc.greater_equal(times, timestamp), True).as_py())
+
+    def append(self, appends: Sequence[Append]) -> list[int]:
+        payloads = [encode(append.records) for append in appends]
+        in_partition: dict[int, list[int]] = {}
+        for i, append in enumerate(appends):
+            self._partition(append.partition)
+            in_partition.setdefault(append.partition, []).append(i)
+        placed: dict[int, Placed] = {}
+        with self._changed:
+            self._check_usable()
+            # Every partition is checked before anything is stored: what is refused leaves no trace.
+            for partition, numbers in in_partition.items():
+                batches = [(appends[i].origin, payloads[i].rows) for i in numbers]
+                placed |= zip(numbers, self._place(partition, batches), strict=True)
+            for i, append in enumerate(appends):
+                if placed[i].is_new:
+                    place = self._stored[append.partition]
+                    place.store(payloads[i])
+                    place.producers.note(append.origin, placed[i].offset)
+            self._changed.notify_all()
+        return [placed[i].offset for i in range(len(appends))]
+
+    def retain(self, now: int) -> dict[int, int]:
+        starts = {}
+        with self._changed:
+            self._check_usable()
+            for partition, place in enumerate(self._stored):
+                count = self._expired(place.payloads, now)
+                if count:
+                    place.drop(count)
+                    starts[partition] = place.start
+        return starts
+
+    def _expired(self, payloads: Sequence[Payload], now: int) -> int:
+        """How many batches from the beginning are too old, or too many for the bytes that may be kept."""
+        count = 0
+        if self.topic.retention_s is not None:
+            oldest = now - int(self.topic.retention_s * 1_000_000)
+            while count < len(payloads) and payloads[count].last_timestamp < oldest:
+                count += 1
+        if self.topic.retention_bytes is not None:
+            size = sum(payload.frame_bytes for payload in payloads[count:])
+            while size > self.topic.retention_bytes:
+                size -= payloads[count].frame_bytes
+                count += 1
+        return count
+
+    def _place(self, partition: int, batches: list[tuple[Origin, int]]) -> list[Placed]:
+        place = self._stored[partition]
+        try:
+            return place.producers.place(batches, place.end)
+        except (UnknownProducer, SequenceGap) as error:
+            raise type(error)(f"{self.name}/{partition}: {error}") from None
+
+    def _partition(self, partition: int) -> _Partition:
+        if not 0 <= partition < self.partitions:
+            raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")
+        # Before the condition is touched: in a forked child another thread may have held it.
+        self._log._check_process()
+        return self._stored[partition]
+
+    def _check_usable(self) -> None:
+        self._log._check_usable()
+        if self._is_deleted:
+            raise UnknownTopic(self.name)
+
+    def _wake(self, *, is_deleted: bool = False) -> None:
+        with self._changed:
+            self._is_deleted |= is_deleted
+            self._changed.notify_all()
+
+
+class MemoryLog(Log):
+    """A log that is gone with its process."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._topics: dict[str, MemoryTopic] = {}
+        self._is_closed = False
+
+    def create_topic(self, topic: Topic) -> MemoryTopic:
+        self._check_usable()
+        with self._lock:
+            if topic.name in self._topics:
+                raise TopicExists(f"there is a topic {topic.name!r} already")
+            created = self._topics[topic.name] = MemoryTopic(topic, self)
+            return created
+
+    def topics(self) -> list[Topic]:
+        self._check_usable()
+        with self._lock:
+            return [self._topics[name].topic for name in sorted(self._topics)]
+
+    def topic(self, name: str) -> MemoryTopic:
+        self._check_usable()
+        with self._lock:
+            if name not in self._topics:
+                raise UnknownTopic(name, sorted(self._topics))
+            return self._topics[name]
+
+    def delete_topic(self, name: str) -> None:
+        self._check_usable()
+        with self._lock:
+            if name not in self._topics:
+                raise UnknownTopic(name, sorted(self._topics))
+            gone = self._topics.pop(name)
+        gone._wake(is_deleted=True)
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # it is the parent's
+        with self._lock:
+            self._is_closed = True
+            topics = list(self._topics.values())
+        for topic in topics:
+            topic._wake()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsedAfterFork("the log in memory was made before a fork: make another one in the child")
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise Closed("the log in memory was closed")

@@ -1,0 +1,82 @@
+"""The frame format is for ever: golden files of each released version are read, and are as docs/format.md says (L5)."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import xxhash
+
+from pxrs.errors import DamagedFrame, InvalidRecord
+from pxrs.log.batch import HEADER_BYTES, SCHEMA, Origin, encode, header_bytes, padding, read_header, read_payload
+from pxrs.model import CODECS
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "log-format-1"
+PRODUCER = uuid.UUID("00112233-4455-6677-8899-aabbccddeeff")
+ROWS = [
+    {"key": b"account-7", "value": b"paid", "timestamp": 1_700_000_000_000_001, "headers": None},
+    {"key": None, "value": b"", "timestamp": 1_700_000_000_000_000, "headers": []},
+    {"key": b"", "value": None, "timestamp": -1, "headers": [{"key": "trace", "value": b"\x00\xff"}]},
+]
+
+
+def batch() -> pa.RecordBatch:
+    columns = [pa.array([row[field.name] for row in ROWS], field.type) for field in SCHEMA]
+    return pa.record_batch(columns, schema=SCHEMA)
+
+
+def frame(codec: str) -> bytes:
+    payload = encode(batch(), codec)
+    return header_bytes(payload, 42, Origin(PRODUCER, 3, 9), follows=1) + payload.data.to_pybytes() + padding(payload)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_golden_frames_are_read(codec: str) -> None:
+    data = (GOLDEN / f"{codec}.frame").read_bytes()
+    header = read_header(data, "golden", 0)
+    assert header.base_offset == 42
+    assert header.origin == Origin(PRODUCER, 3, 9)
+    assert (header.first_timestamp, header.last_timestamp) == (-1, 1_700_000_000_000_001)
+    assert (header.follows, header.schema_id, header.frame_bytes) == (1, 0, len(data))
+    records = read_payload(header, pa.py_buffer(data), "golden", 0)
+    assert records.equals(batch())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_written_now_is_read(codec: str) -> None:
+    data = frame(codec)
+    header = read_header(data, "new", 0)
+    assert read_payload(header, pa.py_buffer(data), "new", 0).equals(batch())
+
+
+def test_the_header_is_as_the_document_says() -> None:
+    data = (GOLDEN / "none.frame").read_bytes()
+    assert data[:8] == b"PXRS" + struct.pack("<BBH", 1, 0, 96)
+    assert struct.unpack_from("<IIQqq", data, 8) == (len(data), 3, 42, -1, 1_700_000_000_000_001)
+    assert data[40:56] == PRODUCER.bytes
+    epoch, schema, sequence, checksum, size, follows = struct.unpack_from("<IIQQII", data, 56)
+    assert (epoch, schema, sequence, follows) == (3, 0, 9, 1)
+    assert checksum == xxhash.xxh3_64_intdigest(data[96 : 96 + size])
+    assert struct.unpack_from("<Q", data, 88) == (xxhash.xxh3_64_intdigest(data[:88]),)
+    assert len(data) % 32 == 0
+    assert not any(data[96 + size :])
+
+
+def test_every_damaged_bit_is_noticed() -> None:
+    data = (GOLDEN / "none.frame").read_bytes()
+    header = read_header(data, "golden", 0)
+    for bit in range(0, (HEADER_BYTES + header.payload_bytes) * 8, 3):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DamagedFrame, match="golden at byte 0"):
+            read_payload(read_header(damaged, "golden", 0), pa.py_buffer(bytes(damaged)), "golden", 0)
+
+
+def test_a_batch_that_does_not_fit_the_log_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match="columns"):
+        encode(pa.record_batch({"value": [b"x"]}))
+    with pytest.raises(InvalidRecord, match="empty"):
+        encode(batch().slice(0, 0))
