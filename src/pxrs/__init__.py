@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib.metadata import version as _version
 
 from pxrs import errors
+from pxrs.hub import Hub, open
+from pxrs.model import Message, Topic, TopicPartition
 from pxrs.registry import ABSENT
 
 __version__ = _version("pxrs")
-__all__ = ["ABSENT", "__version__", "errors"]
+__all__ = ["ABSENT", "Hub", "Message", "Topic", "TopicPartition", "__version__", "errors", "open"]

@@ -78,5 +78,8 @@ def test_every_damaged_bit_is_noticed() -> None:
 def test_a_batch_that_does_not_fit_the_log_is_refused() -> None:
     with pytest.raises(InvalidRecord, match="columns"):
         encode(pa.record_batch({"value": [b"x"]}))
+    timeless = pa.record_batch([pa.nulls(1, field.type) for field in SCHEMA], schema=SCHEMA)
+    with pytest.raises(InvalidRecord, match="timestamp"):
+        encode(timeless)
     with pytest.raises(InvalidRecord, match="empty"):
         encode(batch().slice(0, 0))

@@ -107,6 +107,8 @@ def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:
         raise InvalidRecord(f"the batch's columns are {records.schema.to_string()}; they must be {SCHEMA.to_string()}")
     if records.num_rows == 0:
         raise InvalidRecord("the batch is empty")
+    if records.column("timestamp").null_count:
+        raise InvalidRecord("a record without a timestamp")
     data = records.serialize() if codec == "none" else _serialize(records, codec)
     if _padded(HEADER_BYTES + data.size) > FRAME_BYTES_MAX:
         raise InvalidRecord(f"the batch has {data.size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")

@@ -1,0 +1,277 @@
+"""What `pxrs.open` returns: one place's topics, and the doors to send and read.
+
+Nothing is made by accident: a topic exists once `create_topic` made it, and asking for another name is an error.
+Closing goes from the outside in: producers first, because they still write; then the log; then the registry.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import pyarrow as pa
+
+from pxrs import registry as registries
+from pxrs.errors import Closed, InvalidTopic, InvalidUrl, UsedAfterFork
+from pxrs.log.batch import SCHEMA, Batch
+from pxrs.log.contract import READ_BYTES_DEFAULT, Log, TopicLog
+from pxrs.log.memory import MemoryLog
+from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
+from pxrs.producer import Producer
+from pxrs.registry import Registry
+from pxrs.registry.address import Address, parse
+
+TABLE_SCHEMA: Final = pa.schema(
+    [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False), *SCHEMA]
+)
+
+
+def open(url: str | os.PathLike[str], registry: str | os.PathLike[str] | None = None) -> Hub:
+    """Open a place for messages: a directory, or `memory:` for this process alone.
+
+    registry: the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
+    kept with the messages. A directory is made by the first `create_topic`.
+    """
+    address = parse(url)
+    if registry is not None:
+        _check_registry(registry)
+    if address.scheme == "memory":
+        if address.rest or address.options:
+            raise InvalidUrl(f"{address.text}: write memory: and nothing more")
+        return Hub("memory:", MemoryLog(), "memory:" if registry is None else registry)
+    if address.scheme != "file":
+        raise InvalidUrl(_refusal(address))
+    path = _directory(address)
+    from pxrs.log.directory import DirectoryLog
+
+    return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry)
+
+
+def messages_of(batch: Batch, topic: str, partition: int, epoch: int = 0) -> Iterator[Message]:
+    """The records of a batch, one by one."""
+    records = batch.records
+    keys, values = records.column("key").to_pylist(), records.column("value").to_pylist()
+    times = records.column("timestamp").cast(pa.int64()).to_pylist()
+    headers: list[list[tuple[str, bytes]] | None] = [None] * len(times)
+    column = records.column("headers")
+    if column.null_count != len(times):
+        headers = [
+            None if each is None else [(pair["key"], pair["value"]) for pair in each] for each in column.to_pylist()
+        ]
+    for row, (key, value, time_us, pairs) in enumerate(zip(keys, values, times, headers, strict=True)):
+        yield Message(topic, partition, batch.base_offset + row, key, value, time_us, pairs, epoch)
+
+
+class TopicHandle:
+    """A topic to look at: its settings, its offsets and its messages. Reading here moves no checkpoint."""
+
+    def __init__(self, log: TopicLog) -> None:
+        self._log = log
+        self.topic = log.topic
+        self.name, self.id, self.partitions = log.name, log.id, log.partitions
+
+    def start(self, partition: int) -> int:
+        """The first offset that is still there."""
+        return self._log.start(partition)
+
+    def end(self, partition: int) -> int:
+        """The offset that the next message will get."""
+        return self._log.end(partition)
+
+    def offset_at(self, partition: int, timestamp: int) -> int:
+        """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
+        return self._log.offset_at(partition, timestamp)
+
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        """Batches from exactly this offset on, about `max_bytes` of them; none at the end."""
+        return self._log.read(partition, offset, max_bytes)
+
+    def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
+        """The messages from this offset on, up to the end as it is when it is reached."""
+        while batches := self._log.read(partition, offset):
+            for batch in batches:
+                yield from messages_of(batch, self.name, partition)
+                offset = batch.next_offset
+
+    def to_arrow(self, partition: int | None = None, start: int | None = None, end: int | None = None) -> pa.Table:
+        """The messages as a table: partition, offset, key, value, timestamp, headers.
+
+        start, end: offsets, in each partition; by default all that is there when this is called.
+        """
+        numbers = range(self.partitions) if partition is None else (partition,)
+        parts = [part for number in numbers for part in self._parts(number, start, end)]
+        return pa.Table.from_batches(parts, TABLE_SCHEMA)
+
+    def _parts(self, partition: int, start: int | None, end: int | None) -> Iterator[pa.RecordBatch]:
+        last = self._log.end(partition)
+        end = last if end is None else min(end, last)
+        offset = self._log.start(partition) if start is None else start
+        while offset < end:
+            for batch in self._log.read(partition, offset):
+                records = batch.records.slice(0, end - offset)
+                if records.num_rows:
+                    yield _with_place(records, partition, offset)
+                offset += records.num_rows
+
+    def __repr__(self) -> str:
+        return f"<TopicHandle {self.name} with {self.partitions} partitions>"
+
+
+class Hub:
+    """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own."""
+
+    def __init__(self, url: str, log: Log, registry: str | os.PathLike[str]) -> None:
+        """`pxrs.open` makes it; `registry` is opened when it is first needed."""
+        self.url = url
+        self._log = log
+        self._registry_url = registry
+        self._registry: Registry | None = None
+        self._lock = threading.Lock()
+        self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
+        self._pid = os.getpid()
+        self._is_closed = False
+
+    @property
+    def registry(self) -> Registry:
+        """Where the coordination is kept, opened by the first use."""
+        self._check_usable()
+        with self._lock:
+            if self._registry is None:
+                self._registry = registries.open(self._registry_url)
+            return self._registry
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int = PARTITIONS_DEFAULT,
+        partitioner: str = "xxh64",
+        codec: str = "none",
+        retention: float | timedelta | None = None,
+        retention_bytes: int | None = None,
+        segment_bytes: int = SEGMENT_BYTES_DEFAULT,
+    ) -> TopicHandle:
+        """Make a topic. Its partition count and partitioner are fixed for good.
+
+        retention: how long a message is kept, in seconds or as a timedelta; retention_bytes: how much of each
+        partition. None keeps everything. Raises TopicExists, InvalidTopic.
+        """
+        self._check_usable()
+        seconds = retention.total_seconds() if isinstance(retention, timedelta) else retention
+        for setting, value in (("partitions", partitions), ("segment_bytes", segment_bytes)):
+            if not isinstance(value, int):
+                raise InvalidTopic(f"{name}: {setting} is {value!r}; give a whole number")
+        topic = Topic(name, uuid.uuid4().hex, partitions, partitioner, codec, segment_bytes, seconds, retention_bytes)
+        return TopicHandle(self._log.create_topic(topic))
+
+    def topics(self) -> list[Topic]:
+        """All topics, in the order of their names."""
+        self._check_usable()
+        return self._log.topics()
+
+    def topic(self, name: str) -> TopicHandle:
+        """A topic to read. Raises UnknownTopic."""
+        self._check_usable()
+        return TopicHandle(self._log.topic(name))
+
+    def delete_topic(self, name: str) -> None:
+        """Remove a topic and its messages. Raises UnknownTopic."""
+        self._check_usable()
+        self._log.delete_topic(name)
+
+    def producer(self, topic: str, **options: Any) -> Producer:
+        """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic."""
+        self._check_usable()
+        producer = Producer(self._log.topic(topic), **options)
+        with self._lock:
+            if not self._is_closed:
+                self._producers.add(producer)
+                return producer
+        producer.close()
+        raise Closed(f"the hub {self.url} was closed")
+
+    def close(self) -> None:
+        """Close the producers, sending what waits in them, then the log, then the registry. Raises the first error."""
+        if os.getpid() != self._pid:
+            return  # it is the parent's
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            closing: list[Callable[[], None]] = [producer.close for producer in self._producers]
+            closing.append(self._log.close)
+            if self._registry is not None:
+                closing.append(self._registry.close)
+        errors = []
+        for close in closing:
+            try:
+                close()
+            except Exception as error:  # noqa: BLE001 - raised below, when the rest is closed too
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"the hub {self.url} was opened before a fork: open it again in the child")
+        if self._is_closed:
+            raise Closed(f"the hub {self.url} was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"pxrs: closing the hub {self.url} failed too: {failure}")
+
+    def __repr__(self) -> str:
+        return f"<Hub {self.url}{' closed' if self._is_closed else ''}>"
+
+
+def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:
+    rows = records.num_rows
+    partitions = pa.repeat(pa.scalar(partition, pa.int32()), rows)
+    offsets = pa.array(range(offset, offset + rows), pa.int64())
+    return pa.RecordBatch.from_arrays([partitions, offsets, *records.columns], schema=TABLE_SCHEMA)
+
+
+def _directory(address: Address) -> Path:
+    host, path = "", address.rest
+    if path.startswith("//"):
+        host, slash, rest = path[2:].partition("/")
+        path = slash + rest
+    if host not in ("", "localhost"):
+        raise InvalidUrl(f"{address.text}: {host!r} is a host; write DIR, or file:///absolute/dir")
+    if not path:
+        raise InvalidUrl(f"{address.text}: which directory?")
+    if address.options:
+        raise InvalidUrl(f"{address.text}: a directory takes no options; unknown: {', '.join(address.options)}")
+    directory = Path(path).absolute()
+    if directory.exists() and not directory.is_dir():
+        raise InvalidUrl(f"{directory} is a file; give a directory")
+    return directory
+
+
+def _check_registry(registry: str | os.PathLike[str]) -> None:
+    """The registry is opened later, but a scheme that nobody knows is an error now."""
+    scheme = parse(registry).scheme
+    if scheme not in registries.SCHEMES:
+        raise InvalidUrl(f"registry: unknown scheme {scheme!r}; choose from {', '.join(registries.SCHEMES)}")
+
+
+def _refusal(address: Address) -> str:
+    if address.scheme in registries.SCHEMES:
+        return f"{address.text} keeps no messages: write pxrs.open(DIRECTORY, registry='{address.scheme}:...')"
+    return f"unknown scheme {address.scheme!r}; give a directory or memory:"

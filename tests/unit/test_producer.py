@@ -1,0 +1,479 @@
+"""The producer on a log in memory, and on logs that fail on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pxrs.errors import AppendFailed, Closed, InvalidRecord, LogError, PxrsError, UsedAfterFork
+from pxrs.log.contract import Append
+from pxrs.log.memory import MemoryLog, MemoryTopic
+from pxrs.model import Topic
+from pxrs.partitioner import murmur2, xxh64
+from pxrs.producer import Producer
+
+
+class Fickle(MemoryTopic):
+    """A topic whose appends do what the test wants: `before` may raise, or hold the append up."""
+
+    def __init__(self, topic: Topic) -> None:
+        super().__init__(topic, MemoryLog())
+        self.calls: list[list[Append]] = []
+        self.before: Callable[[Sequence[Append]], None] = lambda appends: None
+        self.after: Callable[[Sequence[Append]], None] = lambda appends: None
+
+    def append(self, appends: Sequence[Append]) -> list[int]:
+        self.calls.append(list(appends))
+        self.before(appends)
+        offsets = super().append(appends)
+        self.after(appends)
+        return offsets
+
+    def values(self, partition: int) -> list[bytes | None]:
+        return [v for batch in self.read(partition, 0, 1 << 30) for v in batch.records.column("value").to_pylist()]
+
+    def column(self, name: str) -> list[Any]:
+        return [v for batch in self.read(0, 0, 1 << 30) for v in batch.records.column(name).to_pylist()]
+
+
+class Gate:
+    """Holds appends up until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, appends: Sequence[Append]) -> None:
+        self.reached.set()
+        assert self.opened.wait(30)
+
+
+class Failing:
+    """Raises for some partitions, or for the first so many calls."""
+
+    def __init__(self, error: Exception, *, times: int = 1 << 30, partitions: Sequence[int] = range(100)) -> None:
+        self.error, self.times, self.partitions = error, times, partitions
+
+    def __call__(self, appends: Sequence[Append]) -> None:
+        if self.times and any(append.partition in self.partitions for append in appends):
+            self.times -= 1
+            raise self.error
+
+
+def make(partitions: int = 4, **settings: Any) -> Fickle:
+    return Fickle(Topic("orders", "id", partitions, **settings))
+
+
+@pytest.fixture
+def topic() -> Fickle:
+    return make()
+
+
+@pytest.fixture
+def single() -> Iterator[tuple[Fickle, Producer]]:
+    """One partition, and a producer that sends only when told."""
+    topic = make(1)
+    with Producer(topic, linger_s=60) as out:
+        yield topic, out
+
+
+def test_a_receipt_tells_partition_and_offset(topic: Fickle) -> None:
+    with Producer(topic) as out:
+        receipts = [out.send(b"%d" % i, key=b"k%d" % i) for i in range(20)]
+        places = [receipt.result(10) for receipt in receipts]
+        assert all(receipt.is_done for receipt in receipts)
+    for i, (partition, offset) in enumerate(places):
+        assert partition == xxh64(b"k%d" % i) % 4
+        assert topic.values(partition)[offset] == b"%d" % i
+
+
+def test_x2_the_topics_partitioner_decides() -> None:
+    topic = make(partitioner="murmur2")
+    with Producer(topic) as out:
+        assert [out.send(b"", key=k).result(10)[0] for k in (b"21", b"abc")] == [
+            murmur2(b"21") % 4,
+            murmur2(b"abc") % 4,
+        ]
+
+
+def test_x2_order_holds_within_a_key(topic: Fickle) -> None:
+    with Producer(topic, batch_rows=7) as out:
+        for i in range(500):
+            out.send(b"%d" % i, key=b"k%d" % (i % 3))
+        out.flush()
+        for key in range(3):
+            mine = [int(v or b"") for v in topic.values(xxh64(b"k%d" % key) % 4) if int(v or b"") % 3 == key]
+            assert mine == list(range(key, 500, 3))
+
+
+def test_text_headers_times_and_nulls(single: tuple[Fickle, Producer]) -> None:
+    topic, out = single
+    before = time.time_ns() // 1000
+    out.send("wért", key="schlüssel", headers=[("a", b"1"), ("a", None)], timestamp=5)
+    out.send(None, timestamp=datetime(1970, 1, 1, 0, 0, 1, tzinfo=UTC))
+    out.send(bytearray(b"x"), key=memoryview(b"y"), partition=0, headers=[])  # type: ignore[arg-type]
+    out.flush()
+    assert topic.column("value") == ["wért".encode(), None, b"x"]
+    assert topic.column("key") == ["schlüssel".encode(), None, b"y"]
+    assert topic.column("headers") == [[{"key": "a", "value": b"1"}, {"key": "a", "value": None}], None, []]
+    times = [round(each.timestamp() * 1e6) for each in topic.column("timestamp")]
+    assert times[:2] == [5, 1_000_000]
+    assert before <= times[2] <= time.time_ns() // 1000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"value": 5},
+        {"value": b"", "key": 1.5},
+        {"value": b"", "partition": 1},
+        {"value": b"", "partition": -1},
+        {"value": b"", "partition": "0"},
+        {"value": b"", "headers": [(b"a", b"1")]},
+        {"value": b"", "headers": [("a", 1)]},
+        {"value": b"", "headers": 3},
+        {"value": b"", "timestamp": datetime(2020, 1, 1)},
+        {"value": b"", "timestamp": 1.5},
+        {"value": b"", "timestamp": 1 << 63},
+        {"value": bytes(65 << 20)},
+    ],
+)
+def test_an_unfit_message_is_refused_and_harms_no_other(
+    single: tuple[Fickle, Producer], message: dict[str, Any]
+) -> None:
+    topic, out = single
+    out.send(b"before")
+    with pytest.raises(InvalidRecord):
+        out.send(**message)
+    out.send(b"after")
+    out.flush()
+    assert topic.values(0) == [b"before", b"after"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"linger_s": -1},
+        {"batch_rows": 0},
+        {"batch_bytes": 0},
+        {"buffer_bytes": 5},
+        {"tries_max": 0},
+        {"batch_rows": "x"},
+    ],
+)
+def test_a_bad_option_is_an_error_at_once(topic: Fickle, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Producer(topic, **options)
+
+
+def test_batches_keep_their_limits(topic: Fickle) -> None:
+    with Producer(topic, linger_s=60, batch_rows=10, batch_bytes=3000) as out:
+        for i in range(500):
+            out.send(b"." * (i % 100 * 10), key=b"k%d" % (i % 5))
+        out.send(b"." * 10_000, key=b"large")
+        out.flush()
+    batches = [append.records for call in topic.calls for append in call]
+    assert sum(batch.num_rows for batch in batches) == 501
+    assert max(batch.num_rows for batch in batches) == 10
+    assert all(batch.num_rows == 1 or batch.nbytes <= 3000 for batch in batches)
+
+
+def test_a_lingering_batch_goes_by_itself_and_a_full_one_at_once(topic: Fickle) -> None:
+    with Producer(topic, linger_s=0.01) as out:
+        assert out.send(b"a").result(10)[1] == 0
+    with Producer(topic, linger_s=60, batch_rows=2) as out:
+        receipts = [out.send(b"a", partition=0) for _ in range(5)]
+        receipts[3].result(10)
+        assert not receipts[4].is_done
+        with pytest.raises(TimeoutError):
+            receipts[4].result(0.01)
+
+
+def test_messages_without_a_key_go_around_a_batch_at_a_time(topic: Fickle) -> None:
+    with Producer(topic, linger_s=60, batch_rows=10) as out:
+        receipts = [out.send(b"a") for _ in range(80)]
+        out.flush()
+        places = [receipt.result()[0] for receipt in receipts]
+    assert sorted(places.count(p) for p in range(4)) == [20, 20, 20, 20]
+    assert all(len(set(places[i : i + 10])) == 1 for i in range(0, 80, 10))
+
+
+def test_l4_a_failed_append_is_tried_again_and_stored_once(topic: Fickle) -> None:
+    topic.before = Failing(AppendFailed("no"), times=2)
+    with Producer(topic, linger_s=60) as out:
+        receipts = [out.send(b"%d" % i, key=b"k%d" % i) for i in range(8)]
+        out.flush()
+        assert len({receipt.result() for receipt in receipts}) == 8
+    assert len(topic.calls) == 3
+    assert len({tuple(append.origin for append in call) for call in topic.calls}) == 1
+    assert sum(topic.end(p) for p in range(4)) == 8
+
+
+def test_l4_an_append_whose_reply_was_lost_is_stored_once() -> None:
+    topic = make(2)
+    topic.after = Failing(AppendFailed("stored, but who knows"), times=3)
+    gate = Gate()
+    topic.before = gate
+    with Producer(topic, linger_s=60, batch_rows=1) as out:
+        # Many batches wait when the first append is through: the log remembers only the last few of each partition.
+        for i in range(40):
+            out.send(b"%d" % i, partition=i % 2)
+        gate.opened.set()
+        out.flush()
+    assert topic.values(0) == [b"%d" % i for i in range(0, 40, 2)]
+    assert topic.values(1) == [b"%d" % i for i in range(1, 40, 2)]
+    assert max(sum(append.partition == 0 for append in call) for call in topic.calls) <= 5
+
+
+def test_a_partition_that_fails_for_good_fails_alone_and_in_order(topic: Fickle) -> None:
+    failure = AppendFailed("disk full")
+    topic.before = Failing(failure, partitions=[1])
+    with Producer(topic, linger_s=60, batch_rows=1, tries_max=2) as out:
+        lost = [out.send(b"lost", partition=1) for _ in range(3)]
+        kept = [out.send(b"kept", partition=p) for p in (0, 2)]
+        with pytest.raises(AppendFailed, match="disk full"):
+            out.flush()
+        for receipt in lost:
+            with pytest.raises(AppendFailed, match="disk full"):
+                receipt.result(10)
+        assert [receipt.result(10) for receipt in kept] == [(0, 0), (2, 0)]
+        topic.before = lambda appends: None
+        with pytest.raises(AppendFailed, match="disk full"):
+            out.send(b"later", partition=1)
+        with pytest.raises(AppendFailed, match="disk full"):
+            out.send_batch(pa.table({"value": [b"later"], "partition": [1]}))
+        assert out.send(b"kept", partition=0).is_done in (False, True)
+        with pytest.raises(AppendFailed, match="disk full"):
+            out.flush()
+    assert [topic.end(p) for p in range(4)] == [2, 0, 1, 0]
+
+
+def test_messages_without_a_key_avoid_a_partition_that_failed(topic: Fickle) -> None:
+    topic.before = Failing(LogError("broken"), partitions=[2])
+    with Producer(topic, linger_s=60, batch_rows=2) as out:
+        out.send(b"lost", partition=2)
+        with pytest.raises(LogError):
+            out.flush()
+        receipts = [out.send(b"a") for _ in range(20)]
+        stored = out.send_batch(pa.table({"value": [b"a"] * 20}))
+        with pytest.raises(LogError):
+            out.flush()
+        assert {receipt.result()[0] for receipt in receipts} == {0, 1, 3}
+        assert 2 not in {each.partition for each in stored.result()}
+
+
+def test_an_error_that_no_retry_helps_is_not_retried(single: tuple[Fickle, Producer]) -> None:
+    topic, out = single
+    topic.before = Failing(LogError("what is this"))
+    receipt = out.send(b"a")
+    with pytest.raises(LogError, match="what is this"):
+        out.flush()
+    with pytest.raises(LogError, match="what is this"):
+        receipt.result()
+    assert len(topic.calls) == 2  # together, then the partition alone
+
+
+def test_an_error_is_raised_by_close_if_nobody_heard_of_it(topic: Fickle) -> None:
+    topic.before = Failing(LogError("broken"))
+    out = Producer(topic, linger_s=60)
+    out.send(b"a")
+    with pytest.raises(LogError, match="broken"):
+        out.close()
+    out.close()
+
+
+def test_an_error_of_the_block_keeps_its_place(topic: Fickle) -> None:
+    topic.before = Failing(LogError("broken"))
+
+    def use() -> None:
+        with Producer(topic, linger_s=60) as out:
+            out.send(b"a")
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError) as raised:
+        use()
+    assert "broken" in raised.value.__notes__[0]
+
+
+def test_even_an_error_of_the_interpreter_reaches_those_who_wait(topic: Fickle) -> None:
+    def broken(appends: Sequence[Append]) -> None:
+        raise SystemExit("out")
+
+    topic.before = broken
+    out = Producer(topic, linger_s=60)
+    receipt = out.send(b"a")
+    with pytest.raises(SystemExit):
+        out.flush()
+    with pytest.raises(SystemExit):
+        receipt.result(10)
+    with pytest.raises(SystemExit):
+        out.send(b"b")
+    out.close()
+
+
+def test_x16_a_full_buffer_blocks_and_then_raises() -> None:
+    topic = make(1)
+    gate = topic.before = Gate()
+    with Producer(topic, linger_s=0, batch_bytes=1000, buffer_bytes=10_000, buffer_timeout=0.05) as out:
+        for _ in range(20):
+            out.send(b"." * 436, partition=0)
+        with pytest.raises(AppendFailed, match="buffer_bytes"):
+            out.send(b"." * 436, partition=0)
+        with pytest.raises(AppendFailed, match="buffer_bytes"):
+            out.send_batch(pa.table({"value": [b"." * 5000]}))
+        with pytest.raises(InvalidRecord):
+            out.send(b"." * 10_000, partition=0)
+        gate.opened.set()
+        out.send(b"now", partition=0)
+        out.flush()
+    assert topic.end(0) == 21
+
+
+def test_x16_senders_go_on_when_there_is_room() -> None:
+    topic = make(8)
+    with Producer(topic, linger_s=60, buffer_bytes=4096) as out:
+        # Nothing is ever due: only those who wait for the buffer make it move.
+        for i in range(500):
+            out.send(b"." * 100, key=b"k%d" % i)
+        out.send_batch(pa.table({"value": [b"." * 1000] * 50}))
+        out.flush()
+        assert out._buffered == 0
+    assert sum(topic.end(p) for p in range(8)) == 550
+
+
+def test_the_buffer_is_given_back_after_failures(topic: Fickle) -> None:
+    topic.before = Failing(LogError("broken"), partitions=[0])
+    with Producer(topic, linger_s=60, batch_rows=3) as out:
+        for i in range(100):
+            with contextlib.suppress(LogError):  # sooner or later
+                out.send(b"a", partition=i % 4)
+        with pytest.raises(LogError):
+            out.flush()
+        assert out._buffered == 0
+
+
+def test_tables_and_messages_keep_their_order(single: tuple[Fickle, Producer]) -> None:
+    topic, out = single
+    out.send(b"1", key=b"a")
+    receipt = out.send_batch(pa.table({"value": ["2", "3"]}))
+    out.send(b"4")
+    assert out.send_batch(pa.record_batch({"value": [b"5"]})).result(10) == [(0, 4, 1)]
+    out.flush()
+    assert receipt.is_done
+    assert receipt.result() == [(0, 1, 2)]
+    assert topic.values(0) == [b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_a_large_table_is_cut_into_batches(topic: Fickle) -> None:
+    keys = [b"k%d" % (i % 50) for i in range(5000)]
+    table = pa.table({"key": keys, "value": [b"%d" % i for i in range(5000)]})
+    with Producer(topic, linger_s=60, batch_rows=100, batch_bytes=4000, buffer_bytes=20_000) as out:
+        stored = out.send_batch(table).result(30)
+    assert sum(each.rows for each in stored) == 5000
+    assert max(each.rows for each in stored) <= 100
+    for partition in range(4):
+        assert topic.values(partition) == [b"%d" % i for i in range(5000) if xxh64(keys[i]) % 4 == partition]
+
+
+def test_an_empty_table_is_nothing_and_a_bad_one_is_refused(single: tuple[Fickle, Producer]) -> None:
+    topic, out = single
+    assert out.send_batch(pa.table({"value": pa.array([], pa.binary())})).result() == []
+    with pytest.raises(InvalidRecord):
+        out.send_batch(pa.table({"value": [b"good", b"." * (65 << 20)]}))
+    with pytest.raises(InvalidRecord):
+        out.send_batch(pa.table({"values": [b"a"]}))
+    out.flush()
+    assert topic.end(0) == 0
+
+
+def test_threads_share_a_producer(topic: Fickle) -> None:
+    with Producer(topic, batch_rows=13, buffer_bytes=8192) as out:
+
+        def run(number: int) -> list[tuple[int, int]]:
+            receipts = [out.send(b"%d" % i, key=b"t%d" % number) for i in range(300)]
+            out.flush()
+            return [receipt.result(10) for receipt in receipts]
+
+        with ThreadPoolExecutor(4) as pool:
+            places = list(pool.map(run, range(4)))
+    assert len({place for mine in places for place in mine}) == 1200
+    for mine in places:
+        assert mine == sorted(mine)
+        assert [topic.values(p)[offset] for p, offset in mine] == [b"%d" % i for i in range(300)]
+
+
+def test_what_waits_is_sent_by_close_and_a_closed_one_refuses(topic: Fickle) -> None:
+    out = Producer(topic, linger_s=timedelta(seconds=60))
+    receipt = out.send(b"a", partition=0)
+    out.close()
+    out.close()
+    assert receipt.result() == (0, 0)
+    for use in (lambda: out.send(b"a", b"k"), out.flush, lambda: out.send_batch(pa.table({"value": [b"a"]}))):
+        with pytest.raises(Closed):
+            use()
+    assert not out._thread.is_alive()
+
+
+def test_close_wakes_a_sender_that_waits_for_the_buffer() -> None:
+    topic = make(1)
+    gate = topic.before = Gate()
+    out = Producer(topic, linger_s=0, buffer_bytes=1024)
+    out.send(b"." * 900, partition=0)
+    assert gate.reached.wait(10)
+    with ThreadPoolExecutor(2) as pool:
+        sender = pool.submit(out.send, b"." * 900)
+        closer = pool.submit(out.close)
+        with pytest.raises(Closed):
+            sender.result(30)
+        gate.opened.set()
+        closer.result(30)
+
+
+def test_r11_a_child_is_refused_and_the_parent_goes_on() -> None:
+    topic = make(1)
+    gate = topic.before = Gate()
+    with Producer(topic, linger_s=0) as out:
+        under_way = out.send(b"a")
+        assert gate.reached.wait(10)
+        waiting = out.send(b"b", b"k")
+        uses: list[Callable[[], object]] = [
+            lambda: out.send(b"a", b"k"),
+            lambda: out.send(b"a"),
+            out.flush,
+            lambda: out.send_batch(pa.table({"value": [b"a"]})),
+            under_way.result,
+            waiting.result,
+        ]
+        with out._lock:  # as another thread may hold it
+            child = os.fork()
+            if child == 0:
+                refused = 0
+                for use in uses:
+                    try:
+                        use()
+                    except UsedAfterFork:
+                        refused += 1
+                    except PxrsError:
+                        pass
+                out._thread.join = None  # type: ignore[assignment,method-assign]
+                out.close()
+                os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(uses)
+        gate.opened.set()
+        assert waiting.result(10) == (0, 1)
+
+
+def test_a_receipt_keeps_no_messages(single: tuple[Fickle, Producer]) -> None:
+    _, out = single
+    receipt = out.send(b"a", b"k")
+    out.flush()
+    assert receipt._batch.records is None
+    assert receipt._batch.values == []
