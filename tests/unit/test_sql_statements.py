@@ -165,6 +165,7 @@ class TestCommitPlan:
         commit = plan(expect={"d": ABSENT, "b": 7}, put={"c": b"", "b": b""}, delete=frozenset({"a"}), lease=_Held())
         assert steps(commit.locks) == [
             "lock_lease",
+            "insert_placeholder a",
             "lock_entry a",
             "lock_entry b",
             "insert_placeholder c",
@@ -176,10 +177,13 @@ class TestCommitPlan:
 
     def test_placeholders_are_written_over_or_deleted(self) -> None:
         commit = plan(expect={"d": ABSENT}, put={"c": b"1"}, delete=frozenset({"a"}))
-        found = commit.judge([[], [], [(0, None)], [], [(0, None)], [(9,)]])
+        found = commit.judge([[], [(0, None)], [], [(0, None)], [], [(0, None)], [(9,)]])
         commit.check_versions(found)
-        assert steps(commit.writes(found)) == ["write_entry c", "delete_entry d", "notify"]
+        assert steps(commit.writes(found)) == ["delete_entry a", "write_entry c", "delete_entry d", "notify"]
         assert commit.versions(found) == {"c": 9}
+
+    def test_a_deletion_that_stands_alone_needs_no_placeholder(self) -> None:
+        assert steps(plan(delete=frozenset({"a"})).locks) == ["lock_entry a"]
 
     def test_a_conflict_names_every_key_that_differs(self) -> None:
         commit = plan(expect={"d": ABSENT, "b": 7, "c": 3, "a": 1})
