@@ -109,20 +109,23 @@ def test_an_interrupt_at_any_moment_leaves_no_handle_with_a_state_of_its_own(tmp
         raise Interrupt
 
     dice = random.Random(5)
+
+    def use(handle: Registry, value: bytes) -> None:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.00002, 0.0006))
+            for _ in range(5):
+                handle.get("n")
+            handle.commit(put={"m": value})
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         with registry.open(tmp_path) as a, registry.open(tmp_path) as b:
             for i in range(2000 if SOAK else 150):
                 version = b.commit(put={"n": b"%d" % i, f"k{i % 7}": b""})["n"]
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.00002, 0.0006))
-                    for _ in range(5):
-                        a.get("n")
-                    a.commit(put={"m": b"%d" % i})
-                except (Interrupt, RegistryError):
-                    pass
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
+                with contextlib.suppress(Interrupt, RegistryError):
+                    use(a, b"%d" % i)
                 entry = a.get("n")
                 assert entry is not None
                 assert entry.version == version, f"round {i}"
