@@ -10,7 +10,7 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -92,6 +92,10 @@ class TopicHandle:
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         """Batches from exactly this offset on, about `max_bytes` of them; none at the end."""
         return self._log.read(partition, offset, max_bytes)
+
+    def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
+        """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
+        return self._log.wait(positions, timeout)
 
     def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
         """The messages from this offset on, up to the end as it is when it is reached."""

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 import pxrs
-from pxrs.cli import demo, registry
+from pxrs.cli import demo, registry, topic
 from pxrs.errors import PxrsError
 
 app = typer.Typer(
@@ -20,6 +20,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(registry.app, name="registry", help="Look into a registry, and print the SQL that it needs.")
+app.add_typer(topic.app, name="topic", help="Make, list, describe and delete topics.")
+app.command("send")(topic.send)
+app.command("tail")(topic.tail)
+app.command("check")(topic.check)
 app.command("demo")(demo.demo)
 
 

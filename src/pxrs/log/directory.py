@@ -38,6 +38,7 @@ from pxrs.log.batch import Batch, encode
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
+from pxrs.log.published import Published
 from pxrs.model import TOPIC_NAME, Topic
 
 _META: Final = "topic.json"
@@ -180,6 +181,14 @@ class DirectoryTopic(TopicLog):
         with self._reading(partition) as opened:
             return opened.offset_at(timestamp)
 
+    def published(self, partition: int) -> Published:
+        """What readers may read of a partition's files; for the checker."""
+        with self._reading(partition) as opened:
+            return opened.published()
+
+    def partition_folder(self, partition: int) -> str:
+        return str(self._folder / "partitions" / f"partition-{partition}")
+
     @contextlib.contextmanager
     def _reading(self, partition: int) -> Iterator[Partition]:
         opened = self._partition(partition)
@@ -253,7 +262,7 @@ class DirectoryTopic(TopicLog):
             with self._lock:
                 found = self._open.get(number)
                 if found is None:
-                    folder = str(self._folder / "partitions" / f"partition-{number}")
+                    folder = self.partition_folder(number)
                     try:
                         found = self._open[number] = Partition(
                             folder,

@@ -1,0 +1,224 @@
+"""`pxrs topic`, `pxrs send`, `pxrs tail`, `pxrs check`: a log from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import pxrs
+from pxrs.errors import InvalidRecord
+from pxrs.model import CODECS, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
+
+app = typer.Typer(no_args_is_help=True)
+At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+SEND_ROWS = 5_000
+
+
+@app.command()
+def create(
+    name: str,
+    at: At,
+    partitions: Annotated[int, typer.Option(help="Fixed for the topic's life.")] = PARTITIONS_DEFAULT,
+    partitioner: Annotated[str, typer.Option(help=f"How keys are spread: {', '.join(PARTITIONERS)}.")] = "xxh64",
+    codec: Annotated[str, typer.Option(help=f"How batches are compressed: {', '.join(CODECS)}.")] = "none",
+    retention: Annotated[float | None, typer.Option(help="Keep messages for so many seconds.")] = None,
+    retention_bytes: Annotated[int | None, typer.Option(help="Keep so many bytes of each partition.")] = None,
+) -> None:
+    """Make a topic."""
+    with pxrs.open(at) as hub:
+        hub.create_topic(
+            name,
+            partitions=partitions,
+            partitioner=partitioner,
+            codec=codec,
+            retention=retention,
+            retention_bytes=retention_bytes,
+        )
+    typer.echo(f"made {name} with {partitions} partitions")
+
+
+@app.command("list")
+def list_(at: At, as_json: Json = False) -> None:
+    """List the topics, and how many messages each holds."""
+    with pxrs.open(at) as hub:
+        rows = [(topic, _count(hub, topic)) for topic in hub.topics()]
+    if as_json:
+        for topic, count in rows:
+            typer.echo(json.dumps({"topic": topic.name, "partitions": topic.partitions, "messages": count}))
+        return
+    table = Table("topic", box=None, header_style="bold")
+    table.add_column("partitions", justify="right")
+    table.add_column("messages", justify="right")
+    for topic, count in rows:
+        table.add_row(topic.name, str(topic.partitions), f"{count:,}")
+    Console().print(table)
+
+
+@app.command()
+def describe(name: str, at: At, as_json: Json = False) -> None:
+    """Show a topic's settings, and the first and next offset of each partition."""
+    with pxrs.open(at) as hub:
+        topic = next((topic for topic in hub.topics() if topic.name == name), None)
+        handle = hub.topic(name)
+        assert topic is not None
+        ends = [(p, handle.start(p), handle.end(p)) for p in range(topic.partitions)]
+    settings: dict[str, Any] = {
+        "topic": topic.name,
+        "id": topic.id,
+        "partitioner": topic.partitioner,
+        "codec": topic.codec,
+    }
+    settings |= {"retention_s": topic.retention_s, "retention_bytes": topic.retention_bytes}
+    if as_json:
+        offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
+        typer.echo(json.dumps({**settings, "partitions": offsets}))
+        return
+    console = Console()
+    console.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()), highlight=False)
+    table = Table(box=None, header_style="bold")
+    for column in ("partition", "start", "end", "messages"):
+        table.add_column(column, justify="right")
+    for p, start, end in ends:
+        table.add_row(str(p), f"{start:,}", f"{end:,}", f"{end - start:,}")
+    console.print(table)
+
+
+@app.command()
+def delete(name: str, at: At, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
+    """Remove a topic and all its messages."""
+    with pxrs.open(at) as hub:
+        count = _count(hub, next((t for t in hub.topics() if t.name == name), None) or hub.topic(name).topic)
+        if not yes:
+            typer.confirm(f"Remove {name} and its {count:,} messages for good?", abort=True)
+        hub.delete_topic(name)
+    typer.echo(f"removed {name} and its {count:,} messages")
+
+
+def send(
+    topic: str,
+    at: At,
+    key: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Lines are JSON objects; this field is each message's key.")
+    ] = None,
+) -> None:
+    """Send each line of standard input as a message; all are durable when it ends."""
+    count = 0
+    console = Console(stderr=True)
+    bar = Progress(SpinnerColumn(), TextColumn("{task.completed:,.0f} messages"), TimeElapsedColumn(), console=console)
+    with pxrs.open(at) as hub, hub.producer(topic) as out, bar:
+        task = bar.add_task("sending", total=None)
+        for value, message_key in _lines(key):
+            out.send(value, key=message_key)
+            count += 1
+            if count % SEND_ROWS == 0:
+                bar.update(task, completed=count)
+        out.flush()
+        bar.update(task, completed=count)
+    typer.echo(f"sent {count:,} messages to {topic}")
+
+
+def _lines(key: str | None) -> Iterator[tuple[bytes, bytes | None]]:
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        value = line.rstrip(b"\r\n")
+        if key is None:
+            yield value, None
+            continue
+        try:
+            found = json.loads(value)[key]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRecord(f"line {number}: no JSON object with the field {key!r}: {error!r}") from error
+        yield value, found.encode() if isinstance(found, str) else json.dumps(found).encode()
+
+
+def tail(
+    topic: str,
+    at: At,
+    last: Annotated[int, typer.Option("-n", "--last", min=0, help="Begin so many messages before the end.")] = 10,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more, until interrupted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the last messages of a topic, and with -f each new one as it arrives."""
+    console = Console(highlight=False)
+    with pxrs.open(at) as hub:
+        handle = hub.topic(topic)
+        partitions = range(handle.topic.partitions)
+        positions = {p: max(handle.start(p), handle.end(p) - last) for p in partitions}
+        found: list[Message] = []
+        for p in partitions:
+            end = handle.end(p)
+            found += _until(handle.messages(p, positions[p]), end)
+            positions[p] = end
+        found.sort(key=lambda message: message.timestamp)
+        for message in found[len(found) - min(last, len(found)) :]:
+            _print(console, message, as_json)
+        while follow:
+            for p in sorted(handle.wait(positions, 60.0)):
+                end = handle.end(p)
+                for message in _until(handle.messages(p, positions[p]), end):
+                    _print(console, message, as_json)
+                positions[p] = end
+
+
+def _until(messages: Iterator[Message], end: int) -> Iterator[Message]:
+    for message in messages:
+        if message.offset >= end:
+            return
+        yield message
+
+
+def _print(console: Console, message: Message, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_plain(message)))
+        return
+    when = datetime.fromtimestamp(message.timestamp / 1e6, UTC).isoformat(timespec="milliseconds")
+    key = "" if message.key is None else f" [cyan]{_text(message.key)}[/]"
+    console.print(f"[dim]{message.partition}/{message.offset} {when}[/]{key} ", end="")
+    console.print(_text(message.value), markup=False)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    plain = {"partition": message.partition, "offset": message.offset, "timestamp": message.timestamp}
+    return {**plain, "key": _text(message.key), "value": _text(message.value)}
+
+
+def _text(data: bytes | None) -> str | None:
+    return None if data is None else data.decode(errors="backslashreplace")
+
+
+def _count(hub: pxrs.Hub, topic: Topic) -> int:
+    handle = hub.topic(topic.name)
+    return sum(handle.end(p) - handle.start(p) for p in range(topic.partitions))
+
+
+def check(directory: Path, as_json: Json = False) -> None:
+    """Read every byte of a log, and report each damaged frame, gap and wrong index. Exit code 1 if there are any."""
+    from pxrs.log.check import check as check_log
+
+    findings, messages, size = [], 0, 0
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        for checked in check_log(directory):
+            findings += checked.findings
+            messages, size = messages + checked.messages, size + checked.bytes
+            bar.update(task, description=f"{checked.topic}/{checked.partition}: {messages:,} messages")
+    if as_json:
+        for finding in findings:
+            typer.echo(json.dumps(finding._asdict()))
+        typer.echo(json.dumps({"messages": messages, "bytes": size, "findings": len(findings)}))
+    else:
+        for finding in findings:
+            typer.echo(f"{finding.file} at byte {finding.position:,}: {finding.what}")
+        typer.echo(f"{messages:,} messages, {size:,} bytes, {len(findings)} findings")
+    if findings:
+        raise typer.Exit(1)
