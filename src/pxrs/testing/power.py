@@ -2,7 +2,7 @@
 
 The model is harsher than most file systems. What was written since a file's last sync is in blocks of 4 KiB, each of
 which may have reached the medium or not, or half. A name that was made, moved or removed since its folder's last sync
-may or may not be so. What was synced is there.
+may or may not be so; a new folder itself is always there. What was synced is there.
 
     with recorded(root) as tape: ...do the work, tape.mark(...) what was acknowledged or seen...
     for at in tape.moments():
@@ -64,41 +64,24 @@ class Tape:
 
     def restore(self, at: int, choose: Choose, target: Path) -> None:
         """Write to `target` the disk that a loss after the first `at` events may leave."""
-        names: dict[str, _File] = {name: _File(data) for name, data in self._before.items()}
-        durable_names = dict(names)
-        undone: list[Event] = []
+        now: dict[str, _File] = {name: _File(data) for name, data in self._before.items()}
+        durable = dict(now)
+        waiting: list[_Naming] = []
+        folders = list(self._folders)
         for event in self.events[:at]:
-            self._play(event, names, durable_names, undone)
-        for event in undone:  # changes of names that no folder's sync has made durable
+            if event.kind == "folder":
+                folders.append(event.path)
+            else:
+                _play(event, now, durable, waiting)
+        for naming in waiting:  # changes of names that no folder's sync has made durable
             if choose(2):
-                _rename(event, durable_names, names)
-        for folder in self._folders:
+                naming.apply(durable)
+        for folder in folders:
             (target / folder).mkdir(parents=True, exist_ok=True)
-        for name, file in durable_names.items():
+        for name, file in durable.items():
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_left(file, choose))
-
-    def _play(
-        self, event: Event, names: dict[str, _File], durable_names: dict[str, _File], undone: list[Event]
-    ) -> None:
-        if event.kind == "create":
-            names[event.path] = _File()
-            undone.append(event)
-        elif event.kind in ("rename", "unlink"):
-            undone.append(event)
-            file = names.pop(event.path, None)
-            if event.kind == "rename" and file is not None:
-                names[event.other] = file
-        elif event.kind in ("write", "cut"):
-            names[event.path].pending.append((event.position, event.data))
-        elif event.kind == "sync" and event.path in names:
-            file = names[event.path]
-            file.durable, file.pending = _applied(file.durable, file.pending), []
-        elif event.kind == "sync folder":
-            for waiting in [e for e in undone if str(Path(e.path).parent) == event.path]:
-                _rename(waiting, durable_names, names)
-                undone.remove(waiting)
 
     def _is_inside(self, path: Any) -> bool:
         return str(path).startswith(self.root)
@@ -107,17 +90,47 @@ class Tape:
         return str(Path(str(path)).relative_to(self.root))
 
 
-def _rename(event: Event, durable_names: dict[str, _File], names: dict[str, _File]) -> None:
+@dataclass(frozen=True)
+class _Naming:
+    """A change of names, which becomes durable with its folder."""
+
+    folder: str
+    gone: str = ""
+    made: str = ""
+    file: _File | None = None
+
+    def apply(self, names: dict[str, _File]) -> None:
+        names.pop(self.gone, None)
+        if self.file is not None:
+            names[self.made] = self.file
+
+
+def _play(event: Event, now: dict[str, _File], durable: dict[str, _File], waiting: list[_Naming]) -> None:
+    naming = None
     if event.kind == "create":
-        file = names.get(event.path)
-        if file is not None:
-            durable_names[event.path] = file
+        naming = _Naming(_parent(event.path), made=event.path, file=_File())
+    elif event.kind == "link":
+        naming = _Naming(_parent(event.other), made=event.other, file=now[event.path])
     elif event.kind == "rename":
-        durable_names.pop(event.path, None)
-        if event.other in names:
-            durable_names[event.other] = names[event.other]
-    else:
-        durable_names.pop(event.path, None)
+        naming = _Naming(_parent(event.path), event.path, event.other, now.get(event.path))
+    elif event.kind == "unlink":
+        naming = _Naming(_parent(event.path), event.path)
+    elif event.kind in ("write", "cut"):
+        now[event.path].pending.append((event.position, event.data))
+    elif event.kind == "sync" and event.path in now:
+        file = now[event.path]
+        file.durable, file.pending = _applied(file.durable, file.pending), []
+    elif event.kind == "sync folder":
+        for done in [naming for naming in waiting if naming.folder == event.path]:
+            done.apply(durable)
+            waiting.remove(done)
+    if naming is not None:
+        naming.apply(now)
+        waiting.append(naming)
+
+
+def _parent(path: str) -> str:
+    return str(Path(path).parent)
 
 
 def _applied(data: bytes, writes: list[tuple[int, bytes]]) -> bytes:
@@ -157,7 +170,7 @@ def recorded(root: Path) -> Iterator[Tape]:
     tape = Tape(str(root))
     paths: dict[int, str] = {}
     wrapped = ("open", "close", "write", "pwrite", "pwritev", "ftruncate", "fsync", "fdatasync", "rename", "replace")
-    original = {name: getattr(os, name) for name in (*wrapped, "unlink")}
+    original = {name: getattr(os, name) for name in (*wrapped, "unlink", "link", "mkdir")}
 
     def open_(path: Any, flags: int, *rest: Any, **named: Any) -> int:
         is_new = bool(flags & os.O_CREAT) and not os.path.exists(path)
@@ -208,13 +221,21 @@ def recorded(root: Path) -> Iterator[Tape]:
 
         return call
 
+    def link(source: Any, target: Any, **named: Any) -> None:
+        original["link"](source, target, **named)
+        tape.note("link", source, target)
+
+    def mkdir(path: Any, *rest: Any, **named: Any) -> None:
+        original["mkdir"](path, *rest, **named)
+        tape.note("folder", path)
+
     def unlink(path: Any, **named: Any) -> None:
         original["unlink"](path, **named)
         tape.note("unlink", path)
 
     replaced = {"open": open_, "close": close, "pwritev": pwritev, "pwrite": pwrite, "write": write, "unlink": unlink}
     replaced |= {"ftruncate": ftruncate, "fsync": sync("fsync"), "fdatasync": sync("fdatasync")}
-    replaced |= {"rename": move("rename"), "replace": move("replace")}
+    replaced |= {"rename": move("rename"), "replace": move("replace"), "link": link, "mkdir": mkdir}
     for name, function in replaced.items():
         setattr(os, name, function)
     try:
