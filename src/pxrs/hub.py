@@ -12,7 +12,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -48,7 +47,9 @@ def open(url: str | os.PathLike[str], registry: str | os.PathLike[str] | None = 
         return Hub("memory:", MemoryLog(), "memory:" if registry is None else registry)
     if address.scheme != "file":
         raise InvalidUrl(_refusal(address))
-    path = _directory(address)
+    path = address.directory()
+    if address.options:
+        raise InvalidUrl(f"{address.text}: a directory takes no options; unknown: {', '.join(address.options)}")
     from pxrs.log.directory import DirectoryLog
 
     return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry)
@@ -249,23 +250,6 @@ def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.Reco
     partitions = pa.repeat(pa.scalar(partition, pa.int32()), rows)
     offsets = pa.array(range(offset, offset + rows), pa.int64())
     return pa.RecordBatch.from_arrays([partitions, offsets, *records.columns], schema=TABLE_SCHEMA)
-
-
-def _directory(address: Address) -> Path:
-    host, path = "", address.rest
-    if path.startswith("//"):
-        host, slash, rest = path[2:].partition("/")
-        path = slash + rest
-    if host not in ("", "localhost"):
-        raise InvalidUrl(f"{address.text}: {host!r} is a host; write DIR, or file:///absolute/dir")
-    if not path:
-        raise InvalidUrl(f"{address.text}: which directory?")
-    if address.options:
-        raise InvalidUrl(f"{address.text}: a directory takes no options; unknown: {', '.join(address.options)}")
-    directory = Path(path).absolute()
-    if directory.exists() and not directory.is_dir():
-        raise InvalidUrl(f"{directory} is a file; give a directory")
-    return directory
 
 
 def _check_registry(registry: str | os.PathLike[str]) -> None:

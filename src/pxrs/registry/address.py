@@ -64,6 +64,21 @@ class Address:
         """What follows the hosts."""
         return self.rest[2:].partition("/")[2].strip("/") if self.rest.startswith("//") else self.rest
 
+    def directory(self) -> Path:
+        """The directory that a `file:` address or a plain path names. It need not be there; a file must not be."""
+        host, path = "", self.rest
+        if path.startswith("//"):
+            host, slash, rest = path[2:].partition("/")
+            path = slash + rest
+        if host not in ("", "localhost"):
+            raise InvalidUrl(f"{self.text}: {host!r} is a host; write file:DIR or file:///absolute/dir")
+        if not path:
+            raise InvalidUrl(f"{self.text}: which directory? Write file:DIR")
+        directory = Path(path).absolute()
+        if directory.exists() and not directory.is_dir():
+            raise InvalidUrl(f"{directory} is a file; give a directory")
+        return directory
+
     def credentials(self) -> tuple[str | None, str | None]:
         """User and password: from the address, else `password_file`, else the environment."""
         user, _, password = self._netloc.rpartition("@")[0].partition(":")

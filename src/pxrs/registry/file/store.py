@@ -63,8 +63,6 @@ class FileRegistry(Registry):
         root = directory / namespace
         self._lease_folder = root / "leases"
         with self._os_errors():
-            if directory.exists() and not directory.is_dir():
-                raise InvalidUrl(f"{self.url} is a file; a registry is kept in a directory")
             disk.refuse_network_file_system(directory)
             disk.make_folders(self._lease_folder)
             self._journal = Journal(root)
