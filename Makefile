@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# How large a partition `make bench` opens: `make bench BENCH_GB=10` takes that much room on the disk.
+BENCH_GB ?= 1
+BENCH_READY := $(VENV)/.bench-ready
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -17,6 +20,10 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pxrs needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(BENCH_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	@touch $@
 
 demo: $(READY) ## Show what it does: owners, a kill, a take-over, a zombie refused
@@ -40,9 +47,9 @@ unit: $(READY) ## The tests that need no server
 soak: $(READY) ## The fault tests with larger numbers
 	PXRS_SOAK=1 $(PYTEST) tests
 
-bench: $(READY) ## Ratios against references measured in the same run
+bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.registry
-	$(BIN)/python -m benchmarks.log
+	$(BIN)/python -m benchmarks.log --gigabytes $(BENCH_GB)
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist

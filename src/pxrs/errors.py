@@ -7,6 +7,7 @@ what to do about it. Messages never contain secrets: addresses are shown with th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class PxrsError(Exception):
@@ -132,6 +133,17 @@ class InvalidRecord(LogError, ValueError):
     """A message or table does not fit the log's columns or limits. Nothing of it was stored."""
 
 
+class PartlySent(LogError):
+    """A part of a table was sent when the sending failed. `receipt` tells of the rows that were; send the others."""
+
+    def __init__(self, topic: str, rows: int, receipt: Any) -> None:
+        self.topic, self.rows, self.receipt = topic, rows, receipt
+        super().__init__(f"{topic}: only a part of a table of {rows:,} rows was sent; see the receipt of this error")
+
+    def __reduce__(self) -> tuple[type[PartlySent], tuple[str, int, Any]]:
+        return type(self), (self.topic, self.rows, self.receipt)
+
+
 class OffsetOutOfRange(LogError):
     """The offset lies beyond the log's end. Read from an offset up to `end`."""
 
@@ -169,6 +181,10 @@ class AppendFailed(LogError):
     """The append could not be made durable and is not part of the log. Try again: a retry is stored once."""
 
 
+class BufferFull(AppendFailed):
+    """A producer's buffer stayed full for its `buffer_timeout`. Nothing of this message was sent; try again later."""
+
+
 class LogBusy(AppendFailed):
     """Another process held the append lock for too long, perhaps stopped in the middle. Try again, or look at it."""
 
@@ -183,3 +199,48 @@ class UnknownProducer(LogError):
 
 class SequenceGap(LogError):
     """A producer's batch came before the one that precedes it. It was not stored; send the missing one first."""
+
+
+class GroupError(PxrsError):
+    """The base of every error of consumer groups."""
+
+
+class InvalidGroup(GroupError, ValueError):
+    """A group's name or setting is not allowed; the message says which and what is."""
+
+
+class UnknownGroup(GroupError, KeyError):
+    """Nobody has ever consumed under this name. Correct it; `pxrs group list` shows those that exist."""
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        super().__init__(group)
+
+    def __str__(self) -> str:
+        return f"no group {self.group!r}; see `pxrs group list`"
+
+
+class GroupActive(GroupError):
+    """The group has members, and what was asked would change their work under them. Stop them, or force it."""
+
+
+class PartitionLost(GroupError):
+    """This member does not own the partition any more: another one has it, or will. Nothing was written.
+
+    What was handled since the last checkpoint will be handled again by the new owner."""
+
+    def __init__(self, group: str, partitions: Sequence[int]) -> None:
+        self.group, self.partitions = group, tuple(partitions)
+        names = ", ".join(map(str, self.partitions))
+        super().__init__(f"group {group} has taken partition {names} away; the commit was refused")
+
+    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...]]]:
+        return type(self), (self.group, self.partitions)
+
+
+class CheckpointOutOfRange(GroupError):
+    """A checkpoint lies beyond the log's end, or before its start and the group does not skip. Reset the group."""
+
+
+class HandlerFailed(GroupError):
+    """A handler raised, and the group's `on_error` is "raise". Its exception is the cause."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
+from itertools import repeat
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -55,6 +58,10 @@ def open(url: str | os.PathLike[str], registry: str | os.PathLike[str] | None = 
     return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry)
 
 
+# What `Message._make` does, without a call of Python code for each.
+_new_message: Final[Callable[[Any], Message]] = partial(tuple.__new__, Message)
+
+
 def messages_of(batch: Batch, topic: str, partition: int, epoch: int = 0) -> Iterator[Message]:
     """The records of a batch, one by one."""
     records = batch.records
@@ -66,8 +73,9 @@ def messages_of(batch: Batch, topic: str, partition: int, epoch: int = 0) -> Ite
         headers = [
             None if each is None else [(pair["key"], pair["value"]) for pair in each] for each in column.to_pylist()
         ]
-    for row, (key, value, time_us, pairs) in enumerate(zip(keys, values, times, headers, strict=True)):
-        yield Message(topic, partition, batch.base_offset + row, key, value, time_us, pairs, epoch)
+    offsets = range(batch.base_offset, batch.next_offset)
+    rows = zip(repeat(topic), repeat(partition), offsets, keys, values, times, headers, repeat(epoch), strict=False)
+    return map(_new_message, rows)
 
 
 class TopicHandle:
@@ -93,6 +101,12 @@ class TopicHandle:
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         """Batches from exactly this offset on, about `max_bytes` of them; none at the end."""
         return self._log.read(partition, offset, max_bytes)
+
+    def retain(self) -> dict[int, int]:
+        """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
+
+        Producers do it by themselves about once a minute."""
+        return self._log.retain(time.time_ns() // 1000)
 
     def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
@@ -206,9 +220,7 @@ class Hub:
         if os.getpid() != self._pid:
             return  # it is the parent's
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+            self._is_closed = True  # what follows is done again if an interrupt ended it the first time
             closing: list[Callable[[], None]] = [producer.close for producer in self._producers]
             closing.append(self._log.close)
             if self._registry is not None:

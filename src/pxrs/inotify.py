@@ -10,7 +10,8 @@ import sys
 import threading
 from dataclasses import dataclass, field
 
-MODIFY, CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, OVERFLOW = 0x2, 0x8, 0x100, 0x200, 0x800, 0x4000
+MODIFY, ATTRIB, CLOSE_WRITE, CREATE, DELETE = 0x2, 0x4, 0x8, 0x100, 0x200
+DELETE_SELF, MOVE_SELF, OVERFLOW = 0x400, 0x800, 0x4000
 _EVENT = struct.Struct("iIII")
 _POLL_S = 0.05
 

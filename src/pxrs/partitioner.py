@@ -8,7 +8,8 @@ puts them into one partition after the other, a batch at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import pyarrow as pa
@@ -23,6 +24,11 @@ Hash = Callable[[bytes], int]
 xxh64: Final[Hash] = xxhash.xxh64_intdigest
 """The default: XXH64 with seed 0."""
 
+PART_BYTES_MAX: Final = 1 << 30
+"""Tables are worked on in parts of so many bytes: a column of the log counts its bytes with 31 bits."""
+PAIR_BYTES: Final = 16
+"""What a header counts for besides its name and value, so that a row cannot have any number of empty ones."""
+_OFFSET_MAX: Final = (1 << 31) - 1
 _MULTIPLIER: Final = 0x5BD1E995
 _MASK: Final = 0xFFFFFFFF
 
@@ -85,24 +91,44 @@ def read_table(table: pa.Table | pa.RecordBatch, partitions: int, row_bytes_max:
         if least.is_valid and not 0 <= least.as_py() <= most.as_py() < partitions:
             raise InvalidRecord(f"partitions from {least} to {most}, and there are 0 to {partitions - 1}")
     _check_headers(columns["headers"])
-    longest = sum(pc.max(pc.binary_length(columns[name])).as_py() or 0 for name in ("key", "value"))
+    longest = pc.max(_row_bytes(columns)).as_py() or 0
     if longest > row_bytes_max:
-        raise InvalidRecord(f"a key and a value with up to {longest:,} bytes, and {row_bytes_max:,} is the most")
+        raise InvalidRecord(
+            f"a row with {longest:,} bytes of key, value and headers, and {row_bytes_max:,} is the most"
+        )
     columns["timestamp"] = columns["timestamp"].fill_null(
         pa.scalar(time.time_ns() // 1000, pa.int64()).cast(SCHEMA.field("timestamp").type)
     )
     return pa.table(columns)
 
 
+def slices(rows: pa.Table, rows_max: int, bytes_max: int) -> Iterator[pa.Table]:
+    """The rows of `read_table` in order, cut without a copy: each part has at most so many rows, and so many bytes of
+    keys, values and headers. A row that is larger goes alone."""
+    sizes = pc.cumulative_sum(_row_bytes({name: rows.column(name) for name in SCHEMA.names}))
+    sums = _int64_view(_combined(sizes)) if rows.num_rows else memoryview(b"")
+    start = before = 0
+    while start < rows.num_rows:
+        most = min(start + rows_max, rows.num_rows)
+        end = max(start + 1, bisect_right(sums, before + bytes_max, start, most))
+        yield rows.slice(start, end - start)
+        start, before = end, sums[end - 1]
+
+
 def split_table(rows: pa.Table, hash_of: Hash, partitions: int, keyless: int) -> list[tuple[int, pa.RecordBatch]]:
-    """The rows of each partition as one batch of the log, in the rows' order."""
+    """The rows of each partition as a batch of the log, in the rows' order; as several if they are very many bytes."""
     if rows.num_rows == 0:
         return []
-    columns = [rows.column(name).combine_chunks() for name in SCHEMA.names]
+    parts = [rows] if rows.nbytes <= PART_BYTES_MAX else slices(rows, rows.num_rows, PART_BYTES_MAX)
+    return [piece for part in parts for piece in _split_part(part, hash_of, partitions, keyless)]
+
+
+def _split_part(rows: pa.Table, hash_of: Hash, partitions: int, keyless: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    columns = [_combined(rows.column(name)) for name in SCHEMA.names]
     if "partition" not in rows.column_names:
         chosen = partitions_of(columns[0], hash_of, partitions, keyless)
     else:
-        chosen = rows.column("partition").combine_chunks()
+        chosen = _combined(rows.column("partition"))
         if chosen.null_count:
             chosen = pc.coalesce(chosen, partitions_of(columns[0], hash_of, partitions, keyless))
     records = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
@@ -110,37 +136,130 @@ def split_table(rows: pa.Table, hash_of: Hash, partitions: int, keyless: int) ->
     counts = pc.value_counts(chosen).to_pylist()
     if len(counts) > 1:
         records = records.take(pc.array_sort_indices(chosen))
-    pieces = []
     start = 0
     for each in sorted(counts, key=lambda each: each["values"]):
-        pieces.append((each["values"], records.slice(start, each["counts"])))
+        yield each["values"], records.slice(start, each["counts"])
         start += each["counts"]
-    return pieces
+
+
+def _combined(column: pa.ChunkedArray) -> pa.Array:
+    """One array; a single chunk is taken as it is, because combining would copy it."""
+    chunks = [chunk for chunk in column.chunks if len(chunk)]
+    return chunks[0] if len(chunks) == 1 else column.combine_chunks()
+
+
+def _row_bytes(columns: Mapping[str, pa.ChunkedArray]) -> pa.ChunkedArray:
+    """How many bytes of key, value and headers each row has, as int64."""
+    sizes = _lengths(columns["value"])
+    if columns["key"].null_count < len(columns["key"]):
+        sizes = pc.add(sizes, _lengths(columns["key"]))
+    headers = columns["headers"]
+    if headers.null_count < len(headers):
+        sizes = pc.add(sizes, pa.chunked_array([_header_bytes(chunk) for chunk in headers.chunks], pa.int64()))
+    return sizes
+
+
+def _lengths(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
+    return pc.binary_length(column).fill_null(0).cast(pa.int64())
+
+
+def _header_bytes(headers: pa.ListArray) -> pa.Array:
+    """Of each row, from the running sum over all items at the row's two ends."""
+    bounds = headers.offsets
+    first, last = bounds[0].as_py(), bounds[-1].as_py()
+    items = headers.values.slice(first, last - first)  # of a slice, its own only
+    names, values = (_lengths(pc.struct_field(items, name)) for name in ("key", "value"))
+    sums = pc.cumulative_sum(pc.add(pc.add(names, values), PAIR_BYTES))
+    sums = pa.concat_arrays([pa.array([0], pa.int64()), sums])
+    bounds = pc.subtract(bounds, first)
+    sizes = pc.subtract(sums.take(bounds.slice(1)), sums.take(bounds.slice(0, len(headers))))
+    # A row without headers may still span items that are nobody's.
+    return pc.if_else(headers.is_valid(), sizes, 0)
 
 
 def _read_column(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedArray:
     if name not in table.column_names:
         return pa.chunked_array([pa.nulls(table.num_rows, wanted)])
     column = table.column(name)
-    given = column.type
-    if pa.types.is_dictionary(given):
-        column = column.cast(given.value_type)
-        given = given.value_type
-    if wanted == pa.binary() and not (_is_text(given) or pa.types.is_null(given)):
-        raise InvalidRecord(f"the column {name} is {given}; give binary or string")
-    if name == "timestamp" and pa.types.is_timestamp(given) and given.tz is None:
-        raise InvalidRecord("the column timestamp has no time zone; give one, such as UTC")
+    given = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    _check_type(name, given, wanted)
     try:
+        if wanted == pa.binary():
+            return pa.chunked_array([part for chunk in column.chunks for part in _narrowed(chunk)], wanted)
+        if given != column.type:
+            column = column.cast(given)
         # A time finer than microseconds is cut; nothing else may lose anything.
         return column.cast(options=pc.CastOptions(wanted, allow_time_truncate=True))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise InvalidRecord(f"the column {name} is {given} and cannot be taken as {wanted}: {error}") from error
 
 
+def _check_type(name: str, given: pa.DataType, wanted: pa.DataType) -> None:
+    """Refuse what a cast would take, and change or lose."""
+    if wanted == pa.binary() and not _is_text(given):
+        raise InvalidRecord(f"the column {name} is {given}; give binary or string")
+    if name == "partition" and not (pa.types.is_integer(given) or pa.types.is_null(given)):
+        raise InvalidRecord(f"the column partition is {given}; give whole numbers")
+    if name == "timestamp" and pa.types.is_timestamp(given) and given.tz is None:
+        raise InvalidRecord("the column timestamp has no time zone; give one, such as UTC")
+    if name == "headers":
+        _check_header_type(given)
+
+
+def _check_header_type(given: pa.DataType) -> None:
+    if pa.types.is_map(given):
+        kinds = [given.key_type, given.item_type]
+    else:
+        item = getattr(given, "value_type", given)
+        if not pa.types.is_struct(item):
+            return  # nothing but nulls and empty lists can be cast
+        if sorted(field.name for field in item) != ["key", "value"]:
+            raise InvalidRecord(
+                f"the column headers is {given}; its items must have the fields key and value, and no others"
+            )
+        kinds = [field.type for field in item]
+    if not all(_is_text(kind.value_type if pa.types.is_dictionary(kind) else kind) for kind in kinds):
+        raise InvalidRecord(f"the column headers is {given}; its keys must be string, its values binary or string")
+
+
+def _narrowed(chunk: pa.Array) -> Iterator[pa.Array]:
+    """Text of any type as binary arrays, each with no more bytes than such an array may have; without a copy."""
+    if pa.types.is_null(chunk.type) or pa.types.is_string(chunk.type) or pa.types.is_binary(chunk.type):
+        yield chunk.cast(pa.binary())
+        return
+    wide = chunk.cast(pa.large_binary())
+    if not len(wide):
+        return
+    _, bounds, data = wide.buffers()
+    offsets = pa.Array.from_buffers(pa.int64(), len(wide) + 1, [None, bounds], offset=wide.offset)
+    if offsets[-1].as_py() <= _OFFSET_MAX:
+        yield wide.cast(pa.binary())
+        return
+    # A cast refuses also a small slice that lies behind the first 2 GiB, so offsets are counted anew in each part.
+    view = _int64_view(offsets)
+    start = 0
+    while start < len(wide):
+        end = max(start + 1, bisect_right(view, view[start] + PART_BYTES_MAX, start + 1) - 1)
+        begin = view[start]
+        valid = wide.slice(start, end - start).is_valid()
+        # The bits of the nulls are shared, and may begin within a byte: so the offsets begin as much later.
+        shifted = pc.subtract(offsets.slice(start, end - start + 1), begin).cast(pa.int32())
+        shifted = pa.concat_arrays([pa.array([0] * valid.offset, pa.int32()), shifted])
+        buffers = [valid.buffers()[1], shifted.buffers()[1], data.slice(begin, view[end] - begin)]
+        yield pa.Array.from_buffers(pa.binary(), end - start, buffers, offset=valid.offset)
+        start = end
+
+
+def _int64_view(numbers: pa.Array) -> memoryview:
+    """To look numbers up one by one without an Arrow scalar for each."""
+    return memoryview(numbers.buffers()[1]).cast("q")[numbers.offset : numbers.offset + len(numbers)]
+
+
 def _is_text(given: pa.DataType) -> bool:
     kinds = pa.types
     return bool(
-        kinds.is_string(given)
+        kinds.is_null(given)
+        or kinds.is_string(given)
         or kinds.is_large_string(given)
         or kinds.is_string_view(given)
         or kinds.is_binary(given)

@@ -1,41 +1,48 @@
 """Sending messages to a topic, in batches, from any number of threads.
 
-`send` puts a message into the open batch of its partition and returns; one background thread appends what is due: full
-batches at once, others when they have lingered. While an append is under way the next batches grow, so a slow disk
-makes larger batches, not a longer queue; `buffer_bytes` bounds what waits, and `send` blocks beyond it (X16).
+`send` puts a message into the open chunk of its partition and returns; one background thread takes what is due: full
+chunks at once, others when they have lingered. While an append is under way more is collected, so a slow disk makes
+larger batches, not a longer queue; `buffer_bytes` bounds what waits, and `send` blocks beyond it (X16).
 
 Every batch carries the producer's id and its number in the partition, so a retry is stored once (L4). No more batches
 of a partition go into one append than the log remembers: whatever became of it, the retry can be answered. When the
 tries are used up, the batch fails, and with it every later one of its partition: leaving one out would break the order.
 No error is lost: the receipts of the messages raise it, and `flush` and `close` do.
 
-`send` is the hot path. A batch holds an allowance of bytes (`room`) that was taken from the buffer beforehand, so that
-one subtraction checks the row limit, the byte limit, the buffer and whether the producer is open: where any of them
-needs more thought, the room is not enough, and `_make_room` decides.
+`send` is the hot path and takes no lock. A chunk is one flat list to which a sender adds key, value and time in one
+step that nothing can divide, neither another thread nor an interrupt. Then it looks whether the row is where it must
+be, which fails if two senders met, and whether the chunk was sealed meanwhile: whoever seals sets the mark first and
+counts the rows then, so a sender that sees no mark was counted. One that sees it asks, under the lock, and sends again
+if it came too late. A small message counts for a fixed size, so that the length of a chunk bounds its bytes.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import copy
+import logging
 import os
 import threading
 import time
 import uuid
 import weakref
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import accumulate
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pxrs.errors import AppendFailed, Closed, InvalidRecord, PxrsError, UsedAfterFork
+from pxrs.errors import AppendFailed, BufferFull, Closed, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
 from pxrs.log.batch import FRAME_BYTES_MAX, SCHEMA, Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.producers import BATCHES_KEPT
-from pxrs.partitioner import hash_named, read_table, split_table
+from pxrs.partitioner import hash_named, read_table, slices, split_table
 
 LINGER_S_DEFAULT: Final = 0.005
 BATCH_ROWS_DEFAULT: Final = 10_000
@@ -43,15 +50,23 @@ BATCH_BYTES_DEFAULT: Final = 1 << 20
 BUFFER_BYTES_DEFAULT: Final = 64 << 20
 TRIES_MAX_DEFAULT: Final = 8
 MESSAGE_BYTES_MAX: Final = FRAME_BYTES_MAX - (1 << 16)
-_ROW_BYTES: Final = 64
-"""What a message is counted for besides its bytes: roughly what it takes in lists, and never nothing."""
-_ALLOWANCE_BYTES: Final = 64 << 10
+SLICE_BYTES_MAX: Final = 256 << 20
+RETAIN_EVERY_S: Final = 60.0
+"""How often a producer that stores something applies the topic's retention."""
+SMALL_BYTES: Final = 448
+"""A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size."""
+SMALL_COUNTED_BYTES: Final = 512
+_WIDTH: Final = 3
+"""How many elements of a chunk are a row."""
+_NEVER: Final = 1 << 29  # small enough to be compared fast
 _BACKOFF_S: Final = (0.01, 1.0)
+_THOUSAND: Final = pa.scalar(1000, pa.int64())
 _TIME: Final = SCHEMA.field("timestamp").type
 _HEADERS: Final = SCHEMA.field("headers").type
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _Headers = list[tuple[str, bytes | None]]
 
+_logger: Final = logging.getLogger(__name__)
 _time_ns = time.time_ns
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()
 
@@ -65,39 +80,51 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+class _Extra(NamedTuple):
+    """What stands for the time of a row that has more than that."""
+
+    now: int
+    time_us: int | None
+    headers: _Headers | None
+
+
+class _Bell:
+    """Wakes those who wait for something to become true. Each step is a single one, so that an interrupt leaves nothing
+    half done: one that comes inside a `threading.Condition` can leave its lock taken, or released twice."""
+
+    def __init__(self) -> None:
+        self._waiters: deque[threading.Lock] = deque()
+
+    def wait_for(self, is_true: Callable[[], object], timeout: float | None = None) -> bool:
+        """False if it has not become true in time."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not is_true():
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiters.append(turn)
+            left = -1 if until is None else max(0.0, until - time.monotonic())
+            # Asked again now that the bell would be heard.
+            if is_true() or turn.acquire(timeout=left):
+                continue
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(turn)
+            return bool(is_true())
+        return True
+
+    def ring(self) -> None:
+        for _ in range(len(self._waiters)):
+            with contextlib.suppress(IndexError):  # another one rings too
+                self._waiters.popleft().release()
+
+
 class _Batch:
-    """Messages of one partition on their way."""
+    """Messages of one partition on their way, or on their own: one append's worth."""
 
-    __slots__ = (
-        "born",
-        "done",
-        "error",
-        "headers",
-        "keys",
-        "nanoseconds",
-        "offset",
-        "partition",
-        "records",
-        "room",
-        "size",
-        "times",
-        "values",
-    )
+    __slots__ = ("done", "error", "offset", "partition", "records", "size")
 
-    def __init__(self, partition: int, done: threading.Condition) -> None:
-        self.partition = partition
-        self.done = done
-        self.room = 0
-        self.size = 0
-        """What was taken from the buffer for it."""
-        self.keys: list[bytes | None] = []
-        self.values: list[bytes | None] = []
-        self.nanoseconds: list[int] = []
-        self.times: dict[int, int] = {}
-        """Microseconds given by the sender, by row."""
-        self.headers: dict[int, _Headers] = {}
-        self.records: pa.RecordBatch | None = None
-        self.born = 0.0
+    def __init__(self, partition: int, done: _Bell, records: pa.RecordBatch | None, size: int) -> None:
+        self.partition, self.done = partition, done
+        self.records, self.size = records, size
         self.offset = -1
         self.error: BaseException | None = None
 
@@ -105,49 +132,75 @@ class _Batch:
     def is_done(self) -> bool:
         return self.offset >= 0 or self.error is not None
 
-    def seal(self) -> pa.RecordBatch:
-        """Make the records, once; the lists are let go."""
-        if self.records is None:
-            count = len(self.values)
-            times = pc.divide(pa.array(self.nanoseconds, pa.int64()), 1000)
-            if self.times:
-                times = pa.array([self.times.get(i, now) for i, now in enumerate(times.to_pylist())], pa.int64())
-            headers = pa.nulls(count, _HEADERS)
-            if self.headers:
-                headers = pa.array([self.headers.get(i) for i in range(count)], _HEADERS)
-            keys, values = pa.array(self.keys, pa.binary()), pa.array(self.values, pa.binary())
-            self.records = pa.RecordBatch.from_arrays([keys, values, times.cast(_TIME), headers], schema=SCHEMA)
-            self.keys, self.values, self.nanoseconds = [], [], []
-        return self.records
 
-    def wait(self, timeout: float | None) -> int:
-        """The batch's first offset. Raises what the append raised, TimeoutError if it takes longer."""
-        if not self.is_done:
-            with self.done:
-                if not self.done.wait_for(lambda: self.is_done, timeout):
-                    raise TimeoutError(f"not stored within {timeout} s; it may be yet")
-        if self.error is not None:
-            raise self.error
-        return self.offset
+class _Fate:
+    """What became of the rows of a chunk: nothing yet, or the batches that they went into."""
+
+    __slots__ = ("batches", "done", "starts")
+
+    def __init__(self, done: _Bell) -> None:
+        self.done = done
+        self.starts: list[int] = []
+        self.batches: list[_Batch] = []
+
+    def of(self, row: int) -> tuple[_Batch, int] | None:
+        """The batch, if it is done, and the row in it."""
+        if not self.batches:
+            return None
+        at = bisect_right(self.starts, row) - 1
+        batch = self.batches[at]
+        return (batch, row - self.starts[at]) if batch.is_done else None
+
+    def fail(self, error: BaseException) -> None:
+        if not self.batches:
+            failed = _Batch(-1, self.done, None, 0)
+            failed.error = error
+            self.starts, self.batches = [0], [failed]
+
+
+class _Chunk:
+    """Rows of one partition that are being collected. Its receipts keep the fate, not the rows."""
+
+    __slots__ = ("fate", "has_extras", "is_sealed", "large_bytes", "partition", "rows", "taken")
+
+    def __init__(self, partition: int, done: _Bell) -> None:
+        self.partition = partition
+        self.rows: list[Any] = []
+        """Key, value, time in nanoseconds or an _Extra, and so on."""
+        self.fate = _Fate(done)
+        self.is_sealed = False
+        self.taken = 0
+        """How much of `rows` counts, once it is sealed; what came later was sent again."""
+        self.has_extras = False
+        self.large_bytes = 0
 
 
 class Receipt:
     """What `send` returns: the promise of a place in the log."""
 
-    __slots__ = ("_batch", "_row")  # no __init__: calling one would cost more than all else that `send` does with it
-    _batch: _Batch
-    _row: int
+    __slots__ = ("_at", "_fate")  # no __init__: calling one would cost more than all else that `send` does with it
+    _fate: _Fate
+    _at: int
 
     def result(self, timeout: float | None = None) -> tuple[int, int]:
-        """(partition, offset), when the message is durable. Raises the error if it could not be stored."""
-        return self._batch.partition, self._batch.wait(timeout) + self._row
+        """(partition, offset), when the message is durable. Raises the error if it could not be stored, TimeoutError
+        if it takes longer."""
+        fate, row = self._fate, self._at // _WIDTH
+        if not fate.done.wait_for(lambda: fate.of(row) is not None, timeout):
+            raise TimeoutError(f"not stored within {timeout} s; it may be yet")
+        found = fate.of(row)
+        assert found is not None
+        batch, row = found
+        if batch.error is not None:
+            raise _again(batch.error)
+        return batch.partition, batch.offset + row
 
     @property
     def is_done(self) -> bool:
-        return self._batch.is_done
+        return self._fate.of(self._at // _WIDTH) is not None
 
     def __repr__(self) -> str:
-        return f"<Receipt partition {self._batch.partition}{' done' if self.is_done else ''}>"
+        return f"<Receipt{' done' if self.is_done else ''}>"
 
 
 class Stored(NamedTuple):
@@ -168,12 +221,12 @@ class TableReceipt:
 
     def result(self, timeout: float | None = None) -> list[Stored]:
         """Where the rows are, when all are durable; within a partition in the table's order."""
-        until = None if timeout is None else time.monotonic() + timeout
-        stored = []
-        for batch, count in self._batches:
-            offset = batch.wait(None if until is None else max(0.0, until - time.monotonic()))
-            stored.append(Stored(batch.partition, offset, count))
-        return stored
+        if self._batches and not self._batches[0][0].done.wait_for(lambda: self.is_done, timeout):
+            raise TimeoutError(f"not all stored within {timeout} s; they may be yet")
+        for batch, _ in self._batches:
+            if batch.error is not None:
+                raise _again(batch.error)
+        return [Stored(batch.partition, batch.offset, count) for batch, count in self._batches]
 
     @property
     def is_done(self) -> bool:
@@ -182,6 +235,47 @@ class TableReceipt:
 
 class Producer:
     """Sends to one topic. Threads share it; a forked child must open its own."""
+
+    # Slots: an object with so many attributes would else be slow to look them up, and `send` needs five.
+    __slots__ = (
+        "__weakref__",
+        "_batch_bytes",
+        "_batch_rows",
+        "_broken",
+        "_buffer_bytes",
+        "_buffer_timeout",
+        "_chunk_end",
+        "_chunk_rows",
+        "_chunks",
+        "_counted",
+        "_done",
+        "_error",
+        "_error_is_known",
+        "_hash",
+        "_in_hand",
+        "_is_closing",
+        "_is_ended",
+        "_is_forked",
+        "_is_pressed",
+        "_keyless",
+        "_linger_s",
+        "_lock",
+        "_log",
+        "_partitions",
+        "_ready",
+        "_retains_at",
+        "_rounds_begun",
+        "_rounds_done",
+        "_sequences",
+        "_settled",
+        "_taken_at",
+        "_third_bytes",
+        "_thread",
+        "_tries_max",
+        "_wake_at",
+        "_work",
+        "id",
+    )
 
     def __init__(
         self,
@@ -197,7 +291,8 @@ class Producer:
         """
         linger_s:       how long a batch that is not full waits for more messages.
         batch_rows, batch_bytes: when a batch is full. A message larger than `batch_bytes` goes alone.
-        buffer_bytes:   how much may wait to be stored before `send` blocks.
+        buffer_bytes:   how much may wait to be stored before `send` blocks; a message larger than that goes alone.
+                        A third is for open chunks, with equal shares for the partitions; a small message counts as 512.
         buffer_timeout: how long `send` blocks before it raises AppendFailed.
         tries_max:      how often a batch is tried when the log raises AppendFailed.
         """
@@ -212,25 +307,37 @@ class Producer:
         self._is_forked = False
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
-        # One lock; those who work and those who wait are woken apart.
         self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self._done = threading.Condition(self._lock)
-        # Without room: stands wherever no batch is open, so that `send` needs no other check.
-        self._none = _Batch(-1, self._done)
-        self._open = [self._none] * self._partitions
-        self._ready: deque[_Batch] = deque()
-        self._pending: dict[_Batch, None] = {}
-        """Ready or being appended, in order."""
+        self._work = _Bell()
+        """Heard by the background thread."""
+        self._done = _Bell()
+        """Heard by those who wait for it."""
+        self._chunks = [_Chunk(number, self._done) for number in range(self._partitions)]
+        # A third is open, a third ready; both may be in hand when the open ones have filled again.
+        self._third_bytes = self._buffer_bytes // 3
+        share = self._third_bytes // SMALL_COUNTED_BYTES // self._partitions
+        self._chunk_rows = max(1, min(self._batch_rows, share))
+        self._chunk_end = self._chunk_rows * _WIDTH
+        """Up to this length of a chunk `send` needs no second thought; 0 once the producer is closed or has failed."""
+        self._wake_at = _NEVER
+        """0 while the background thread waits for a first row, to be woken by it."""
+        self._ready: list[_Chunk | _Batch] = []
+        """Sealed chunks and tables, in order."""
+        self._counted = 0
+        """Bytes of these and of those that are being appended, and of messages in open chunks that are not small."""
+        self._in_hand: list[_Chunk | _Batch] = []
+        self._taken_at = 0.0
+        self._rounds_begun = self._rounds_done = self._settled = 0
+        topic = log.topic
+        has_retention = topic.retention_s is not None or topic.retention_bytes is not None
+        self._retains_at = 0.0 if has_retention else None
         self._sequences = [0] * self._partitions
         self._broken: dict[int, BaseException] = {}
         self._error: BaseException | None = None
         self._error_is_known = False
-        self._buffered = 0
         self._keyless = uuid.uuid4().int % self._partitions
         self._is_pressed = False
-        self._is_closing = False
-        self._is_asleep = self._is_idle = False
+        self._is_closing = self._is_ended = False
         self._thread = threading.Thread(target=self._run, name=f"pxrs-producer-{log.name}", daemon=True)
         self._thread.start()
         _producers.add(self)
@@ -250,59 +357,67 @@ class Producer:
         timestamp: microseconds since 1970, or a datetime with a time zone; now if none is given.
         partition: else that of the key's hash; without a key one after the other, a batch at a time.
         Raises InvalidRecord, Closed, UsedAfterFork, AppendFailed if the buffer stays full, and the error of a
-        partition that has failed.
+        partition that has failed. If an interrupt ends it, the message may have been sent.
         """
-        if headers is None and timestamp is None and partition is None and type(key) is bytes and type(value) is bytes:
-            size = len(key) + len(value) + _ROW_BYTES
-            place = self._hash(key) % self._partitions
-            receipt = Receipt()
-            with self._lock:
-                batch = self._open[place]
-                room = batch.room - size
-                if room < 0:
-                    batch = self._make_room(place, size)
-                    room = batch.room - size
-                batch.room = room
-                receipt._batch = batch
-                values = batch.values
-                receipt._row = len(values)
-                # The clock is asked first: an interrupt comes after such a call, and must not leave half a row.
+        if (
+            headers is None
+            and timestamp is None
+            and partition is None
+            and type(key) is bytes
+            and type(value) is bytes
+            and len(key) + len(value) <= SMALL_BYTES
+        ):
+            chunk = self._chunks[self._hash(key) % self._partitions]
+            rows = chunk.rows
+            at = len(rows)
+            if at < self._chunk_end:
                 now = _time_ns()
-                batch.keys.append(key)
-                batch.nanoseconds.append(now)
-                values.append(value)
-            return receipt
+                rows += key, value, now
+                if rows[at + 2] is not now or chunk.is_sealed:
+                    return self._look_again(chunk, at, now, key, value)
+                receipt = Receipt()
+                receipt._fate = chunk.fate
+                receipt._at = at
+                if at >= self._wake_at:
+                    self._work.ring()
+                return receipt
         return self._send_any(value, key, headers, timestamp, partition)
 
     def send_batch(self, table: pa.Table | pa.RecordBatch) -> TableReceipt:
         """Send the rows of a table with the columns value and, if there, key, timestamp, headers, partition.
 
         A null timestamp is now, a null partition that of the key. Rows of one partition keep their order, also with
-        what was sent before. Raises InvalidRecord before anything of the table was sent."""
+        what was sent before. Raises InvalidRecord before anything of the table was sent, and PartlySent, whose
+        `receipt` tells of the rows that were, if the buffer stays full or a partition has failed."""
         with self._lock:
             self._check_usable()
         batches: list[tuple[_Batch, int]] = []
-        rows = read_table(table, self._partitions, min(MESSAGE_BYTES_MAX, self._buffer_bytes - _ROW_BYTES))
+        rows = read_table(table, self._partitions, MESSAGE_BYTES_MAX)
         rows_max = self._batch_rows * min(self._partitions, 64)
-        for start in range(0, rows.num_rows, rows_max):
+        for piece in slices(rows, rows_max, SLICE_BYTES_MAX):
             with self._lock:
                 keyless = self._turn()
-            pieces = split_table(rows.slice(start, rows_max), self._hash, self._partitions, keyless)
-            for partition, records in pieces:
-                batches += [(self._put(partition, part), part.num_rows) for part in self._cut(records)]
+            for partition, records in split_table(piece, self._hash, self._partitions, keyless):
+                for part in self._cut(records):
+                    try:
+                        batches.append((self._put(partition, part), part.num_rows))
+                    except PxrsError as error:
+                        if not batches:
+                            raise
+                        raise PartlySent(self._log.name, rows.num_rows, TableReceipt(batches)) from error
         return TableReceipt(batches)
 
     def flush(self) -> None:
         """Wait until everything sent before is durable. Raises the first error of those that could not be stored."""
         with self._lock:
             self._check_usable()
-            self._close_open()
-            self._wake()
-            for batch in list(self._pending):
-                self._done.wait_for(lambda b=batch: b.is_done)  # type: ignore[misc]
+            target = self._rounds_begun + self._has_work()
+            self._press()
+        self._done.wait_for(lambda: self._rounds_done >= target or self._is_ended)
+        with self._lock:
             if self._error is not None:
                 self._error_is_known = True
-                raise self._error
+                raise _again(self._error)
 
     def close(self) -> None:
         """Send what waits, then stop. Raises an error that no `flush` has raised yet."""
@@ -310,17 +425,18 @@ class Producer:
             return  # it is the parent's
         with self._lock:
             self._is_closing = True
-            self._close_open()
-            self._wake()
-            self._done.notify_all()
-        self._thread.join()
+            self._chunk_end = 0
+            self._press()
+        self._done.ring()
+        # Not `Thread.join`: after one that was interrupted, the next returns at once.
+        self._done.wait_for(lambda: self._is_ended)
         atexit.unregister(self.close)
         with self._lock:
             if self._error is not None and not self._error_is_known:
                 self._error_is_known = True
-                raise self._error
+                raise _again(self._error)
 
-    # The way in, under the lock unless said otherwise.
+    # The way in.
 
     def _send_any(
         self,
@@ -330,146 +446,139 @@ class Producer:
         timestamp: int | datetime | None,
         partition: int | None,
     ) -> Receipt:
-        """Without the lock: what is not two byte strings and nothing else."""
+        """What is not two short byte strings and nothing else, or finds its chunk full."""
         plain_key, plain_value = _bytes("key", key), _bytes("value", value)
-        size = len(plain_key or b"") + len(plain_value or b"") + _ROW_BYTES
+        if plain_key is not key or plain_value is not value:
+            return self.send(plain_value, plain_key, headers, timestamp, partition)
+        size = len(plain_key or b"") + len(plain_value or b"")
         header_list = None if headers is None else _header_list(headers)
         if header_list:
             size += sum(len(name) * 4 + len(content or b"") + 16 for name, content in header_list)
+        if size > MESSAGE_BYTES_MAX:
+            raise InvalidRecord(f"{self._log.name}: a message of {size:,} bytes, and {MESSAGE_BYTES_MAX:,} is the most")
+        counted = 0 if size <= SMALL_BYTES else size
         time_us = None if timestamp is None else _microseconds(timestamp)
-        is_placeless = partition is None and plain_key is None
-        if partition is None:
-            partition = 0 if plain_key is None else self._hash(plain_key) % self._partitions
-        elif not isinstance(partition, int) or not 0 <= partition < self._partitions:
-            raise InvalidRecord(f"{self._log.name} has no partition {partition}; it has 0 to {self._partitions - 1}")
-        receipt = Receipt()
-        with self._lock:
-            batch = self._open[self._keyless if is_placeless else partition]
-            if batch.room < size:
-                batch = self._make_room(partition, size, is_placeless)
-            batch.room -= size
-            receipt._batch, receipt._row = batch, len(batch.values)
-            if header_list is not None:
-                batch.headers[receipt._row] = header_list
-            if time_us is not None:
-                batch.times[receipt._row] = time_us
+        if partition is not None:
+            # A bool is a number in Python, and no partition.
+            if not isinstance(partition, int) or isinstance(partition, bool) or not 0 <= partition < self._partitions:
+                raise InvalidRecord(
+                    f"{self._log.name} has no partition {partition!r}; it has 0 to {self._partitions - 1}"
+                )
+        elif plain_key is not None:
+            partition = self._hash(plain_key) % self._partitions
+        with self._room(partition, counted) as chunk:
             now = _time_ns()
-            batch.keys.append(plain_key)
-            batch.nanoseconds.append(now)
-            batch.values.append(plain_value)
+            time = now if header_list is None and time_us is None else _Extra(now, time_us, header_list)
+            chunk.has_extras = chunk.has_extras or time is not now
+            # Counted before it is there: an interrupt in between leaves a little less room until the chunk is stored.
+            chunk.large_bytes += counted
+            self._counted += counted
+            at = len(chunk.rows)
+            chunk.rows += plain_key, plain_value, time
+            receipt = _receipt(chunk, at, time)
+            if chunk.large_bytes >= self._batch_bytes:
+                self._seal(chunk.partition)
+            self._work.ring()
         return receipt
 
-    def _make_room(self, partition: int, size: int, is_placeless: bool = False) -> _Batch:
-        """The open batch of the partition, with room for `size`: a new one if it is full, after a wait if all is.
-
-        is_placeless: whichever partition's turn it is, which may pass while this waits."""
-        if size > min(MESSAGE_BYTES_MAX, self._buffer_bytes):
-            most = min(MESSAGE_BYTES_MAX, self._buffer_bytes)
-            raise InvalidRecord(f"{self._log.name}: a message of {size:,} bytes, and {most:,} is the most")
-        until = None
-        while True:
-            self._check_usable()
-            if is_placeless:
-                partition = self._keyless
-            if partition in self._broken:
-                raise self._broken[partition]
-            batch = self._open[partition]
-            rows_left = self._batch_rows - len(batch.values)
-            used = batch.size - batch.room
-            if batch is not self._none and (rows_left <= 0 or (used and used + size > self._batch_bytes)):
-                self._close_open(partition)
-                self._wake()
-                continue
-            # Each row takes at least _ROW_BYTES, so this much room cannot hold more rows than are left.
-            room = min(_ALLOWANCE_BYTES, rows_left * _ROW_BYTES, self._batch_bytes - used)
-            free = self._buffer_bytes - self._buffered
-            lacking = max(size, min(room, free + batch.room)) - batch.room
-            if lacking <= free:
-                return self._allow(partition, lacking)
-            until = self._wait_for_buffer(until)
-
-    def _allow(self, partition: int, size: int) -> _Batch:
-        batch = self._open[partition]
-        if batch is self._none:
-            batch = self._open[partition] = _Batch(partition, self._done)
-            batch.born = time.monotonic()
-            if self._is_idle:  # else it wakes for an older batch, and takes this one along
-                self._wake()
-        batch.size += size
-        batch.room += size
-        self._buffered += size
-        return batch
-
-    def _wait_for_buffer(self, until: float | None) -> float:
-        now = time.monotonic()
-        until = now + self._buffer_timeout if until is None else until
-        if now >= until:
-            raise AppendFailed(
-                f"{self._log.name}: {self._buffered:,} bytes still wait to be stored after {self._buffer_timeout:g} s; "
-                "the log is slower than the sender: try again later, or raise buffer_bytes"
-            )
-        self._is_pressed = True  # no lingering while somebody waits
-        self._wake()
-        self._done.wait(until - now)
-        return until
+    def _look_again(self, chunk: _Chunk, at: int, now: int, key: bytes, value: bytes) -> Receipt:
+        """A row was added to a chunk that another sender added to or somebody sealed at the same moment."""
+        with self._lock:
+            receipt = _receipt(chunk, at, now)
+            if not chunk.is_sealed or receipt._at < chunk.taken:
+                self._work.ring()
+                return receipt
+        return self._send_any(value, key, None, None, None)
 
     def _put(self, partition: int, records: pa.RecordBatch) -> _Batch:
-        """Without the lock: queue records that are a batch of their own."""
-        # Counted for no more than the buffer: it then goes alone.
-        size = min(self._buffer_bytes, records.nbytes + _ROW_BYTES)
-        until = None
-        with self._lock:
-            while True:
-                self._check_usable()
-                if partition in self._broken:
-                    raise self._broken[partition]
-                if self._buffered + size <= self._buffer_bytes:
-                    break
-                until = self._wait_for_buffer(until)
-            self._close_open(partition)
-            batch = _Batch(partition, self._done)
-            batch.records, batch.size = records, size
-            self._buffered += size
+        """Queue records that are a batch of their own."""
+        size = records.nbytes + SMALL_COUNTED_BYTES
+        with self._room(partition, size):
+            self._seal(partition)
+            batch = _Batch(partition, self._done, records, size)
+            self._counted += size
             self._ready.append(batch)
-            self._pending[batch] = None
-            self._wake()
+            self._work.ring()
         return batch
+
+    @contextlib.contextmanager
+    def _room(self, partition: int | None, size: int) -> Iterator[_Chunk]:
+        """Hold the lock, with the open chunk of the partition or of whichever's turn it is, as soon as it has room."""
+        until = time.monotonic() + self._buffer_timeout
+        while True:
+            with self._lock:
+                chunk = self._chunk_with_room(partition, size)
+                if chunk is not None:
+                    yield chunk
+                    return
+                settled = self._settled
+                self._press()
+            left = until - time.monotonic()
+            if left <= 0:
+                raise BufferFull(
+                    f"{self._log.name}: the buffer has been full for {self._buffer_timeout:g} s; "
+                    "the log is slower than the sender: try again later, or raise buffer_bytes"
+                )
+            self._done.wait_for(lambda: self._settled != settled or self._is_closing, left)  # noqa: B023
+
+    def _chunk_with_room(self, partition: int | None, size: int) -> _Chunk | None:
+        """Under the lock. `size`: what will be counted besides a row."""
+        while True:
+            self._check_usable()
+            number = self._keyless if partition is None else partition
+            if number in self._broken:
+                raise _again(self._broken[number])
+            chunk = self._chunks[number]
+            is_full = len(chunk.rows) >= self._chunk_rows * _WIDTH
+            is_full = is_full or (chunk.large_bytes > 0 and chunk.large_bytes + size > self._batch_bytes)
+            more = size + (self._chunk_rows * SMALL_COUNTED_BYTES if is_full else 0)
+            fits = not more or not self._counted or self._counted + more <= self._third_bytes
+            if not fits:
+                return None
+            if not is_full:
+                return chunk
+            self._seal(number)
+            self._work.ring()
+
+    def _seal(self, number: int) -> None:
+        """Under the lock: nothing more goes into the open chunk, if it has anything; it is ready to be stored."""
+        chunk = self._chunks[number]
+        if not chunk.rows:
+            return
+        chunk.is_sealed = True  # first: see the module's head
+        chunk.taken = len(chunk.rows)
+        self._chunks[number] = _Chunk(number, self._done)
+        self._counted += _counted(chunk) - chunk.large_bytes
+        self._ready.append(chunk)
+        if number == self._keyless:
+            self._turn()
+
+    def _has_work(self) -> bool:
+        return bool(self._ready) or any(chunk.rows for chunk in self._chunks)
+
+    def _press(self) -> None:
+        """Under the lock: have everything taken now."""
+        self._is_pressed = True
+        self._work.ring()
 
     def _cut(self, records: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         """Parts that are no larger than a batch may be."""
-        if records.num_rows > 1 and (records.num_rows > self._batch_rows or records.nbytes > self._batch_bytes):
+        for start in range(0, records.num_rows, self._batch_rows):
+            yield from self._halve(records.slice(start, self._batch_rows))
+
+    def _halve(self, records: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        if records.num_rows > 1 and records.nbytes > self._batch_bytes:
             half = records.num_rows // 2
-            yield from self._cut(records.slice(0, half))
-            yield from self._cut(records.slice(half))
+            yield from self._halve(records.slice(0, half))
+            yield from self._halve(records.slice(half))
         else:
             yield records
 
     def _turn(self) -> int:
-        """Let messages without a key go to the next partition that has not failed, if there is one."""
+        """Under the lock: let messages without a key go to the next partition that has not failed, if there is one."""
         turns = ((self._keyless + step) % self._partitions for step in range(1, self._partitions + 1))
         self._keyless = next((number for number in turns if number not in self._broken), self._keyless)
         return self._keyless
-
-    def _close_open(self, partition: int | None = None) -> None:
-        """Move open batches to those that are ready: all, or that of one partition."""
-        for number in range(self._partitions) if partition is None else (partition,):
-            batch = self._open[number]
-            if batch is self._none:
-                continue
-            self._open[number] = self._none
-            # What it did not need goes back, and a late sender that still holds it finds no room.
-            self._buffered -= batch.room
-            batch.size -= batch.room
-            batch.room = 0
-            if batch.values:
-                self._ready.append(batch)
-                self._pending[batch] = None
-            if number == self._keyless:
-                self._turn()
-
-    def _wake(self) -> None:
-        if self._is_asleep:
-            self._work.notify()
 
     def _check_usable(self) -> None:
         if self._is_forked:
@@ -482,62 +591,106 @@ class Producer:
     def _disown(self) -> None:
         """In a forked child: what waits is the parent's to send, and a thread that is not here may hold the lock."""
         self._is_forked = True
+        self._chunk_end = 0
         self._lock = threading.Lock()
-        for batch in (*self._open, *self._pending):
-            batch.error = UsedAfterFork("the message was sent before a fork: only the parent learns of its place")
-        self._open = [self._none] * self._partitions
+        self._done._waiters.clear()
+        self._fail_all(UsedAfterFork("the message was sent before a fork: only the parent learns of its place"))
         atexit.unregister(self.close)
 
     # The background thread.
 
     def _run(self) -> None:
-        taken: list[_Batch] = []
         try:
-            while True:
-                taken = self._take()
-                if not taken:
-                    return
-                self._store(taken)
+            while self._take():
+                self._store(list(self._cut_in_hand()))
         except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             with self._lock:
                 for partition in range(self._partitions):
                     self._broken.setdefault(partition, error)
-                self._close_open()
-                self._ready.clear()
-                self._settle([(batch, error) for batch in list(self._pending)])
+                self._error = self._error or error
+                self._fail_all(error)
+        finally:
+            with self._lock:
+                self._is_ended = True
+                self._chunk_end = 0
+                for chunk in self._chunks:  # for good: a sender that comes too late finds it sealed, and is refused
+                    chunk.is_sealed = True
+            self._done.ring()
 
-    def _take(self) -> list[_Batch]:
-        """The batches to append next; none when the producer is closing and all is done."""
+    def _take(self) -> bool:
+        """Wait for what to append next, and take it in hand; False when the producer is closing and all is done."""
+        since = self._taken_at  # nothing that waits is older
+        if not self._has_work():
+            # Set before the chunks are looked at once more: a row that is added after the look finds it.
+            self._wake_at = 0
+            self._work.wait_for(lambda: self._is_pressed or self._is_closing or self._has_work())
+            self._wake_at = _NEVER
+            since = time.monotonic()
+        left = since + self._linger_s - time.monotonic()
+        self._work.wait_for(lambda: self._is_pressed or self._is_closing or self._ready, max(0.0, left))
         with self._lock:
-            while True:
-                self._close_due()
-                if self._ready:
-                    return self._next_batches()
-                if self._is_closing:
-                    return []
-                born = min((batch.born for batch in self._open if batch is not self._none), default=None)
-                self._is_asleep, self._is_idle = True, born is None
-                self._work.wait(None if born is None else max(0.0, born + self._linger_s - time.monotonic()))
-                self._is_asleep = self._is_idle = False
+            if self._is_closing and not self._has_work():
+                return False
+            is_due = time.monotonic() >= since + self._linger_s
+            if self._is_pressed or self._is_closing or is_due:  # then everything is taken, to save appends
+                self._is_pressed = False
+                for number in range(self._partitions):
+                    self._seal(number)
+            self._in_hand, self._ready = self._ready, []
+            self._rounds_begun += 1
+            self._taken_at = time.monotonic()
+            return True
 
-    def _close_due(self) -> None:
-        due = time.monotonic() - self._linger_s
-        if self._is_pressed or any(batch is not self._none and batch.born <= due for batch in self._open):
-            # One append for all: those that are not due yet save one of their own.
-            self._close_open()
-        self._is_pressed = False
+    def _cut_in_hand(self) -> Iterator[_Batch]:
+        for item in self._in_hand:
+            if isinstance(item, _Batch):
+                yield item
+            else:
+                yield from self._batches_of(item)
 
-    def _next_batches(self) -> list[_Batch]:
-        counts = dict.fromkeys(range(self._partitions), 0)
-        taken: list[_Batch] = []
-        left: deque[_Batch] = deque()
-        for batch in self._ready:
-            counts[batch.partition] += 1
-            (taken if counts[batch.partition] <= BATCHES_KEPT else left).append(batch)
-        self._ready = left
-        return taken
+    def _batches_of(self, chunk: _Chunk) -> list[_Batch]:
+        rows, end = chunk.rows, chunk.taken
+        keys, values, times = (rows[at:end:_WIDTH] for at in range(_WIDTH))
+        headers = pa.nulls(len(keys), _HEADERS)
+        if chunk.has_extras:
+            extras = [each if isinstance(each, _Extra) else _Extra(each, None, None) for each in times]
+            headers = pa.array([extra.headers for extra in extras], _HEADERS)
+            given = pa.array([extra.time_us for extra in extras], pa.int64())
+            times = pc.coalesce(given, pc.divide(pa.array([extra.now for extra in extras], pa.int64()), _THOUSAND))
+        else:
+            times = pc.divide(pa.array(times, pa.int64()), _THOUSAND)
+        columns = [pa.array(keys, pa.binary()), pa.array(values, pa.binary()), times.cast(_TIME), headers]
+        parts = list(self._halve(pa.RecordBatch.from_arrays(columns, schema=SCHEMA)))
+        sizes = [_counted(chunk)] + [0] * (len(parts) - 1)
+        batches = [_Batch(chunk.partition, self._done, part, size) for part, size in zip(parts, sizes, strict=True)]
+        chunk.fate.starts = list(accumulate((part.num_rows for part in parts[:-1]), initial=0))
+        chunk.fate.batches = batches
+        return batches
 
     def _store(self, batches: list[_Batch]) -> None:
+        """Append them, in order, no more of a partition at once than the log remembers."""
+        self._in_hand = list(batches)
+        counts = [0] * self._partitions
+        groups: dict[int, list[_Batch]] = {}
+        for batch in batches:
+            groups.setdefault(counts[batch.partition] // BATCHES_KEPT, []).append(batch)
+            counts[batch.partition] += 1
+        for group in groups.values():
+            outcomes = self._store_group(group)
+            with self._lock:
+                self._settle(outcomes)
+        with self._lock:
+            self._in_hand = []
+            self._rounds_done = self._rounds_begun
+        self._done.ring()
+        if self._retains_at is not None and time.monotonic() >= self._retains_at:
+            self._retains_at = time.monotonic() + RETAIN_EVERY_S
+            try:
+                self._log.retain(time.time_ns() // 1000)
+            except PxrsError as error:  # what was sent is stored; the next producer tries again
+                _logger.warning("retention of %s failed: %s", self._log.name, error)
+
+    def _store_group(self, batches: list[_Batch]) -> list[tuple[_Batch, int | BaseException]]:
         outcomes: list[tuple[_Batch, int | BaseException]] = []
         sound: list[tuple[_Batch, Origin]] = []
         for batch in batches:
@@ -547,11 +700,9 @@ class Producer:
             sound.append((batch, Origin(self.id, 0, self._sequences[batch.partition])))
             self._sequences[batch.partition] += 1
         try:
-            outcomes += self._append(sound, self._tries_max)
+            return outcomes + self._append(sound, self._tries_max)
         except Exception:  # noqa: BLE001 - tried again below, where each partition gets its own error
-            outcomes += self._store_apart(sound)
-        with self._lock:
-            self._settle(outcomes)
+            return outcomes + self._store_apart(sound)
 
     def _store_apart(self, batches: list[tuple[_Batch, Origin]]) -> list[tuple[_Batch, int | BaseException]]:
         """One append for each partition, so that one that fails does not fail the others. A retry is stored once."""
@@ -565,9 +716,9 @@ class Producer:
                 outcomes += [(batch, error) for batch, _ in mine]
         return outcomes
 
-    def _append(self, batches: list[tuple[_Batch, Origin]], tries_max: int) -> list[tuple[_Batch, int]]:
+    def _append(self, batches: list[tuple[_Batch, Origin]], tries_max: int) -> list[tuple[_Batch, int | BaseException]]:
         """Try until it is stored; the same origins each time. Raises the last AppendFailed, and any other error."""
-        appends = [Append(batch.partition, batch.seal(), origin) for batch, origin in batches]
+        appends = [Append(batch.partition, batch.records, origin) for batch, origin in batches]
         wait_s, wait_s_max = _BACKOFF_S
         for last in (number == tries_max for number in range(1, tries_max + 1)):
             try:
@@ -586,15 +737,27 @@ class Producer:
             if isinstance(outcome, BaseException):
                 batch.error = outcome
                 self._error = self._error or outcome
-                self._close_open(batch.partition)
+                self._chunk_end = 0  # from now on `send` asks whether its partition is sound
             else:
                 batch.offset = outcome
-            self._buffered -= batch.size
-            self._pending.pop(batch, None)
-            if self._keyless in self._broken:
-                self._turn()
+            self._counted -= batch.size
             batch.records = None  # a receipt that is kept must not keep the messages
-        self._done.notify_all()
+        if self._keyless in self._broken:
+            self._turn()
+        self._settled += 1
+        self._done.ring()
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Nothing that is not stored yet will be, as far as this process can know."""
+        for item in (*self._in_hand, *self._ready, *self._chunks):
+            if isinstance(item, _Chunk):
+                item.is_sealed = True
+                item.fate.fail(error)
+                for batch in item.fate.batches:
+                    batch.error = batch.error if batch.is_done else error
+            elif not item.is_done:
+                item.error = error
+        self._in_hand, self._ready = [], []
 
     def __enter__(self) -> Self:
         return self
@@ -611,11 +774,32 @@ class Producer:
             error.add_note(f"pxrs: closing the producer of {self._log.name} failed too: {failure}")
 
 
+def _again(error: BaseException) -> BaseException:
+    """A copy to raise: the same one raised again and again would gather tracebacks, and all that their frames hold."""
+    try:
+        return copy.copy(error).with_traceback(None)
+    except Exception:  # noqa: BLE001 - somebody else's error, which cannot be copied
+        return error.with_traceback(None)
+
+
+def _receipt(chunk: _Chunk, at: int, time: object) -> Receipt:
+    """The receipt of the row with this very time, which is at this place or behind it."""
+    while chunk.rows[at + 2] is not time:
+        at += _WIDTH
+    receipt = Receipt()
+    receipt._fate, receipt._at = chunk.fate, at
+    return receipt
+
+
+def _counted(chunk: _Chunk) -> int:
+    return chunk.taken // _WIDTH * SMALL_COUNTED_BYTES + chunk.large_bytes
+
+
 def _bytes(name: str, given: object) -> bytes | None:
     if given is None or isinstance(given, bytes):
         return given
     if isinstance(given, str):
-        return given.encode()
+        return _utf8(name, given)
     if isinstance(given, bytearray | memoryview):
         return bytes(given)
     raise InvalidRecord(f"the {name} is {type(given).__name__}; give bytes, str or None")
@@ -629,7 +813,15 @@ def _header_list(headers: Iterable[tuple[str, bytes | None]]) -> _Headers:
     for name, _ in pairs:
         if not isinstance(name, str):
             raise InvalidRecord(f"the header name {name!r} is no str")
+        _utf8("header name", name)
     return pairs
+
+
+def _utf8(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRecord(f"the {name} is no text that UTF-8 can hold: {error}") from None
 
 
 def _microseconds(timestamp: int | datetime) -> int:
@@ -637,7 +829,7 @@ def _microseconds(timestamp: int | datetime) -> int:
         if timestamp.tzinfo is None:
             raise InvalidRecord(f"the time {timestamp} has no time zone; give one, such as UTC")
         return (timestamp - _EPOCH) // timedelta(microseconds=1)
-    if not isinstance(timestamp, int) or not -(1 << 63) <= timestamp < 1 << 63:
+    if not isinstance(timestamp, int) or isinstance(timestamp, bool) or not -(1 << 63) <= timestamp < 1 << 63:
         raise InvalidRecord(f"the time {timestamp!r} is not in whole microseconds since 1970")
     return timestamp
 

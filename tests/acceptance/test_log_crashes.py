@@ -213,13 +213,11 @@ def test_l3_after_a_failed_sync_the_log_goes_on_in_a_new_segment(tmp_path: Path)
 
     steps = faults.Steps()
     steps.step = no_sync  # type: ignore[method-assign]
-    with faults.counted(steps), pytest.raises(AppendFailed, match="nothing of it is in the log"):
+    with faults.counted(steps), pytest.raises(AppendFailed, match="not certain"):
         topic.append([Append(0, records(b"lost"))])
-    assert (old.parent / "suspect").exists()
     other = opened(tmp_path)
     assert values(other) == [b"1"]
     assert other.append([Append(0, records(b"2"))]) == [1]
-    assert not (old.parent / "suspect").exists()
     assert tail_file(topic) != old
     assert values(topic) == values(opened(tmp_path)) == [b"1", b"2"]
 

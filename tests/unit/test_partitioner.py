@@ -5,14 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from pxrs import partitioner
 from pxrs.errors import InvalidRecord, InvalidTopic
 from pxrs.log.batch import SCHEMA
 from pxrs.model import PARTITIONERS
-from pxrs.partitioner import HASHES, hash_named, murmur2, murmur2_signed, partitions_of, read_table, split_table, xxh64
+from pxrs.partitioner import (
+    HASHES,
+    PAIR_BYTES,
+    hash_named,
+    murmur2,
+    murmur2_signed,
+    partitions_of,
+    read_table,
+    slices,
+    split_table,
+    xxh64,
+)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +131,19 @@ def test_headers_and_times_are_kept() -> None:
         ({"value": [b"a"], "partition": [4]}, "partition"),
         ({"value": [b"a"], "partition": [-1]}, "partition"),
         ({"value": [b"a"], "partition": ["x"]}, "partition"),
+        ({"value": [b"a"], "partition": ["1"]}, "partition is string"),
+        ({"value": [b"a"], "partition": pa.array(["1"]).dictionary_encode()}, "partition is string"),
+        ({"value": [b"a"], "partition": [True]}, "partition is bool"),
+        ({"value": [b"a"], "partition": [1.0]}, "partition is double"),
         ({"value": [b"a"], "timestamp": pa.array([1], pa.timestamp("us"))}, "timestamp"),
         ({"value": [b"a"], "headers": [b"h"]}, "headers"),
         ({"value": [b"a"], "headers": [[{"key": None, "value": b"1"}]]}, "headers"),
+        ({"value": [b"a"], "headers": [[{"key": "h", "val": b"1"}]]}, "fields key and value"),
+        ({"value": [b"a"], "headers": [[{"key": "h"}]]}, "fields key and value"),
+        ({"value": [b"a"], "headers": [[{"key": "h", "value": b"1", "more": 1}]]}, "fields key and value"),
+        ({"value": [b"a"], "headers": [[{"key": 1, "value": b"1"}]]}, "headers"),
         ({"value": [b"a" * 101]}, "101"),
+        ({"key": [None, b"a"], "value": [b"", b"a" * 100]}, "101"),
     ],
 )
 def test_an_unfit_table_is_refused_with_the_reason(columns: dict[str, object], named: str) -> None:
@@ -132,3 +154,101 @@ def test_an_unfit_table_is_refused_with_the_reason(columns: dict[str, object], n
 def test_what_is_no_table_is_refused() -> None:
     with pytest.raises(InvalidRecord):
         read_table([1], 4, 100)
+
+
+def headers_of(*lengths: int) -> list[dict[str, object]]:
+    return [{"key": "h", "value": b"x" * length} for length in lengths]
+
+
+def test_the_headers_of_a_row_count_towards_its_bytes() -> None:
+    rows = [None, headers_of(), headers_of(10, 20), None, headers_of(0)]
+    most = 1 + 2 * (PAIR_BYTES + 1) + 30
+    kind = SCHEMA.field("headers").type
+    for headers in (
+        pa.chunked_array([rows[:2], rows[2:]], kind),
+        pa.chunked_array([pa.array([headers_of(1000), *rows, headers_of(1000)], kind).slice(1, 5)]),
+        pa.chunked_array(
+            [[None if row is None else [("h", each["value"]) for each in row] for row in rows[:3]]],
+            pa.map_(pa.string(), pa.binary()),
+        ),
+    ):
+        table = pa.table({"value": [b"a"] * len(headers), "headers": headers})
+        assert read_table(table, 1, most).column("headers").to_pylist() == rows[: len(headers)]
+        with pytest.raises(InvalidRecord, match=f"{most} bytes of key, value and headers"):
+            read_table(table, 1, most - 1)
+
+
+def test_a_row_without_headers_counts_for_none_though_it_spans_some() -> None:
+    items = pa.array([headers_of(1000, 1)], SCHEMA.field("headers").type).values
+    headers = pa.ListArray.from_arrays(
+        pa.array([0, 1, 2], pa.int32()), items, type=SCHEMA.field("headers").type, mask=pa.array([True, False])
+    )
+    assert read_table(pa.table({"value": [b"a", b"b"], "headers": headers}), 1, 100).num_rows == 2
+
+
+def test_a_row_may_have_no_number_of_empty_headers() -> None:
+    with pytest.raises(InvalidRecord, match="headers"):
+        read_table(pa.table({"value": [b""], "headers": [headers_of(*[0] * 100)]}), 1, 1000)
+
+
+def test_the_most_is_that_of_one_row_and_not_of_a_key_and_another_rows_value() -> None:
+    table = pa.table({"key": [b"k" * 60, b"k"], "value": [b"v", b"v" * 60]})
+    assert read_table(table, 1, 61).num_rows == 2
+
+
+def test_slices_are_bounded_by_rows_and_by_bytes_and_lose_nothing() -> None:
+    sizes = [3, 0, 7, 50, 1, 1, 1, 1, 9, 4]
+    table = pa.table(
+        {
+            "key": pa.chunked_array([[b"k"] * 4, [None] * 6], pa.binary()),
+            "value": pa.chunked_array([[b"v" * size for size in sizes[:7]], [b"v" * size for size in sizes[7:]]]),
+            "headers": pa.chunked_array([[None] * 9, [headers_of(2)]], SCHEMA.field("headers").type),
+        }
+    )
+    for rows in (read_table(table, 1, 100), read_table(pa.concat_tables([table, table]), 1, 100).slice(10)):
+        parts = list(slices(rows, 3, 12))
+        assert pa.concat_tables(parts).equals(rows)
+        # A row of 51 bytes goes alone, and so does the last one, whose header counts.
+        assert [part.num_rows for part in parts] == [2, 1, 1, 3, 2, 1]
+    assert list(slices(read_table(table, 1, 100).slice(0, 0), 3, 12)) == []
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.large_binary(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+)
+def test_a_column_of_more_bytes_than_the_logs_type_can_hold_is_taken_in_parts(
+    kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partitioner, "PART_BYTES_MAX", 50)
+    monkeypatch.setattr(partitioner, "_OFFSET_MAX", 99)
+    texts = [None if i % 5 == 3 else f"{i % 20:04d}" * (i % 4) for i in range(100)]
+    column = pa.array(texts, pa.string()).cast(kind)
+    for begin, end in ((0, 100), (3, 90), (90, 97)):
+        table = pa.table({"key": column, "value": column}).slice(begin, end - begin)
+        rows = read_table(table, 4, 1 << 20)
+        assert rows.num_rows == end - begin
+        expected: dict[int, list[bytes | None]] = {}
+        for text in texts[begin:end]:
+            value = None if text is None else text.encode()
+            expected.setdefault(0 if value is None else xxh64(value) % 4, []).append(value)
+        found: dict[int, list[bytes | None]] = {}
+        for partition, piece in split_table(rows, xxh64, 4, 0):
+            piece.validate(full=True)
+            found.setdefault(partition, []).extend(piece.column("value").to_pylist())
+        assert found == expected
+
+
+def test_a_table_of_three_gib_is_split(tmp_path: Path) -> None:
+    # The values are a hole in a file, and nothing here reads them.
+    with open(tmp_path / "hole", "wb") as file:
+        file.truncate(3 << 30)
+    data = pa.memory_map(str(tmp_path / "hole")).read_buffer()
+    offsets = pa.array(range(0, (3 << 30) + 1, 1 << 20), pa.int64())
+    value = pa.Array.from_buffers(pa.large_binary(), 3072, [None, offsets.buffers()[1], data])
+    narrow = pa.Array.from_buffers(
+        pa.binary(), 1024, [None, offsets.slice(0, 1025).cast(pa.int32()).buffers()[1], data]
+    )
+    many = pa.chunked_array([narrow] * 3)
+    for table, rows in ((value, 3072), (value.slice(3000, 10), 10), (many, 3072)):
+        pieces = split_table(read_table(pa.table({"value": table}), 1, 1 << 20), xxh64, 1, 0)
+        assert sum(piece.num_rows for _, piece in pieces) == rows

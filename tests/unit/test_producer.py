@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -14,12 +17,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pxrs.errors import AppendFailed, Closed, InvalidRecord, LogError, PxrsError, UsedAfterFork
+from pxrs.errors import AppendFailed, BufferFull, Closed, InvalidRecord, LogError, PartlySent, PxrsError, UsedAfterFork
 from pxrs.log.contract import Append
 from pxrs.log.memory import MemoryLog, MemoryTopic
 from pxrs.model import Topic
 from pxrs.partitioner import murmur2, xxh64
-from pxrs.producer import Producer
+from pxrs.producer import Producer, Receipt, _Chunk
 
 
 class Fickle(MemoryTopic):
@@ -322,19 +325,38 @@ def test_even_an_error_of_the_interpreter_reaches_those_who_wait(topic: Fickle) 
 def test_x16_a_full_buffer_blocks_and_then_raises() -> None:
     topic = make(1)
     gate = topic.before = Gate()
-    with Producer(topic, linger_s=0, batch_bytes=1000, buffer_bytes=10_000, buffer_timeout=0.05) as out:
-        for _ in range(20):
-            out.send(b"." * 436, partition=0)
-        with pytest.raises(AppendFailed, match="buffer_bytes"):
-            out.send(b"." * 436, partition=0)
-        with pytest.raises(AppendFailed, match="buffer_bytes"):
+    with Producer(topic, linger_s=0, buffer_bytes=10_240, buffer_timeout=0.05) as out:
+        sent = 0
+        with contextlib.suppress(BufferFull):
+            while sent < 1000:
+                out.send(b"." * 400, b"k")
+                sent += 1
+        assert 7 <= sent <= 20  # each counts for 512 bytes
+        with pytest.raises(BufferFull, match="buffer_bytes"):
+            out.send(b"." * 400, b"k")
+        with pytest.raises(BufferFull, match="buffer_bytes"):
+            out.send(b"." * 5000, partition=0)
+        with pytest.raises(BufferFull, match="buffer_bytes"):
             out.send_batch(pa.table({"value": [b"." * 5000]}))
-        with pytest.raises(InvalidRecord):
-            out.send(b"." * 10_000, partition=0)
         gate.opened.set()
         out.send(b"now", partition=0)
+        out.send(b"." * 20_000, partition=0)  # larger than the buffer: alone
         out.flush()
-    assert topic.end(0) == 21
+    assert topic.end(0) == sent + 2
+
+
+def test_a_table_that_was_sent_in_part_says_so() -> None:
+    topic = make(1)
+    gate = topic.before = Gate()
+    with Producer(topic, linger_s=0, batch_rows=20, buffer_bytes=4096, buffer_timeout=0.05) as out:
+        with pytest.raises(PartlySent) as raised:
+            out.send_batch(pa.table({"value": [b"%03d" % i for i in range(200)]}))
+        gate.opened.set()
+        stored = raised.value.receipt.result(10)
+        out.flush()
+        count = sum(each.rows for each in stored)
+        assert 0 < count < 200
+        assert topic.values(0) == [b"%03d" % i for i in range(count)]
 
 
 def test_x16_senders_go_on_when_there_is_room() -> None:
@@ -345,7 +367,7 @@ def test_x16_senders_go_on_when_there_is_room() -> None:
             out.send(b"." * 100, key=b"k%d" % i)
         out.send_batch(pa.table({"value": [b"." * 1000] * 50}))
         out.flush()
-        assert out._buffered == 0
+        assert out._counted == 0
     assert sum(topic.end(p) for p in range(8)) == 550
 
 
@@ -357,7 +379,7 @@ def test_the_buffer_is_given_back_after_failures(topic: Fickle) -> None:
                 out.send(b"a", partition=i % 4)
         with pytest.raises(LogError):
             out.flush()
-        assert out._buffered == 0
+        assert out._counted == 0
 
 
 def test_tables_and_messages_keep_their_order(single: tuple[Fickle, Producer]) -> None:
@@ -473,7 +495,72 @@ def test_r11_a_child_is_refused_and_the_parent_goes_on() -> None:
 
 def test_a_receipt_keeps_no_messages(single: tuple[Fickle, Producer]) -> None:
     _, out = single
-    receipt = out.send(b"a", b"k")
+    receipt = out.send(b"a", b"k", headers=[("h", b"secret")])
+    fast = out.send(b"b", b"k")
     out.flush()
-    assert receipt._batch.records is None
-    assert receipt._batch.values == []
+    assert all(batch.records is None for batch in receipt._fate.batches)
+    for each in (receipt, fast):
+        assert not any(isinstance(found, _Chunk) for found in gc.get_referents(each._fate))
+
+
+def test_an_error_raised_again_and_again_gathers_nothing(single: tuple[Fickle, Producer]) -> None:
+    topic, out = single
+    topic.before = Failing(LogError("broken"))
+    out.send(b"a")
+    lengths = set()
+    for _ in range(5):
+        with pytest.raises(LogError) as raised:
+            out.flush()
+        lengths.add(len(traceback.extract_tb(raised.value.__traceback__)))
+    assert len(lengths) == 1
+
+
+def test_rows_that_meet_in_a_chunk_are_told_apart(single: tuple[Fickle, Producer]) -> None:
+    """The schedules that `send` looks out for: another sender, or a seal, between its look and its row."""
+    topic, out = single
+    chunk = out._chunks[0]
+    now = time.time_ns()
+    chunk.rows += b"k", b"other", now + 1, b"k", b"mine", now
+    met = out._look_again(chunk, 0, now, b"k", b"mine")
+    with out._lock:
+        out._seal(0)
+    late = time.time_ns()
+    chunk.rows += b"k", b"late", late
+    sent_again = out._look_again(chunk, len(chunk.rows) - 3, late, b"k", b"late")
+    out.flush()
+    assert met.result(10) == (0, 1)
+    assert sent_again.result(10) == (0, 2)
+    assert topic.values(0) == [b"other", b"mine", b"late"]
+
+
+def test_threads_that_race_with_seals_and_close_lose_nothing() -> None:
+    topic = make(1)
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        out = Producer(topic, linger_s=0, batch_rows=3)
+        kept: list[tuple[bytes, Receipt]] = []
+
+        def run(number: int) -> None:
+            for i in range(3000):
+                value = b"%d-%d" % (number, i)
+                try:
+                    kept.append((value, out.send(value, b"k")))
+                except Closed:
+                    return
+
+        with ThreadPoolExecutor(4) as pool:
+            runs = [pool.submit(run, number) for number in range(4)]
+            while len(kept) < 4000 and not all(each.done() for each in runs):
+                out.flush()
+            out.close()
+            for each in runs:
+                each.result(60)
+    finally:
+        sys.setswitchinterval(switch)
+    values = topic.values(0)
+    assert sorted(value or b"" for value in values) == sorted(value for value, _ in kept)
+    assert all(values[receipt.result(10)[1]] == value for value, receipt in kept)
+    for number in range(4):
+        mine = [int(value.split(b"-")[1]) for value in values if value and value.startswith(b"%d-" % number)]
+        assert mine == sorted(mine)

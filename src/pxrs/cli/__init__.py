@@ -6,10 +6,10 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import pxrs
 from pxrs.cli import demo, registry, topic
+from pxrs.cli.terminal import tell_error
 from pxrs.errors import PxrsError
 
 app = typer.Typer(
@@ -39,6 +39,5 @@ def main() -> None:
     try:
         app()
     except PxrsError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}:[/] ", end="")
-        Console(stderr=True, markup=False, highlight=False).print(str(error))
+        tell_error(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
         sys.exit(1)

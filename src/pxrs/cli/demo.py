@@ -22,6 +22,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from pxrs import registry
@@ -79,7 +80,7 @@ def demo(
     console = Console()
     with _place(url) as where, registry.open(where) as handle:
         console.print(
-            f"[bold]pxrs[/] registry demo on {handle.url}: {len(WORKERS)} processes, {PARTITIONS} partitions\n"
+            f"[bold]pxrs[/] registry demo on {escape(handle.url)}: {len(WORKERS)} processes, {PARTITIONS} partitions\n"
         )
         handle.commit(
             put={f"{OWNERS}{p}": b"" for p in range(PARTITIONS)} | {f"{COUNTS}{p}": b"0" for p in range(PARTITIONS)}
@@ -128,7 +129,7 @@ def _wake_a_zombie(handle: Registry, workers: list[Worker], live: Live) -> None:
     )
     ben.signal(signal.SIGCONT, "woken: a zombie")
     _until(handle, workers, live, lambda owners: ben.refused is not None)
-    live.console.print(f"  ben woke up and tried to write: [green]refused[/] ({ben.refused})")
+    live.console.print(f"  ben woke up and tried to write: [green]refused[/] ({escape(str(ben.refused))})")
 
 
 def _until(handle: Registry, workers: list[Worker], live: Live, condition: Callable[[list[str | None]], bool]) -> None:

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pxrs import registry
+from pxrs.cli.terminal import printable
 from pxrs.registry import Entry
 
 app = typer.Typer(no_args_is_help=True)
@@ -57,7 +59,7 @@ def scan(
         return
     table = Table("key", "version", "value", box=None, header_style="bold")
     for entry in entries:
-        table.add_row(entry.key, str(entry.version), _short(entry.value))
+        table.add_row(Text(entry.key), str(entry.version), Text(_short(entry.value)))
     console = Console()
     console.print(table)
     if len(entries) == limit:
@@ -88,5 +90,5 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 def _short(value: bytes) -> str:
-    text = value.decode(errors="backslashreplace")
+    text = printable(value.decode(errors="backslashreplace"))
     return text if len(text) <= 80 else f"{text[:77]}... ({len(value):,} bytes)"

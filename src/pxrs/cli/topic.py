@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +17,18 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 import pxrs
+from pxrs.cli.terminal import echo, is_terminal, printable
 from pxrs.errors import InvalidRecord
 from pxrs.model import CODECS, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
+from pxrs.producer import MESSAGE_BYTES_MAX
 
 app = typer.Typer(no_args_is_help=True)
 At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 SEND_ROWS = 5_000
+LINE_BYTES_MAX = MESSAGE_BYTES_MAX + 2
+"""No more of a line is read than a message may have, and its end; the rest of a longer one is never looked at."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @app.command()
@@ -111,14 +118,26 @@ def send(
         str | None, typer.Option(metavar="FIELD", help="Lines are JSON objects; this field is each message's key.")
     ] = None,
 ) -> None:
-    """Send each line of standard input as a message; all are durable when it ends."""
+    """Send each line of standard input as a message; all are durable when it ends.
+
+    A field that is null is no key. A line that cannot be sent ends it, when those before it are durable.
+    """
+    if sys.stdin is None:
+        raise InvalidRecord("standard input is closed; give it the lines to send")
     count = 0
     console = Console(stderr=True)
-    bar = Progress(SpinnerColumn(), TextColumn("{task.completed:,.0f} messages"), TimeElapsedColumn(), console=console)
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} messages"), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
     with pxrs.open(at) as hub, hub.producer(topic) as out, bar:
         task = bar.add_task("sending", total=None)
-        for value, message_key in _lines(key):
-            out.send(value, key=message_key)
+        for line in iter(lambda: sys.stdin.buffer.readline(LINE_BYTES_MAX), b""):
+            try:
+                value = line.removesuffix(b"\n").removesuffix(b"\r")
+                out.send(value, key=None if key is None else _key(value, key))
+            except InvalidRecord as error:
+                out.flush()  # so that what is said of the lines before it is true
+                before = "1 line before it was sent" if count == 1 else f"{count:,} lines before it were sent"
+                raise InvalidRecord(f"line {count + 1:,}: {error}; {before}") from error
             count += 1
             if count % SEND_ROWS == 0:
                 bar.update(task, completed=count)
@@ -127,17 +146,18 @@ def send(
     typer.echo(f"sent {count:,} messages to {topic}")
 
 
-def _lines(key: str | None) -> Iterator[tuple[bytes, bytes | None]]:
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        value = line.rstrip(b"\r\n")
-        if key is None:
-            yield value, None
-            continue
-        try:
-            found = json.loads(value)[key]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRecord(f"line {number}: no JSON object with the field {key!r}: {error!r}") from error
-        yield value, found.encode() if isinstance(found, str) else json.dumps(found).encode()
+def _key(line: bytes, field: str) -> bytes | None:
+    try:
+        found = json.loads(line)[field]
+        text = found if isinstance(found, str) or found is None else json.dumps(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRecord(f"no JSON object with the field {field!r}: {error!r}") from error
+    except RecursionError as error:
+        raise InvalidRecord("its JSON is nested too deeply") from error
+    try:
+        return None if text is None else text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRecord(f"the field {field!r} is no text that UTF-8 can hold: {error}") from error
 
 
 def tail(
@@ -147,8 +167,11 @@ def tail(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more, until interrupted.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the last messages of a topic, and with -f each new one as it arrives."""
-    console = Console(highlight=False)
+    """Print the last messages of a topic, and with -f each new one as it arrives.
+
+    On a terminal control characters are shown escaped, such as \\x07. With --json nothing is lost: key, value and the
+    value of each header are text if their bytes are UTF-8; if not, key_base64 or value_base64 stands in their place.
+    """
     with pxrs.open(at) as hub:
         handle = hub.topic(topic)
         partitions = range(handle.topic.partitions)
@@ -160,12 +183,12 @@ def tail(
             positions[p] = end
         found.sort(key=lambda message: message.timestamp)
         for message in found[len(found) - min(last, len(found)) :]:
-            _print(console, message, as_json)
+            _print(message, as_json)
         while follow:
             for p in sorted(handle.wait(positions, 60.0)):
                 end = handle.end(p)
                 for message in _until(handle.messages(p, positions[p]), end):
-                    _print(console, message, as_json)
+                    _print(message, as_json)
                 positions[p] = end
 
 
@@ -176,23 +199,48 @@ def _until(messages: Iterator[Message], end: int) -> Iterator[Message]:
         yield message
 
 
-def _print(console: Console, message: Message, as_json: bool) -> None:
+def _print(message: Message, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(message)))
         return
-    when = datetime.fromtimestamp(message.timestamp / 1e6, UTC).isoformat(timespec="milliseconds")
-    key = "" if message.key is None else f" [cyan]{_text(message.key)}[/]"
-    console.print(f"[dim]{message.partition}/{message.offset} {when}[/]{key} ", end="")
-    console.print(_text(message.value), markup=False)
+    place = f"{message.partition}/{message.offset} {_time(message.timestamp)}"
+    key, value = _text(message.key), _text(message.value)
+    if is_terminal():
+        key, value = printable(key), printable(value)
+        if not os.environ.get("NO_COLOR"):
+            place, key = typer.style(place, dim=True), typer.style(key, fg=typer.colors.CYAN)
+    echo(f"{place} {value}" if message.key is None else f"{place} {key} {value}")
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    plain = {"partition": message.partition, "offset": message.offset, "timestamp": message.timestamp}
-    return {**plain, "key": _text(message.key), "value": _text(message.value)}
+    """For machines: every message can be made again from it."""
+    headers = message.headers
+    return {
+        "partition": message.partition,
+        "offset": message.offset,
+        "timestamp": message.timestamp,
+        **_field("key", message.key),
+        **_field("value", message.value),
+        "headers": None if headers is None else [{"key": name, **_field("value", data)} for name, data in headers],
+    }
 
 
-def _text(data: bytes | None) -> str | None:
-    return None if data is None else data.decode(errors="backslashreplace")
+def _field(name: str, data: bytes | None) -> dict[str, str | None]:
+    try:
+        return {name: None if data is None else data.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(data or b"").decode()}
+
+
+def _text(data: bytes | None) -> str:
+    return "" if data is None else data.decode(errors="backslashreplace")
+
+
+def _time(timestamp: int) -> str:
+    try:
+        return (_EPOCH + timedelta(microseconds=timestamp)).isoformat(timespec="milliseconds")
+    except OverflowError:  # it is the sender's, and may lie beyond every calendar
+        return f"{timestamp}us"
 
 
 def _count(hub: pxrs.Hub, topic: Topic) -> int:
@@ -201,24 +249,28 @@ def _count(hub: pxrs.Hub, topic: Topic) -> int:
 
 
 def check(directory: Path, as_json: Json = False) -> None:
-    """Read every byte of a log, and report each damaged frame, gap and wrong index. Exit code 1 if there are any."""
+    """Read every byte of a log, and report all that is damaged, missing or does not fit. Exit code 1 if anything is.
+
+    It changes nothing and waits for nobody: run it at any time, beside producers and consumers.
+    """
     from pxrs.log.check import check as check_log
 
     findings, messages, size = [], 0, 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
         for checked in check_log(directory):
             findings += checked.findings
             messages, size = messages + checked.messages, size + checked.bytes
-            bar.update(task, description=f"{checked.topic}/{checked.partition}: {messages:,} messages")
+            bar.update(task, description=f"{checked.topic}: {messages:,} messages")
     if as_json:
         for finding in findings:
             typer.echo(json.dumps(finding._asdict()))
         typer.echo(json.dumps({"messages": messages, "bytes": size, "findings": len(findings)}))
     else:
         for finding in findings:
-            typer.echo(f"{finding.file} at byte {finding.position:,}: {finding.what}")
+            echo(printable(f"{finding.file} at byte {finding.position:,}: {finding.what}"))
         typer.echo(f"{messages:,} messages, {size:,} bytes, {len(findings)} findings")
     if findings:
         raise typer.Exit(1)

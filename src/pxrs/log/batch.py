@@ -34,6 +34,7 @@ FORMAT: Final = 1
 ALIGNMENT: Final = 32
 FRAME_BYTES_MAX: Final = 64 << 20
 NO_PRODUCER: Final = uuid.UUID(int=0)
+_NO_BYTES: Final = NO_PRODUCER.bytes
 _HEADER: Final = struct.Struct("<4sBBHIIQqq16sIIQQII")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEADER_BYTES: Final = _HEADER.size + _CHECKSUM.size
@@ -63,12 +64,20 @@ class Header(NamedTuple):
     base_offset: int
     first_timestamp: int
     last_timestamp: int
-    origin: Origin
+    producer: bytes
+    epoch: int
     schema_id: int
+    sequence: int
     payload_checksum: int
     payload_bytes: int
     follows: int
     """How many frames of the same append come before it. One with none proves that all before it was synced."""
+
+    @property
+    def origin(self) -> Origin:
+        """Made when it is asked for: a walk over many headers asks for few."""
+        producer = NO_PRODUCER if self.producer == _NO_BYTES else uuid.UUID(bytes=self.producer)
+        return Origin(producer, self.epoch, self.sequence)
 
     @property
     def next_offset(self) -> int:
@@ -166,18 +175,32 @@ def read_header(data: bytes | memoryview, file: str, position: int) -> Header:
     """The header at the beginning of `data`, checked. Raises DamagedFrame."""
     if len(data) < HEADER_BYTES:
         raise DamagedFrame(file, position, f"{len(data)} bytes are too few for a frame's header")
-    fixed = data[: _HEADER.size]
     (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
-    if xxhash.xxh3_64_intdigest(fixed) != checksum:
+    if xxhash.xxh3_64_intdigest(data[: _HEADER.size]) != checksum:
         raise DamagedFrame(file, position, "the header's checksum does not match")
-    magic, version, codec, length, frame, rows, base, first, last, *rest = _HEADER.unpack(fixed)
-    producer, epoch, schema, sequence, digest, size, follows = rest
+    (
+        magic,
+        version,
+        codec,
+        length,
+        frame,
+        rows,
+        base,
+        first,
+        last,
+        producer,
+        epoch,
+        schema,
+        sequence,
+        digest,
+        size,
+        follows,
+    ) = _HEADER.unpack_from(data)
     if magic != MAGIC or version != FORMAT:
         raise DamagedFrame(file, position, f"a frame of format {magic!r} {version}, which this version does not read")
     if codec >= len(CODECS) or frame != _padded(length + size) or length != HEADER_BYTES or not rows:
         raise DamagedFrame(file, position, "the header contradicts itself")
-    origin = Origin(uuid.UUID(bytes=producer), epoch, sequence)
-    return Header(codec, frame, rows, base, first, last, origin, schema, digest, size, follows)
+    return Header(codec, frame, rows, base, first, last, producer, epoch, schema, sequence, digest, size, follows)
 
 
 def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> pa.RecordBatch:

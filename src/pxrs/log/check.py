@@ -1,110 +1,321 @@
 """The consistency checker: reads every byte of a log in a directory, and tells of everything that is not as it must be.
 
-It can be run at any time, beside producers and consumers: it takes no lock, changes nothing, and looks only at what is
-published. Behind a damaged frame it goes on at the next one that it finds, so one run tells of all damage.
+It can be run at any time, beside producers, consumers and retention, and by who may only read: it takes no lock, makes
+and changes no file, and looks only at what is published. What retention or a deletion takes away meanwhile is no
+finding. Damage anywhere does not keep it from the rest: behind a damaged frame it goes on at the next one that it
+finds, so one run tells of all damage.
+
+After another boot nothing is published until somebody opens the partition. Then the last segment is judged as the
+recovery will judge it, and left as it is: a torn append at its end is no finding, unless it was published before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import uuid
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from pxrs.errors import DamagedFrame, LogError
+from pxrs.errors import DamagedFrame, InvalidUrl, LogError
+from pxrs.log import published as published_module
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, MAGIC, Header, read_header, read_payload
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.directory import DirectoryLog
 from pxrs.log.index import Index
-from pxrs.log.segment import index_path, segment_bases, segment_path
+from pxrs.log.producers import load_producers, producers_path
+from pxrs.log.published import _SLOT, _STRIDE, Published, PublishedFile
+from pxrs.log.published import NAME as PUBLISHED
+from pxrs.log.segment import begins_an_append_behind, index_path, segment_bases, segment_path
+from pxrs.model import TOPIC_NAME, Topic
+
+_PARTITION_FOLDER: Final = re.compile(r"partition-(0|[1-9][0-9]*)")
 
 
 class Finding(NamedTuple):
     """Something that is wrong, and where."""
 
     topic: str
-    partition: int
+    partition: int | None
+    """None if it concerns the topic as a whole."""
     file: str
     position: int
     what: str
 
 
 class Checked(NamedTuple):
-    """A segment that was read: what it holds, and what was found in it."""
+    """A file that was read: what it holds, and what was found in it."""
 
     topic: str
-    partition: int
+    partition: int | None
     file: str
     messages: int
     bytes: int
     findings: list[Finding]
 
 
+class _Place(NamedTuple):
+    """A partition and its folder."""
+
+    topic: str
+    number: int
+    folder: str
+
+    def wrong(self, file: str, position: int, what: str) -> Finding:
+        return Finding(self.topic, self.number, file, position, what)
+
+    def only(self, file: str, what: str) -> Checked:
+        """All that there is to say of a file."""
+        return Checked(self.topic, self.number, file, 0, 0, [self.wrong(file, 0, what)])
+
+
+class _Bounds(NamedTuple):
+    """What must be in a segment."""
+
+    end: int | None
+    """The offset at which it must end; None if that was not published in this boot."""
+    limit: int | None
+    """How many bytes of it may be read; None if that is all."""
+    is_sealed: bool
+    end_min: int = 0
+    """Up to where messages were published before the last boot."""
+
+
 def check(path: Path) -> Iterator[Checked]:
-    """Read the log in this directory, segment by segment."""
+    """Read the log in this directory, file by file. Raises InvalidUrl if there is none."""
     log = DirectoryLog(path)
+    topics = path / "topics"
+    if not topics.is_dir():
+        what = "it has no folder topics" if path.is_dir() else "there is no such directory"
+        raise InvalidUrl(f"{path} is no log: {what}; give the directory that was given to pxrs.open")
+    return _check_topics(log, topics)
+
+
+def _check_topics(log: DirectoryLog, topics: Path) -> Iterator[Checked]:
     try:
-        for topic in log.topics():
-            opened = log.topic(topic.name)
-            assert isinstance(opened, DirectoryTopic)
-            for partition in range(topic.partitions):
-                yield from _check_partition(opened, partition)
+        for name in sorted(os.listdir(topics)):
+            if TOPIC_NAME.fullmatch(name):
+                yield from _check_topic(log, name, topics / name)
+        yield from _check_nameless(topics)
     finally:
         log.close()
 
 
-def _check_partition(topic: DirectoryTopic, number: int) -> Iterator[Checked]:
-    folder = topic.partition_folder(number)
-    try:
-        published = topic.published(number)
-    except LogError as error:
-        file = getattr(error, "file", folder)
-        finding = Finding(topic.name, number, file, getattr(error, "position", 0), str(error))
-        yield Checked(topic.name, number, file, 0, 0, [finding])
+def _check_topic(log: DirectoryLog, name: str, link: Path) -> Iterator[Checked]:
+    if not link.is_dir():
+        # A deletion takes the link first, and a creation makes it last.
+        if link.is_symlink() and not link.is_dir():
+            yield _of_topic(name, link, "the folder that it leads to is missing, and with it all messages")
         return
-    bases = [base for base in segment_bases(folder) if base <= published.segment]
-    for base, following in pairwise([*bases, None]):
-        assert base is not None
-        yield _check_segment(topic.name, number, folder, base, following, published.segment_bytes, published.end)
+    folder = link.resolve()  # once: a topic that is made meanwhile under the same name has another one
+    topic, what = _read_topic(log, name)
+    there = _partition_numbers(folder)
+    if not folder.exists() or link.resolve() != folder:
+        return  # it was deleted meanwhile
+    if topic is not None and link.is_symlink() and topic.id != folder.name:
+        what = f"it has the id {topic.id}, and its folder is {folder.name}"
+    numbers = there if topic is None else set(range(topic.partitions))
+    if what is None and there - numbers:
+        what = f"the topic has {len(numbers)} partitions, and there are folders of {len(there - numbers)} more"
+    if what is not None:
+        yield _of_topic(name, folder / "topic.json", what)
+    for number in sorted(numbers | there):
+        yield from _check_partition(_Place(name, number, str(folder / "partitions" / f"partition-{number}")))
 
 
-def _check_segment(
-    topic: str, number: int, folder: str, base: int, following: int | None, tail_bytes: int, end: int
-) -> Checked:
-    path = segment_path(folder, base)
+def _check_nameless(topics: Path) -> Iterator[Checked]:
+    """Folders with messages that no name leads to. One without is what a creation left that did not come to its end."""
+    logs = topics.parent / "logs"
+    folders = sorted(each for each in logs.glob("*") if not each.name.startswith("."))
+    linked = _linked(topics)
+    for folder in folders:
+        if folder.name in linked or not any(map(_size, folder.glob("partitions/*/*.log"))):
+            continue
+        # Looked at again: the topic may have been made, or deleted, a moment ago.
+        if folder.name not in _linked(topics) and folder.exists():
+            yield _of_topic("", folder, "no topic leads to it, and it holds messages")
+
+
+def _linked(topics: Path) -> set[str]:
+    """The folders that links lead to, also those of topics that are being deleted."""
+    found = set()
+    for each in topics.iterdir():
+        with contextlib.suppress(OSError):  # it is none, or was deleted meanwhile
+            found.add(os.path.basename(os.readlink(each)))
+    return found
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _of_topic(name: str, file: Path, what: str) -> Checked:
+    return Checked(name, None, str(file), 0, 0, [Finding(name, None, str(file), 0, what)])
+
+
+def _read_topic(log: DirectoryLog, name: str) -> tuple[Topic | None, str | None]:
+    """The topic, or else what is wrong with its file."""
+    try:
+        topic = log._meta(name)
+    except OSError as error:
+        return None, _unreadable(error)
+    except (LogError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return None, f"it does not describe a topic: {getattr(error, 'what', error)}"
+    if topic is None:
+        return None, "it is missing, and without it the topic cannot be opened"
+    if topic.name != name or not isinstance(topic.partitions, int):
+        return None, f"it describes a topic {topic.name} with {topic.partitions!r} partitions"
+    return topic, None
+
+
+def _partition_numbers(folder: Path) -> set[int]:
+    try:
+        names = os.listdir(folder / "partitions")
+    except OSError:
+        return set()  # each partition that must be there is found missing
+    return {int(found[1]) for name in names if (found := _PARTITION_FOLDER.fullmatch(name))}
+
+
+def _check_partition(place: _Place) -> Iterator[Checked]:
+    try:
+        published, end_min, bases = _look(place.folder)
+    except OSError as error:
+        if os.path.exists(os.path.dirname(os.path.dirname(place.folder))):  # else the topic was deleted meanwhile
+            missing = "the partition's folder is missing"
+            yield place.only(place.folder, missing if isinstance(error, FileNotFoundError) else _unreadable(error))
+        return
+    if published is None:
+        yield from _check_unpublished(place, end_min, bases)
+        return
+    bases = [base for base in bases if base <= published.segment]
+    for base, following in pairwise([*bases, published.segment]):
+        if base != following:
+            yield _check_segment(place, base, _Bounds(following, None, True))
+    if published.segment in bases:
+        bounds = _Bounds(published.end, published.segment_bytes, False)
+        yield _check_segment(place, published.segment, bounds)
+    else:
+        what = f"the segment is missing, and messages up to offset {published.end:,} are published"
+        yield place.only(segment_path(place.folder, published.segment), what)
+
+
+def _check_unpublished(place: _Place, end_min: int, bases: list[int]) -> Iterator[Checked]:
+    """A partition that nobody has opened since the machine was started."""
+    tail = None
+    if bases:
+        tail = _check_segment(place, bases[-1], _Bounds(None, None, False, end_min))
+    elif end_min:
+        what = f"messages up to offset {end_min:,} were published, and no segment is there"
+        tail = place.only(f"{place.folder}/{PUBLISHED}", what)
+    if _read_published(place.folder)[0] is not None:
+        # Somebody opened it meanwhile, and may have appended to what was being read.
+        yield from _check_partition(place)
+        return
+    for base, following in pairwise(bases):
+        yield _check_segment(place, base, _Bounds(following, None, True))
+    if tail is not None:
+        yield tail
+
+
+def _look(folder: str) -> tuple[Published | None, int, list[int]]:
+    """What is published, up to where something was before the last boot, and the segments that are there."""
+    while True:
+        published, end_min = _read_published(folder)
+        bases = segment_bases(folder)
+        if published is None or published.segment in bases:
+            return published, end_min, bases
+        again, _ = _read_published(folder)
+        if again is not None and again.segment == published.segment:
+            return published, end_min, bases
+        # A writer went on to another segment, and retention took this one away: look again.
+
+
+def _read_published(folder: str) -> tuple[Published | None, int]:
+    try:
+        file = _PublishedReader(f"{folder}/{PUBLISHED}")
+    except FileNotFoundError:
+        return None, 0
+    try:
+        return file.read(), file.end_of_any_boot()
+    finally:
+        file.close()
+
+
+class _PublishedReader(PublishedFile):
+    """Only reads: a check makes no file, and can be made by who may not write."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._boot = uuid.UUID(published_module.boot_id()).bytes  # type: ignore[attr-defined]
+
+    def end_of_any_boot(self) -> int:
+        """Whatever was published was durable, so it is there after any number of boots."""
+        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
+        end = 0
+        for slot in (data[:_STRIDE], data[_STRIDE:]):
+            if len(slot) >= _SLOT.size:
+                self._boot = _SLOT.unpack_from(slot)[-1]
+                found = self._slot(slot)
+                end = end if found is None else max(end, found.end)
+        return end
+
+
+def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
+    path = segment_path(place.folder, base)
     try:
         data = pa.py_buffer(Path(path).read_bytes())
     except FileNotFoundError:  # retention was faster
-        return Checked(topic, number, path, 0, 0, [])
-    limit = data.size if following is not None else tail_bytes
-    expected_end = following if following is not None else end
+        return Checked(place.topic, place.number, path, 0, 0, [])
+    except OSError as error:
+        return place.only(path, _unreadable(error))
+    limit = data.size if bounds.limit is None else bounds.limit
     index, messages = Index(), 0
     findings: list[Finding] = []
-
-    def tell(position: int, what: str) -> None:
-        findings.append(Finding(topic, number, path, position, what))
-
     offset, is_known = base, True
     for position, result in _walk(data, path, min(limit, data.size)):
-        if offset >= expected_end:
+        if bounds.end is not None and offset >= bounds.end:
             break  # left behind by a failed sync; the next segment has taken its place
         if isinstance(result, DamagedFrame):
-            tell(position, result.what)
+            what = result.what
+        elif is_known and result.base_offset != offset:
+            what = f"offset {result.base_offset} where {offset} must be: messages are missing"
+        else:
+            what = None
+        if what is not None:
+            if bounds.end is None and not begins_an_append_behind(data, path, position, offset):
+                break  # the one append that was not synced before the boot; whoever opens the partition cuts it off
+            findings.append(place.wrong(path, position, what))
+        if isinstance(result, DamagedFrame):
             is_known = False  # how many messages it held
             continue
-        if is_known and result.base_offset != offset:
-            tell(position, f"offset {result.base_offset} where {offset} must be: messages are missing")
         offset, is_known, messages = result.next_offset, True, messages + result.rows
         index.note(result, position)
-    if data.size < limit:
-        tell(data.size, f"{limit - data.size:,} published bytes are missing at the end")
-    if not findings and offset != expected_end:
-        tell(data.size, f"it ends at offset {offset}, and {expected_end} is where it must end")
-    if following is not None and not findings:
-        findings += _check_index(topic, number, path, index)
-    return Checked(topic, number, path, messages, data.size, findings)
+    what = _wrong_end(bounds, data.size, offset, is_sound=not findings)
+    if what is not None:
+        findings.append(place.wrong(path, data.size, what))
+    if bounds.is_sealed and not findings:
+        findings += _check_index(place, path, index)
+    findings += _check_producers(place, path)
+    return Checked(place.topic, place.number, path, messages, data.size, findings)
+
+
+def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> str | None:
+    """What is wrong with a file of that size whose frames end at this offset. Damage before it explains a wrong end."""
+    if bounds.limit is not None and size < bounds.limit:
+        return f"{bounds.limit - size:,} published bytes are missing at the end"
+    if is_sound and bounds.end is not None and offset != bounds.end:
+        return f"it ends at offset {offset}, and {bounds.end} is where it must end"
+    if bounds.end is None and offset < bounds.end_min:
+        return f"it ends at offset {offset}, and messages up to {bounds.end_min} were published"
+    return None
 
 
 def _walk(data: pa.Buffer, path: str, limit: int) -> Iterator[tuple[int, Header | DamagedFrame]]:
@@ -136,13 +347,33 @@ def _next_frame(view: memoryview, path: str, begin: int, limit: int) -> int:
     return limit
 
 
-def _check_index(topic: str, number: int, segment: str, true: Index) -> list[Finding]:
+def _check_index(place: _Place, segment: str, true: Index) -> list[Finding]:
     path = index_path(segment)
-    if not os.path.exists(path):
-        return []  # made when it is needed
-    stored = Index.load(Path(path).read_bytes())
+    try:
+        stored = Index.load(Path(path).read_bytes())
+    except FileNotFoundError:
+        return []  # made when it is needed; or retention was faster
+    except OSError as error:
+        return [place.wrong(path, 0, _unreadable(error))]
     if stored is None:
-        return [Finding(topic, number, path, 0, "the index is damaged; remove it, it is made again")]
+        return [place.wrong(path, 0, "the index is damaged; remove it, it is made again")]
     if stored.dump() != true.dump():
-        return [Finding(topic, number, path, 0, "the index does not fit its segment; remove it, it is made again")]
+        return [place.wrong(path, 0, "the index does not fit its segment; remove it, it is made again")]
     return []
+
+
+def _check_producers(place: _Place, segment: str) -> list[Finding]:
+    """The producers' state at the segment's beginning. One that is missing is found again in the segments before."""
+    path = producers_path(segment)
+    what = "the producers' state is damaged; remove it, it is found again in the segments"
+    try:
+        is_sound = load_producers(path) is not None or not os.path.exists(path)
+    except OSError as error:
+        return [place.wrong(path, 0, _unreadable(error))]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_sound = False
+    return [] if is_sound else [place.wrong(path, 0, what)]
+
+
+def _unreadable(error: OSError) -> str:
+    return f"it cannot be read: {error.strerror or error}"

@@ -1,14 +1,14 @@
-"""The log in a local directory: `topics/<name>/topic.json` and a folder for each partition.
+"""The log in a local directory: `logs/<id>/topic.json`, a folder for each partition, and `topics/<name>`, a link to it.
 
-A topic appears whole or not at all: its folder is prepared under another name, synced, and renamed. Deleting renames it
-away first, so that its name is free at once. Processes of one machine share the directory; network file systems are
-refused, because their locks are not safe (F8).
+A topic appears whole or not at all: its folder is prepared and synced before the link is made, which claims the name.
+Deleting moves the link away, then the folder. No folder is ever used again: who has a deleted topic open finds its
+files gone, and can never reach into a later topic of the same name (G7). Processes of one machine share the directory;
+network file systems are refused, because their locks are not safe (F8).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -25,6 +25,7 @@ from pxrs import disk
 from pxrs.errors import (
     AppendFailed,
     Closed,
+    DamagedFrame,
     InvalidRecord,
     InvalidUrl,
     LogError,
@@ -33,7 +34,7 @@ from pxrs.errors import (
     UnknownTopic,
     UsedAfterFork,
 )
-from pxrs.inotify import MODIFY, Notifier
+from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
 from pxrs.log.batch import Batch, encode
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
 from pxrs.log.partition import Partition, Ready
@@ -42,6 +43,7 @@ from pxrs.log.published import Published
 from pxrs.model import TOPIC_NAME, Topic
 
 _META: Final = "topic.json"
+_RESTING_MAX: Final = 4
 
 
 class DirectoryLog(Log):
@@ -53,7 +55,7 @@ class DirectoryLog(Log):
         if self._root.exists() and not self._root.is_dir():
             raise InvalidUrl(f"{path} is a file; a log is kept in a directory")
         disk.refuse_network_file_system(self._root, "a log")
-        self._topics = self._root / "topics"
+        self._topics, self._logs = self._root / "topics", self._root / "logs"
         self._timeout = timeout
         self._lock = threading.Lock()
         self._open: dict[str, DirectoryTopic] = {}
@@ -67,24 +69,28 @@ class DirectoryLog(Log):
             raise TopicExists(f"there is a topic {topic.name!r} already")
         with self._os_errors():
             disk.make_folders(self._topics)
-            prepared = self._topics / f".new-{uuid.uuid4().hex}"
-            for partition in range(topic.partitions):
-                (prepared / "partitions" / f"partition-{partition}").mkdir(parents=True)
-            with open(prepared / _META, "w") as file:
-                json.dump(asdict(topic), file, indent=2)
-                file.flush()
-                disk.sync_data(file.fileno())
-            for folder in (prepared / "partitions", prepared):
-                disk.sync_folder(folder)
+            disk.make_folders(self._logs)
+            folder = self._logs / topic.id
             try:
-                os.rename(prepared, target)
-            except OSError as error:
-                shutil.rmtree(prepared)
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                self._prepare(topic, folder)
+                os.symlink(os.path.relpath(folder, self._topics), target)
+            except BaseException as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                if isinstance(error, FileExistsError):
                     raise TopicExists(f"there is a topic {topic.name!r} already") from error
                 raise
             disk.sync_folder(self._topics)
         return self.topic(topic.name)
+
+    def _prepare(self, topic: Topic, folder: Path) -> None:
+        for partition in range(topic.partitions):
+            (folder / "partitions" / f"partition-{partition}").mkdir(parents=True)
+        with open(folder / _META, "w") as file:
+            json.dump(asdict(topic), file, indent=2)
+            file.flush()
+            disk.sync_data(file.fileno())
+        for each in (folder / "partitions", folder, self._logs):
+            disk.sync_folder(each)
 
     def topics(self) -> list[Topic]:
         self._check_usable()
@@ -104,20 +110,25 @@ class DirectoryLog(Log):
             if found is None or found.id != topic.id:
                 if found is not None:
                     found.close()
-                found = self._open[name] = DirectoryTopic(topic, self._topics / name, self._timeout)
+                found = self._open[name] = DirectoryTopic(topic, self._logs / topic.id, self._timeout)
             return found
 
     def delete_topic(self, name: str) -> None:
         self.topic(name)
-        with self._lock:
-            self._open.pop(name).close()
-        gone = self._topics / f".deleted-{uuid.uuid4().hex}"
+        link = self._topics / f".deleted-{uuid.uuid4().hex}"
         with self._os_errors():
             try:
-                os.rename(self._topics / name, gone)
+                os.rename(self._topics / name, link)  # one of several who delete gets it, and with it the folder
             except FileNotFoundError:
                 raise UnknownTopic(name) from None
+            folder = self._topics / os.readlink(link)
             disk.sync_folder(self._topics)
+            gone = folder.with_name(f".deleted-{folder.name}")
+            os.rename(folder, gone)
+            os.unlink(link)
+        with self._lock:
+            if name in self._open and self._open[name].id == folder.name:
+                self._open.pop(name).close()
         shutil.rmtree(gone, ignore_errors=True)
 
     def close(self) -> None:
@@ -134,6 +145,8 @@ class DirectoryLog(Log):
             found = json.loads((self._topics / name / _META).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except (ValueError, UnicodeDecodeError) as error:
+            raise DamagedFrame(str(self._topics / name / _META), 0, f"it is no topic's description: {error}") from error
         known = {field.name for field in fields(Topic)}
         extra = {key: value for key, value in found.items() if key not in known}
         kept = {key: value for key, value in found.items() if key in known}
@@ -161,6 +174,8 @@ class DirectoryTopic(TopicLog):
         self._folder, self._timeout = folder, timeout
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
+        self._resting: list[_Waiter] = []
+        self._waiting: set[_Waiter] = set()
         self._pid = os.getpid()
         self._is_closed = False
         _in_use.add(self)
@@ -196,6 +211,8 @@ class DirectoryTopic(TopicLog):
             yield opened
         except OSError as error:
             self._check_usable()  # closing takes the files away from under a reader
+            if not self._folder.exists():
+                raise UnknownTopic(self.name) from error
             raise ReadFailed(f"{opened.place}: {error.filename or opened.folder}: {error.strerror}") from error
 
     def append(self, appends: Sequence[Append]) -> list[int]:
@@ -213,19 +230,47 @@ class DirectoryTopic(TopicLog):
         if ready or timeout == 0:
             return ready
         until = None if timeout is None else time.monotonic() + timeout
-        notifier = Notifier()
-        try:
+        with self._waiter() as waiter:
             for partition in positions:
-                notifier.add(f"{self._partition(partition).folder}/{PUBLISHED}", MODIFY)
+                waiter.watch(partition, f"{self._partition(partition).folder}/{PUBLISHED}")
             while not (ready := self._ready(positions)):  # after arming, so that nothing is missed
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     break
-                notifier.wait(left)
+                waiter.notifier.wait(left)
                 self._check_usable()
-        finally:
-            notifier.close()
         return ready
+
+    @contextlib.contextmanager
+    def _waiter(self) -> Iterator[_Waiter]:
+        """Kept for the next one who waits: closing what the kernel tells through can take it many milliseconds."""
+        with self._lock:
+            self._check_usable()
+            waiter = self._resting.pop() if self._resting else None
+            if waiter is not None:
+                self._waiting.add(waiter)
+        if waiter is None:
+            try:
+                waiter = _Waiter()
+            except OSError as error:
+                raise LogError(
+                    f"{self.name}: too many wait at once ({error.strerror}); see fs.inotify.max_user_instances"
+                ) from error
+            with self._lock:
+                self._waiting.add(waiter)
+        try:
+            yield waiter
+        except OSError as error:
+            self._check_usable()
+            raise LogError(f"{self.name}: cannot wait: {error.filename}: {error.strerror}") from error
+        finally:
+            with self._lock:
+                self._waiting.discard(waiter)
+                is_kept = not self._is_closed and len(self._resting) < _RESTING_MAX
+                if is_kept:
+                    self._resting.append(waiter)
+            if not is_kept:
+                waiter.notifier.close()
 
     def _ready(self, positions: Mapping[int, int]) -> set[int]:
         return {partition for partition, offset in positions.items() if self.end(partition) > offset}
@@ -233,11 +278,11 @@ class DirectoryTopic(TopicLog):
     def retain(self, now: int) -> dict[int, int]:
         moved = {}
         for number in range(self.partitions):
-            partition = self._partition(number)
-            segments = partition.sealed_segments()
-            keep = self._keep_from(segments, partition.published().segment_bytes, now)
-            if segments and keep > segments[0][0]:
-                moved[number] = partition.drop_before(keep)
+            with self._reading(number) as partition:
+                segments = partition.sealed_segments()
+                keep = self._keep_from(segments, partition.published().segment_bytes, now)
+                if segments and keep > segments[0][0]:
+                    moved[number] = partition.drop_before(keep)
         return moved
 
     def _keep_from(self, segments: list[tuple[int, int, int, int]], tail_bytes: int, now: int) -> int:
@@ -283,11 +328,30 @@ class DirectoryTopic(TopicLog):
             raise Closed(f"topic {self.name} was closed or deleted")
 
     def close(self) -> None:
-        self._is_closed = True
         with self._lock:
-            for partition in self._open.values():
-                partition.close()
+            self._is_closed = True
+            opened = list(self._open.values())
             self._open.clear()
+            for waiter in self._waiting:
+                waiter.notifier.interrupt()
+            for waiter in self._resting:
+                waiter.notifier.close()
+            self._resting.clear()
+        for partition in opened:
+            partition.close()
+
+
+class _Waiter:
+    """A notifier, and the partitions that it has been told to watch."""
+
+    def __init__(self) -> None:
+        self.notifier = Notifier()
+        self._watched: set[int] = set()
+
+    def watch(self, partition: int, path: str) -> None:
+        if partition not in self._watched:
+            self.notifier.add(path, MODIFY | ATTRIB | DELETE_SELF)
+            self._watched.add(partition)
 
 
 _in_use: weakref.WeakSet[DirectoryTopic] = weakref.WeakSet()
@@ -297,7 +361,7 @@ def _let_go_in_child() -> None:
     """A lock belongs to the open file, which a forked child would share and keep locked after its parent's death."""
     for topic in list(_in_use):
         for partition in list(topic._open.values()):
-            partition.close()
+            partition.let_go()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -7,8 +7,10 @@ alone is the truth.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
+import uuid
 from bisect import bisect_right
 from typing import Final
 
@@ -18,10 +20,12 @@ from pxrs import disk
 from pxrs.log.batch import Header
 
 INTERVAL_BYTES: Final = 64 << 10
-_MAGIC: Final = b"PXI1"
-_HEAD: Final = struct.Struct("<4sIQqQ")
+_MAGIC: Final = b"PXI2"
+_HEAD: Final = struct.Struct("<4sIQq")
+_CHECKSUM: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<QQq")
 NO_TIME: Final = -(1 << 63)
+ANY_TIME: Final = (1 << 63) - 1
 
 
 class Index:
@@ -58,19 +62,20 @@ class Index:
 
     def dump(self) -> bytes:
         body = b"".join(map(_ENTRY.pack, self.offsets, self.positions, self.times))
-        fixed = _HEAD.pack(
-            _MAGIC, len(self.offsets), self.segment_bytes, self.last_time, xxhash.xxh3_64_intdigest(body)
-        )
-        return fixed + body
+        data = _HEAD.pack(_MAGIC, len(self.offsets), self.segment_bytes, self.last_time) + body
+        return data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
 
     @classmethod
     def load(cls, data: bytes) -> Index | None:
         """None if it is damaged."""
-        if len(data) < _HEAD.size:
+        if len(data) < _HEAD.size + _CHECKSUM.size:
             return None
-        magic, count, segment_bytes, last_time, checksum = _HEAD.unpack_from(data)
+        data, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
+        if xxhash.xxh3_64_intdigest(data) != checksum:
+            return None
+        magic, count, segment_bytes, last_time = _HEAD.unpack_from(data)
         body = data[_HEAD.size :]
-        if magic != _MAGIC or len(body) != count * _ENTRY.size or xxhash.xxh3_64_intdigest(body) != checksum:
+        if magic != _MAGIC or len(body) != count * _ENTRY.size:
             return None
         index = cls()
         index.segment_bytes, index.last_time = segment_bytes, last_time
@@ -83,12 +88,19 @@ class Index:
 
 def write_beside(path: str, data: bytes, *, is_durable: bool = False) -> None:
     """Put a small file in its place whole. If it is to be durable, the caller syncs the folder."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        os.write(descriptor, data)
-        if is_durable:
-            disk.sync_data(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(temporary, path)
+        try:
+            left = memoryview(data)
+            while left:  # a disk that is nearly full takes a part, and only the next call fails
+                left = left[os.write(descriptor, left) :]
+            if is_durable:
+                disk.sync_data(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

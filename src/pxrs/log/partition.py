@@ -4,7 +4,6 @@
       00000000000000000000.log .index .producers    segments, their sparse indexes, producers' state at their beginning
       published                                     up to where readers may read
       lock                                          held while appending; never the data file itself
-      suspect                                       there if a sync has failed
 
 Invariants:
 - Appended, synced, published, acknowledged, in this order (L1). Nothing below the published end is ever changed (L2).
@@ -12,9 +11,13 @@ Invariants:
   published. Each append is synced before the next begins, so at most one append is ever unsynced (L3).
 - A segment is synced before the next one has its first frame.
 
-On failure: an append that cannot be written is cut off again and reported. One that cannot be synced leaves a durable
-mark, because the system may have dropped the very pages and will not say so twice: the next append goes on in a new
-segment from the published end, and what lies behind it in the old one is no part of the log.
+On failure: an append that cannot be written is cut off again and reported. One that cannot be synced leaves a mark for
+all processes, because the system may have dropped the very pages and will not say so twice: the next append goes on in
+a new segment from the published end, and what lies behind it in the old one is no part of the log. The mark need not
+outlive the machine's run: after another one the medium itself is read.
+A writer may also die after it made the next segment and before it published that. The next one finishes the roll:
+were it to go on in the old segment, the empty one would stand for the offsets that it gets.
+The folder of a deleted topic is gone for good, and one of the same name has another: an append looks for it.
 After another boot the published end is rebuilt: the last segment is checked frame by frame, cut where the one unsynced
 append is torn, and synced. Damage that a later append proves to be older is reported, never cut (F5).
 """
@@ -24,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
+import mmap
 import os
 import threading
 import time
@@ -37,7 +40,16 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pxrs import disk
-from pxrs.errors import AppendFailed, DamagedFrame, LogBusy, LogError, OffsetOutOfRange, OffsetTrimmed
+from pxrs.errors import (
+    AppendFailed,
+    Closed,
+    DamagedFrame,
+    LogBusy,
+    LogError,
+    OffsetOutOfRange,
+    OffsetTrimmed,
+    UnknownTopic,
+)
 from pxrs.log.batch import (
     HEADER_BYTES,
     Batch,
@@ -50,7 +62,7 @@ from pxrs.log.batch import (
     read_payload,
 )
 from pxrs.log.index import Index, write_beside
-from pxrs.log.producers import Producers
+from pxrs.log.producers import Producers, dump_producers, load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
 from pxrs.log.segment import Sealed, begins_an_append_behind, frames, index_path, segment_bases, segment_path
@@ -58,6 +70,7 @@ from pxrs.log.segment import Sealed, begins_an_append_behind, frames, index_path
 MAPPED_MAX: Final = 16
 LOCK_PAUSE_S_MAX: Final = 0.005
 TAIL_CHUNK: Final = 1 << 20
+TAIL_READ_BYTES: Final = 256 << 10
 
 
 class Ready(NamedTuple):
@@ -81,6 +94,7 @@ class Partition:
         self._cache = threading.Lock()  # guards what follows
         self._bases: list[int] = []
         self._mapped: OrderedDict[int, Sealed] = OrderedDict()
+        self._last_times: dict[int, int] = {}
         self._seen = _Tail(-1)
         """The tail as readers know it: its index, as far as they have read."""
 
@@ -89,7 +103,7 @@ class Partition:
     def published(self) -> Published:
         """What may be read; rebuilt first if nothing was published since the machine started."""
         published = self._published.read()
-        if published is None:
+        if published is None or not os.path.exists(self._published.path):
             with self._exclusive():
                 try:
                     published = self._current()
@@ -103,7 +117,14 @@ class Partition:
         return bases[0] if bases else self.published().end
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
-        published = self.published()
+        try:
+            published = self.published()
+        except DamagedFrame:
+            # The tail could not be recovered; what is sealed before it can be read all the same (F5).
+            bases = segment_bases(self.folder)
+            if not bases or offset >= bases[-1]:
+                raise
+            published = Published(0, bases[-1], 0, bases[-1])
         if offset > published.end:
             raise OffsetOutOfRange(self.place, offset, published.end)
         if offset < 0:
@@ -123,7 +144,13 @@ class Partition:
         for _ in range(3):  # retention may take a segment away while we look for it
             base = self._base_of(offset, published)
             if base == published.segment:
-                yield from self._read_tail(published, offset)
+                try:
+                    descriptor = os.open(segment_path(self.folder, base), os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    if self.start() <= offset:
+                        raise
+                    break
+                yield from self._read_tail(descriptor, published, offset)
                 return
             try:
                 sealed = self._sealed(base)
@@ -132,25 +159,42 @@ class Partition:
                 continue
             for position, header in sealed.frames_from(sealed.index.position_of(offset)):
                 if header.next_offset > offset:
-                    records = sealed.records(position, header)
-                    yield _from(Batch(header.base_offset, records), offset), header.frame_bytes
+                    yield _batch(header, sealed.records(position, header), offset)
             return
         raise OffsetTrimmed(self.place, offset, self.start())
 
-    def _read_tail(self, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
+    def _read_tail(self, descriptor: int, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
+        """Closes the file."""
         path = segment_path(self.folder, published.segment)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             position = self._tail_index(descriptor, path, published).position_of(offset)
-            while position < published.segment_bytes:
-                header = read_header(os.pread(descriptor, HEADER_BYTES, position), path, position)
+            data, origin = self._tail_bytes(descriptor, path, published, position)
+            end = min(published.segment_bytes, origin + data.size)
+            for at, header in frames(data, path, position, end, origin):
                 if header.next_offset > offset:
-                    data = pa.py_buffer(_pread(descriptor, header.frame_bytes, position))
-                    records = read_payload(header, data, path, position)
-                    yield _from(Batch(header.base_offset, records), offset), header.frame_bytes
-                position += header.frame_bytes
+                    records = read_payload(header, data.slice(at - origin, header.frame_bytes), path, at)
+                    yield _batch(header, records, offset)
+            if end < published.segment_bytes:
+                raise DamagedFrame(path, end, f"{published.segment_bytes - end:,} published bytes are missing")
         finally:
             os.close(descriptor)
+
+    def _tail_bytes(self, descriptor: int, path: str, published: Published, position: int) -> tuple[pa.Buffer, int]:
+        """The published bytes of the tail from this position or before it, and where they begin.
+
+        A few are read. More are mapped, up to the published end and no further: that much of the file is never cut
+        again (L2), so the map is as safe as one of a sealed segment."""
+        is_short = os.fstat(descriptor).st_size < published.segment_bytes
+        if is_short or published.segment_bytes - position <= TAIL_READ_BYTES:
+            return pa.py_buffer(_pread(descriptor, published.segment_bytes - position, position)), position
+        with self._cache:
+            seen = self._seen
+            if seen.base != published.segment or seen.mapped is None or seen.mapped.size < published.segment_bytes:
+                mapped = mmap.mmap(descriptor, published.segment_bytes, prot=mmap.PROT_READ)
+                if seen.base != published.segment:
+                    return pa.py_buffer(mapped), 0
+                seen.mapped = pa.py_buffer(mapped)
+            return seen.mapped, 0
 
     def _tail_index(self, descriptor: int, path: str, published: Published) -> Index:
         """Read the headers that are new since last time, each once."""
@@ -173,10 +217,14 @@ class Partition:
 
     def offset_at(self, timestamp: int) -> int:
         published = self.published()
-        self._refresh_bases()
+        if self._bases[-1:] != [published.segment]:
+            self._refresh_bases()
         for base in list(self._bases):
             if base > published.segment:
                 break
+            # Kept for all segments: few bytes each, so that a look for a time need not map every one again.
+            if base in self._last_times and self._last_times[base] < timestamp:
+                continue
             found = self._offset_in(base, timestamp, published)
             if found is not None:
                 return found
@@ -189,6 +237,7 @@ class Partition:
                 sealed = self._sealed(base)
             except FileNotFoundError:
                 return None
+            self._last_times[base] = sealed.index.last_time
             if sealed.index.last_time < timestamp:
                 return None
             position = sealed.index.position_at(timestamp)
@@ -222,7 +271,10 @@ class Partition:
                 self._mapped.move_to_end(base)
                 return found
             at = bisect_right(self._bases, base)
-            found = self._mapped[base] = Sealed(segment_path(self.folder, base), base, self._bases[at])
+            path = segment_path(self.folder, base)
+            if at == len(self._bases):
+                raise DamagedFrame(path, 0, "the segment that must follow it is missing")
+            found = self._mapped[base] = Sealed(path, base, self._bases[at])
             if len(self._mapped) > MAPPED_MAX:
                 self._mapped.popitem(last=False)
             return found
@@ -270,8 +322,11 @@ class Partition:
         try:
             disk.sync_data(tail.descriptor)
         except OSError as error:
-            self._mark_suspect()
-            raise self._failed(error) from error
+            self._published.write(published, *published[1:4], is_suspect=True)
+            raise AppendFailed(
+                f"{self.place}: {error.strerror} when it was synced; whether it is kept is not certain until it is "
+                "tried again, which stores it once"
+            ) from error
         position = published.segment_bytes
         for header in headers:
             tail.index.note(header, position)
@@ -287,12 +342,10 @@ class Partition:
         tail = self._tail
         if tail.base != published.segment:
             tail = self._open_tail(published)
-        if os.path.exists(f"{self.folder}/suspect"):
-            published = self._roll(published)
-            os.unlink(f"{self.folder}/suspect")
-            disk.sync_folder(self.folder)
-            return published
         self._learn(tail, published)
+        is_rolling = published.segment_bytes > 0 and os.path.exists(segment_path(self.folder, published.end))
+        if published.is_suspect or is_rolling:
+            return self._roll(published)
         if os.fstat(tail.descriptor).st_size > published.segment_bytes:
             self._cut(published)
         return published
@@ -300,11 +353,26 @@ class Partition:
     def _open_tail(self, published: Published) -> _Tail:
         path = segment_path(self.folder, published.segment)
         tail = _Tail(published.segment, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        # Without it its producers are unknown: they are refused, not stored twice.
-        with contextlib.suppress(FileNotFoundError), open(_producers_path(path), "rb") as file:
-            tail.producers.load(json.load(file))
+        tail.producers = self._producers_before(published.segment)
         self._tail = tail
         return tail
+
+    def _producers_before(self, base: int) -> Producers:
+        """The producers' state at a segment's beginning: as it was written then, or found again in older segments."""
+        found = load_producers(producers_path(segment_path(self.folder, base)))
+        if found is not None:
+            return found
+        bases = segment_bases(self.folder)
+        for at in range(bisect_right(bases, base) - 1, -1, -1):
+            producers = load_producers(producers_path(segment_path(self.folder, bases[at])))
+            if producers is None and at > 0:
+                continue
+            producers = Producers() if producers is None else producers
+            for older, following in pairwise(bases[at : bisect_right(bases, base)]):
+                for _, header in Sealed(segment_path(self.folder, older), older, following).frames_from(0):
+                    producers.note(header.origin, header.base_offset)
+            return producers
+        return Producers()
 
     def _learn(self, tail: _Tail, published: Published) -> None:
         """Take in the headers that other processes have appended."""
@@ -322,7 +390,7 @@ class Partition:
         path = segment_path(self.folder, published.end)
         try:
             write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump())
-            write_beside(_producers_path(path), json.dumps(old.producers.dump()).encode(), is_durable=True)
+            write_beside(producers_path(path), dump_producers(old.producers), is_durable=True)
             # One that is there already was made by a writer that died before it published anything in it.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             self._tail = _Tail(published.end, descriptor)
@@ -348,7 +416,7 @@ class Partition:
                     read_payload(header, data.slice(at, header.frame_bytes), path, at)
                     position, end = at + header.frame_bytes, header.next_offset
             except DamagedFrame:
-                if begins_an_append_behind(data, path, position):
+                if begins_an_append_behind(data, path, position, end):
                     raise
                 os.ftruncate(descriptor, position)
             disk.sync_data(descriptor)
@@ -356,19 +424,12 @@ class Partition:
         finally:
             os.close(descriptor)
         self._tail = _Tail(-1)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.folder}/suspect")  # what was read now is what the medium holds
         return self._published.write(None, base, position, end)
 
     def _cut(self, published: Published) -> None:
         """Remove what was written behind the published end. If that fails, the next append tries again."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._tail.descriptor, published.segment_bytes)
-
-    def _mark_suspect(self) -> None:
-        with contextlib.suppress(OSError):  # the caller gets the error of the sync itself
-            os.close(os.open(f"{self.folder}/suspect", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
-            disk.sync_folder(self.folder)
 
     def _failed(self, error: OSError) -> LogError:
         advice = "make room, then try again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "try again"
@@ -385,13 +446,15 @@ class Partition:
                 if following > min(keep, published.end):
                     break
                 path = segment_path(self.folder, base)
-                for file in (path, index_path(path), _producers_path(path)):
+                for file in (path, index_path(path), producers_path(path)):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(file)
+                disk.sync_folder(self.folder)  # in order: a power loss must not leave an older one without the next
             with self._cache:
                 self._bases = segment_bases(self.folder)
-                for base in [base for base in self._mapped if base not in self._bases]:
-                    del self._mapped[base]
+                for known in (self._mapped, self._last_times):
+                    for base in [base for base in known if base not in self._bases]:
+                        del known[base]
                 return self._bases[0]
 
     def sealed_segments(self) -> list[tuple[int, int, int, int]]:
@@ -401,8 +464,9 @@ class Partition:
         found = []
         for base, following in pairwise(self._bases):
             if base < published.segment:
-                sealed = self._sealed(base)
-                found.append((base, following, sealed.data.size, sealed.index.last_time))
+                with contextlib.suppress(FileNotFoundError):  # another process retains too
+                    sealed = self._sealed(base)
+                    found.append((base, following, sealed.data.size, sealed.index.last_time))
         return found
 
     # The lock.
@@ -414,34 +478,47 @@ class Partition:
         if not self._appending.acquire(timeout=self._timeout):
             raise LogBusy(f"{self.place}: another thread has been appending for {self._timeout:g} s")
         try:
-            pause = 0.00005
-            while True:
-                try:
-                    fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise LogBusy(
-                            f"{self.place}: another process has held the append lock for {self._timeout:g} s; "
-                            f"is it stopped? See who has {self.folder}/lock open"
-                        ) from None
-                    time.sleep(pause)
-                    pause = min(2 * pause, LOCK_PAUSE_S_MAX)
-            try:
+            if self._lock_file < 0:
+                raise Closed(f"{self.place} was closed")
+            try:  # from before the first attempt: an interrupt must not leave it locked, and unlocking twice is no harm
+                self._lock(until)
+                if not os.path.exists(self._published.path):
+                    raise UnknownTopic(self.place.rpartition("/")[0])
                 yield
             finally:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
         finally:
             self._appending.release()
 
+    def _lock(self, until: float) -> None:
+        pause = 0.00005
+        while True:
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise LogBusy(
+                        f"{self.place}: another process has held the append lock for {self._timeout:g} s; "
+                        f"is it stopped? See who has {self.folder}/lock open"
+                    ) from None
+                time.sleep(pause)
+                pause = min(2 * pause, LOCK_PAUSE_S_MAX)
+
     def close(self) -> None:
+        """Waits for an append that is under way: closing its files would give its lock to another process."""
+        with self._appending:
+            self.let_go()
+        with self._cache:
+            self._mapped.clear()
+
+    def let_go(self) -> None:
+        """Close the files, without a lock: for a forked child, where a thread that is not there may hold one."""
         self._published.close()
         descriptor, self._lock_file = self._lock_file, -1
         if descriptor >= 0:
             os.close(descriptor)
         self._tail = _Tail(-1)
-        with self._cache:
-            self._mapped.clear()
 
 
 class _Tail:
@@ -451,20 +528,18 @@ class _Tail:
         self.base, self.descriptor = base, descriptor
         self.index = Index()
         self.producers = Producers()
+        self.mapped: pa.Buffer | None = None
 
     def __del__(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
 
-def _from(batch: Batch, offset: int) -> Batch:
-    """The batch without what lies before the offset."""
-    skip = offset - batch.base_offset
-    return Batch(offset, batch.records.slice(skip)) if skip > 0 else batch
-
-
-def _producers_path(segment: str) -> str:
-    return segment.removesuffix(".log") + ".producers"
+def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch, int]:
+    """The records from the offset on, and what they take in memory, where a frame that was compressed is larger."""
+    size = header.frame_bytes if header.codec == 0 else max(header.frame_bytes, records.nbytes)
+    skip = offset - header.base_offset
+    return (Batch(offset, records.slice(skip)) if skip > 0 else Batch(header.base_offset, records)), size
 
 
 def _pread(descriptor: int, size: int, position: int) -> bytes:

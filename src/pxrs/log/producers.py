@@ -1,15 +1,18 @@
 """Which batches of which producers a partition has stored, so that a retry is stored once (L4).
 
-Pure bookkeeping: no clock, no disk. A producer numbers its batches 0, 1, 2... in each partition; the last few of each
+Bookkeeping without a clock. A producer numbers its batches 0, 1, 2... in each partition; the last few of each
 producer are remembered with their offsets. What cannot be told apart is refused, never stored blindly: a producer that
 was forgotten (the longest silent one goes first, beyond a bound) gets UnknownProducer unless it begins at 0.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
+
+import xxhash
 
 from pxrs.errors import SequenceGap, UnknownProducer
 from pxrs.log.batch import NO_PRODUCER, Origin
@@ -105,6 +108,30 @@ class Producers:
 
     def __len__(self) -> int:
         return len(self._known)
+
+
+def producers_path(segment: str) -> str:
+    return segment.removesuffix(".log") + ".producers"
+
+
+def dump_producers(producers: Producers) -> bytes:
+    """As it is kept beside a segment: JSON, with a checksum of its text."""
+    text = json.dumps(producers.dump())
+    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
+
+
+def load_producers(path: str) -> Producers | None:
+    """None if the file is missing or damaged: the state is then found in the segments before it."""
+    try:
+        with open(path, "rb") as file:
+            checksum, _, text = file.read().rstrip(b"\n").partition(b" ")
+    except FileNotFoundError:
+        return None
+    if xxhash.xxh3_64_hexdigest(text).encode() != checksum:
+        return None
+    producers = Producers()
+    producers.load(json.loads(text))
+    return producers
 
 
 def _check(origin: Origin, known: _Known | None) -> int | None:

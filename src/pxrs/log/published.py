@@ -8,6 +8,7 @@ rebuilt from the segments. Writing it also wakes those who wait: the kernel tell
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import uuid
@@ -18,7 +19,7 @@ import xxhash
 from pxrs.clock import boot_id
 
 NAME: Final = "published"
-_SLOT: Final = struct.Struct("<QQQQ16s")
+_SLOT: Final = struct.Struct("<QQQQQ16s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _STRIDE: Final = 64
 
@@ -30,6 +31,9 @@ class Published(NamedTuple):
     segment_bytes: int
     """How many bytes of it may be read."""
     end: int
+    is_suspect: bool = False
+    """A sync has failed (L3): the system may have dropped the very pages, and will not say so twice. The next append
+    must go on in a new segment."""
 
 
 class PublishedFile:
@@ -46,12 +50,15 @@ class PublishedFile:
         slots = [slot for at in (0, _STRIDE) if (slot := self._slot(data[at : at + _STRIDE])) is not None]
         return max(slots, default=None)
 
-    def write(self, last: Published | None, segment: int, segment_bytes: int, end: int) -> Published:
+    def write(
+        self, last: Published | None, segment: int, segment_bytes: int, end: int, *, is_suspect: bool = False
+    ) -> Published:
         """Publish; `last` is what was published before, whose slot is left alone."""
-        published = Published(1 if last is None else last.counter + 1, segment, segment_bytes, end)
+        published = Published(1 if last is None else last.counter + 1, segment, segment_bytes, end, is_suspect)
         data = _SLOT.pack(*published, self._boot)
         data += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
-        os.pwrite(self._descriptor, data, published.counter % 2 * _STRIDE)
+        if os.pwrite(self._descriptor, data, published.counter % 2 * _STRIDE) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
         return published
 
     def close(self) -> None:
@@ -65,5 +72,5 @@ class PublishedFile:
         (checksum,) = _CHECKSUM.unpack_from(data, _SLOT.size)
         if xxhash.xxh3_64_intdigest(data[: _SLOT.size]) != checksum:
             return None
-        counter, segment, segment_bytes, end, boot = _SLOT.unpack_from(data)
-        return Published(counter, segment, segment_bytes, end) if boot == self._boot else None
+        counter, segment, segment_bytes, end, suspect, boot = _SLOT.unpack_from(data)
+        return Published(counter, segment, segment_bytes, end, bool(suspect)) if boot == self._boot else None

@@ -7,6 +7,7 @@ somebody cuts kills the reader (L2).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Final
@@ -15,7 +16,7 @@ import pyarrow as pa
 
 from pxrs.errors import DamagedFrame
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, MAGIC, Header, read_header, read_payload
-from pxrs.log.index import Index, write_beside
+from pxrs.log.index import ANY_TIME, Index, write_beside
 
 SUFFIX: Final = ".log"
 
@@ -80,8 +81,12 @@ class Sealed:
                 for position, header in self.frames_from(0):
                     index.note(header, position)
             except DamagedFrame:
-                return index  # what is before the damage can be found; who reads on meets it
-            write_beside(path, index.dump())
+                # What is before the damage can be found; who reads on meets it, who looks for a time too, and no
+                # retention takes it for old.
+                index.last_time = ANY_TIME
+                return index
+            with contextlib.suppress(OSError):  # it saves the next reader the work, no more
+                write_beside(path, index.dump())
         return index
 
     def _fits(self, index: Index) -> bool:
@@ -92,8 +97,10 @@ def index_path(segment: str) -> str:
     return segment.removesuffix(SUFFIX) + ".index"
 
 
-def begins_an_append_behind(data: pa.Buffer, path: str, position: int) -> bool:
-    """Whether a whole frame that begins an append lies behind `position`: then what is before it was synced."""
+def begins_an_append_behind(data: pa.Buffer, path: str, position: int, end: int) -> bool:
+    """Whether a whole frame that begins an append lies behind `position`: then what is before it was synced.
+
+    end: the offset at `position`. A message may hold a copy of a frame; one of an older offset proves nothing."""
     view = memoryview(data)
     for at in range(-(-(position + 1) // ALIGNMENT) * ALIGNMENT, data.size - HEADER_BYTES + 1, ALIGNMENT):
         if bytes(view[at : at + 4]) != MAGIC:
@@ -103,6 +110,6 @@ def begins_an_append_behind(data: pa.Buffer, path: str, position: int) -> bool:
             read_payload(header, data.slice(at, min(header.frame_bytes, data.size - at)), path, at)
         except DamagedFrame:
             continue
-        if header.follows == 0:
+        if header.follows == 0 and header.base_offset > end:
             return True
     return False

@@ -49,7 +49,12 @@ class Tape:
         self._before = {
             str(path.relative_to(root)): path.read_bytes() for path in Path(root).rglob("*") if path.is_file()
         }
-        self._folders = [str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_dir()]
+        self._links = {
+            str(path.relative_to(root)): os.readlink(path) for path in Path(root).rglob("*") if path.is_symlink()
+        }
+        self._folders = [
+            str(path.relative_to(root)) for path in Path(root).rglob("*") if path.is_dir() and not path.is_symlink()
+        ]
 
     def mark(self, value: Any) -> None:
         """Note that something was promised here, to be checked after any later loss."""
@@ -78,6 +83,9 @@ class Tape:
                 naming.apply(durable)
         for folder in folders:
             (target / folder).mkdir(parents=True, exist_ok=True)
+        for name, destination in self._links.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).symlink_to(destination)
         for name, file in durable.items():
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,32 @@
+"""The messages that all of it is measured with, and a row of the tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from benchmarks.measure import Figure
+from pxrs.log.batch import SCHEMA
+
+ROWS, PARTITIONS, KEYS = 10_000, 8, 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    what: str
+    reference: str
+    figure: Figure
+    wanted: str = ""
+
+
+def pairs(count: int) -> list[tuple[bytes, bytes]]:
+    """Keys and values."""
+    return [(b"key-%03d" % (i % KEYS), b"%0100d" % i) for i in range(count)]
+
+
+def records(count: int = ROWS) -> pa.RecordBatch:
+    """The same as the log stores them."""
+    keys, values = zip(*pairs(count), strict=True)
+    columns = [pa.array(keys, pa.binary()), pa.array(values, pa.binary()), pa.array(range(count), SCHEMA.field(2).type)]
+    return pa.record_batch([*columns, pa.nulls(count, SCHEMA.field(3).type)], schema=SCHEMA)
