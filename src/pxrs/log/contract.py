@@ -8,7 +8,7 @@ good, until retention removes it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -50,8 +50,19 @@ class Source(ABC):
         Raises OffsetTrimmed before the start, OffsetOutOfRange beyond the end, DamagedFrame where bytes are damaged."""
 
     @abstractmethod
-    def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
-        """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
+    def wait(
+        self,
+        positions: Mapping[int, int],
+        timeout: float | None = None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> set[int]:
+        """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up.
+
+        is_over: asked before it sleeps and whenever `wake` is called; the wait ends, empty, when it says so."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Let everyone who waits here in this process ask its `is_over` again."""
 
     @abstractmethod
     def offset_at(self, partition: int, timestamp: int) -> int:

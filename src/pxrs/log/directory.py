@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Final
@@ -224,7 +224,12 @@ class DirectoryTopic(TopicLog):
         offsets = {number: iter(partitions[number].append(batches)) for number, batches in ready.items()}
         return [next(offsets[append.partition]) for append in appends]
 
-    def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
+    def wait(
+        self,
+        positions: Mapping[int, int],
+        timeout: float | None = None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> set[int]:
         """Be told by the kernel of each partition's published end, in this process or another."""
         ready = self._ready(positions)
         if ready or timeout == 0:
@@ -235,11 +240,16 @@ class DirectoryTopic(TopicLog):
                 waiter.watch(partition, f"{self._partition(partition).folder}/{PUBLISHED}")
             while not (ready := self._ready(positions)):  # after arming, so that nothing is missed
                 left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
+                if (left is not None and left <= 0) or (is_over is not None and is_over()):
                     break
                 waiter.notifier.wait(left)
                 self._check_usable()
         return ready
+
+    def wake(self) -> None:
+        with self._lock:
+            for waiter in self._waiting:
+                waiter.notifier.interrupt()
 
     @contextlib.contextmanager
     def _waiter(self) -> Iterator[_Waiter]:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -95,7 +95,12 @@ class MemoryTopic(TopicLog):
             batches[0] = Batch(offset, batches[0].records.slice(skip))
         return batches
 
-    def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
+    def wait(
+        self,
+        positions: Mapping[int, int],
+        timeout: float | None = None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> set[int]:
         places = {partition: self._partition(partition) for partition in positions}
         until = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -103,9 +108,13 @@ class MemoryTopic(TopicLog):
                 self._check_usable()
                 ready = {partition for partition, offset in positions.items() if places[partition].end > offset}
                 left = None if until is None else until - time.monotonic()
-                if ready or (left is not None and left <= 0):
+                if ready or (left is not None and left <= 0) or (is_over is not None and is_over()):
                     return ready
                 self._changed.wait(left)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         place = self._partition(partition)

@@ -1,0 +1,383 @@
+"""What a member says to the registry, step by step, without a thread, a clock or a store.
+
+Every procedure is a generator that yields one operation at a time and is sent its result, so that the same code runs
+against a real store (`drive`) and in the simulator, which stops it between any two operations, loses replies, lets them
+land late, and lets the member die.
+
+Invariants, each with the mutation of the simulator that breaks without it:
+- A checkpoint is written only together with the owner key's version at which this member claimed, and its own (G4).
+- The checkpoint is read after the claim has committed (G3).
+- The last checkpoint and the release are one commit, with a new epoch (G5, X9).
+- Every partition's start is written down before anything is handed out (G6).
+- A reply that was lost leaves the version unknown: it is read again, and nothing is concluded from not seeing it (R5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from pxrs.errors import Conflict, OutcomeUnknown
+from pxrs.group.lane import Lane
+from pxrs.group.reconcile import (
+    Asked,
+    Assign,
+    Claim,
+    Fence,
+    Lead,
+    Leave,
+    Lose,
+    Me,
+    Release,
+    Resume,
+    Revoke,
+    Snapshot,
+    asked_since,
+    is_waiting,
+    reconcile,
+)
+from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, partition_of
+from pxrs.registry.contract import ABSENT, Entry, Registry
+from pxrs.registry.lease import Lease
+
+
+class Get(NamedTuple):
+    key: str
+
+
+class Scan(NamedTuple):
+    prefix: str
+
+
+class Write(NamedTuple):
+    expect: Mapping[str, int]
+    put: Mapping[str, bytes] = {}
+    ephemeral: Mapping[str, bytes] = {}
+    is_leased: bool = True
+    """Whether the member's lease must be alive for it to happen."""
+    is_quiet: bool = False
+
+
+Operation = Get | Scan | Write
+T = TypeVar("T")
+Steps = Generator[Operation, Any, T]
+
+
+def drive(steps: Steps[T], registry: Registry, lease: Lease | None) -> T:
+    """Perform the operations on a store."""
+    try:
+        operation = next(steps)
+        while True:
+            try:
+                result = _perform(operation, registry, lease)
+            except Exception as error:  # noqa: BLE001 - the procedure decides what an error means
+                operation = steps.throw(error)
+            else:
+                operation = steps.send(result)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+def _perform(operation: Operation, registry: Registry, lease: Lease | None) -> Any:
+    match operation:
+        case Get(key):
+            return registry.get(key)
+        case Scan(prefix):
+            return registry.scan(prefix)
+        case Write(expect, put, ephemeral, is_leased, is_quiet):
+            return registry.commit(expect, put, ephemeral, lease if is_leased or ephemeral else None, quiet=is_quiet)
+
+
+class Hooks(Protocol):
+    """What the consumer is told."""
+
+    def assigned(self, partition: int, epoch: int, offset: int) -> Lane: ...
+
+    def revoked(self, lane: Lane) -> None:
+        """It has been released, or will be when what is in hand is done."""
+
+    def lost(self, lane: Lane) -> None: ...
+
+
+@dataclass(slots=True)
+class Holding:
+    """A partition that this member owns."""
+
+    epoch: int
+    version: int
+    """Of the owner key, at which it was claimed: the fence."""
+    checkpoint: Checkpoint
+    checkpoint_version: int | None
+    """None after a lost reply: to be read again."""
+    lane: Lane
+    is_revoking: bool = False
+
+
+@dataclass(slots=True)
+class MemberProtocol:
+    """One incarnation of a member. `keys_max` is how many keys one commit may name."""
+
+    keys: Keys
+    incarnation: str
+    member: Member
+    hooks: Hooks
+    start_of: Callable[[int], int]
+    """Where a partition begins that no checkpoint tells of."""
+    wall: Callable[[], float]
+    keys_max: int
+    handover_s: float
+    held: dict[int, Holding] = field(default_factory=dict)
+    asked: Asked = field(default_factory=dict)
+    is_waiting: bool = True
+    """Whether changes of owners concern this member now."""
+    is_gone: bool = False
+    snapshot: Snapshot | None = None
+
+    def join(self) -> Steps[None]:
+        """Be there; and write down where each partition begins, before anybody is handed anything (G6)."""
+        key = self.keys.member(self.incarnation)
+        yield Write({key: ABSENT}, ephemeral={key: self.member.dump()})
+        yield from self._pin()
+
+    def _pin(self) -> Steps[None]:
+        topic = self.member.topic
+        found = yield Scan(f"{self.keys.checkpoints}{topic}/")
+        there = {partition_of(entry.key)[1] for entry in found}
+        missing = [number for number in range(self.member.partitions) if number not in there]
+        for some in _in_parts(missing, self.keys_max - 1):
+            put = {
+                self.keys.checkpoint(topic, number): Checkpoint(self.start_of(number), self.wall(), "start").dump()
+                for number in some
+            }
+            try:
+                yield Write(dict.fromkeys(put, ABSENT), put, is_quiet=True)
+            except Conflict:  # somebody else is at it: one by one, those that are still missing
+                for key, value in put.items():
+                    try:
+                        yield Write({key: ABSENT}, {key: value}, is_quiet=True)
+                    except Conflict:
+                        continue
+
+    def look(self, now: float) -> Steps[bool]:
+        """Read what is, do what follows from it. True if there is more to do at once."""
+        snapshot = yield from self._read()
+        self.snapshot = snapshot
+        self.asked = asked_since(snapshot, self.asked, now)
+        actions = reconcile(snapshot, self._me(), self.asked, now, self.handover_s)
+        has_changed = False
+        claims: list[Claim] = []
+        releases: list[int] = []
+        try:
+            for action in actions:
+                match action:
+                    case Claim():
+                        claims.append(action)
+                    case Release(partition):
+                        releases.append(partition)
+                    case Lead() | Assign() | Fence():
+                        yield self._write_for(action)
+                        has_changed = True
+                    case Revoke(partition):
+                        self._revoke(partition)
+                        has_changed = True
+                    case Resume(partition):
+                        self.held[partition].is_revoking = False
+                        self.held[partition].lane.is_stopping = False
+                    case Lose(partition):
+                        self._lose(partition)
+                        has_changed = True
+                    case Leave():
+                        self.lose_all()
+                        self.is_gone = True
+            if releases:
+                yield from self.commit(releases, is_last=True)
+                has_changed = True
+            for some in _in_parts(claims, self.keys_max // 2):
+                yield from self._claim(some)
+                has_changed = True
+        except Conflict:
+            has_changed = True
+        self.is_waiting = is_waiting(snapshot, self._me())
+        return has_changed
+
+    def _read(self) -> Steps[Snapshot]:
+        members = {
+            entry.key.rpartition("/")[2]: Member.load(entry.key, entry.value)
+            for entry in (yield Scan(self.keys.members))
+        }
+        leader: Entry | None = yield Get(self.keys.leader)
+        assignment: Entry | None = yield Get(self.keys.assignment)
+        owners = {
+            partition_of(entry.key): (Owner.load(entry.key, entry.value), entry.version)
+            for entry in (yield Scan(self.keys.owners))
+        }
+        return Snapshot(
+            members,
+            None if leader is None else (Leader.load(leader.key, leader.value), leader.version),
+            None if assignment is None else (Assignment.load(assignment.key, assignment.value), assignment.version),
+            owners,
+        )
+
+    def _me(self) -> Me:
+        revoking = [number for number, holding in self.held.items() if holding.is_revoking]
+        drained = [number for number in revoking if self.held[number].lane.is_drained]
+        held = {number: holding.version for number, holding in self.held.items()}
+        return Me(self.incarnation, self.member.topic, self.member.partitions, held, revoking, drained)
+
+    def _write_for(self, action: Lead | Assign | Fence) -> Write:
+        keys = self.keys
+        match action:
+            case Lead(version, term, gone):
+                absent = {keys.member(gone): ABSENT} if gone else {}
+                return Write({keys.leader: version, **absent}, {keys.leader: Leader(self.incarnation, term).dump()})
+            case Assign(assignment, version, leader_version):
+                expect = {keys.leader: leader_version, keys.assignment: version}
+                return Write(expect, {keys.assignment: assignment.dump()})
+            case Fence(place, version, epoch, leader_version):
+                key = keys.owner(*place)
+                return Write({key: version, keys.leader: leader_version}, {key: Owner(None, epoch).dump()})
+
+    def _claim(self, claims: Sequence[Claim]) -> Steps[None]:
+        """Claim several together; if one was faster on one of them, each by itself."""
+        topic = self.member.topic
+        put, expect = {}, {}
+        for claim in claims:
+            key = self.keys.owner(topic, claim.partition)
+            expect[key] = claim.version
+            put[key] = Owner(self.incarnation, claim.epoch, self.member.name).dump()
+            if claim.gone is not None:
+                expect[self.keys.member(claim.gone)] = ABSENT
+        try:
+            versions = yield Write(expect, put)
+        except Conflict:
+            if len(claims) == 1:
+                raise
+            for claim in claims:
+                try:
+                    yield from self._claim([claim])
+                except Conflict:
+                    continue
+            return
+        # Only now: what the last owner wrote until the claim counts (G3).
+        for claim, entry in (yield from self._read_checkpoints(claims)):
+            checkpoint = Checkpoint.load(entry.key, entry.value)
+            lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
+            version = versions[self.keys.owner(topic, claim.partition)]
+            self.held[claim.partition] = Holding(claim.epoch, version, checkpoint, entry.version, lane)
+
+    def _read_checkpoints(self, claims: Sequence[Claim]) -> Steps[list[tuple[Claim, Entry]]]:
+        topic = self.member.topic
+        if len(claims) == 1:
+            entry = yield Get(self.keys.checkpoint(topic, claims[0].partition))
+            return [(claims[0], entry)] if entry is not None else []
+        found = {partition_of(entry.key)[1]: entry for entry in (yield Scan(f"{self.keys.checkpoints}{topic}/"))}
+        return [(claim, found[claim.partition]) for claim in claims if claim.partition in found]
+
+    def _revoke(self, partition: int) -> None:
+        holding = self.held[partition]
+        holding.is_revoking = True
+        holding.lane.is_stopping = True
+        self.hooks.revoked(holding.lane)
+
+    def _lose(self, partition: int) -> None:
+        holding = self.held.pop(partition)
+        holding.lane.is_stopping = holding.lane.is_lost = True
+        self.hooks.lost(holding.lane)
+
+    def lose_all(self) -> None:
+        """The lease is gone, or may be: nothing here is owned any more."""
+        for partition in list(self.held):
+            self._lose(partition)
+
+    def due(self) -> list[int]:
+        """The partitions whose checkpoint is behind what is done."""
+        return [number for number, holding in self.held.items() if holding.lane.done > holding.checkpoint.offset]
+
+    def commit(self, partitions: Iterable[int], *, is_last: bool = False) -> Steps[list[int]]:
+        """Write the checkpoints of what is done; with `is_last` release the partitions in the same commit (G5).
+
+        The partitions that turned out to be lost."""
+        lost: list[int] = []
+        for some in _in_parts(list(partitions), self.keys_max // 2):
+            lost += yield from self._commit_some([number for number in some if number in self.held], is_last)
+        return lost
+
+    def _commit_some(self, partitions: list[int], is_last: bool) -> Steps[list[int]]:
+        lost: list[int] = []
+        while partitions:
+            for number in partitions:
+                if self.held[number].checkpoint_version is None and not (yield from self._learn(number)):
+                    lost.append(number)
+            partitions = [number for number in partitions if number in self.held]
+            if not partitions:
+                break
+            write, checkpoints = self._checkpoint_write(partitions, is_last)
+            try:
+                versions = yield write
+            except Conflict as conflict:
+                lost += self._after_conflict(partitions, conflict)
+                partitions = [number for number in partitions if number in self.held]
+                continue
+            except OutcomeUnknown:
+                for number in partitions:
+                    self.held[number].checkpoint_version = None
+                raise
+            for number in partitions:
+                holding = self.held[number]
+                holding.checkpoint = checkpoints[number]
+                holding.checkpoint_version = versions[self.keys.checkpoint(self.member.topic, number)]
+                if is_last:
+                    del self.held[number]
+                    holding.lane.is_stopping = holding.lane.is_lost = True
+            break
+        return lost
+
+    def _checkpoint_write(self, partitions: list[int], is_last: bool) -> tuple[Write, dict[int, Checkpoint]]:
+        topic, keys = self.member.topic, self.keys
+        expect: dict[str, int] = {}
+        put: dict[str, bytes] = {}
+        checkpoints = {}
+        for number in partitions:
+            holding = self.held[number]
+            assert holding.checkpoint_version is not None
+            offset = max(holding.lane.done, holding.checkpoint.offset)
+            checkpoints[number] = Checkpoint(offset, self.wall(), self.member.name, holding.epoch)
+            expect[keys.owner(topic, number)] = holding.version
+            expect[keys.checkpoint(topic, number)] = holding.checkpoint_version
+            put[keys.checkpoint(topic, number)] = checkpoints[number].dump()
+            if is_last:
+                put[keys.owner(topic, number)] = Owner(None, holding.epoch + 1).dump()
+        return Write(expect, put, is_leased=False, is_quiet=not is_last), checkpoints
+
+    def _after_conflict(self, partitions: list[int], conflict: Conflict) -> list[int]:
+        """Which are lost; of the others, the checkpoints are read again."""
+        topic, lost = self.member.topic, []
+        for number in partitions:
+            if self.keys.owner(topic, number) in conflict.keys:
+                self._lose(number)
+                lost.append(number)
+            elif self.keys.checkpoint(topic, number) in conflict.keys:
+                self.held[number].checkpoint_version = None
+        return lost
+
+    def _learn(self, partition: int) -> Steps[bool]:
+        """Read a checkpoint's version again, if the partition is still owned: an own commit may have landed late."""
+        holding = self.held[partition]
+        owner: Entry | None = yield Get(self.keys.owner(self.member.topic, partition))
+        if owner is None or owner.version != holding.version:
+            self._lose(partition)
+            return False
+        entry: Entry | None = yield Get(self.keys.checkpoint(self.member.topic, partition))
+        if entry is None:
+            self._lose(partition)
+            return False
+        holding.checkpoint, holding.checkpoint_version = Checkpoint.load(entry.key, entry.value), entry.version
+        return True
+
+
+P = TypeVar("P")
+
+
+def _in_parts(items: Sequence[P], size: int) -> list[Sequence[P]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]

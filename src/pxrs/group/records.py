@@ -1,0 +1,143 @@
+"""What a group keeps in the registry: its keys, and the values under them, as JSON that a person can read.
+
+    groups/<group>/members/<incarnation>            ephemeral: who is there, and what it reads
+    groups/<group>/leader                           who writes the assignment, and its term
+    groups/<group>/assignment                       which member each partition is meant for
+    groups/<group>/owners/<topic id>/<partition>    who has it, under which epoch: its version is the fence
+    groups/<group>/checkpoints/<topic id>/<partition>    the offset of the next message to read
+    groups/<group>/paused/<topic id>/<partition>    a message that could not be handled, and why
+
+All but the members are persistent and never deleted while the group lives: a deleted and re-created key could have an
+old version again, and let an old write pass (R4). A member is an incarnation, made anew at every join (G1): a name
+that comes back would otherwise find itself the owner of what it lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Self
+
+from pxrs.errors import InvalidGroup, RegistryCorrupt
+
+GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Keys:
+    """The keys of one group."""
+
+    def __init__(self, group: str) -> None:
+        if not isinstance(group, str) or not GROUP_NAME.fullmatch(group):
+            raise InvalidGroup(
+                f"group name {group!r}: use up to 100 letters, digits, '.', '_' or '-', a letter or digit first"
+            )
+        self.group = group
+        self.root = f"groups/{group}/"
+        self.members = f"{self.root}members/"
+        self.leader = f"{self.root}leader"
+        self.assignment = f"{self.root}assignment"
+        self.owners = f"{self.root}owners/"
+        self.checkpoints = f"{self.root}checkpoints/"
+        self.paused = f"{self.root}paused/"
+
+    def member(self, incarnation: str) -> str:
+        return f"{self.members}{incarnation}"
+
+    def owner(self, topic: str, partition: int) -> str:
+        return f"{self.owners}{topic}/{partition:05d}"
+
+    def checkpoint(self, topic: str, partition: int) -> str:
+        return f"{self.checkpoints}{topic}/{partition:05d}"
+
+    def pause(self, topic: str, partition: int) -> str:
+        return f"{self.paused}{topic}/{partition:05d}"
+
+
+def partition_of(key: str) -> tuple[str, int]:
+    """(topic id, partition) of an owner's, a checkpoint's or a pause's key."""
+    _, topic, number = key.rsplit("/", 2)
+    return topic, int(number)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, key: str, value: bytes) -> Self:
+        """Fields that this version does not know are left out: a later one wrote them."""
+        try:
+            found = json.loads(value)
+            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RegistryCorrupt(key, f"it is no {cls.__name__.lower()}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Member(_Record):
+    """Who is there. `topic` is the id of what it reads, `partitions` how many there are."""
+
+    name: str
+    topic: str
+    topic_name: str
+    partitions: int
+    host: str = ""
+    pid: int = 0
+    since: float = 0.0
+    """Wall-clock seconds, to be shown."""
+    assignor: str = "sticky"
+
+
+@dataclass(frozen=True, slots=True)
+class Leader(_Record):
+    incarnation: str
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment(_Record):
+    """Which incarnation each partition is meant for, by topic id."""
+
+    generation: int
+    targets: dict[str, list[str | None]] = field(default_factory=dict)
+
+    def target(self, topic: str, partition: int) -> str | None:
+        targets = self.targets.get(topic, [])
+        return targets[partition] if partition < len(targets) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Owner(_Record):
+    """Who has a partition; nobody has a free one. The epoch rises with each claim and each release (X9)."""
+
+    incarnation: str | None
+    epoch: int
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(_Record):
+    """The offset of the next message to read (X10), when it was written and by whom (G11)."""
+
+    offset: int
+    when: float = 0.0
+    by: str = ""
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Paused(_Record):
+    """A message that could not be handled holds its partition; `skip` is an order to go on behind it."""
+
+    offset: int
+    error: str
+    when: float = 0.0
+    by: str = ""
+    skip: bool = False
+
+
+def describe(value: Any) -> str:
+    """A record as one line of JSON."""
+    return json.dumps(asdict(value))
