@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -29,10 +30,13 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's own clock."""
 
-    def now(self) -> float:
-        if _CLOCK_ID is None:  # pragma: no cover - Windows
-            return time.monotonic()
-        return time.clock_gettime(_CLOCK_ID)
+    def __init__(self) -> None:
+        # A call of C code alone: every message that is handed out asks.
+        self._now = time.monotonic if _CLOCK_ID is None else functools.partial(time.clock_gettime, _CLOCK_ID)
+
+    @property
+    def now(self) -> Callable[[], float]:
+        return self._now
 
     def wait(self, event: threading.Event, timeout: float | None) -> bool:
         return event.wait(timeout)

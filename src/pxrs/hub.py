@@ -1,11 +1,13 @@
 """What `pxrs.open` returns: one place's topics, and the doors to send and read.
 
 Nothing is made by accident: a topic exists once `create_topic` made it, and asking for another name is an error.
-Closing goes from the outside in: producers first, because they still write; then the log; then the registry.
+Closing goes from the outside in: consumers first, which still write checkpoints; then producers, which still write
+messages; then the log; then the registry.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -13,18 +15,18 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
-from itertools import repeat
 from types import TracebackType
 from typing import Any, Final, Self
 
 import pyarrow as pa
 
 from pxrs import registry as registries
+from pxrs.consumer import Consumer
 from pxrs.errors import Closed, InvalidTopic, InvalidUrl, UsedAfterFork
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.contract import READ_BYTES_DEFAULT, Log, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Log, Source, TopicLog
 from pxrs.log.memory import MemoryLog
+from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.producer import Producer
 from pxrs.registry import Registry
@@ -56,26 +58,6 @@ def open(url: str | os.PathLike[str], registry: str | os.PathLike[str] | None = 
     from pxrs.log.directory import DirectoryLog
 
     return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry)
-
-
-# What `Message._make` does, without a call of Python code for each.
-_new_message: Final[Callable[[Any], Message]] = partial(tuple.__new__, Message)
-
-
-def messages_of(batch: Batch, topic: str, partition: int, epoch: int = 0) -> Iterator[Message]:
-    """The records of a batch, one by one."""
-    records = batch.records
-    keys, values = records.column("key").to_pylist(), records.column("value").to_pylist()
-    times = records.column("timestamp").cast(pa.int64()).to_pylist()
-    headers: list[list[tuple[str, bytes]] | None] = [None] * len(times)
-    column = records.column("headers")
-    if column.null_count != len(times):
-        headers = [
-            None if each is None else [(pair["key"], pair["value"]) for pair in each] for each in column.to_pylist()
-        ]
-    offsets = range(batch.base_offset, batch.next_offset)
-    rows = zip(repeat(topic), repeat(partition), offsets, keys, values, times, headers, repeat(epoch), strict=False)
-    return map(_new_message, rows)
 
 
 class TopicHandle:
@@ -154,6 +136,7 @@ class Hub:
         self._registry: Registry | None = None
         self._lock = threading.Lock()
         self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
+        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -215,13 +198,33 @@ class Hub:
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
 
+    def consumer(self, topic: str | Source, group: str, **options: Any) -> Consumer:
+        """A member of the group, which reads the topic; `options` are those of `Consumer`. Raises UnknownTopic.
+
+        In place of a topic's name, anything that is a `Source`. `dead_letters` is a topic's name."""
+        self._check_usable()
+        source = self._log.topic(topic) if isinstance(topic, str) else topic
+        if isinstance(dead_letters := options.get("dead_letters"), str):
+            self._log.topic(dead_letters)  # it must be there before the first one dies
+            options["dead_letters"] = functools.cache(lambda: self.producer(dead_letters, linger_s=0))
+        consumer = Consumer(source, self.registry, group, **options)
+        with self._lock:
+            if not self._is_closed:
+                self._consumers.add(consumer)
+                return consumer
+        consumer.close()
+        raise Closed(f"the hub {self.url} was closed")
+
     def close(self) -> None:
-        """Close the producers, sending what waits in them, then the log, then the registry. Raises the first error."""
+        """Close the consumers, the producers, sending what waits in them, the log and the registry, in this order.
+
+        Raises the first error, when all are closed."""
         if os.getpid() != self._pid:
             return  # it is the parent's
         with self._lock:
             self._is_closed = True  # what follows is done again if an interrupt ended it the first time
-            closing: list[Callable[[], None]] = [producer.close for producer in self._producers]
+            closing: list[Callable[[], None]] = [consumer.close for consumer in self._consumers]
+            closing += [producer.close for producer in self._producers]
             closing.append(self._log.close)
             if self._registry is not None:
                 closing.append(self._registry.close)

@@ -10,7 +10,18 @@ class Lane:
 
     The offsets before `done` are done; those from `done` up to `position` are in hand."""
 
-    __slots__ = ("_acked", "done", "epoch", "handed_at", "is_lost", "is_paused", "is_stopping", "partition", "position")
+    __slots__ = (
+        "_acked",
+        "done",
+        "epoch",
+        "handed_at",
+        "is_failed",
+        "is_lost",
+        "is_paused",
+        "is_stopping",
+        "partition",
+        "position",
+    )
 
     def __init__(self, partition: int, epoch: int, offset: int) -> None:
         self.partition, self.epoch = partition, epoch
@@ -21,7 +32,9 @@ class Lane:
         """Nothing more is to be handed out."""
         self.is_lost = False
         self.is_paused = False
-        """By the user, or by a message that could not be handled."""
+        """By the user, or because it is failed."""
+        self.is_failed = False
+        """A message could not be handled, and holds it up until somebody decides."""
         self._acked: list[int] = []
 
     @property

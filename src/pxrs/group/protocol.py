@@ -95,7 +95,9 @@ class Hooks(Protocol):
     def assigned(self, partition: int, epoch: int, offset: int) -> Lane: ...
 
     def revoked(self, lane: Lane) -> None:
-        """It has been released, or will be when what is in hand is done."""
+        """It will be released when what is in hand is done."""
+
+    def released(self, lane: Lane) -> None: ...
 
     def lost(self, lane: Lane) -> None: ...
 
@@ -330,6 +332,7 @@ class MemberProtocol:
                 if is_last:
                     del self.held[number]
                     holding.lane.is_stopping = holding.lane.is_lost = True
+                    self.hooks.released(holding.lane)
             break
         return lost
 

@@ -58,7 +58,8 @@ class Lease:
         """The time to live that the store granted, which may be more than was asked for."""
         self.lost = threading.Event()
         """Set when the lease has ended, for whatever reason."""
-        self._deadline = deadline
+        self.deadline = deadline
+        """On the clock's scale, the moment from which this holder must act as if it were gone."""
         self._renew, self._end, self._on_gone = renew, end, on_gone
         self._clock = clock
         self._pid = os.getpid()
@@ -70,16 +71,11 @@ class Lease:
         self._thread.start()
 
     @property
-    def deadline(self) -> float:
-        """On the clock's scale, the moment from which this holder must act as if it were gone."""
-        return self._deadline
-
-    @property
     def alive(self) -> bool:
         """Whether the deadline is still ahead. Once False, False for ever; in a forked child always."""
         if os.getpid() != self._pid:
             return False
-        if not self.lost.is_set() and self._clock.now() >= self._deadline:
+        if not self.lost.is_set() and self._clock.now() >= self.deadline:
             self.lost.set()
         return not self.lost.is_set()
 
@@ -93,6 +89,7 @@ class Lease:
     def expire(self) -> None:
         """The store has said that the lease is gone: so it is, whatever the deadline says."""
         self.lost.set()
+        self.deadline = float("-inf")
         self._stop.set()
 
     def abandon(self) -> None:
@@ -119,7 +116,7 @@ class Lease:
 
     def _renew_loop(self) -> None:
         pause = self.ttl / RENEWALS_PER_TTL
-        while not self._clock.wait(self._stop, min(pause, max(0.0, self._deadline - self._clock.now()))):
+        while not self._clock.wait(self._stop, min(pause, max(0.0, self.deadline - self._clock.now()))):
             if not self.alive:
                 log.warning("lease %s could not be renewed before its deadline", self.id)
                 return
@@ -139,7 +136,7 @@ class Lease:
     def _accept(self, deadline: float) -> None:
         # A renewal that returns after the old deadline proves nothing to those who saw the lease end.
         if self.alive:
-            self._deadline = max(self._deadline, deadline)
+            self.deadline = max(self.deadline, deadline)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,510 @@
+"""Reading a topic as a member of a group, from the user's side.
+
+    for message in inbox:       # done when the next one is asked for
+        handle(message)
+
+The member's thread decides which partitions are here; the user's thread hands out their messages, one lane for each.
+Before every message it asks whether the lane is still to be handed out and whether the lease's deadline has passed
+(G8): a process that was stopped for a minute wakes up in the middle of this loop, and must not go on with what others
+have taken over.
+
+What is done is written down by the member's thread about once a second, when a partition is given up, and at the end;
+`commit` does it at once. Reading ahead is bounded by `prefetch_bytes`, for all partitions together.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from types import TracebackType
+from typing import Final, Literal, NamedTuple, Self
+
+import pyarrow as pa
+
+from pxrs.errors import (
+    CheckpointOutOfRange,
+    Closed,
+    InvalidGroup,
+    OffsetOutOfRange,
+    OffsetTrimmed,
+    PartitionLost,
+    PxrsError,
+    UsedAfterFork,
+)
+from pxrs.group.lane import Lane
+from pxrs.group.member import GroupMember, Timings
+from pxrs.log.batch import Batch
+from pxrs.log.contract import Source
+from pxrs.log.messages import messages_of
+from pxrs.model import Message
+from pxrs.producer import Producer
+from pxrs.registry.contract import Registry
+from pxrs.runner import ErrorPolicy, Handler, Runner
+
+PREFETCH_BYTES_DEFAULT: Final = 8 << 20
+Start = Literal["earliest", "latest"] | datetime
+Callback = Callable[[Sequence[int]], None]
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class ConsumedBatch(NamedTuple):
+    """What `batches` yields: records of one partition, with consecutive offsets."""
+
+    topic: str
+    partition: int
+    offset: int
+    records: pa.RecordBatch
+    epoch: int
+
+
+class Consumer:
+    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any."""
+
+    def __init__(
+        self,
+        source: Source,
+        registry: Registry,
+        group: str,
+        *,
+        name: str | None = None,
+        ack: Literal["auto", "manual"] = "auto",
+        start: Start = "earliest",
+        until: Literal["end"] | None = None,
+        assignor: str = "sticky",
+        lease_ttl: float | timedelta | None = None,
+        handover_timeout: float | timedelta | None = None,
+        progress_timeout: float | timedelta | None = None,
+        commit_interval: float | timedelta | None = None,
+        prefetch_bytes: int = PREFETCH_BYTES_DEFAULT,
+        on_trimmed: Literal["error", "skip"] = "error",
+        on_error: Literal["pause", "retry", "dead-letter", "raise"] = "pause",
+        retries_max: int = 5,
+        retry_pause: float | timedelta = 0.1,
+        dead_letters: Callable[[], Producer] | None = None,
+        on_assigned: Callback | None = None,
+        on_revoked: Callback | None = None,
+        on_lost: Callback | None = None,
+    ) -> None:
+        """
+        name:             shown by `describe`; by default the host's and the process's.
+        ack:              "auto": a message is done when the next is asked for; "manual": when `ack` was called for it.
+        start:            where a group begins that has no checkpoint: "earliest", "latest", or a time.
+        until:            "end": stop where the topic ends now, instead of waiting for more.
+        assignor:         "sticky" (fair shares, fewest moves), "range" or "round-robin".
+        lease_ttl:        how long after its last sign of life a member counts as dead (10 s).
+        handover_timeout: how long finishing what is in hand may delay a hand-over (30 s).
+        progress_timeout: how long one message may take before the member gives up its partitions (300 s).
+        commit_interval:  how often what is done is written down (1 s).
+        prefetch_bytes:   how much is read ahead, for all partitions together.
+        on_trimmed:       what to do if retention has overtaken the group: raise, or skip to what is left.
+        on_error:         what `run` does when a handler raises: "pause" its partition, "retry" it up to `retries_max`
+                          times with pauses that double from `retry_pause` and then pause, send it to the topic
+                          `dead_letters`, or "raise".
+        on_assigned, on_revoked, on_lost: called with partitions, on another thread; they should be quick.
+        """
+        _choose("ack", ack, ("auto", "manual"))
+        _choose("until", until, ("end", None))
+        _choose("on_trimmed", on_trimmed, ("error", "skip"))
+        if not isinstance(start, datetime):
+            _choose("start", start, ("earliest", "latest"))
+        if not isinstance(prefetch_bytes, int) or not 1 <= prefetch_bytes <= 1 << 40:
+            raise InvalidGroup(f"prefetch_bytes is {prefetch_bytes!r}: give at least 1")
+        self._policy = ErrorPolicy(on_error, retries_max, _seconds(retry_pause) or 0.0, dead_letters)
+        self._runner: Runner | None = None
+        self.topic, self.group = source.name, group
+        self._source, self._start = source, start
+        self._is_manual = ack == "manual"
+        self._prefetch_bytes, self._skips_trimmed = prefetch_bytes, on_trimmed == "skip"
+        self._callbacks = {"assigned": on_assigned, "revoked": on_revoked, "lost": on_lost}
+        self._clock = registry.clock
+        self._lock = threading.Lock()
+        self._lanes: dict[int, Lane] = {}
+        self._ready: dict[Lane, deque[Batch]] = {}
+        """Read ahead."""
+        self._version = 0
+        """Rises whenever a waiter should look again."""
+        self._turn = 0
+        self.skipped = 0
+        """How many messages retention took before they were read; counted if `on_trimmed` is "skip"."""
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._ends = {p: source.end(p) for p in range(source.partitions)} if until == "end" else None
+        timings = _timings(lease_ttl, handover_timeout, progress_timeout, commit_interval)
+        self._member = GroupMember(
+            registry,
+            group,
+            source,
+            self,
+            start_of=self._start_of,
+            name=name,
+            timings=timings,
+            assignor=assignor,
+        )
+        self._member.start()
+
+    # Reading.
+
+    def __iter__(self) -> Iterator[Message]:
+        """Messages as they come, in order within each partition. Ends only with `until="end"`."""
+        clock, topic, is_manual = self._clock.now, self.topic, self._is_manual
+        while (found := self._next()) is not None:
+            lane, batch = found
+            lease = self._member.lease
+            if lease is None:
+                continue
+            for message in messages_of(batch, topic, lane.partition, lane.epoch):
+                offset = message[2]
+                if offset != lane.position:
+                    break  # somebody has called `seek`
+                lane.handed_at = now = clock()
+                # In hand first, then the look: who stops the lane does it the other way round, so one sees the other.
+                lane.position = offset + 1
+                if lane.is_stopping or lane.is_paused or now >= lease.deadline:
+                    lane.position = offset
+                    break
+                yield message
+                if not is_manual:
+                    lane.done = lane.position
+            self._after(lane)
+
+    def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
+        """Up to so many messages of one partition; none if the time is up. They are done when the next call comes."""
+        self._finish_all()
+        found = self._next(_seconds(timeout))
+        if found is None:
+            return []
+        lane, batch = found
+        messages: list[Message] = []
+        for message in messages_of(batch, self.topic, lane.partition, lane.epoch):
+            if len(messages) >= max_messages:
+                break
+            messages.append(message)
+        return messages if self._hand_out(lane, batch.base_offset, len(messages)) else []
+
+    def batches(self) -> Iterator[ConsumedBatch]:
+        """The same as Arrow record batches, each done when the next is asked for."""
+        while (found := self._next()) is not None:
+            lane, batch = found
+            if self._hand_out(lane, batch.base_offset, batch.records.num_rows):
+                yield ConsumedBatch(self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch)
+                if not self._is_manual:
+                    lane.done = lane.position
+            self._after(lane)
+
+    def run(self, handler: Handler, threads: int = 1) -> None:
+        """Call the handler with every message: partitions in parallel on so many threads, each in order.
+
+        Returns when `stop` is called, or at the end with `until="end"`. Raises HandlerFailed if `on_error` says so."""
+        self._check_usable()
+        self._runner = Runner(self, handler, threads, self._policy)
+        self._runner.run()
+
+    def stop(self) -> None:
+        """Let `run` return when what is in hand is done. May be called from a signal handler."""
+        if self._runner is not None:
+            self._runner.stopped.set()
+        self._change()
+
+    def ack(self, message: Message) -> None:
+        """This message is done. In any order; the checkpoint is what is done without a gap. Raises PartitionLost."""
+        with self._lock:
+            lane = self._lanes.get(message.partition)
+            if lane is None or lane.epoch != message.epoch:
+                raise PartitionLost(self.group, [message.partition])
+            lane.ack(message.offset)
+            is_leaving = lane.is_stopping
+        if is_leaving and lane.is_drained:
+            self._member.wake()
+
+    def commit(self) -> None:
+        """Write down what is done, now; all that was handed out counts as done unless `ack` is "manual".
+
+        Raises PartitionLost if some of it is owned by others now, when the rest is written."""
+        self._check_usable()
+        self._finish_all()
+        self._member.commit()
+
+    @property
+    def assignment(self) -> list[int]:
+        """The partitions that are here now."""
+        with self._lock:
+            return sorted(lane.partition for lane in self._lanes.values() if not lane.is_stopping)
+
+    @property
+    def name(self) -> str:
+        return self._member.name
+
+    def pause(self, *partitions: int) -> None:
+        """Hand out nothing of these, or of all, until `resume`. They stay owned."""
+        self._set_paused(partitions, True)
+
+    def resume(self, *partitions: int) -> None:
+        self._set_paused(partitions, False)
+
+    def seek(self, partition: int, offset: int) -> None:
+        """Go on reading here. The checkpoint never goes back by it: reset the group for that."""
+        with self._lock:
+            lane = self._lanes.get(partition)
+            if lane is None:
+                raise PartitionLost(self.group, [partition])
+            self._ready.pop(lane, None)
+            lane.position = lane.done = offset
+        self._change()
+
+    # Lanes and what is read ahead of them.
+
+    def _next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
+        """A lane, and messages from its position on. None when the time is up, or all is read with `until="end"`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._check_usable()
+            self._member.check()
+            version = self._version
+            if self._member.is_away:
+                self._member.come_back()
+            lanes = self._readable()
+            for lane in lanes:
+                batch = self._take(lane)
+                if batch is not None:
+                    return lane, batch
+            if self._is_at_end():
+                return None
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            positions = {lane.partition: lane.position for lane in lanes}
+            self._source.wait(positions, left, lambda v=version: self._version != v)  # type: ignore[misc]
+
+    def _next_for(
+        self, busy: Collection[Lane], count: int, is_over: Callable[[], bool]
+    ) -> list[tuple[Lane, Batch]] | None:
+        """Up to so many lanes that are not busy, with their messages. None at the end with `until="end"`."""
+        self._check_usable()
+        self._member.check()
+        version = self._version
+        if self._member.is_away and not any(not lane.is_lost for lane in busy):
+            self._member.come_back()
+        lanes = [lane for lane in self._readable() if lane not in busy] if count > 0 else []
+        found: list[tuple[Lane, Batch]] = []
+        for lane in lanes:
+            batch = self._take(lane) if len(found) < count else None
+            if batch is not None:
+                found.append((lane, batch))
+        if found:
+            return found
+        if not busy and self._is_at_end():
+            return None
+        positions = {lane.partition: lane.position for lane in lanes}
+        self._source.wait(positions, None, lambda: self._version != version or is_over())
+        return []
+
+    def _readable(self) -> list[Lane]:
+        """Every lane that may be handed out, each time another one first."""
+        if self._clock.now() >= self._member.deadline:
+            return []
+        with self._lock:
+            lanes = [lane for lane in self._lanes.values() if not lane.is_stopping and not lane.is_paused]
+            self._turn += 1
+        at = self._turn % len(lanes) if lanes else 0
+        return lanes[at:] + lanes[:at]
+
+    def _take(self, lane: Lane) -> Batch | None:
+        with self._lock:
+            ready = self._ready.get(lane)
+            batch = ready.popleft() if ready else None
+        if batch is None:
+            batches = self._read(lane)
+            if not batches:
+                return None
+            batch = batches[0]
+            with self._lock:
+                self._ready[lane] = deque(batches[1:])
+        end = self._ends[lane.partition] if self._ends is not None else None
+        skip = lane.position - batch.base_offset
+        if skip < 0 or skip >= batch.records.num_rows:
+            with self._lock:
+                self._ready.pop(lane, None)  # read before a `seek`
+            return None
+        records = batch.records.slice(skip) if skip else batch.records
+        if end is not None:
+            records = records.slice(0, max(0, end - lane.position))
+        return Batch(lane.position, records) if records.num_rows else None
+
+    def _read(self, lane: Lane) -> list[Batch]:
+        with self._lock:
+            share = max(1, self._prefetch_bytes // max(1, len(self._lanes)))
+        try:
+            return self._source.read(lane.partition, lane.position, share)
+        except OffsetTrimmed as error:
+            if not self._skips_trimmed:
+                raise CheckpointOutOfRange(
+                    f"group {self.group} is at offset {lane.position} of {self.topic}/{lane.partition}, and retention "
+                    f"has removed what is before {error.first_offset}; reset the group, or consume with "
+                    "on_trimmed='skip' to accept the loss"
+                ) from error
+            self.skipped += error.first_offset - lane.position
+            lane.position = lane.done = error.first_offset
+            return []
+        except OffsetOutOfRange as error:
+            raise CheckpointOutOfRange(
+                f"group {self.group} is at offset {lane.position} of {self.topic}/{lane.partition}, which ends at "
+                f"{error.end}; is this the same log? Reset the group if it is"
+            ) from error
+
+    def _hand_out(self, lane: Lane, offset: int, count: int) -> bool:
+        """Take them in hand, unless the lane is not to be handed out; the order of steps is that of `__iter__`."""
+        if lane.position != offset:
+            return False
+        lane.handed_at = now = self._clock.now()
+        lane.position = offset + count
+        if lane.is_stopping or lane.is_paused or now >= self._member.deadline:
+            lane.position = offset
+            return False
+        return True
+
+    def _after(self, lane: Lane) -> None:
+        """What was in hand is done, or was not handed out: a lane that is to go can go."""
+        if lane.is_stopping and lane.is_drained:
+            self._member.wake()
+
+    def _finish_all(self) -> None:
+        if self._is_manual:
+            return
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.done = lane.position
+            self._after(lane)
+
+    def _is_at_end(self) -> bool:
+        if self._ends is None:
+            return False
+        with self._lock:
+            mine = dict(self._lanes)
+        if any(lane.position < self._ends[partition] for partition, lane in mine.items() if not lane.is_lost):
+            return False
+        protocol = self._member._protocol
+        snapshot = protocol.snapshot if protocol is not None else None
+        if snapshot is None:
+            return False
+        others = (number for number in range(self._source.partitions) if number not in mine)
+        owners = (snapshot.owner((self._source.id, number))[0].incarnation for number in others)
+        is_settled = all(owner in snapshot.members and owner != self._member.incarnation for owner in owners)
+        return is_settled and bool(mine or snapshot.owners)
+
+    def _set_paused(self, partitions: Iterable[int], is_paused: bool) -> None:
+        with self._lock:
+            chosen = set(partitions) or set(self._lanes)
+            for number in chosen & set(self._lanes):
+                if not self._lanes[number].is_failed:
+                    self._lanes[number].is_paused = is_paused
+        self._change()
+
+    def _change(self) -> None:
+        self._version += 1
+        self._source.wake()
+
+    def _start_of(self, partition: int) -> int:
+        if self._start == "earliest":
+            return self._source.start(partition)
+        if self._start == "latest":
+            return self._source.end(partition)
+        assert isinstance(self._start, datetime)
+        if self._start.tzinfo is None:
+            raise InvalidGroup(f"start: the time {self._start} has no time zone; give one, such as UTC")
+        return self._source.offset_at(partition, (self._start - _EPOCH) // timedelta(microseconds=1))
+
+    # What the member tells, on its thread.
+
+    def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
+        with self._lock:
+            for lane in lanes:
+                self._lanes[lane.partition] = lane
+        self._change()
+        self._call("assigned", [lane.partition for lane in lanes])
+
+    def lane_revoked(self, lane: Lane) -> None:
+        with self._lock:
+            self._ready.pop(lane, None)
+        self._change()
+        self._call("revoked", [lane.partition])
+
+    def lane_released(self, lane: Lane) -> None:
+        self._forget(lane)
+
+    def lane_lost(self, lane: Lane) -> None:
+        self._forget(lane)
+        self._call("lost", [lane.partition])
+
+    def _forget(self, lane: Lane) -> None:
+        with self._lock:
+            self._ready.pop(lane, None)
+            if self._lanes.get(lane.partition) is lane:
+                del self._lanes[lane.partition]
+        self._change()
+
+    def member_failed(self) -> None:
+        self._change()
+
+    def _call(self, what: str, partitions: list[int]) -> None:
+        callback = self._callbacks[what]
+        if callback is not None and partitions:
+            callback(partitions)
+
+    # The end.
+
+    def close(self) -> None:
+        """Write down what is done, release the partitions, leave the group. A message in hand is not done."""
+        if os.getpid() != self._pid or self._is_closed:
+            return
+        self._is_closed = True
+        if self._runner is not None:
+            self._runner.stopped.set()
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.is_stopping = True
+        try:
+            self._member.close()
+        finally:
+            self._change()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"the consumer of {self.topic} was made before a fork: make one in the child")
+        if self._is_closed:
+            raise Closed(f"the consumer of {self.topic} in group {self.group} was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except PxrsError as failure:
+            if error is None:
+                raise
+            error.add_note(f"pxrs: leaving the group {self.group} failed too: {failure}")
+
+    def __repr__(self) -> str:
+        return f"<Consumer of {self.topic} in group {self.group}{' closed' if self._is_closed else ''}>"
+
+
+def _timings(*given: float | timedelta | None) -> Timings:
+    names = ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval")
+    values: Mapping[str, float | None] = {name: _seconds(value) for name, value in zip(names, given, strict=True)}
+    return Timings(**{name: value for name, value in values.items() if value is not None})
+
+
+def _seconds(given: float | timedelta | None) -> float | None:
+    return given.total_seconds() if isinstance(given, timedelta) else given
+
+
+def _choose(name: str, given: object, choices: Sequence[object]) -> None:
+    if given not in choices:
+        raise InvalidGroup(f"{name} is {given!r}; choose from {', '.join(map(repr, choices))}")

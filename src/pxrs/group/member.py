@@ -1,0 +1,423 @@
+"""A member of a group: the thread that keeps the lease's promises and performs what the protocol says.
+
+One thread for each member wakes on any change of the group, looks, acts, and commits what is done now and then. User
+code runs elsewhere: it meets this thread only in the fields of its lanes, so a handler that runs long delays nobody.
+
+On failure:
+- The store cannot be reached: try again, with pauses; what is owned stays usable until the lease's own deadline, which
+  every hand-out checks for itself (G8, X12).
+- The lease is lost: everything here is lost at once, and the member joins again as a new incarnation (X11).
+- A handler makes no progress for `progress_timeout`: the member gives everything up and leaves (X13); it joins again
+  when the handler comes back.
+- Anything else is fatal: it is raised in the user's thread, and the member leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+from pxrs.errors import (
+    Closed,
+    Conflict,
+    InvalidGroup,
+    LeaseExpired,
+    OutcomeUnknown,
+    PartitionLost,
+    PxrsError,
+    RegistryUnavailable,
+)
+from pxrs.group.assign import assignor_named
+from pxrs.group.lane import Lane
+from pxrs.group.protocol import MemberProtocol, Steps, drive
+from pxrs.group.records import Keys, Member, Paused, partition_of
+from pxrs.log.contract import Source
+from pxrs.registry.contract import Registry
+from pxrs.registry.lease import Lease
+from pxrs.registry.watch import Watch
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LEASE_TTL_DEFAULT: Final = 10.0
+HANDOVER_TIMEOUT_DEFAULT: Final = 30.0
+PROGRESS_TIMEOUT_DEFAULT: Final = 300.0
+COMMIT_INTERVAL_DEFAULT: Final = 1.0
+_RETRY_S: Final = (0.05, 1.0)
+_LOOKS_MAX: Final = 50
+"""How often a member looks without a pause while there is more to do, before it looks at the rest of its duties."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """In seconds."""
+
+    lease_ttl: float = LEASE_TTL_DEFAULT
+    """How long after its last sign of life a member counts as dead."""
+    handover_timeout: float = HANDOVER_TIMEOUT_DEFAULT
+    """How long an owner may take to finish what is in hand before the partition is taken from it."""
+    progress_timeout: float | None = PROGRESS_TIMEOUT_DEFAULT
+    """How long a handler may take for one message before its member gives up its partitions."""
+    commit_interval: float = COMMIT_INTERVAL_DEFAULT
+    """How often what is done is written down."""
+
+    def __post_init__(self) -> None:
+        for name in ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 86_400:
+                raise InvalidGroup(f"{name} is {value!r}: it must be more than 0 and at most a day, in seconds")
+
+
+class Listener(Protocol):
+    """The consumer's side, called on the member's thread."""
+
+    def lanes_assigned(self, lanes: Sequence[Lane]) -> None: ...
+
+    def lane_revoked(self, lane: Lane) -> None: ...
+
+    def lane_released(self, lane: Lane) -> None: ...
+
+    def lane_lost(self, lane: Lane) -> None: ...
+
+    def member_failed(self) -> None:
+        """`GroupMember.check` raises from now on."""
+
+
+class GroupMember:
+    """Made by a consumer, started once, closed once."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        group: str,
+        source: Source,
+        listener: Listener,
+        *,
+        start_of: Callable[[int], int],
+        name: str | None = None,
+        timings: Timings | None = None,
+        assignor: str = "sticky",
+    ) -> None:
+        assignor_named(assignor)
+        self.keys = Keys(group)
+        self.timings = timings or Timings()
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        self._registry, self._source, self._listener = registry, source, listener
+        self._start_of, self._assignor = start_of, assignor
+        self._clock = registry.clock
+        self._mutex = threading.RLock()
+        """Held while the protocol runs: by the member's thread, or by a commit on the user's."""
+        self._lease: Lease | None = None
+        self._protocol: MemberProtocol | None = None
+        self._watch: Watch | None = None
+        self._watched: tuple[str, ...] = ()
+        self._fresh: list[Lane] = []
+        """Assigned, and not yet given to the consumer."""
+        self._commits_at = 0.0
+        self._is_away = False
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"pxrs-member-{group}", daemon=True)
+
+    # For the consumer.
+
+    def start(self) -> None:
+        """Join. Raises what the registry raises."""
+        with self._mutex:
+            self._join()
+        self._thread.start()
+
+    @property
+    def deadline(self) -> float:
+        """From this moment on, on the registry's clock, nothing may be handed out."""
+        lease = self._lease
+        return lease.deadline if lease is not None else float("-inf")
+
+    @property
+    def lease(self) -> Lease | None:
+        return self._lease
+
+    @property
+    def incarnation(self) -> str | None:
+        return self._protocol.incarnation if self._protocol is not None else None
+
+    def check(self) -> None:
+        """Raise what has ended this member."""
+        if self._error is not None:
+            raise self._error
+
+    def wake(self) -> None:
+        """Have the member look: a lane is drained, or a handler has come back."""
+        watch = self._watch
+        if watch is not None:
+            watch.wake()
+
+    def commit(self) -> None:
+        """Write down what is done, now. Raises PartitionLost for what is owned no more, after the rest is written."""
+        with self._mutex:
+            self.check()
+            if self._protocol is None:
+                raise PartitionLost(self.keys.group, [])
+            lost = self._drive(self._protocol.commit(self._protocol.due()))
+        if lost:
+            raise PartitionLost(self.keys.group, lost)
+
+    def pause(self, lane: Lane, offset: int, error: str) -> None:
+        """Write down that a message could not be handled; its partition stands until somebody decides (X14)."""
+        with self._mutex:
+            lane.is_paused = lane.is_failed = True
+            protocol = self._protocol
+            if (
+                protocol is None
+                or lane.partition not in protocol.held
+                or protocol.held[lane.partition].lane is not lane
+            ):
+                return
+            key = self.keys.pause(protocol.member.topic, lane.partition)
+            paused = Paused(offset, error[:2000], time.time(), self.name)
+            fence = {self.keys.owner(protocol.member.topic, lane.partition): protocol.held[lane.partition].version}
+            try:
+                self._registry.commit(fence, {key: paused.dump()})
+            except Conflict:
+                self.wake()  # it was taken meanwhile; the look will find out
+
+    def close(self) -> None:
+        """Write down what is done, release everything, leave. In this order: a release needs the lease's member."""
+        with self._mutex:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        self.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(self.timings.lease_ttl)
+        with self._mutex:
+            try:
+                self._leave()
+            finally:
+                if self._watch is not None:
+                    self._watch.close()
+
+    # The member's thread.
+
+    def _run(self) -> None:
+        pause, pause_max = _RETRY_S
+        while not self._is_closing:
+            try:
+                with self._mutex:
+                    timeout = self._turn()
+                pause = _RETRY_S[0]
+            except (RegistryUnavailable, OutcomeUnknown, LeaseExpired) as error:
+                _logger.warning("group %s, member %s: %s", self.keys.group, self.name, error)
+                timeout, pause = pause, min(2 * pause, pause_max)
+            except BaseException as error:  # noqa: BLE001 - raised in the user's thread by `check`
+                self._fail(error)
+                return
+            watch = self._watch
+            try:
+                if watch is None:
+                    time.sleep(timeout)
+                else:
+                    watch.wait(timeout)
+            except Closed as error:
+                if not self._is_closing:
+                    self._fail(error)
+                return
+
+    def _turn(self) -> float:
+        """Look after everything once. How long it may be until the next time if nothing happens."""
+        if self._is_closing:
+            return 0.0
+        now = self._clock.now()
+        if self._is_stuck(now):
+            self._give_up()
+        if self._is_away:
+            return self.timings.commit_interval
+        if self._lease is None or not self._lease.alive or self._protocol is None or self._protocol.is_gone:
+            self._join()
+        protocol = self._protocol
+        assert protocol is not None
+        for _ in range(_LOOKS_MAX):
+            self._arm(protocol)
+            has_changed = self._drive(protocol.look(self._clock.now()))
+            self._hand_over_fresh(protocol)
+            if protocol.is_gone:
+                return 0.0
+            if not has_changed and self._watched == self._prefixes(protocol):
+                break
+        self._look_at_paused(protocol)
+        now = self._clock.now()
+        if now >= self._commits_at:
+            self._commits_at = now + self.timings.commit_interval
+            self._drive(protocol.commit(protocol.due()))
+        return self._next_duty(protocol, now)
+
+    def _next_duty(self, protocol: MemberProtocol, now: float) -> float:
+        times = [self._commits_at]
+        times += [since + self.timings.handover_timeout for since in protocol.asked.values()]
+        times.append(self.deadline)
+        return max(0.001, min(times) - now)
+
+    def _drive(self, steps: Steps[T]) -> T:
+        return drive(steps, self._registry, self._lease)
+
+    def _join(self) -> None:
+        if self._protocol is not None:
+            self._protocol.lose_all()
+        if self._lease is not None:
+            self._lease.close()
+        self._lease = self._registry.lease(self.timings.lease_ttl)
+        source = self._source
+        self._protocol = MemberProtocol(
+            self.keys,
+            uuid.uuid4().hex,
+            Member(
+                self.name,
+                source.id,
+                source.name,
+                source.partitions,
+                socket.gethostname(),
+                os.getpid(),
+                time.time(),
+                self._assignor,
+            ),
+            hooks=self,
+            start_of=self._start_of,
+            wall=time.time,
+            keys_max=self._registry.limits.commit_keys_max,
+            handover_s=self.timings.handover_timeout,
+        )
+        self._drive(self._protocol.join())
+
+    def _prefixes(self, protocol: MemberProtocol) -> tuple[str, ...]:
+        """Changes of owners wake only those whom they concern; commits wake nobody."""
+        always = (self.keys.members, self.keys.leader, self.keys.assignment, self.keys.paused)
+        return (*always, self.keys.owners) if protocol.is_waiting else always
+
+    def _arm(self, protocol: MemberProtocol) -> None:
+        """Watch what concerns this member, before it looks (R2)."""
+        prefixes = self._prefixes(protocol)
+        if prefixes == self._watched and self._watch is not None:
+            return
+        old, self._watch = self._watch, self._registry.watch(*prefixes)
+        self._watched = prefixes
+        if old is not None:
+            old.close()
+
+    def _hand_over_fresh(self, protocol: MemberProtocol) -> None:
+        """Give new lanes to the consumer, once it is known whether a message holds them up."""
+        if not self._fresh:
+            return
+        topic = protocol.member.topic
+        paused = {partition_of(e.key)[1] for e in self._registry.scan(f"{self.keys.paused}{topic}/")}
+        for lane in self._fresh:
+            lane.is_paused = lane.is_failed = lane.partition in paused
+        fresh, self._fresh = [lane for lane in self._fresh if not lane.is_lost], []
+        self._listener.lanes_assigned(fresh)
+
+    def _look_at_paused(self, protocol: MemberProtocol) -> None:
+        """Go on with what an admin has decided to try again or to skip."""
+        failed = [holding.lane for holding in protocol.held.values() if holding.lane.is_failed]
+        if not failed:
+            return
+        topic = protocol.member.topic
+        found = {partition_of(entry.key)[1]: entry for entry in self._registry.scan(f"{self.keys.paused}{topic}/")}
+        for lane in failed:
+            entry = found.get(lane.partition)
+            if entry is not None:
+                paused = Paused.load(entry.key, entry.value)
+                if not paused.skip:
+                    continue
+                lane.position = lane.done = max(lane.done, paused.offset + 1)
+                if self._drive(protocol.commit([lane.partition])):
+                    continue
+                fence = self.keys.owner(topic, lane.partition)
+                expect = {fence: protocol.held[lane.partition].version, entry.key: entry.version}
+                self._registry.commit(expect, delete=[entry.key])
+            else:
+                lane.position = lane.done
+            lane.is_failed = lane.is_paused = False
+            self._listener.lanes_assigned([])
+
+    # Hooks of the protocol.
+
+    def assigned(self, partition: int, epoch: int, offset: int) -> Lane:
+        lane = Lane(partition, epoch, offset)
+        self._fresh.append(lane)
+        return lane
+
+    def revoked(self, lane: Lane) -> None:
+        self._listener.lane_revoked(lane)
+
+    def released(self, lane: Lane) -> None:
+        self._listener.lane_released(lane)
+
+    def lost(self, lane: Lane) -> None:
+        if lane in self._fresh:
+            self._fresh.remove(lane)
+            return
+        self._listener.lane_lost(lane)
+
+    # The ends.
+
+    def _is_stuck(self, now: float) -> bool:
+        limit = self.timings.progress_timeout
+        if limit is None or self._protocol is None:
+            return False
+        lanes = [holding.lane for holding in self._protocol.held.values()]
+        return any(not lane.is_drained and lane.handed_at and now >= lane.handed_at + limit for lane in lanes)
+
+    def _give_up(self) -> None:
+        _logger.warning(
+            "group %s, member %s: a handler has made no progress for %g s; giving up its partitions",
+            self.keys.group,
+            self.name,
+            self.timings.progress_timeout,
+        )
+        self._is_away = True
+        self._leave()
+
+    def come_back(self) -> None:
+        """A handler that was given up has returned."""
+        if self._is_away:
+            self._is_away = False
+            self.wake()
+
+    @property
+    def is_away(self) -> bool:
+        return self._is_away
+
+    def _leave(self) -> None:
+        """Release what is held, with what is done of it, and end the lease."""
+        protocol, lease = self._protocol, self._lease
+        self._protocol = self._lease = None
+        if protocol is None:
+            return
+        try:
+            for holding in protocol.held.values():
+                holding.lane.is_stopping = True
+            if lease is not None and lease.alive:
+                drive(protocol.commit(list(protocol.held), is_last=True), self._registry, lease)
+        except (PxrsError, OSError) as error:
+            _logger.warning("group %s, member %s left without its last commit: %s", self.keys.group, self.name, error)
+            if self._error is None and not self._is_away:
+                raise
+        finally:
+            protocol.lose_all()
+            if lease is not None:
+                lease.close()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        with self._mutex:
+            try:
+                self._leave()
+            except PxrsError as failure:
+                error.add_note(f"pxrs: leaving the group failed too: {failure}")
+        self._listener.member_failed()

@@ -1,0 +1,145 @@
+"""Handlers over a consumer: several threads, one at a time for each partition, so order holds within it.
+
+One thread reads and gives out; the others handle. A handler that raises never stalls in silence (X14): `on_error` says
+what becomes of the message.
+
+    pause        the partition stands, visible in `describe`, until `pxrs group retry` or `skip`; the others go on
+    retry        again and again with growing pauses, then as with pause
+    dead-letter  the message goes to another topic with the reason, and the partition goes on
+    raise        `run` raises HandlerFailed, and the member leaves
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from pxrs.errors import Closed, HandlerFailed, InvalidGroup
+from pxrs.group.lane import Lane
+from pxrs.log.batch import Batch
+from pxrs.log.messages import messages_of
+from pxrs.model import Message
+from pxrs.producer import Producer
+
+if TYPE_CHECKING:
+    from pxrs.consumer import Consumer
+
+ON_ERROR: Final = ("pause", "retry", "dead-letter", "raise")
+DEAD_LETTER_TIMEOUT_S: Final = 60.0
+Handler = Callable[[Message], object]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorPolicy:
+    on_error: str = "pause"
+    retries_max: int = 5
+    retry_pause_s: float = 0.1
+    """Of the first retry; doubled for each one after it, up to 30 s."""
+    dead_letters: Callable[[], Producer] | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ON_ERROR:
+            raise InvalidGroup(f"on_error is {self.on_error!r}; choose from {', '.join(ON_ERROR)}")
+        if self.on_error == "dead-letter" and self.dead_letters is None:
+            raise InvalidGroup("on_error='dead-letter' needs dead_letters=TOPIC, where they go")
+        if self.retries_max < 1 or self.retry_pause_s < 0:
+            raise InvalidGroup("retries_max is at least 1, and retry_pause_s not negative")
+
+
+class Runner:
+    """One call of `Consumer.run`."""
+
+    def __init__(self, consumer: Consumer, handler: Handler, threads: int, policy: ErrorPolicy) -> None:
+        if not 1 <= threads <= 1_000:
+            raise InvalidGroup(f"threads is {threads}: choose from 1 to 1,000")
+        self._consumer, self._handler, self._threads, self._policy = consumer, handler, threads, policy
+        self._lock = threading.Lock()
+        self._busy: set[Lane] = set()
+        self._failure: BaseException | None = None
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        consumer = self._consumer
+        with ThreadPoolExecutor(self._threads, thread_name_prefix=f"pxrs-handler-{consumer.group}") as pool:
+            try:
+                while not self.stopped.is_set() and self._failure is None:
+                    with self._lock:
+                        busy = set(self._busy)
+                    given = consumer._next_for(busy, self._threads - len(busy), self.stopped.is_set)
+                    if given is None:
+                        break
+                    for lane, batch in given:
+                        with self._lock:
+                            self._busy.add(lane)
+                        pool.submit(self._handle_batch, lane, batch).add_done_callback(self._note)
+            except Closed:
+                if not consumer._is_closed:
+                    raise
+            finally:
+                self.stopped.set()  # those who retry give up; what is in hand is finished
+        if self._failure is not None:
+            raise self._failure
+
+    def _note(self, done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None and self._failure is None:
+            self._failure = error
+        self._consumer._change()
+
+    def _handle_batch(self, lane: Lane, batch: Batch) -> None:
+        consumer = self._consumer
+        try:
+            for message in messages_of(batch, consumer.topic, lane.partition, lane.epoch):
+                if self.stopped.is_set() or not consumer._hand_out(lane, message.offset, 1):
+                    break
+                if not self._handle(lane, message):
+                    lane.position = lane.done
+                    break
+                lane.done = lane.position
+        except BaseException:
+            lane.position = lane.done  # undone: the next owner gets it
+            raise
+        finally:
+            with self._lock:
+                self._busy.discard(lane)
+            consumer._after(lane)
+
+    def _handle(self, lane: Lane, message: Message) -> bool:
+        """Whether it is done."""
+        policy = self._policy
+        pause_s = policy.retry_pause_s
+        tries = policy.retries_max + 1 if policy.on_error == "retry" else 1
+        for left in range(tries - 1, -1, -1):
+            try:
+                self._handler(message)
+                return True
+            except Exception as error:  # noqa: BLE001 - the policy decides
+                if left and not lane.is_stopping:
+                    lane.handed_at = self._consumer._clock.now()  # it is being worked on
+                    if self.stopped.wait(pause_s):
+                        return False
+                    pause_s = min(2 * pause_s, 30.0)
+                    continue
+                return self._decide(lane, message, error)
+        return False
+
+    def _decide(self, lane: Lane, message: Message, error: Exception) -> bool:
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        where = f"{message.topic}/{message.partition} offset {message.offset}"
+        match self._policy.on_error:
+            case "raise":
+                raise HandlerFailed(f"{where}: {reason}") from error
+            case "dead-letter":
+                assert self._policy.dead_letters is not None
+                headers = [*(message.headers or []), ("pxrs-reason", reason.encode()), ("pxrs-origin", where.encode())]
+                producer = self._policy.dead_letters()
+                receipt = producer.send(message.value, message.key, headers, message.timestamp)
+                receipt.result(DEAD_LETTER_TIMEOUT_S)
+                return True
+            case _:
+                self._consumer._member.pause(lane, message.offset, reason)
+                return False
