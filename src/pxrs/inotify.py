@@ -55,7 +55,8 @@ class Notifier:
         for descriptor in (self._inotify, self._interrupt_out):
             if descriptor >= 0:
                 poll.register(descriptor, select.POLLIN)
-        ready = dict(poll.poll(None if timeout is None else max(0, timeout) * 1000))
+        # Whoever waits longer than a day looks once a day: the system takes no number that large.
+        ready = dict(poll.poll(None if timeout is None else min(max(0.0, timeout), 86_400.0) * 1000))
         if self._interrupt_out in ready:
             os.read(self._interrupt_out, 4096)
         return self._read() if self._inotify in ready else News()

@@ -60,6 +60,7 @@ _WIDTH: Final = 3
 """How many elements of a chunk are a row."""
 _NEVER: Final = 1 << 29  # small enough to be compared fast
 _BACKOFF_S: Final = (0.01, 1.0)
+_WAIT_S_MAX: Final = 86_400.0
 _THOUSAND: Final = pa.scalar(1000, pa.int64())
 _TIME: Final = SCHEMA.field("timestamp").type
 _HEADERS: Final = SCHEMA.field("headers").type
@@ -102,19 +103,21 @@ class _Bell:
             turn = threading.Lock()
             turn.acquire()
             self._waiters.append(turn)
-            left = -1 if until is None else max(0.0, until - time.monotonic())
-            # Asked again now that the bell would be heard.
-            if is_true() or turn.acquire(timeout=left):
-                continue
-            with contextlib.suppress(ValueError):
-                self._waiters.remove(turn)
-            return bool(is_true())
+            try:
+                left = _WAIT_S_MAX if until is None else min(until - time.monotonic(), _WAIT_S_MAX)
+                # Asked again now that the bell would be heard.
+                if not is_true() and (left <= 0 or not turn.acquire(timeout=left)) and left < _WAIT_S_MAX:
+                    return bool(is_true())
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._waiters.remove(turn)
         return True
 
     def ring(self) -> None:
-        for _ in range(len(self._waiters)):
-            with contextlib.suppress(IndexError):  # another one rings too
-                self._waiters.popleft().release()
+        # Only a waiter takes itself off the list: one that an interrupt keeps from being woken here is woken next time.
+        for turn in list(self._waiters):
+            with contextlib.suppress(RuntimeError):
+                turn.release()
 
 
 class _Batch:
@@ -161,7 +164,7 @@ class _Fate:
 class _Chunk:
     """Rows of one partition that are being collected. Its receipts keep the fate, not the rows."""
 
-    __slots__ = ("fate", "has_extras", "is_sealed", "large_bytes", "partition", "rows", "taken")
+    __slots__ = ("counted", "fate", "has_extras", "is_sealed", "large_bytes", "partition", "rows", "taken")
 
     def __init__(self, partition: int, done: _Bell) -> None:
         self.partition = partition
@@ -169,8 +172,10 @@ class _Chunk:
         """Key, value, time in nanoseconds or an _Extra, and so on."""
         self.fate = _Fate(done)
         self.is_sealed = False
-        self.taken = 0
-        """How much of `rows` counts, once it is sealed; what came later was sent again."""
+        self.taken = -1
+        """How much of `rows` counts, decided under the lock once it is sealed; what came later was sent again."""
+        self.counted = 0
+        """What was counted in the buffer for its small messages when it was sealed."""
         self.has_extras = False
         self.large_bytes = 0
 
@@ -268,7 +273,7 @@ class Producer:
         "_rounds_done",
         "_sequences",
         "_settled",
-        "_taken_at",
+        "_since",
         "_third_bytes",
         "_thread",
         "_tries_max",
@@ -293,7 +298,7 @@ class Producer:
         batch_rows, batch_bytes: when a batch is full. A message larger than `batch_bytes` goes alone.
         buffer_bytes:   how much may wait to be stored before `send` blocks; a message larger than that goes alone.
                         A third is for open chunks, with equal shares for the partitions; a small message counts as 512.
-        buffer_timeout: how long `send` blocks before it raises AppendFailed.
+        buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried when the log raises AppendFailed.
         """
         self._log = log
@@ -326,7 +331,8 @@ class Producer:
         self._counted = 0
         """Bytes of these and of those that are being appended, and of messages in open chunks that are not small."""
         self._in_hand: list[_Chunk | _Batch] = []
-        self._taken_at = 0.0
+        self._since = 0.0
+        """Nothing that waits in an open chunk is older."""
         self._rounds_begun = self._rounds_done = self._settled = 0
         topic = log.topic
         has_retention = topic.retention_s is not None or topic.retention_bytes is not None
@@ -356,7 +362,7 @@ class Producer:
 
         timestamp: microseconds since 1970, or a datetime with a time zone; now if none is given.
         partition: else that of the key's hash; without a key one after the other, a batch at a time.
-        Raises InvalidRecord, Closed, UsedAfterFork, AppendFailed if the buffer stays full, and the error of a
+        Raises InvalidRecord, Closed, UsedAfterFork, BufferFull, and the error of a
         partition that has failed. If an interrupt ends it, the message may have been sent.
         """
         if (
@@ -466,26 +472,45 @@ class Producer:
                 )
         elif plain_key is not None:
             partition = self._hash(plain_key) % self._partitions
-        with self._room(partition, counted) as chunk:
-            now = _time_ns()
-            time = now if header_list is None and time_us is None else _Extra(now, time_us, header_list)
-            chunk.has_extras = chunk.has_extras or time is not now
-            # Counted before it is there: an interrupt in between leaves a little less room until the chunk is stored.
-            chunk.large_bytes += counted
-            self._counted += counted
-            at = len(chunk.rows)
-            chunk.rows += plain_key, plain_value, time
-            receipt = _receipt(chunk, at, time)
-            if chunk.large_bytes >= self._batch_bytes:
-                self._seal(chunk.partition)
-            self._work.ring()
+        until = time.monotonic() + self._buffer_timeout
+        while True:
+            with self._lock:
+                chunk = self._chunk_with_room(partition, counted)
+                if chunk is not None:
+                    return self._add(chunk, plain_key, plain_value, time_us, header_list, counted)
+                settled = self._settled
+                self._press()
+            self._await_room(settled, until)
+
+    def _add(
+        self,
+        chunk: _Chunk,
+        key: bytes | None,
+        value: bytes | None,
+        time_us: int | None,
+        headers: _Headers | None,
+        counted: int,
+    ) -> Receipt:
+        """Under the lock."""
+        now = _time_ns()
+        moment = now if headers is None and time_us is None else _Extra(now, time_us, headers)
+        chunk.has_extras = chunk.has_extras or moment is not now
+        at = len(chunk.rows)
+        # No call in between: an interrupt comes before all three or after.
+        chunk.large_bytes += counted
+        self._counted += counted
+        chunk.rows += key, value, moment
+        receipt = _receipt(chunk, at, moment)
+        if chunk.large_bytes >= self._batch_bytes:
+            self._seal(chunk.partition)
+        self._work.ring()
         return receipt
 
     def _look_again(self, chunk: _Chunk, at: int, now: int, key: bytes, value: bytes) -> Receipt:
         """A row was added to a chunk that another sender added to or somebody sealed at the same moment."""
         with self._lock:
             receipt = _receipt(chunk, at, now)
-            if not chunk.is_sealed or receipt._at < chunk.taken:
+            if not chunk.is_sealed or receipt._at < _taken(chunk):
                 self._work.ring()
                 return receipt
         return self._send_any(value, key, None, None, None)
@@ -493,33 +518,29 @@ class Producer:
     def _put(self, partition: int, records: pa.RecordBatch) -> _Batch:
         """Queue records that are a batch of their own."""
         size = records.nbytes + SMALL_COUNTED_BYTES
-        with self._room(partition, size):
-            self._seal(partition)
-            batch = _Batch(partition, self._done, records, size)
-            self._counted += size
-            self._ready.append(batch)
-            self._work.ring()
-        return batch
-
-    @contextlib.contextmanager
-    def _room(self, partition: int | None, size: int) -> Iterator[_Chunk]:
-        """Hold the lock, with the open chunk of the partition or of whichever's turn it is, as soon as it has room."""
         until = time.monotonic() + self._buffer_timeout
         while True:
             with self._lock:
-                chunk = self._chunk_with_room(partition, size)
-                if chunk is not None:
-                    yield chunk
-                    return
+                if self._chunk_with_room(partition, size) is not None:
+                    self._seal(partition)
+                    batch = _Batch(partition, self._done, records, size)
+                    self._counted += size
+                    self._ready.append(batch)
+                    self._work.ring()
+                    return batch
                 settled = self._settled
                 self._press()
-            left = until - time.monotonic()
-            if left <= 0:
-                raise BufferFull(
-                    f"{self._log.name}: the buffer has been full for {self._buffer_timeout:g} s; "
-                    "the log is slower than the sender: try again later, or raise buffer_bytes"
-                )
-            self._done.wait_for(lambda: self._settled != settled or self._is_closing, left)  # noqa: B023
+            self._await_room(settled, until)
+
+    def _await_room(self, settled: int, until: float) -> None:
+        """Without the lock: until something more is stored."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise BufferFull(
+                f"{self._log.name}: the buffer has been full for {self._buffer_timeout:g} s; "
+                "the log is slower than the sender: try again later, or raise buffer_bytes"
+            )
+        self._done.wait_for(lambda: self._settled != settled or self._is_closing, left)
 
     def _chunk_with_room(self, partition: int | None, size: int) -> _Chunk | None:
         """Under the lock. `size`: what will be counted besides a row."""
@@ -529,8 +550,8 @@ class Producer:
             if number in self._broken:
                 raise _again(self._broken[number])
             chunk = self._chunks[number]
-            is_full = len(chunk.rows) >= self._chunk_rows * _WIDTH
-            is_full = is_full or (chunk.large_bytes > 0 and chunk.large_bytes + size > self._batch_bytes)
+            is_large = chunk.large_bytes > 0 and chunk.large_bytes + size > self._batch_bytes
+            is_full = len(chunk.rows) >= self._chunk_rows * _WIDTH or (is_large and bool(chunk.rows))
             more = size + (self._chunk_rows * SMALL_COUNTED_BYTES if is_full else 0)
             fits = not more or not self._counted or self._counted + more <= self._third_bytes
             if not fits:
@@ -545,11 +566,14 @@ class Producer:
         chunk = self._chunks[number]
         if not chunk.rows:
             return
-        chunk.is_sealed = True  # first: see the module's head
-        chunk.taken = len(chunk.rows)
-        self._chunks[number] = _Chunk(number, self._done)
-        self._counted += _counted(chunk) - chunk.large_bytes
+        fresh = _Chunk(number, self._done)
+        # No call before the last of the three: an interrupt must not leave the chunk in neither place.
+        chunk.is_sealed = True
+        self._chunks[number] = fresh
         self._ready.append(chunk)
+        counted = _taken(chunk) // _WIDTH * SMALL_COUNTED_BYTES
+        chunk.counted = counted
+        self._counted += counted
         if number == self._keyless:
             self._turn()
 
@@ -613,33 +637,43 @@ class Producer:
             with self._lock:
                 self._is_ended = True
                 self._chunk_end = 0
-                for chunk in self._chunks:  # for good: a sender that comes too late finds it sealed, and is refused
-                    chunk.is_sealed = True
             self._done.ring()
 
     def _take(self) -> bool:
         """Wait for what to append next, and take it in hand; False when the producer is closing and all is done."""
-        since = self._taken_at  # nothing that waits is older
         if not self._has_work():
             # Set before the chunks are looked at once more: a row that is added after the look finds it.
             self._wake_at = 0
             self._work.wait_for(lambda: self._is_pressed or self._is_closing or self._has_work())
             self._wake_at = _NEVER
-            since = time.monotonic()
-        left = since + self._linger_s - time.monotonic()
+            self._since = time.monotonic()
+        left = self._since + self._linger_s - time.monotonic()
         self._work.wait_for(lambda: self._is_pressed or self._is_closing or self._ready, max(0.0, left))
         with self._lock:
-            if self._is_closing and not self._has_work():
-                return False
-            is_due = time.monotonic() >= since + self._linger_s
+            if self._is_closing:
+                self._seal_for_good()
+                if not self._ready:
+                    return False
+            is_due = time.monotonic() >= self._since + self._linger_s
             if self._is_pressed or self._is_closing or is_due:  # then everything is taken, to save appends
                 self._is_pressed = False
+                self._since = time.monotonic()
                 for number in range(self._partitions):
                     self._seal(number)
             self._in_hand, self._ready = self._ready, []
             self._rounds_begun += 1
-            self._taken_at = time.monotonic()
             return True
+
+    def _seal_for_good(self) -> None:
+        """Under the lock, at the end: a sender that comes too late finds its chunk sealed, and is refused."""
+        for number, chunk in enumerate(self._chunks):
+            chunk.is_sealed = True  # first, as always; a row that is there now is taken, a later one is not
+            if chunk.rows:
+                fresh = self._chunks[number] = _Chunk(number, self._done)
+                fresh.is_sealed, fresh.taken = True, 0
+                self._ready.append(chunk)
+            elif chunk.taken < 0:
+                chunk.taken = 0
 
     def _cut_in_hand(self) -> Iterator[_Batch]:
         for item in self._in_hand:
@@ -649,7 +683,8 @@ class Producer:
                 yield from self._batches_of(item)
 
     def _batches_of(self, chunk: _Chunk) -> list[_Batch]:
-        rows, end = chunk.rows, chunk.taken
+        with self._lock:
+            rows, end = chunk.rows, _taken(chunk)
         keys, values, times = (rows[at:end:_WIDTH] for at in range(_WIDTH))
         headers = pa.nulls(len(keys), _HEADERS)
         if chunk.has_extras:
@@ -661,7 +696,7 @@ class Producer:
             times = pc.divide(pa.array(times, pa.int64()), _THOUSAND)
         columns = [pa.array(keys, pa.binary()), pa.array(values, pa.binary()), times.cast(_TIME), headers]
         parts = list(self._halve(pa.RecordBatch.from_arrays(columns, schema=SCHEMA)))
-        sizes = [_counted(chunk)] + [0] * (len(parts) - 1)
+        sizes = [chunk.counted + chunk.large_bytes] + [0] * (len(parts) - 1)
         batches = [_Batch(chunk.partition, self._done, part, size) for part, size in zip(parts, sizes, strict=True)]
         chunk.fate.starts = list(accumulate((part.num_rows for part in parts[:-1]), initial=0))
         chunk.fate.batches = batches
@@ -791,8 +826,11 @@ def _receipt(chunk: _Chunk, at: int, time: object) -> Receipt:
     return receipt
 
 
-def _counted(chunk: _Chunk) -> int:
-    return chunk.taken // _WIDTH * SMALL_COUNTED_BYTES + chunk.large_bytes
+def _taken(chunk: _Chunk) -> int:
+    """Under the lock, of a chunk that is sealed: how much of it counts, decided by whoever asks first."""
+    if chunk.taken < 0:
+        chunk.taken = len(chunk.rows)
+    return chunk.taken
 
 
 def _bytes(name: str, given: object) -> bytes | None:

@@ -235,16 +235,36 @@ def test_f5_after_a_boot_a_torn_tail_is_cut_at_the_last_whole_frame(tmp_path: Pa
     old = fill(topic, producer, 5)
     file = tail_file(topic)
     whole = file.read_bytes()
+    published = (file.parent / "published").read_bytes()
     topic.append([Append(0, records(b"torn", b"torn"), Origin(producer, 0, 5))])
     torn = file.read_bytes()
     for size in range(len(whole), len(torn), 37):
         file.write_bytes(torn[:size])
+        (file.parent / "published").write_bytes(published)  # it was not published yet
         recovered = opened(tmp_path)
         assert values(recovered) == old
         assert recovered.append([Append(0, records(b"again"), Origin(producer, 0, 5))]) == [5]
         assert values(recovered) == [*old, b"again"]
     file.write_bytes(torn)
     assert values(opened(tmp_path)) == [*old, b"torn", b"torn"], "what is whole was perhaps acknowledged"
+
+
+@pytest.mark.usefixtures("reboot")
+def test_f5_after_a_boot_a_damaged_last_append_that_was_published_is_reported_and_never_cut(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    old = fill(topic, uuid.uuid4(), 5)
+    file = tail_file(topic)
+    data = bytearray(file.read_bytes())
+    data[-40] ^= 1
+    file.write_bytes(data)
+    for _ in range(2):
+        late = opened(tmp_path)
+        with pytest.raises(DamagedFrame):
+            late.append([Append(0, records(b"over it"))])
+        with pytest.raises(DamagedFrame):
+            values(late)
+    assert len(old) == 5
+    assert file.read_bytes() == bytes(data)
 
 
 @pytest.mark.usefixtures("reboot")

@@ -133,6 +133,8 @@ class MemberProtocol:
     asked: Asked = field(default_factory=dict)
     is_waiting: bool = True
     """Whether changes of owners concern this member now."""
+    assignment_version: int = ABSENT
+    """Of the assignment with which all owners were last read."""
     is_gone: bool = False
     snapshot: Snapshot | None = None
 
@@ -144,22 +146,20 @@ class MemberProtocol:
 
     def _pin(self) -> Steps[None]:
         topic = self.member.topic
-        found = yield Scan(f"{self.keys.checkpoints}{topic}/")
-        there = {partition_of(entry.key)[1] for entry in found}
-        missing = [number for number in range(self.member.partitions) if number not in there]
-        for some in _in_parts(missing, self.keys_max - 1):
+        while True:
+            found = yield Scan(f"{self.keys.checkpoints}{topic}/")
+            there = {partition_of(entry.key)[1] for entry in found}
+            missing = [number for number in range(self.member.partitions) if number not in there]
+            if not missing:
+                return
             put = {
                 self.keys.checkpoint(topic, number): Checkpoint(self.start_of(number), self.wall(), "start").dump()
-                for number in some
+                for number in missing[: self.keys_max - 1]
             }
             try:
                 yield Write(dict.fromkeys(put, ABSENT), put, is_quiet=True)
-            except Conflict:  # somebody else is at it: one by one, those that are still missing
-                for key, value in put.items():
-                    try:
-                        yield Write({key: ABSENT}, {key: value}, is_quiet=True)
-                    except Conflict:
-                        continue
+            except Conflict:  # somebody else has written some of them: fewer are missing now
+                continue
 
     def look(self, now: float) -> Steps[bool]:
         """Read what is, do what follows from it. True if there is more to do at once."""
@@ -210,16 +210,35 @@ class MemberProtocol:
         }
         leader: Entry | None = yield Get(self.keys.leader)
         assignment: Entry | None = yield Get(self.keys.assignment)
-        owners = {
-            partition_of(entry.key): (Owner.load(entry.key, entry.value), entry.version)
-            for entry in (yield Scan(self.keys.owners))
-        }
-        return Snapshot(
-            members,
-            None if leader is None else (Leader.load(leader.key, leader.value), leader.version),
-            None if assignment is None else (Assignment.load(assignment.key, assignment.value), assignment.version),
-            owners,
+        led = None if leader is None else (Leader.load(leader.key, leader.value), leader.version)
+        assigned = (
+            None if assignment is None else (Assignment.load(assignment.key, assignment.value), assignment.version)
         )
+        if self._needs_owners(members, led, assigned):
+            owners = {
+                partition_of(entry.key): (Owner.load(entry.key, entry.value), entry.version)
+                for entry in (yield Scan(self.keys.owners))
+            }
+            self.assignment_version = assigned[1] if assigned else ABSENT
+        else:
+            owners = {
+                (self.member.topic, number): (Owner(self.incarnation, holding.epoch), holding.version)
+                for number, holding in self.held.items()
+            }
+        return Snapshot(members, led, assigned, owners)
+
+    def _needs_owners(
+        self,
+        members: Mapping[str, Member],
+        leader: tuple[Leader, int] | None,
+        assignment: tuple[Assignment, int] | None,
+    ) -> bool:
+        """A member that has what it should and leads nobody need not read them all: it learns of a loss by the fence.
+
+        Whoever takes from it writes the assignment anew, also an admin who resets the group."""
+        if self.is_waiting or leader is None or assignment is None or assignment[1] != self.assignment_version:
+            return True
+        return leader[0].incarnation == self.incarnation or leader[0].incarnation not in members
 
     def _me(self) -> Me:
         revoking = [number for number, holding in self.held.items() if holding.is_revoking]
@@ -241,7 +260,7 @@ class MemberProtocol:
                 return Write({key: version, keys.leader: leader_version}, {key: Owner(None, epoch).dump()})
 
     def _claim(self, claims: Sequence[Claim]) -> Steps[None]:
-        """Claim several together; if one was faster on one of them, each by itself."""
+        """Claim several together; if somebody was faster on one of them, the others."""
         topic = self.member.topic
         put, expect = {}, {}
         for claim in claims:
@@ -252,14 +271,10 @@ class MemberProtocol:
                 expect[self.keys.member(claim.gone)] = ABSENT
         try:
             versions = yield Write(expect, put)
-        except Conflict:
-            if len(claims) == 1:
-                raise
-            for claim in claims:
-                try:
-                    yield from self._claim([claim])
-                except Conflict:
-                    continue
+        except Conflict as conflict:
+            rest = [claim for claim in claims if not self._differs(claim, conflict)]
+            if rest and len(rest) < len(claims):
+                yield from self._claim(rest)
             return
         # Only now: what the last owner wrote until the claim counts (G3).
         for claim, entry in (yield from self._read_checkpoints(claims)):
@@ -267,6 +282,10 @@ class MemberProtocol:
             lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
             version = versions[self.keys.owner(topic, claim.partition)]
             self.held[claim.partition] = Holding(claim.epoch, version, checkpoint, entry.version, lane)
+
+    def _differs(self, claim: Claim, conflict: Conflict) -> bool:
+        gone = claim.gone is not None and self.keys.member(claim.gone) in conflict.keys
+        return gone or self.keys.owner(self.member.topic, claim.partition) in conflict.keys
 
     def _read_checkpoints(self, claims: Sequence[Claim]) -> Steps[list[tuple[Claim, Entry]]]:
         topic = self.member.topic

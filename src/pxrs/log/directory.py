@@ -70,7 +70,12 @@ class DirectoryLog(Log):
         with self._os_errors():
             disk.make_folders(self._topics)
             disk.make_folders(self._logs)
+            self._finish_deletions()
             folder = self._logs / topic.id
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                raise TopicExists(f"there is a topic with the id {topic.id!r} already") from None
             try:
                 self._prepare(topic, folder)
                 os.symlink(os.path.relpath(folder, self._topics), target)
@@ -121,15 +126,23 @@ class DirectoryLog(Log):
                 os.rename(self._topics / name, link)  # one of several who delete gets it, and with it the folder
             except FileNotFoundError:
                 raise UnknownTopic(name) from None
-            folder = self._topics / os.readlink(link)
+            identity = os.path.basename(os.readlink(link))
             disk.sync_folder(self._topics)
-            gone = folder.with_name(f".deleted-{folder.name}")
-            os.rename(folder, gone)
-            os.unlink(link)
+            self._finish_deletions()
         with self._lock:
-            if name in self._open and self._open[name].id == folder.name:
+            if name in self._open and self._open[name].id == identity:
                 self._open.pop(name).close()
-        shutil.rmtree(gone, ignore_errors=True)
+
+    def _finish_deletions(self) -> None:
+        """Remove what belongs to links that were moved away, by this process or by one that died at it."""
+        for link in self._topics.glob(".deleted-*"):
+            with contextlib.suppress(FileNotFoundError):
+                folder = self._logs / os.path.basename(os.readlink(link))
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(folder, folder.with_name(f".deleted-{folder.name}"))
+                os.unlink(link)
+        for gone in self._logs.glob(".deleted-*"):
+            shutil.rmtree(gone, ignore_errors=True)
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -221,7 +234,12 @@ class DirectoryTopic(TopicLog):
             payload = encode(append.records, self.topic.codec)
             ready.setdefault(append.partition, []).append(Ready(payload, append.origin))
         partitions = {number: self._partition(number) for number in ready}
-        offsets = {number: iter(partitions[number].append(batches)) for number, batches in ready.items()}
+        try:
+            offsets = {number: iter(partitions[number].append(batches)) for number, batches in ready.items()}
+        except AppendFailed as error:
+            if not self._folder.exists():
+                raise UnknownTopic(self.name) from error
+            raise
         return [next(offsets[append.partition]) for append in appends]
 
     def wait(
@@ -272,6 +290,8 @@ class DirectoryTopic(TopicLog):
             yield waiter
         except OSError as error:
             self._check_usable()
+            if not self._folder.exists():
+                raise UnknownTopic(self.name) from error
             raise LogError(f"{self.name}: cannot wait: {error.filename}: {error.strerror}") from error
         finally:
             with self._lock:
@@ -287,12 +307,18 @@ class DirectoryTopic(TopicLog):
 
     def retain(self, now: int) -> dict[int, int]:
         moved = {}
+        errors: list[LogError] = []
         for number in range(self.partitions):
-            with self._reading(number) as partition:
-                segments = partition.sealed_segments()
-                keep = self._keep_from(segments, partition.published().segment_bytes, now)
-                if segments and keep > segments[0][0]:
-                    moved[number] = partition.drop_before(keep)
+            try:
+                with self._reading(number) as partition:
+                    segments = partition.sealed_segments()
+                    keep = self._keep_from(segments, partition.published().segment_bytes, now)
+                    if segments and keep > segments[0][0]:
+                        moved[number] = partition.drop_before(keep)
+            except LogError as error:  # one that is damaged keeps no other from being trimmed
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return moved
 
     def _keep_from(self, segments: list[tuple[int, int, int, int]], tail_bytes: int, now: int) -> int:
@@ -315,6 +341,7 @@ class DirectoryTopic(TopicLog):
         found = self._open.get(number)
         if found is None:
             with self._lock:
+                self._check_usable()
                 found = self._open.get(number)
                 if found is None:
                     folder = self.partition_folder(number)

@@ -33,7 +33,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -103,7 +103,7 @@ class Partition:
     def published(self) -> Published:
         """What may be read; rebuilt first if nothing was published since the machine started."""
         published = self._published.read()
-        if published is None or not os.path.exists(self._published.path):
+        if published is None or not self._published.is_in_place():
             with self._exclusive():
                 try:
                     published = self._current()
@@ -114,7 +114,9 @@ class Partition:
 
     def start(self) -> int:
         bases = segment_bases(self.folder)
-        return bases[0] if bases else self.published().end
+        if not bases and self.published().end:
+            raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
+        return bases[0] if bases else 0
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
         try:
@@ -216,6 +218,14 @@ class Partition:
             return index
 
     def offset_at(self, timestamp: int) -> int:
+        for _ in range(3):
+            try:
+                return self._offset_at(timestamp)
+            except OffsetTrimmed:  # retention was faster
+                self._refresh_bases()
+        return self._offset_at(timestamp)
+
+    def _offset_at(self, timestamp: int) -> int:
         published = self.published()
         if self._bases[-1:] != [published.segment]:
             self._refresh_bases()
@@ -346,7 +356,10 @@ class Partition:
         is_rolling = published.segment_bytes > 0 and os.path.exists(segment_path(self.folder, published.end))
         if published.is_suspect or is_rolling:
             return self._roll(published)
-        if os.fstat(tail.descriptor).st_size > published.segment_bytes:
+        status = os.fstat(tail.descriptor)
+        if not status.st_nlink:
+            raise DamagedFrame(segment_path(self.folder, tail.base), 0, "somebody has removed the segment")
+        if status.st_size > published.segment_bytes:
             self._cut(published)
         return published
 
@@ -418,7 +431,12 @@ class Partition:
             except DamagedFrame:
                 if begins_an_append_behind(data, path, position, end):
                     raise
+                if end < self._published.end_before():
+                    raise
                 os.ftruncate(descriptor, position)
+            if end < self._published.end_before():
+                what = f"it ends at offset {end}, and messages up to {self._published.end_before()} were published"
+                raise DamagedFrame(path, position, what)
             disk.sync_data(descriptor)
             disk.sync_folder(self.folder)
         finally:
@@ -474,21 +492,16 @@ class Partition:
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         """Hold the partition against other threads and processes, within the bound."""
-        until = time.monotonic() + self._timeout
-        if not self._appending.acquire(timeout=self._timeout):
-            raise LogBusy(f"{self.place}: another thread has been appending for {self._timeout:g} s")
-        try:
+        with self._appending:  # each thread that has it waits no longer than the bound
             if self._lock_file < 0:
                 raise Closed(f"{self.place} was closed")
             try:  # from before the first attempt: an interrupt must not leave it locked, and unlocking twice is no harm
-                self._lock(until)
-                if not os.path.exists(self._published.path):
+                self._lock(time.monotonic() + self._timeout)
+                if not self._published.is_in_place():
                     raise UnknownTopic(self.place.rpartition("/")[0])
                 yield
             finally:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
-        finally:
-            self._appending.release()
 
     def _lock(self, until: float) -> None:
         pause = 0.00005
@@ -530,9 +543,9 @@ class _Tail:
         self.producers = Producers()
         self.mapped: pa.Buffer | None = None
 
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self.descriptor >= 0:  # the module may be gone by then, at the interpreter's end
+            close(self.descriptor)
 
 
 def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch, int]:

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import xxhash
 
 from pxrs.clock import boot_id
+from pxrs.errors import DamagedFrame
 
 NAME: Final = "published"
 _SLOT: Final = struct.Struct("<QQQQQ16s")
@@ -43,6 +44,24 @@ class PublishedFile:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._boot = uuid.UUID(boot_id()).bytes
+        status = os.fstat(self._descriptor)
+        self._identity = (status.st_dev, status.st_ino)
+
+    def is_in_place(self) -> bool:
+        """False if the file was removed. Raises DamagedFrame if it was made again: others may write another one."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        if (status.st_dev, status.st_ino) != self._identity:
+            raise DamagedFrame(self.path, 0, "it was removed and made again while the log was open")
+        return True
+
+    def end_before(self) -> int:
+        """Up to where messages were published in any boot, as far as the file tells: they were durable."""
+        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
+        ends = (_SLOT.unpack_from(data, at)[3] for at in (0, _STRIDE) if self._is_whole(data[at : at + _STRIDE]))
+        return max(ends, default=0)
 
     def read(self) -> Published | None:
         """What is published, or None if nothing was in this boot."""
@@ -67,10 +86,14 @@ class PublishedFile:
             os.close(descriptor)
 
     def _slot(self, data: bytes) -> Published | None:
-        if len(data) < _SLOT.size + _CHECKSUM.size:
-            return None
-        (checksum,) = _CHECKSUM.unpack_from(data, _SLOT.size)
-        if xxhash.xxh3_64_intdigest(data[: _SLOT.size]) != checksum:
+        if not self._is_whole(data):
             return None
         counter, segment, segment_bytes, end, suspect, boot = _SLOT.unpack_from(data)
         return Published(counter, segment, segment_bytes, end, bool(suspect)) if boot == self._boot else None
+
+    @staticmethod
+    def _is_whole(data: bytes) -> bool:
+        if len(data) < _SLOT.size + _CHECKSUM.size:
+            return False
+        (checksum,) = _CHECKSUM.unpack_from(data, _SLOT.size)
+        return bool(xxhash.xxh3_64_intdigest(data[: _SLOT.size]) == checksum)
