@@ -7,11 +7,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # How large a partition `make bench` opens: `make bench BENCH_GB=10` takes that much room on the disk.
 BENCH_GB ?= 1
+# How many schedules `make sim` runs, and from which seed on.
+SEEDS ?= 1000
+FIRST ?= 0
 BENCH_READY := $(VENV)/.bench-ready
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types unit soak bench clean
+.PHONY: help demo test check lint types unit sim soak bench clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -42,7 +45,10 @@ types: $(READY) ## Strict mypy
 	$(BIN)/mypy
 
 unit: $(READY) ## The tests that need no server
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit tests/simulation
+
+sim: $(READY) ## Groups by seed: SEEDS=1000 of them, or SEED=n with its schedule
+	$(BIN)/python -m pxrs.testing.simulator --first $(FIRST) --seeds $(SEEDS) $(if $(SEED),--seed $(SEED))
 
 soak: $(READY) ## The fault tests with larger numbers
 	PXRS_SOAK=1 $(PYTEST) tests

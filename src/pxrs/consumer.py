@@ -59,6 +59,8 @@ class ConsumedBatch(NamedTuple):
     offset: int
     records: pa.RecordBatch
     epoch: int
+    offsets: pa.Int64Array | None = None
+    """Of a source with gaps; else they follow `offset` one by one."""
 
 
 class Consumer:
@@ -156,19 +158,23 @@ class Consumer:
             lease = self._member.lease
             if lease is None:
                 continue
+            position = lane.position
             for message in messages_of(batch, topic, lane.partition, lane.epoch):
-                offset = message[2]
-                if offset != lane.position:
+                if lane.position != position:
                     break  # somebody has called `seek`
                 lane.handed_at = now = clock()
                 # In hand first, then the look: who stops the lane does it the other way round, so one sees the other.
-                lane.position = offset + 1
-                if lane.is_stopping or lane.is_paused or now >= lease.deadline:
-                    lane.position = offset
+                lane.position = position = message[2] + 1
+                if lane.is_halted or now >= lease.deadline:
+                    lane.position = lane.done if not is_manual else message[2]
                     break
+                if is_manual:
+                    lane.expect((message[2],))
                 yield message
                 if not is_manual:
-                    lane.done = lane.position
+                    lane.done = position
+            else:
+                self._pass_gap(lane, position, batch)
             self._after(lane)
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
@@ -183,14 +189,23 @@ class Consumer:
             if len(messages) >= max_messages:
                 break
             messages.append(message)
-        return messages if self._hand_out(lane, batch.base_offset, len(messages)) else []
+        end = batch.next_offset if len(messages) == batch.records.num_rows else messages[-1].offset + 1
+        if not self._hand_out(lane, batch.base_offset, end):
+            return []
+        if self._is_manual:
+            lane.expect(message.offset for message in messages)
+        return messages
 
     def batches(self) -> Iterator[ConsumedBatch]:
         """The same as Arrow record batches, each done when the next is asked for."""
         while (found := self._next()) is not None:
             lane, batch = found
-            if self._hand_out(lane, batch.base_offset, batch.records.num_rows):
-                yield ConsumedBatch(self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch)
+            if self._hand_out(lane, batch.base_offset, batch.next_offset):
+                if self._is_manual:
+                    lane.expect(_offsets(batch))
+                yield ConsumedBatch(
+                    self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch, batch.offsets
+                )
                 if not self._is_manual:
                     lane.done = lane.position
             self._after(lane)
@@ -323,16 +338,26 @@ class Consumer:
             batch = batches[0]
             with self._lock:
                 self._ready[lane] = deque(batches[1:])
-        end = self._ends[lane.partition] if self._ends is not None else None
-        skip = lane.position - batch.base_offset
-        if skip < 0 or skip >= batch.records.num_rows:
+        position = lane.position
+        if not batch.base_offset <= position < batch.next_offset:
             with self._lock:
                 self._ready.pop(lane, None)  # read before a `seek`
             return None
-        records = batch.records.slice(skip) if skip else batch.records
-        if end is not None:
-            records = records.slice(0, max(0, end - lane.position))
-        return Batch(lane.position, records) if records.num_rows else None
+        batch = batch.within(position, self._ends[lane.partition] if self._ends is not None else None)
+        if batch.records.num_rows:
+            return batch
+        self._pass_gap(lane, position, batch)
+        return None
+
+    def _pass_gap(self, lane: Lane, position: int, batch: Batch) -> None:
+        """Nothing more lies before the batch's end: what is done up to here is done up to there."""
+        if batch.offsets is None or lane.position != position or lane.is_stopping or batch.next_offset <= position:
+            return
+        if lane.is_drained:
+            lane.position = lane.done = batch.next_offset
+        else:
+            lane.position = batch.next_offset
+        self._version += 1  # there may be more behind it: look again before any wait
 
     def _read(self, lane: Lane) -> list[Batch]:
         with self._lock:
@@ -355,13 +380,13 @@ class Consumer:
                 f"{error.end}; is this the same log? Reset the group if it is"
             ) from error
 
-    def _hand_out(self, lane: Lane, offset: int, count: int) -> bool:
+    def _hand_out(self, lane: Lane, offset: int, end: int) -> bool:
         """Take them in hand, unless the lane is not to be handed out; the order of steps is that of `__iter__`."""
         if lane.position != offset:
             return False
         lane.handed_at = now = self._clock.now()
-        lane.position = offset + count
-        if lane.is_stopping or lane.is_paused or now >= self._member.deadline:
+        lane.position = end
+        if lane.is_halted or now >= self._member.deadline:
             lane.position = offset
             return False
         return True
@@ -499,6 +524,12 @@ def _timings(*given: float | timedelta | None) -> Timings:
     names = ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval")
     values: Mapping[str, float | None] = {name: _seconds(value) for name, value in zip(names, given, strict=True)}
     return Timings(**{name: value for name, value in values.items() if value is not None})
+
+
+def _offsets(batch: Batch) -> Iterable[int]:
+    if batch.offsets is not None:
+        return batch.offsets.to_pylist()  # type: ignore[no-any-return]
+    return range(batch.base_offset, batch.next_offset)
 
 
 def _seconds(given: float | timedelta | None) -> float | None:

@@ -23,6 +23,7 @@ import pyarrow as pa
 from pxrs import registry as registries
 from pxrs.consumer import Consumer
 from pxrs.errors import Closed, InvalidTopic, InvalidUrl, UsedAfterFork
+from pxrs.group.admin import GroupHandle, groups
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Log, Source, TopicLog
 from pxrs.log.memory import MemoryLog
@@ -67,6 +68,7 @@ class TopicHandle:
         self._log = log
         self.topic = log.topic
         self.name, self.id, self.partitions = log.name, log.id, log.partitions
+        self.has_gaps = log.has_gaps
 
     def start(self, partition: int) -> int:
         """The first offset that is still there."""
@@ -214,6 +216,16 @@ class Hub:
                 return consumer
         consumer.close()
         raise Closed(f"the hub {self.url} was closed")
+
+    def group(self, name: str, *sources: Source) -> GroupHandle:
+        """A group to look at or to administer. Sources that are no topics of this hub are named."""
+        self._check_usable()
+        return GroupHandle(self.registry, name, self._log, sources)
+
+    def groups(self) -> list[str]:
+        """The names of all groups."""
+        self._check_usable()
+        return groups(self.registry)
 
     def close(self) -> None:
         """Close the consumers, the producers, sending what waits in them, the log and the registry, in this order.

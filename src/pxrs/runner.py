@@ -92,14 +92,18 @@ class Runner:
 
     def _handle_batch(self, lane: Lane, batch: Batch) -> None:
         consumer = self._consumer
+        position = batch.base_offset
         try:
             for message in messages_of(batch, consumer.topic, lane.partition, lane.epoch):
-                if self.stopped.is_set() or not consumer._hand_out(lane, message.offset, 1):
+                if self.stopped.is_set() or not consumer._hand_out(lane, position, message.offset + 1):
                     break
+                position = message.offset + 1
                 if not self._handle(lane, message):
                     lane.position = lane.done
                     break
                 lane.done = lane.position
+            else:
+                consumer._pass_gap(lane, position, batch)
         except BaseException:
             lane.position = lane.done  # undone: the next owner gets it
             raise

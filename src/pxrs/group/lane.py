@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
+from collections.abc import Iterable
 
 
 class Lane:
@@ -12,13 +13,15 @@ class Lane:
 
     __slots__ = (
         "_acked",
+        "_is_paused",
+        "_is_stopping",
+        "_open",
         "done",
         "epoch",
         "handed_at",
         "is_failed",
+        "is_halted",
         "is_lost",
-        "is_paused",
-        "is_stopping",
         "partition",
         "position",
     )
@@ -28,27 +31,51 @@ class Lane:
         self.position = self.done = offset
         self.handed_at = 0.0
         """When what is in hand was handed out, on the registry's clock."""
-        self.is_stopping = False
-        """Nothing more is to be handed out."""
+        self._is_stopping = self._is_paused = False
+        self.is_halted = False
+        """Stopping or paused: what every hand-out asks."""
         self.is_lost = False
-        self.is_paused = False
-        """By the user, or because it is failed."""
         self.is_failed = False
         """A message could not be handled, and holds it up until somebody decides."""
-        self._acked: list[int] = []
+        self._open: deque[int] = deque()
+        self._acked: set[int] = set()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Nothing more is to be handed out: it will be somebody else's."""
+        return self._is_stopping
+
+    @is_stopping.setter
+    def is_stopping(self, value: bool) -> None:
+        self._is_stopping = value
+        self.is_halted = value or self._is_paused
+
+    @property
+    def is_paused(self) -> bool:
+        """By the user, or because it is failed."""
+        return self._is_paused
+
+    @is_paused.setter
+    def is_paused(self, value: bool) -> None:
+        self._is_paused = value
+        self.is_halted = value or self._is_stopping
 
     @property
     def is_drained(self) -> bool:
         return self.done >= self.position
 
+    def expect(self, offsets: Iterable[int]) -> None:
+        """These are being handed out, to be acknowledged one by one."""
+        self._open.extend(offsets)
+
     def ack(self, offset: int) -> None:
         """Done in any order: the checkpoint is the contiguous watermark (X22)."""
-        if offset < self.done:
-            return
-        heapq.heappush(self._acked, offset)
-        while self._acked and self._acked[0] <= self.done:
-            if heapq.heappop(self._acked) == self.done:
-                self.done += 1
+        self._acked.add(offset)
+        while self._open and self._open[0] in self._acked:
+            self._acked.discard(self._open.popleft())
+        if not self._open:
+            self._acked.clear()
+        self.done = self._open[0] if self._open else self.position
 
     def __repr__(self) -> str:
         state = "lost" if self.is_lost else "stopping" if self.is_stopping else "active"

@@ -114,6 +114,8 @@ class Holding:
     """None after a lost reply: to be read again."""
     lane: Lane
     is_revoking: bool = False
+    may_be_released: bool = False
+    """A release was sent and its reply lost: it may still land."""
 
 
 @dataclass(slots=True)
@@ -184,8 +186,7 @@ class MemberProtocol:
                         self._revoke(partition)
                         has_changed = True
                     case Resume(partition):
-                        self.held[partition].is_revoking = False
-                        self.held[partition].lane.is_stopping = False
+                        has_changed = (yield from self._resume(partition)) or has_changed
                     case Lose(partition):
                         self._lose(partition)
                         has_changed = True
@@ -255,9 +256,10 @@ class MemberProtocol:
             case Assign(assignment, version, leader_version):
                 expect = {keys.leader: leader_version, keys.assignment: version}
                 return Write(expect, {keys.assignment: assignment.dump()})
-            case Fence(place, version, epoch, leader_version):
+            case Fence(place, version, epoch, leader_version, assignment_version):
                 key = keys.owner(*place)
-                return Write({key: version, keys.leader: leader_version}, {key: Owner(None, epoch).dump()})
+                expect = {key: version, keys.leader: leader_version, keys.assignment: assignment_version}
+                return Write(expect, {key: Owner(None, epoch).dump()})
 
     def _claim(self, claims: Sequence[Claim]) -> Steps[None]:
         """Claim several together; if somebody was faster on one of them, the others."""
@@ -277,7 +279,11 @@ class MemberProtocol:
                 yield from self._claim(rest)
             return
         # Only now: what the last owner wrote until the claim counts (G3).
-        for claim, entry in (yield from self._read_checkpoints(claims)):
+        found = yield from self._read_checkpoints(claims)
+        if len(found) < len(claims):  # somebody has deleted the group meanwhile: it begins anew
+            yield from self._pin()
+            found = yield from self._read_checkpoints(claims)
+        for claim, entry in found:
             checkpoint = Checkpoint.load(entry.key, entry.value)
             lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
             version = versions[self.keys.owner(topic, claim.partition)]
@@ -300,6 +306,14 @@ class MemberProtocol:
         holding.is_revoking = True
         holding.lane.is_stopping = True
         self.hooks.revoked(holding.lane)
+
+    def _resume(self, partition: int) -> Steps[bool]:
+        """Hand it out again, unless it turns out to be lost. A release that may still land is first made to fail, by a
+        checkpoint that takes away the version it expects (R5)."""
+        if self.held[partition].may_be_released and (yield from self.commit([partition])):
+            return True
+        self.held[partition].is_revoking = self.held[partition].lane.is_stopping = False
+        return False
 
     def _lose(self, partition: int) -> None:
         holding = self.held.pop(partition)
@@ -343,10 +357,11 @@ class MemberProtocol:
             except OutcomeUnknown:
                 for number in partitions:
                     self.held[number].checkpoint_version = None
+                    self.held[number].may_be_released |= is_last
                 raise
             for number in partitions:
                 holding = self.held[number]
-                holding.checkpoint = checkpoints[number]
+                holding.checkpoint, holding.may_be_released = checkpoints[number], False
                 holding.checkpoint_version = versions[self.keys.checkpoint(self.member.topic, number)]
                 if is_last:
                     del self.held[number]

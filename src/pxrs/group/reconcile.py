@@ -95,6 +95,8 @@ class Fence:
     version: int
     epoch: int
     leader_version: int
+    assignment_version: int
+    """That which asks for it: a fence that lands late must not take what is to stay after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ def reconcile(snapshot: Snapshot, me: Me, asked: Asked, now: float, handover_s: 
     """What to do, in this order. The member looks again when all is done, or when a commit was refused."""
     if me.incarnation not in snapshot.members:
         return [Leave()]
-    return [*_lead(snapshot, me), *_own(snapshot, me), *_fence(snapshot, me, asked, now, handover_s)]
+    # What is decided here follows from the assignment that was read: one that is being replaced decides nothing more.
+    return _lead(snapshot, me) or [*_own(snapshot, me), *_fence(snapshot, me, asked, now, handover_s)]
 
 
 def _lead(snapshot: Snapshot, me: Me) -> list[Action]:
@@ -204,12 +207,14 @@ def _is_free(owner: Owner, snapshot: Snapshot, me: Me) -> bool:
 
 
 def _fence(snapshot: Snapshot, me: Me, asked: Asked, now: float, handover_s: float) -> list[Action]:
-    if snapshot.leader is None or snapshot.leader[0].incarnation != me.incarnation:
+    if snapshot.assignment is None or snapshot.leader is None or snapshot.leader[0].incarnation != me.incarnation:
         return []
-    slow = [place for (place, _), since in asked.items() if now >= since + handover_s]
-    return [
-        Fence(place, snapshot.owner(place)[1], snapshot.owner(place)[0].epoch + 1, snapshot.leader[1]) for place in slow
-    ]
+    fences: list[Action] = []
+    for (place, epoch), since in asked.items():
+        if now >= since + handover_s:
+            _, version = snapshot.owner(place)
+            fences.append(Fence(place, version, epoch + 1, snapshot.leader[1], snapshot.assignment[1]))
+    return fences
 
 
 def is_waiting(snapshot: Snapshot, me: Me) -> bool:
@@ -219,5 +224,8 @@ def is_waiting(snapshot: Snapshot, me: Me) -> bool:
     targets = snapshot.assignment[0].targets.get(me.topic, [])
     if any(target == me.incarnation and number not in me.held for number, target in enumerate(targets)):
         return True
-    is_leader = snapshot.leader is not None and snapshot.leader[0].incarnation == me.incarnation
-    return is_leader and bool(asked_since(snapshot, {}, 0.0))
+    if snapshot.leader is None or snapshot.leader[0].incarnation != me.incarnation:
+        return False
+    # Also what is free as yet: a late claim of one that it is not meant for any more has to be found and fenced.
+    places = [(topic, number) for topic, each in snapshot.assignment[0].targets.items() for number in range(len(each))]
+    return any(snapshot.owner(place)[0].incarnation != snapshot.assignment[0].target(*place) for place in places)

@@ -100,14 +100,34 @@ class Payload(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Records with consecutive offsets."""
+    """Records with rising offsets, from where a reader asked: consecutive, unless `offsets` names them."""
 
     base_offset: int
     records: pa.RecordBatch
+    offsets: pa.Int64Array | None = None
+    """Of a source with gaps, such as a table whose ids are the offsets."""
+    until: int | None = None
+    """Of a source with gaps: nothing else lies before this offset."""
 
     @property
     def next_offset(self) -> int:
-        return self.base_offset + int(self.records.num_rows)
+        return self.base_offset + int(self.records.num_rows) if self.until is None else self.until
+
+    def within(self, start: int, end: int | None = None) -> Batch:
+        """What lies from `start` on, and before `end`."""
+        if self.offsets is None:
+            count = self.records.num_rows
+            first = min(max(start - self.base_offset, 0), count)
+            last = count if end is None else min(max(end - self.base_offset, first), count)
+            if first == 0 and last == count:
+                return self
+            return Batch(self.base_offset + first, self.records.slice(first, last - first))
+        first = pc.sum(pc.less(self.offsets, start)).as_py() or 0
+        last = len(self.offsets) if end is None else pc.sum(pc.less(self.offsets, end)).as_py() or 0
+        until = self.next_offset if end is None else max(start, min(end, self.next_offset))
+        base = max(start, self.base_offset)
+        count = max(0, last - first)
+        return Batch(base, self.records.slice(first, count), self.offsets.slice(first, count), until)
 
 
 def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:

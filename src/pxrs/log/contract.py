@@ -34,6 +34,9 @@ class Source(ABC):
     id: str
     """Names this topic and no other, also if one of the same name is made later (G7)."""
     partitions: int
+    has_gaps: bool = False
+    """Offsets are not consecutive: those of a table are its ids. A batch may then be empty and only lead further, an
+    offset before the start is no loss, and whether one lies beyond the end only `read` can tell."""
 
     @abstractmethod
     def start(self, partition: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import repeat
 from typing import Any, Final
@@ -27,6 +27,8 @@ def messages_of(batch: Batch, topic: str, partition: int, epoch: int = 0) -> Ite
         headers = [
             None if each is None else [(pair["key"], pair["value"]) for pair in each] for each in column.to_pylist()
         ]
-    offsets = range(batch.base_offset, batch.next_offset)
+    offsets: Iterable[int] = range(batch.base_offset, batch.next_offset)
+    if batch.offsets is not None:
+        offsets = batch.offsets.to_pylist()
     rows = zip(repeat(topic), repeat(partition), offsets, keys, values, times, headers, repeat(epoch), strict=False)
     return map(_new_message, rows)

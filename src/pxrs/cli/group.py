@@ -1,0 +1,364 @@
+"""`pxrs group`: look at consumer groups, move them, forget them, decide about messages that could not be handled."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+import pxrs
+from pxrs.cli.terminal import is_terminal, printable, tell_error
+from pxrs.errors import InvalidUrl, UnknownGroup
+from pxrs.group.admin import GroupDescription, GroupHandle, PartitionDescription, To, groups
+from pxrs.group.records import Keys
+from pxrs.registry.address import parse
+
+app = typer.Typer(no_args_is_help=True)
+At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")]
+RegistryUrl = Annotated[
+    str | None,
+    typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Name = Annotated[str, typer.Argument(metavar="GROUP", help="The group's name.")]
+Pairs = Annotated[
+    list[str] | None,
+    typer.Option("--partition", metavar="P=OFFSET", help="An offset for one partition; give it for each."),
+]
+REFRESH_S: Final = 1.0
+"""How old a lag on the screen may get: messages that arrive wake nobody here."""
+PAUSE_S: Final = 0.1
+"""Between two looks, however much changes."""
+PIPE_WIDTH: Final = 1000
+
+
+@app.command("list")
+def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+    """List the groups, how many members each has, and how far behind they are."""
+    with _open(at, registry) as hub:
+        found = list(_describe_all(hub))
+    if as_json:
+        for each in found:
+            counts = {"members": len(each.members), "partitions": len(each.partitions), "lag": each.lag}
+            typer.echo(json.dumps({"group": each.name, **counts}))
+        return
+    table = Table("group", box=None, header_style="bold")
+    for column in ("members", "partitions", "lag"):
+        table.add_column(column, justify="right")
+    for each in found:
+        table.add_row(each.name, str(len(each.members)), str(len(each.partitions)), f"{each.lag:,}")
+    _console().print(table)
+
+
+@app.command()
+def describe(
+    group: Name,
+    at: At,
+    registry: RegistryUrl = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Stay, and show each change, until interrupted.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show a group's members, and of each partition the owner, epoch, checkpoint, lag, and what holds it up.
+
+    With --watch and --json, one line for each change.
+    """
+    with _open(at, registry) as hub:
+        handle = GroupHandle(hub.registry, group, hub)
+        if watch:
+            _follow(hub, handle, as_json)
+            return
+        _show(handle.describe(), as_json)
+
+
+@app.command()
+def reset(
+    group: Name,
+    at: At,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHERE",
+            help="earliest, latest, an offset, or a time such as 2026-01-31T12:00 (without a zone: this machine's).",
+        ),
+    ] = None,
+    partition: Pairs = None,
+    topic: Annotated[str | None, typer.Option(help="One of those that the group reads; by default all.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also while members are there: they start anew there.")
+    ] = False,
+    yes: Yes = False,
+    registry: RegistryUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Have a group go on elsewhere: give --to for all partitions, or --partition for some.
+
+    Back from the checkpoint, messages are handled again; forward from it, those in between are left out for good.
+    """
+    if (to is None) == (not partition):
+        raise typer.BadParameter("give either --to or --partition")
+    target: To = _where(to) if to is not None else _pairs(partition or [])
+    with _open(at, registry) as hub:
+        handle = GroupHandle(hub.registry, group, hub)
+        handle.describe()  # an unknown group is told before anything is asked
+        where = to if to is not None else ", ".join(partition or [])
+        _confirm(f"Reset group {group}{f', topic {topic}' if topic else ''} to {where}?", yes)
+        offsets = handle.reset(target, topic, force)
+    _tell_offsets(offsets, as_json)
+
+
+@app.command()
+def delete(
+    group: Name,
+    at: At,
+    force: Annotated[bool, typer.Option("--force", help="Also while members are there: they start afresh.")] = False,
+    yes: Yes = False,
+    registry: RegistryUrl = None,
+) -> None:
+    """Forget a group and its checkpoints. Who consumes under its name later starts afresh."""
+    with _open(at, registry) as hub:
+        handle = GroupHandle(hub.registry, group, hub)
+        count = len(handle.describe().partitions)
+        _confirm(f"Forget group {group} and its checkpoints of {count} partitions for good?", yes)
+        handle.delete(force)
+    typer.echo(f"removed group {group}")
+
+
+@app.command("import-checkpoint")
+def import_checkpoint(
+    group: Name,
+    at: At,
+    topic: Annotated[str, typer.Option(help="What the group will read.")],
+    offset: Annotated[
+        int | None, typer.Argument(min=0, help="The next message to read, one number for all partitions.")
+    ] = None,
+    partition: Pairs = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace checkpoints that are there.")] = False,
+    yes: Yes = False,
+    registry: RegistryUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Start a group from the checkpoint of a consumer that was there before, with a single OFFSET or --partition.
+
+    A partition that ends before OFFSET starts at its end, one that begins behind it at its start. Checkpoints that are
+    there are left as they are without --force.
+    """
+    if (offset is None) == (not partition):
+        raise typer.BadParameter("give either OFFSET or --partition")
+    with _open(at, registry) as hub:
+        if force:
+            _confirm(f"Replace the checkpoints that group {group} has of {topic}?", yes)
+        source = offset if offset is not None else _pairs(partition or [])
+        offsets = GroupHandle(hub.registry, group, hub).import_checkpoint(source, topic, force)
+    _tell_offsets({topic: offsets}, as_json)
+
+
+@app.command()
+def retry(group: Name, topic: str, partition: int, at: At, registry: RegistryUrl = None) -> None:
+    """Have a paused partition try its message again."""
+    with _open(at, registry) as hub:
+        GroupHandle(hub.registry, group, hub).retry(topic, partition)
+    typer.echo(f"group {group} tries {topic}/{partition} again")
+
+
+@app.command()
+def skip(group: Name, topic: str, partition: int, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
+    """Have a paused partition go on behind its message, which is never handled then."""
+    with _open(at, registry) as hub:
+        handle = GroupHandle(hub.registry, group, hub)
+        paused = handle.paused(topic, partition)
+        question = f"Leave out {topic}/{partition} offset {paused.offset}, which failed with {printable(paused.error)}?"
+        _confirm(question, yes)
+        handle.skip(topic, partition, paused.offset)
+    typer.echo(f"group {group} leaves out {topic}/{partition} offset {paused.offset}")
+
+
+def _describe_all(hub: pxrs.Hub) -> Iterator[GroupDescription]:
+    for name in groups(hub.registry):
+        try:
+            yield GroupHandle(hub.registry, name, hub).describe()
+        except UnknownGroup:  # deleted just now
+            continue
+
+
+@contextmanager
+def _open(at: str, registry: str | None) -> Iterator[pxrs.Hub]:
+    address = parse(at)
+    # The registry is made by its first use: a wrong path would leave an empty one behind.
+    if registry is None and address.scheme == "file" and not address.directory().is_dir():
+        raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")
+    with pxrs.open(at, registry) as hub:
+        yield hub
+
+
+def _confirm(question: str, yes: bool) -> None:
+    if yes:
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        tell_error("Refused", "standard input is no terminal to ask at; give --yes to do it")
+        raise typer.Exit(2)
+    typer.confirm(question, abort=True, err=True)
+
+
+def _where(to: str) -> To:
+    if to == "earliest":
+        return "earliest"
+    if to == "latest":
+        return "latest"
+    if to.isdecimal():
+        return int(to)
+    try:
+        return datetime.fromisoformat(to).astimezone()
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(
+            f"{to!r} is neither earliest, latest, an offset nor a time such as 2026-01-31T12:00", param_hint="--to"
+        ) from None
+
+
+def _pairs(pairs: list[str]) -> dict[int, int]:
+    offsets = {}
+    for pair in pairs:
+        number, _, offset = pair.partition("=")
+        if not (number.isdecimal() and offset.isdecimal()) or int(number) in offsets:
+            raise typer.BadParameter(
+                f"{pair!r}: write a partition's number and its offset, such as 3=120, each partition once",
+                param_hint="--partition",
+            )
+        offsets[int(number)] = int(offset)
+    return offsets
+
+
+def _tell_offsets(offsets: dict[str, dict[int, int]], as_json: bool) -> None:
+    rows = [(topic, number, offset) for topic, of in offsets.items() for number, offset in sorted(of.items())]
+    if as_json:
+        for topic, number, offset in rows:
+            typer.echo(json.dumps({"topic": topic, "partition": number, "offset": offset}))
+        return
+    if not rows:
+        typer.echo("nothing was written: every partition has a checkpoint; replace them with --force")
+        return
+    table = Table("topic", box=None, header_style="bold")
+    for column in ("partition", "offset"):
+        table.add_column(column, justify="right")
+    for topic, number, offset in rows:
+        table.add_row(Text(printable(topic)), str(number), f"{offset:,}")
+    _console().print(table)
+
+
+def _show(found: GroupDescription, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_plain(found)))
+    else:
+        _console().print(_picture(found))
+
+
+def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
+    """Open the watch, then look (R2); look again when it wakes, or when the lag on the screen is old."""
+    with hub.registry.watch(Keys(handle.name).root) as watch:
+        found = handle.describe()
+        if not as_json and is_terminal():
+            with Live(_picture(found), console=_console(), auto_refresh=False) as live:
+                while True:
+                    live.update(_picture(handle.describe()), refresh=True)
+                    time.sleep(PAUSE_S)
+                    watch.wait(REFRESH_S - PAUSE_S)
+        _show(found, as_json)
+        while True:
+            time.sleep(PAUSE_S)
+            watch.wait(REFRESH_S - PAUSE_S)
+            last, found = found, handle.describe()
+            if found != last:
+                _show(found, as_json)
+
+
+def _plain(found: GroupDescription) -> dict[str, Any]:
+    plain = asdict(found)
+    return {"group": plain.pop("name"), "lag": found.lag, **plain}
+
+
+def _picture(found: GroupDescription) -> RenderableType:
+    head = Text.assemble(
+        (found.name, "bold"), f"  generation {found.generation}  members {len(found.members)}  lag {found.lag:,}"
+    )
+    members = Table("member", "host", "topic", "since", box=None, header_style="bold")
+    for column in ("pid", "partitions"):
+        members.add_column(column, justify="right")
+    for member in found.members:
+        is_leader = member.incarnation == found.leader
+        members.add_row(
+            _text(f"{member.name} (leader)" if is_leader else member.name),
+            _text(member.host),
+            _text(member.topic),
+            _time(member.since),
+            str(member.pid),
+            str(member.partitions),
+        )
+    partitions = Table("topic", box=None, header_style="bold")
+    for column in ("partition", "epoch", "checkpoint", "end", "lag"):
+        partitions.add_column(column, justify="right")
+    for column in ("owner", "when", "by"):
+        partitions.add_column(column)
+    names = {member.incarnation: member.name for member in found.members}
+    for row in found.partitions:
+        numbers = (row.epoch, row.checkpoint, row.end, row.lag)
+        partitions.add_row(
+            _text(row.topic),
+            str(row.partition),
+            *("-" if number is None else f"{number:,}" for number in numbers),
+            _owner(row, names),
+            _time(row.when),
+            _text(row.by or ""),
+        )
+    held = [
+        Text.assemble((f"{printable(row.topic)}/{row.partition} ", "bold red"), printable(_why(row)))
+        for row in found.partitions
+        if row.paused is not None
+    ]
+    return Group(head, *([members] if found.members else []), partitions, *held)
+
+
+def _owner(row: PartitionDescription, names: dict[str, str]) -> Text:
+    """Who has it, and to whom it moves."""
+    if row.owner is None:
+        has = "free"
+    else:
+        has = (row.owner_name or row.owner) if row.is_owner_there else f"{row.owner_name or row.owner} (gone)"
+    moves = row.target in names and row.target != row.owner
+    return _text(f"{has} -> {names[row.target]}" if moves and row.target is not None else has)
+
+
+def _why(row: PartitionDescription) -> str:
+    assert row.paused is not None
+    state = "is left out" if row.paused.skip else "holds it up"
+    return f"offset {row.paused.offset} {state}: {row.paused.error}"
+
+
+def _console() -> Console:
+    """Lines in a pipe are as long as they need to be."""
+    return Console(highlight=False, emoji=False, width=None if is_terminal() else PIPE_WIDTH)
+
+
+def _text(text: str) -> Text:
+    return Text(printable(text))
+
+
+def _time(seconds: float | None) -> str:
+    if not seconds:
+        return "-"
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g}s"

@@ -1,0 +1,180 @@
+"""What really happened, kept beside the registry by one who sees everything; and the rules, held against it.
+
+The ghost is told of every write that the store accepts, of every message that is handed out or finished, and of every
+lane that a member is given. It trusts no key and no version, only the order of these events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pxrs.group.protocol import Write
+from pxrs.group.reconcile import NOBODY, Place
+from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Owner, partition_of
+from pxrs.testing.simulator.store import Request, SimulatedStore
+
+if TYPE_CHECKING:
+    from pxrs.group.lane import Lane
+    from pxrs.testing.simulator.member import SimulatedMember
+
+
+class Violation(AssertionError):
+    """A rule was broken. `rule` names it; the seed replays it."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        self.rule, self.message = rule, message
+        super().__init__(f"{rule}: {message}")
+
+
+class Ghost:
+    def __init__(self, keys: Keys, store: SimulatedStore) -> None:
+        self.keys, self.store = keys, store
+        self.owners: dict[Place, Owner] = {}
+        self.checkpoints: dict[Place, int] = {}
+        self.at_claim: dict[tuple[Place, int], int | None] = {}
+        """The checkpoint at the moment of each claim, by epoch; None if there was none."""
+        self.leader: Leader | None = None
+        self.assignment = Assignment(0)
+        self.taken: set[tuple[Place, int]] = set()
+        """Epochs that were taken from a living owner, by a fence or a reset: it may not know for a while."""
+        self.end: dict[Place, int] = {}
+        self.end_at_first_join: dict[Place, int] = {}
+        self.finished: dict[Place, set[int]] = {}
+        self.next_out: dict[tuple[Place, int], int] = {}
+        self.is_calm = False
+        """Nobody is slow and nothing fails: then nothing is fenced."""
+        self.claims = self.commits = self.fences = self.handed = 0
+
+    # What the store accepts.
+
+    def accepted(self, request: Request, write: Write) -> None:
+        for key, value in {**write.put, **write.ephemeral}.items():
+            if key.startswith(self.keys.checkpoints):
+                self._checkpoint(request, partition_of(key), Checkpoint.load(key, value))
+        for key, value in {**write.put, **write.ephemeral}.items():
+            if key.startswith(self.keys.owners):
+                self._owner(request, write, partition_of(key), Owner.load(key, value))
+            elif key == self.keys.leader:
+                self._leader(request, Leader.load(key, value))
+            elif key == self.keys.assignment:
+                self._assignment(request, Assignment.load(key, value))
+
+    def _checkpoint(self, request: Request, place: Place, checkpoint: Checkpoint) -> None:
+        before = self.checkpoints.get(place)
+        if checkpoint.by == "start":
+            if before is not None:
+                raise Violation("G6 pinned once", f"{place} had {before} and was pinned at {checkpoint.offset}")
+            self._not_skipped(place, checkpoint.offset)
+        else:
+            self.commits += 1
+            owner = self.owners.get(place, NOBODY)
+            if (owner.incarnation, owner.epoch) != (request.incarnation, checkpoint.epoch):
+                raise Violation(
+                    "X9 stale epoch",
+                    f"{request.incarnation} committed {checkpoint.offset} of {place} under epoch {checkpoint.epoch}, "
+                    f"which {owner.incarnation} has under {owner.epoch}",
+                )
+            if before is not None and checkpoint.offset < before:
+                raise Violation("X10 never back", f"{place} went from {before} to {checkpoint.offset}")
+            first = before if before is not None else self.end_at_first_join.get(place, checkpoint.offset)
+            finished = self.finished.setdefault(place, set())
+            missing = [offset for offset in range(first, checkpoint.offset) if offset not in finished]
+            if missing:
+                raise Violation(
+                    "X11 nothing lost", f"{place} is at {checkpoint.offset}, and nobody has finished {missing}"
+                )
+        self.checkpoints[place] = checkpoint.offset
+
+    def _not_skipped(self, place: Place, offset: int) -> None:
+        if offset > self.end_at_first_join.get(place, offset):
+            end = self.end_at_first_join[place]
+            raise Violation("G6 start pinned", f"{place} begins at {offset}, and ended at {end} at the first join")
+
+    def _owner(self, request: Request, write: Write, place: Place, owner: Owner) -> None:
+        before = self.owners.get(place, NOBODY)
+        if owner.epoch <= before.epoch:
+            raise Violation("X9 epochs rise", f"{place} went from {before} to {owner}")
+        if owner.incarnation is not None:
+            self._claimed(request, place, before, owner)
+        elif before.incarnation != request.incarnation or self.keys.checkpoint(*place) not in write.put:
+            self._fenced(request, place, before)  # a leader may be the slow one itself
+        self.owners[place] = owner
+
+    def _claimed(self, request: Request, place: Place, before: Owner, owner: Owner) -> None:
+        self.claims += 1
+        if owner.incarnation != request.incarnation:
+            raise Violation("X3 claims for itself", f"{request.incarnation} made {owner.incarnation} own {place}")
+        if before.incarnation not in (None, owner.incarnation) and self._is_member(before.incarnation):
+            raise Violation("X6 release, then claim", f"{owner.incarnation} claimed {place} from living {before}")
+        self.at_claim[place, owner.epoch] = self.checkpoints.get(place)
+
+    def _fenced(self, request: Request, place: Place, before: Owner) -> None:
+        self.fences += 1
+        if self.leader is None or self.leader.incarnation != request.incarnation:
+            raise Violation("G2 leader", f"{request.incarnation} fenced {place}, and {self.leader} leads")
+        if self.assignment.target(*place) == before.incarnation:
+            raise Violation("X8 fences what is asked for", f"{place} was taken from {before}, for whom it is meant")
+        if self.is_calm:
+            raise Violation("X7 nothing fenced", f"{place} had to be taken from {before}, and nobody was slow")
+        self.taken.add((place, before.epoch))
+
+    def _leader(self, request: Request, leader: Leader) -> None:
+        before = self.leader
+        if before is not None and leader.term <= before.term:
+            raise Violation("G2 terms rise", f"{leader} after {before}")
+        if before is not None and before.incarnation != leader.incarnation and self._is_member(before.incarnation):
+            raise Violation("G2 leader", f"{leader} took the lead from living {before}")
+        self.leader = leader
+
+    def _assignment(self, request: Request, assignment: Assignment) -> None:
+        if self.leader is None or self.leader.incarnation != request.incarnation:
+            raise Violation("G2 leader", f"{request.incarnation} wrote the assignment, and {self.leader} leads")
+        if assignment.generation <= self.assignment.generation:
+            raise Violation("G2 generations rise", f"{assignment} after {self.assignment}")
+        self.assignment = assignment
+
+    def _is_member(self, incarnation: str | None) -> bool:
+        return incarnation is not None and self.store.has(self.keys.member(incarnation))
+
+    # What members do.
+
+    def joined(self, topic: str, partitions: int) -> None:
+        for number in range(partitions):
+            place = (topic, number)
+            self.end_at_first_join.setdefault(place, self.end.get(place, 0))
+            if place in self.checkpoints:
+                self._not_skipped(place, min(self.checkpoints[place], self.end_at_first_join[place]))
+
+    def assigned(self, place: Place, epoch: int, offset: int) -> None:
+        at_claim = self.at_claim[place, epoch]
+        if self.owners[place].epoch != epoch:
+            pass  # it was slow to read the checkpoint, and has lost the partition already
+        elif at_claim is None:
+            self._not_skipped(place, offset)
+        elif offset != at_claim:
+            raise Violation("G3 starts at the checkpoint", f"{place} was at {at_claim} and starts at {offset}")
+        self.next_out[place, epoch] = offset
+
+    def hand_out(self, place: Place, lane: Lane) -> None:
+        self.handed += 1
+        epoch, offset = lane.epoch, lane.position
+        if offset != self.next_out[place, epoch]:
+            raise Violation("X2 order", f"{place}: {offset} was handed out after {self.next_out[place, epoch] - 1}")
+        self.next_out[place, epoch] = offset + 1
+        if (place, epoch) not in self.taken and offset < self.checkpoints.get(place, 0):
+            raise Violation("X11 nothing again", f"{place}: {offset} is below the checkpoint {self.checkpoints[place]}")
+
+    def finish(self, place: Place, offset: int) -> None:
+        self.finished.setdefault(place, set()).add(offset)
+
+    def check_owners(self, members: Iterable[SimulatedMember]) -> None:
+        """At most one member acts as the owner of a partition, those aside from whom it was taken."""
+        seen: dict[Place, SimulatedMember] = {}
+        for member in members:
+            for place, lane in member.acting():
+                if (place, lane.epoch) in self.taken:
+                    continue
+                if place in seen:
+                    raise Violation("X3 one owner", f"{place}: {seen[place]} and {member} act as its owner")
+                seen[place] = member

@@ -1,0 +1,372 @@
+"""A member of a simulated group: the shell around `MemberProtocol`, one step at a time.
+
+It does what a real member's threads do: join, look when something has woken it, commit now and then, renew its lease,
+hand out messages while it may. Between any two of these steps it can be stopped, for ever or for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable
+from pxrs.group.lane import Lane
+from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
+from pxrs.group.reconcile import Place
+from pxrs.group.records import Member
+from pxrs.testing.simulator.store import Request
+
+if TYPE_CHECKING:
+    from pxrs.testing.simulator.simulation import Simulation
+
+
+class SimulatedMember:
+    def __init__(self, simulation: Simulation, name: str, *, acks_in_any_order: bool) -> None:
+        self.simulation, self.name = simulation, name
+        self.acks_in_any_order = acks_in_any_order
+        self.topic = simulation.topic
+        self.protocol: MemberProtocol | None = None
+        self.incarnation = ""
+        self.lease = ""
+        self.deadline = 0.0
+        self.clock_ahead = 0.0
+        """How far its own clock has jumped ahead of the store's."""
+        self.stopped_until = 0.0
+        self.stops_at_write_s = 0.0
+        """If not 0, it is stopped for so long when it has decided on its next write."""
+        self.renewals_fail_until = 0.0
+        self.hangs_until = 0.0
+        """Its handler finishes nothing before."""
+        self.renewal_sent: float | None = None
+        self.renewed_at = 0.0
+        self.is_leaving = False
+        self.is_out = False
+        self.is_woken = self.is_woken_by_owners = False
+        self.task = ""
+        self.steps: Steps[Any] | None = None
+        self.operation: Operation | None = None
+        """Decided, and not sent yet."""
+        self.request: Request | None = None
+        self.in_hand: list[tuple[str, Lane, int]] = []
+        """Topic, lane and offset of what the handler is at."""
+        self.revoked_places: list[Place] = []
+
+    def __repr__(self) -> str:
+        return self.incarnation or self.name
+
+    # Hooks of the protocol.
+
+    def assigned(self, partition: int, epoch: int, offset: int) -> Lane:
+        self.simulation.note(self, "assigned", partition, epoch, offset)
+        self.simulation.ghost.assigned((self.topic, partition), epoch, offset)
+        return Lane(partition, epoch, offset)
+
+    def revoked(self, lane: Lane) -> None:
+        self.simulation.note(self, "revoked", lane)
+        self.revoked_places.append((self.topic, lane.partition))
+
+    def released(self, lane: Lane) -> None:
+        self.simulation.note(self, "released", lane)
+
+    def lost(self, lane: Lane) -> None:
+        self.simulation.note(self, "lost", lane)
+        self.revoked_places.append((self.topic, lane.partition))
+
+    # Time and lease.
+
+    @property
+    def now(self) -> float:
+        return self.simulation.now + self.clock_ahead
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may act as an owner: its lease's deadline is ahead (G8)."""
+        return self.now < self.deadline
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.simulation.now < self.stopped_until
+
+    def acting(self) -> Iterator[tuple[Place, Lane]]:
+        """The lanes of which it hands out messages, or has some in hand, believing that they are its own."""
+        if self.protocol is None or not self.is_alive:
+            return
+        for partition, holding in self.protocol.held.items():
+            lane = holding.lane
+            if not lane.is_lost and not (lane.is_stopping and lane.is_drained):
+                yield (self.topic, partition), lane
+
+    def renew(self) -> None:
+        """Send a renewal, or take the reply to one: the deadline counts from the sending."""
+        if self.protocol is None:
+            return
+        sent, self.renewal_sent = self.renewal_sent, None
+        if sent is None:
+            self.renewal_sent = self.now
+            return
+        are_failing = self.simulation.now < self.renewals_fail_until
+        if are_failing and self.simulation.rng.random() < 0.5:
+            return
+        if not self.simulation.store.renew_lease(self.lease, self.simulation.now + self.simulation.ttl):
+            return
+        if self.is_alive and not are_failing:
+            self.deadline = max(self.deadline, sent + self.simulation.ttl)
+            self.renewed_at = self.now
+
+    @property
+    def is_renewal_due(self) -> bool:
+        if self.protocol is None or not self.is_alive:
+            return False
+        return self.renewal_sent is not None or self.now >= self.renewed_at + self.simulation.ttl / 4
+
+    # Its procedures.
+
+    def woken(self, keys: list[str]) -> None:
+        names = self.simulation.keys
+        for key in keys:
+            if key.startswith(names.owners):
+                self.is_woken_by_owners = True
+            elif key.startswith(names.members) or key in (names.leader, names.assignment):
+                self.is_woken = True
+
+    @property
+    def must_look(self) -> bool:
+        protocol = self.protocol
+        if protocol is None:
+            return False
+        if self.is_woken or (protocol.is_waiting and self.is_woken_by_owners):
+            return True
+        if any(holding.is_revoking and holding.lane.is_drained for holding in protocol.held.values()):
+            return True
+        return self.now >= self.fence_at
+
+    @property
+    def fence_at(self) -> float:
+        """When, as the leader, it has to look whether a partition was handed over in time."""
+        protocol = self.protocol
+        if protocol is None or not protocol.asked or protocol.snapshot is None or protocol.snapshot.leader is None:
+            return float("inf")
+        if protocol.snapshot.leader[0].incarnation != self.incarnation:
+            return float("inf")
+        return min(protocol.asked.values()) + protocol.handover_s
+
+    @property
+    def is_writing(self) -> bool:
+        operation = self.operation if self.request is None else self.request.operation
+        return isinstance(operation, Write)
+
+    @property
+    def has_task(self) -> bool:
+        """Whether there is something to do at once, messages aside."""
+        if self.is_out:
+            return False
+        if self.steps is not None or self.protocol is None or not self.is_alive:
+            return True
+        if self.is_leaving:
+            return not self.in_hand
+        return self.topic != self.simulation.topic or self.must_look or bool(self.protocol.due())
+
+    def step(self) -> None:
+        """The next step of what it is at, or the first of what is to be done next."""
+        is_at_it = self.operation is not None or self.request is not None
+        if self.protocol is not None and not self.is_alive and not (is_at_it and self.simulation.rng.random() < 0.8):
+            self.lose("its lease's deadline has passed")
+        elif self.request is not None:
+            self._go_on(self.request)
+        elif self.operation is not None:
+            self._send(self.operation)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        protocol = self.protocol
+        if protocol is None:
+            if self.is_leaving:
+                self.is_out = True
+            else:
+                self._join()
+        elif self.topic != self.simulation.topic:
+            self.lose("its topic was created anew")
+        elif self.is_leaving:
+            for holding in protocol.held.values():
+                holding.lane.is_stopping = True
+            if not self.in_hand:
+                self._perform("leave", protocol.commit(list(protocol.held), is_last=True))
+        elif self.must_look:
+            self.is_woken = self.is_woken_by_owners = False
+            self._perform("look", protocol.look(self.now))
+        elif protocol.due():
+            self._perform("commit", protocol.commit(protocol.due()))
+
+    def _join(self) -> None:
+        simulation = self.simulation
+        self.topic = simulation.topic
+        serial = simulation.next_serial()
+        self.incarnation = simulation.incarnation_of(self.name, serial)
+        self.lease = f"lease-{serial}"
+        self.deadline = self.now + simulation.ttl
+        self.renewed_at, self.renewal_sent = self.now, None
+        simulation.store.begin_lease(self.lease, simulation.now + simulation.ttl)
+        record = Member(self.name, self.topic, "orders", simulation.partitions, since=simulation.now)
+        self.protocol = simulation.protocol_of(self, record)
+        self.is_woken = True
+        self._perform("join", self.protocol.join())
+
+    def _perform(self, task: str, steps: Steps[Any]) -> None:
+        self.task, self.steps = task, steps
+        self.simulation.note(self, task)
+        self._advance(None, None)
+
+    def _send(self, operation: Operation) -> None:
+        simulation = self.simulation
+        operation = simulation.altered(operation, self)
+        request = Request(operation, self.incarnation, self.lease)
+        needs_lease = isinstance(operation, Write) and (operation.is_leased or operation.ephemeral)
+        self.operation = None
+        if needs_lease and not self.is_alive:
+            self._advance(None, LeaseExpired("the deadline has passed"))
+        elif simulation.strikes(self._rate(operation, simulation.rates.unavailable)):
+            self._advance(None, RegistryUnavailable("no answer"))
+        else:
+            self.request = request
+            if not simulation.strikes(simulation.rates.slow):
+                self._go_on(request)
+
+    def _rate(self, operation: Operation, rate: float) -> float:
+        return rate if isinstance(operation, Write) else self.simulation.rates.unanswered_read
+
+    def _go_on(self, request: Request) -> None:
+        simulation = self.simulation
+        if simulation.strikes(self._rate(request.operation, simulation.rates.timeout)):
+            self._give_up(request)
+        elif not request.is_applied:
+            simulation.apply(request)
+            if request.is_applied and not simulation.strikes(simulation.rates.slow):
+                self._take_reply(request)
+        else:
+            self._take_reply(request)
+
+    def _take_reply(self, request: Request) -> None:
+        if self.simulation.strikes(self._rate(request.operation, self.simulation.rates.lost_reply)):
+            self._give_up(request)
+        else:
+            self.request = None
+            self._advance(request.result, request.error)
+
+    def _give_up(self, request: Request) -> None:
+        self.simulation.note(self, "gives up waiting", request.operation)
+        self._abandon_request()
+        if isinstance(request.operation, Write):
+            self._advance(None, OutcomeUnknown("no answer"))
+        else:
+            self._advance(None, RegistryUnavailable("no answer"))
+
+    def _abandon_request(self) -> None:
+        """A write that was sent may still land."""
+        request, self.request = self.request, None
+        if request is not None and not request.is_applied and isinstance(request.operation, Write):
+            self.simulation.late.append(request)
+
+    def _advance(self, result: Any, error: RegistryError | None) -> None:
+        assert self.steps is not None
+        try:
+            self.operation = self.steps.send(result) if error is None else self.steps.throw(error)
+        except StopIteration as end:
+            self.steps = None
+            self._ended(end.value)
+        except LeaseExpired:
+            self.steps = None
+            self.lose("its lease has ended")
+        except (OutcomeUnknown, RegistryUnavailable, Conflict) as failure:
+            self.steps = None
+            self._failed(failure)
+        if self.stops_at_write_s and isinstance(self.operation, Write):
+            self.stopped_until = self.simulation.now + self.stops_at_write_s
+            self.stops_at_write_s = 0.0
+            self.simulation.note(self, "is stopped before it writes")
+
+    def _ended(self, value: Any) -> None:
+        assert self.protocol is not None
+        match self.task:
+            case "join":
+                self.simulation.ghost.joined(self.topic, self.simulation.partitions)
+            case "look":
+                self.is_woken = self.is_woken or bool(value)
+                if self.protocol.is_gone:
+                    self.lose("the registry does not know it any more")
+            case "commit":
+                self.is_woken = self.is_woken or bool(value)
+            case "leave":
+                self._leave()
+
+    def _failed(self, failure: RegistryError) -> None:
+        self.simulation.note(self, f"{self.task} failed", type(failure).__name__)
+        match self.task:
+            case "join":
+                self.lose("it could not join")
+            case "leave":
+                if self.simulation.rng.random() < 0.5:
+                    self._leave()
+            case _:
+                self.is_woken = True
+
+    def _leave(self) -> None:
+        self.simulation.note(self, "has left")
+        self.simulation.store.end_lease(self.lease)
+        self.drop()
+        self.is_out = True
+
+    def lose(self, reason: str) -> None:
+        """Everything is lost; it comes back as another incarnation. The lease may or may not be ended at once."""
+        self.simulation.note(self, "loses all:", reason)
+        if self.protocol is not None:
+            self.protocol.lose_all()
+        if self.simulation.rng.random() < 0.5:
+            self.simulation.store.end_lease(self.lease)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what it is at; a write that was sent may still land."""
+        if self.steps is not None:
+            self.steps.close()
+        if self.operation is not None and self.simulation.rng.random() < 0.5:
+            self.request = Request(self.simulation.altered(self.operation, self), self.incarnation, self.lease)
+        self._abandon_request()
+        self.steps = self.operation = self.protocol = None
+
+    # Messages.
+
+    def lanes_to_hand_out(self) -> list[Lane]:
+        if self.protocol is None or self.is_leaving or not self.is_alive:
+            return []
+        end = self.simulation.ghost.end
+        return [
+            holding.lane
+            for partition, holding in self.protocol.held.items()
+            if not holding.lane.is_stopping
+            and not holding.lane.is_lost
+            and holding.lane.position < end[self.topic, partition]
+            and holding.lane.position - holding.lane.done < self.simulation.in_hand_max
+        ]
+
+    def hand_out(self) -> bool:
+        lanes = self.lanes_to_hand_out()
+        if not lanes:
+            return False
+        lane = self.simulation.rng.choice(lanes)
+        self.simulation.note(self, "hands out", lane.partition, lane.position)
+        self.simulation.ghost.hand_out((self.topic, lane.partition), lane)
+        self.in_hand.append((self.topic, lane, lane.position))
+        lane.expect((lane.position,))
+        lane.position += 1
+        return True
+
+    def finish(self) -> bool:
+        """Finish a message in hand, be the lane lost or not: nobody can stop a handler."""
+        if not self.in_hand or self.simulation.now < self.hangs_until:
+            return False
+        at = self.simulation.rng.randrange(len(self.in_hand)) if self.acks_in_any_order else 0
+        topic, lane, offset = self.in_hand.pop(at)
+        self.simulation.ghost.finish((topic, lane.partition), offset)
+        lane.ack(offset)
+        return True

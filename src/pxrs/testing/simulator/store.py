@@ -1,0 +1,121 @@
+"""The registry of a simulation: the exact rules of `registry.state`, with the clock and the delays of a schedule.
+
+A request is sent, applied and answered in three moments, between which anything may happen. One whose sender gave up
+waiting may still be applied later, and is judged then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pxrs.errors import RegistryError
+from pxrs.group.protocol import Get, Operation, Scan, Write
+from pxrs.registry.contract import Entry
+from pxrs.registry.state import Change, State
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One operation on its way, and what became of it."""
+
+    operation: Operation
+    incarnation: str
+    lease: str | None
+    is_applied: bool = False
+    result: Any = None
+    error: RegistryError | None = None
+    first: list[Entry] | None = None
+    """What a scan saw at the first of its two moments."""
+
+
+Accepted = Callable[[Request, Write], None]
+
+
+class SimulatedStore:
+    """`counts_anew` is ZooKeeper's way: every key counts its own versions, and from the start when re-created."""
+
+    def __init__(self, rng: random.Random, *, counts_anew: bool, scans_in_two_moments: bool) -> None:
+        self.rng = rng
+        self.state = State()
+        self.counts_anew = counts_anew
+        self.scans_in_two_moments = scans_in_two_moments
+        self.expiry: dict[str, float] = {}
+        self.version = 0
+        self.writes = 0
+        """How many writes were accepted, leases aside."""
+        self.on_accepted: Accepted = lambda request, write: None
+        """Told of a write before it is applied."""
+        self.on_changed: Callable[[list[str], bool], None] = lambda keys, is_quiet: None
+
+    def has(self, key: str) -> bool:
+        return key in self.state.records
+
+    def begin_lease(self, lease: str, expiry: float) -> None:
+        self._apply(Change(lease_begins=lease), is_quiet=True)
+        self.expiry[lease] = expiry
+
+    def renew_lease(self, lease: str, expiry: float) -> bool:
+        if lease not in self.expiry:
+            return False
+        self.expiry[lease] = max(expiry, self.expiry[lease])
+        return True
+
+    def end_lease(self, lease: str) -> None:
+        if self.expiry.pop(lease, None) is not None:
+            self._apply(Change(leases_end=(lease,)), is_quiet=False)
+
+    def expired(self, now: float) -> list[str]:
+        return [lease for lease, expiry in self.expiry.items() if expiry <= now]
+
+    def apply(self, request: Request) -> None:
+        """Let the request happen now; of a scan that takes two moments, the next of them."""
+        match request.operation:
+            case Get(key):
+                request.result = self.state.get(key)
+            case Scan(prefix):
+                found = self.state.scan(prefix, None, None)
+                if self.scans_in_two_moments and request.first is None:
+                    request.first = found
+                    return
+                request.result = found if request.first is None else self._mix(request.first, found)
+            case Write() as write:
+                self._write(request, write)
+        request.is_applied = True
+
+    def _mix(self, first: list[Entry], second: list[Entry]) -> list[Entry]:
+        """For each key its value at either moment, as R1 allows; what came or went in between may be there or not."""
+        before = {entry.key: entry for entry in first}
+        after = {entry.key: entry for entry in second}
+        found = []
+        for key in sorted({**before, **after}):
+            entry = (before if self.rng.random() < 0.5 else after).get(key)
+            if entry is not None:
+                found.append(entry)
+        return found
+
+    def _write(self, request: Request, write: Write) -> None:
+        lease = request.lease if write.is_leased or write.ephemeral else None
+        request.error = self.state.refusal(write.expect, lease)
+        if request.error is not None:
+            return
+        self.on_accepted(request, write)
+        self.writes += 1
+        change = Change(write.put, write.ephemeral, lease=lease)
+        request.result = self._apply(change, is_quiet=write.is_quiet)
+
+    def _apply(self, change: Change, *, is_quiet: bool) -> dict[str, int]:
+        written = [*change.put, *change.ephemeral]
+        records = self.state.records
+        before = {key: records[key].version for key in written if key in records}
+        self.version += 1
+        changed = self.state.apply(change, self.version)
+        versions = dict.fromkeys(written, self.version)
+        if self.counts_anew:
+            for key in written:
+                versions[key] = before.get(key, 0) + 1
+                records[key] = records[key]._replace(version=versions[key])
+        self.on_changed(changed, is_quiet)
+        return versions

@@ -1,0 +1,36 @@
+"""Consumer groups by seed: whatever fails and whenever, the rules of the simulator's ghost hold (X3 to X11, G1 to G9).
+
+`make sim SEEDS=10000` runs more of them, `make sim SEED=n` shows the schedule of one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pxrs.testing.simulator import Simulation, simulate
+
+SEEDS = 20_000 if os.environ.get("PXRS_SOAK") else 320
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_rules_hold_after_every_step_and_the_group_comes_to_rest(part: int) -> None:
+    for seed in range(part, SEEDS, PARTS):
+        simulate(seed)
+
+
+def test_a_seed_replays_exactly() -> None:
+    for seed in range(3):
+        events = [list(Simulation(seed, trace=100_000).run().events) for _ in range(2)]
+        assert events[0] == events[1]
+
+
+def test_schedules_reach_what_they_are_for() -> None:
+    """A simulator that never gets anywhere would find nothing either."""
+    ghosts = [simulate(seed).ghost for seed in range(1_000, 1_030)]
+    assert sum(ghost.claims for ghost in ghosts) > 10 * len(ghosts)
+    assert sum(ghost.commits for ghost in ghosts) > 20 * len(ghosts)
+    assert sum(ghost.handed for ghost in ghosts) > 20 * len(ghosts)
+    assert sum(ghost.fences for ghost in ghosts) > 0

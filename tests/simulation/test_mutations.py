@@ -1,0 +1,213 @@
+"""Each rule of the groups' protocol, left out on purpose: the simulator must notice, and the sound code must pass.
+
+A defect is an operation changed on its way, or a subclass with the mistake in it. None of them is a switch in the
+product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from pxrs.group import reconcile
+from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
+from pxrs.group.reconcile import Claim
+from pxrs.group.records import Checkpoint, Owner
+from pxrs.registry.contract import ABSENT, Entry
+from pxrs.testing.simulator import Defects, SimulatedMember, SimulatedStore, Violation, simulate
+
+
+def _is_checkpoint_of_an_owner(operation: Operation) -> bool:
+    """A pin is leased, a commit of an owner is not: the fence is enough."""
+    return (
+        isinstance(operation, Write)
+        and not operation.is_leased
+        and any("/checkpoints/" in key for key in operation.put)
+    )
+
+
+def _without(expect: dict[str, int], part: str) -> dict[str, int]:
+    return {key: version for key, version in expect.items() if part not in key}
+
+
+def no_fence(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """The owner's version is not expected."""
+    if isinstance(operation, Write) and _is_checkpoint_of_an_owner(operation):
+        return operation._replace(expect=_without(dict(operation.expect), "/owners/"))
+    return operation
+
+
+def epoch_read_again(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """The commit expects whatever versions are there, as the public PXRS does."""
+    if isinstance(operation, Write) and _is_checkpoint_of_an_owner(operation):
+        found = {key: store.state.get(key) for key in operation.expect}
+        return operation._replace(expect={key: entry.version if entry else ABSENT for key, entry in found.items()})
+    return operation
+
+
+def claim_from_the_living(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """Together with `everything_is_free`: the absence of the last owner is not expected."""
+    if isinstance(operation, Write) and operation.put and all("/owners/" in key for key in operation.put):
+        return operation._replace(expect=_without(dict(operation.expect), "/members/"))
+    return operation
+
+
+def release_keeps_epoch(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    if isinstance(operation, Write) and _is_checkpoint_of_an_owner(operation):
+        put = dict(operation.put)
+        for key, value in put.items():
+            if "/owners/" in key:
+                put[key] = Owner(None, Owner.load(key, value).epoch - 1).dump()
+        return operation._replace(put=put)
+    return operation
+
+
+def release_leaves_owner(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """The last checkpoint is written, and the owner key is left as it is."""
+    if isinstance(operation, Write) and _is_checkpoint_of_an_owner(operation):
+        return operation._replace(put={key: value for key, value in operation.put.items() if "/owners/" not in key})
+    return operation
+
+
+def no_version_of_its_own(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """The checkpoint's own version is not expected (G4)."""
+    if isinstance(operation, Write) and _is_checkpoint_of_an_owner(operation):
+        return operation._replace(expect=_without(dict(operation.expect), "/checkpoints/"))
+    return operation
+
+
+def ephemeral_leader(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """The leader key dies with its lease (G2), and the assignment names none, so that only the key's version guards."""
+    if isinstance(operation, Write):
+        keys = member.simulation.keys
+        if keys.leader in operation.put:
+            put = dict(operation.put)
+            return operation._replace(put={}, ephemeral={keys.leader: put[keys.leader]})
+        if keys.leader in operation.expect:
+            return operation._replace(is_leased=False)
+    return operation
+
+
+def no_leader_expected(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    if isinstance(operation, Write) and operation.put:
+        keys = member.simulation.keys
+        if keys.leader not in operation.put and keys.leader in operation.expect:
+            return operation._replace(expect=_without(dict(operation.expect), "/leader"), is_leased=False)
+    return operation
+
+
+def join_over_another(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """Together with names for incarnations: whoever comes back takes its own place again."""
+    if isinstance(operation, Write) and operation.ephemeral:
+        return operation._replace(expect={})
+    return operation
+
+
+class ReadsBeforeClaim(MemberProtocol):
+    """The checkpoint is read, then the partition is claimed (G3)."""
+
+    def _claim(self, claims: Sequence[Claim]) -> Steps[None]:
+        self.early = yield from super()._read_checkpoints(claims)
+        yield from super()._claim(claims)
+
+    def _read_checkpoints(self, claims: Sequence[Claim]) -> Steps[list[tuple[Claim, Entry]]]:
+        yield from ()
+        return [(claim, entry) for claim, entry in self.early if claim in claims]
+
+
+class StartsUnpinned(MemberProtocol):
+    """Where a partition begins is decided by whoever claims it (G6)."""
+
+    def _pin(self) -> Steps[None]:
+        yield from ()
+
+    def _read_checkpoints(self, claims: Sequence[Claim]) -> Steps[list[tuple[Claim, Entry]]]:
+        found = yield from super()._read_checkpoints(claims)
+        there = {claim for claim, _ in found}
+        for claim in claims:
+            if claim not in there:
+                key = self.keys.checkpoint(self.member.topic, claim.partition)
+                found.append((claim, Entry(key, Checkpoint(self.start_of(claim.partition)).dump(), ABSENT)))
+        return found
+
+
+class IgnoresDeadline(SimulatedMember):
+    """It goes on until the store tells it that the lease is gone (G8)."""
+
+    @property
+    def is_alive(self) -> bool:
+        return True
+
+
+def _everything_is_free(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reconcile, "_is_free", lambda owner, snapshot, me: True)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    defects: Defects
+    rules: tuple[str, ...]
+    """Those that may be the first to be broken."""
+    patch: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+    seeds_max: int = 100
+
+
+MUTATIONS = [
+    Mutation("fence removed", Defects(alter=no_fence), ("X9 stale epoch",)),
+    Mutation("epoch read again at the commit", Defects(alter=epoch_read_again), ("X9 stale epoch",)),
+    Mutation(
+        "claim before release",
+        Defects(alter=claim_from_the_living),
+        ("X6 release, then claim",),
+        patch=_everything_is_free,
+    ),
+    Mutation("release keeps the epoch", Defects(alter=release_keeps_epoch), ("X9 epochs rise",)),
+    Mutation(
+        "release leaves the owner key",
+        Defects(alter=release_leaves_owner),
+        ("X7 nothing fenced", "X5 comes to rest", "X4 every partition owned"),
+    ),
+    Mutation("checkpoint read before the claim", Defects(protocol=ReadsBeforeClaim), ("G3 starts at the checkpoint",)),
+    Mutation("checkpoint without its own version", Defects(alter=no_version_of_its_own), ("X10 never back",)),
+    Mutation("ephemeral leader key", Defects(alter=ephemeral_leader, counts_anew=True), ("G2 leader", "G2 terms rise")),
+    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",)),
+    Mutation("start not pinned", Defects(protocol=StartsUnpinned), ("G6 start pinned", "X11 nothing lost")),
+    Mutation("deadline ignored", Defects(member=IgnoresDeadline), ("X3 one owner", "X11 nothing again")),
+    Mutation(
+        "names instead of incarnations",
+        Defects(alter=join_over_another, incarnation_of=lambda name, serial: name),
+        ("X3 one owner", "X9 stale epoch", "X11 nothing again"),
+    ),
+]
+
+
+def seeds_to_catch(mutation: Mutation) -> tuple[int, Violation] | None:
+    for seed in range(mutation.seeds_max):
+        try:
+            simulate(seed, mutation.defects)
+        except Violation as violation:
+            return seed, violation
+    return None
+
+
+@functools.cache
+def is_sound(seed: int) -> bool:
+    simulate(seed)
+    return True
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_defect_is_caught_and_the_sound_code_passes_the_same_seeds(
+    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        mutation.patch(patch)
+        caught = seeds_to_catch(mutation)
+    assert caught is not None, f"not caught within {mutation.seeds_max} seeds"
+    seed, violation = caught
+    assert violation.rule in mutation.rules
+    assert all(is_sound(each) for each in range(seed + 1))

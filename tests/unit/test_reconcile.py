@@ -1,0 +1,200 @@
+"""What a member should do next, by what it sees: one test for each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pxrs.group.reconcile import (
+    Action,
+    Assign,
+    Claim,
+    Fence,
+    Lead,
+    Leave,
+    Lose,
+    Me,
+    Release,
+    Resume,
+    Revoke,
+    Snapshot,
+    asked_since,
+    is_waiting,
+    reconcile,
+)
+from pxrs.group.records import Assignment, Leader, Member, Owner
+from pxrs.registry.contract import ABSENT
+
+T = "t"
+
+
+def members(*names: str) -> dict[str, Member]:
+    return {name: Member(name, T, "orders", 2, since=at) for at, name in enumerate(names)}
+
+
+def snapshot(
+    *names: str,
+    leader: str | None = None,
+    targets: list[str | None] | None = None,
+    owners: Mapping[int, tuple[Owner, int]] = {},
+) -> Snapshot:
+    return Snapshot(
+        members(*names),
+        None if leader is None else (Leader(leader, 3), 30),
+        None if targets is None else (Assignment(5, {T: targets}), 50),
+        {(T, number): owner for number, owner in owners.items()},
+    )
+
+
+def me(
+    name: str,
+    held: Mapping[int, int] = {},
+    revoking: Collection[int] = (),
+    drained: Collection[int] = (),
+) -> Me:
+    return Me(name, T, 2, held, revoking, drained)
+
+
+def actions(
+    seen: Snapshot, who: Me, now: float = 0.0, asked: Mapping[tuple[tuple[str, int], int], float] = {}
+) -> list[Action]:
+    return reconcile(seen, who, asked, now, handover_s=10.0)
+
+
+A0, A1 = (Owner("a", 1), 101), (Owner("a", 2), 102)
+FREE = (Owner(None, 4), 104)
+
+
+def test_a_member_that_the_registry_does_not_know_leaves() -> None:
+    assert actions(snapshot("b"), me("a")) == [Leave()]
+
+
+def test_g2_the_first_member_takes_the_lead() -> None:
+    assert actions(snapshot("a"), me("a")) == [Lead(ABSENT, 1, None)]
+
+
+def test_g2_the_lead_is_taken_from_one_who_is_gone_with_the_next_term() -> None:
+    assert actions(snapshot("b", leader="a"), me("b"))[0] == Lead(30, 4, "a")
+
+
+def test_g2_the_lead_is_not_taken_from_one_who_lives() -> None:
+    assert actions(snapshot("a", "b", leader="a"), me("b")) == []
+
+
+def test_x5_the_leader_assigns_when_members_changed_and_only_then() -> None:
+    seen = snapshot("a", "b", leader="a", targets=["a", "a"])
+    assert Assign(Assignment(6, {T: ["a", "b"]}), 50, 30) in actions(seen, me("a"))
+    seen = snapshot("a", "b", leader="a", targets=["a", "b"], owners={0: A0})
+    assert actions(seen, me("a", {0: 101})) == []
+
+
+def test_x8_a_leader_that_assigns_anew_does_nothing_by_the_old_assignment() -> None:
+    """It would fence what it has just decided to leave where it is, or claim what it has just given away."""
+    seen = snapshot("a", "b", leader="b", targets=["gone", "b"], owners={0: A0})
+    assert actions(seen, me("b"), 1_000.0, asked_since(seen, {}, 0.0)) == [
+        Assign(Assignment(6, {T: ["a", "b"]}), 50, 30)
+    ]
+
+
+def test_x4_a_partition_goes_back_to_its_owner_if_the_one_it_was_meant_for_is_gone() -> None:
+    seen = snapshot("a", "b", leader="a", targets=["gone", "b"], owners={0: A0})
+    assert Assign(Assignment(6, {T: ["a", "b"]}), 50, 30) in actions(seen, me("a", {0: 101}))
+
+
+def test_x6_a_free_partition_is_claimed_with_the_next_epoch() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["a", "b"], owners={0: FREE})
+    assert actions(seen, me("a")) == [Claim(0, 104, 5, None)]
+
+
+def test_x6_a_partition_that_was_never_owned_is_claimed() -> None:
+    assert actions(snapshot("a", "b", leader="b", targets=["a", "b"]), me("a")) == [Claim(0, ABSENT, 1, None)]
+
+
+def test_x6_nothing_is_claimed_from_one_who_lives() -> None:
+    seen = snapshot("a", "b", leader="a", targets=["b", "a"], owners={0: A0})
+    assert actions(seen, me("b")) == []
+
+
+def test_g1_a_claim_from_the_dead_names_whose_absence_it_expects() -> None:
+    seen = snapshot("b", leader="b", targets=["b", "b"], owners={0: A0})
+    assert Claim(0, 101, 2, "a") in actions(seen, me("b"))
+
+
+def test_r5_an_own_claim_whose_reply_was_lost_is_claimed_again() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["a", "b"], owners={0: A0})
+    assert actions(seen, me("a")) == [Claim(0, 101, 2, None)]
+
+
+def test_x6_what_is_meant_for_another_is_revoked_drained_and_released() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["b", "b"], owners={0: A0})
+    assert actions(seen, me("a", {0: 101})) == [Revoke(0)]
+    assert actions(seen, me("a", {0: 101}, revoking=[0])) == []
+    assert actions(seen, me("a", {0: 101}, revoking=[0], drained=[0])) == [Release(0)]
+
+
+def test_what_is_to_stay_after_all_is_resumed() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["a", "b"], owners={0: A0})
+    assert actions(seen, me("a", {0: 101}, revoking=[0], drained=[0])) == [Resume(0)]
+
+
+def test_x7_what_stays_is_left_alone() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["a", "b"], owners={0: A0, 1: A1})
+    assert actions(seen, me("a", {0: 101, 1: 102})) == [Revoke(1)]
+
+
+def test_x8_what_somebody_has_taken_is_lost() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["b", "b"], owners={0: FREE})
+    assert actions(seen, me("a", {0: 101})) == [Lose(0)]
+
+
+def test_x9_what_was_lost_and_claimed_again_by_a_late_write_of_its_own_is_lost_too() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["a", "b"], owners={0: (Owner("a", 3), 333)})
+    assert actions(seen, me("a", {0: 101})) == [Lose(0)]
+
+
+def test_x8_the_leader_takes_what_is_not_handed_over_in_time() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["b", "a"], owners={0: A0})
+    asked = asked_since(seen, {}, 100.0)
+    assert list(asked) == [((T, 0), 1)]
+    assert actions(seen, me("b"), 109.9, asked) == []
+    (fence,) = actions(seen, me("b"), 110.0, asked)
+    assert fence == Fence((T, 0), version=101, epoch=2, leader_version=30, assignment_version=50)
+
+
+def test_x8_nobody_but_the_leader_fences() -> None:
+    seen = snapshot("a", "b", "c", leader="c", targets=["b", "c"], owners={0: A0})
+    assert actions(seen, me("b"), 1_000.0, asked_since(seen, {}, 0.0)) == []
+
+
+def test_g9_the_hand_over_time_does_not_begin_anew_when_another_one_asks() -> None:
+    first = snapshot("a", "b", leader="b", targets=["b", "b"], owners={0: A0})
+    then = snapshot("a", "b", "c", leader="b", targets=["c", "b"], owners={0: A0})
+    asked = asked_since(then, asked_since(first, {}, 100.0), 105.0)
+    assert asked == {((T, 0), 1): 100.0}
+
+
+def test_g9_the_time_begins_anew_for_another_owner() -> None:
+    first = snapshot("a", "b", leader="b", targets=["b", "b"], owners={0: A0})
+    then = snapshot("a", "b", leader="b", targets=["b", "b"], owners={0: (Owner("a", 9), 109)})
+    assert asked_since(then, asked_since(first, {}, 100.0), 105.0) == {((T, 0), 9): 105.0}
+
+
+def test_nothing_is_asked_of_the_dead_or_of_the_one_it_is_meant_for() -> None:
+    seen = snapshot("b", leader="b", targets=["b", "b"], owners={0: A0, 1: (Owner("b", 1), 7)})
+    assert asked_since(seen, {}, 0.0) == {}
+
+
+def test_changes_of_owners_concern_those_who_wait_and_nobody_else() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["a", "b"], owners={0: A0, 1: (Owner("b", 1), 7)})
+    assert not is_waiting(seen, me("a", {0: 101}))
+    assert is_waiting(seen, me("a"))
+    assert is_waiting(seen, me("a", {0: 101}, revoking=[0]))
+    moving = snapshot("a", "b", leader="b", targets=["b", "b"], owners={0: A0})
+    assert is_waiting(moving, me("b", {0: 1, 1: 7}))
+
+
+def test_the_leader_waits_until_everybody_has_what_is_meant_for_it() -> None:
+    """A claim that lands late may give a free partition to one that it is not meant for any more."""
+    seen = snapshot("a", "b", leader="a", targets=["a", "b"], owners={0: A0, 1: FREE})
+    assert is_waiting(seen, me("a", {0: 101}))
+    seen = snapshot("a", "b", leader="a", targets=["a", "b"], owners={0: A0, 1: (Owner("b", 1), 7)})
+    assert not is_waiting(seen, me("a", {0: 101}))
