@@ -30,7 +30,7 @@ def test_python_in_the_documents_runs(place: str, code: str, tmp_path: Path) -> 
 
 
 def test_the_readme_shows_the_refusal_it_talks_of(tmp_path: Path) -> None:
-    _, code = next(block for block in blocks() if block[0].startswith("README"))
+    _, code = next(block for block in blocks() if block[0].startswith("README") and "Conflict" in block[1])
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stdout == "not as expected: owners/7; nothing was written\n"
 

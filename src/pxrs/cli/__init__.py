@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import pxrs
-from pxrs.cli import demo, group, registry, topic
+from pxrs.cli import demo, group, registry, topic, worker
 from pxrs.cli.terminal import tell_error
 from pxrs.errors import PxrsError
 
@@ -25,6 +25,7 @@ app.add_typer(group.app, name="group", help="Look at consumer groups, move them,
 app.command("send")(topic.send)
 app.command("tail")(topic.tail)
 app.command("check")(topic.check)
+app.command("worker")(worker.worker)
 app.command("demo")(demo.demo)
 
 

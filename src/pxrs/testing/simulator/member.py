@@ -151,9 +151,13 @@ class SimulatedMember:
         return min(protocol.asked.values()) + protocol.handover_s
 
     @property
+    def next_operation(self) -> Operation | None:
+        """What it is about to send, or has sent."""
+        return self.operation if self.request is None else self.request.operation
+
+    @property
     def is_writing(self) -> bool:
-        operation = self.operation if self.request is None else self.request.operation
-        return isinstance(operation, Write)
+        return isinstance(self.next_operation, Write)
 
     @property
     def has_task(self) -> bool:

@@ -39,7 +39,7 @@ class Rates:
     timeout: float = 0.0
     lost_reply: float = 0.0
     overtaken: float = 0.0
-    """A write that was given up, or that of a stopped member, lands right before another one."""
+    """A write that was given up, or that of a stopped member, lands right before another on the same keys."""
     event: float = 0.0
     """A member joins, leaves, crashes, stops, ..."""
 
@@ -83,7 +83,7 @@ class Simulation:
             unavailable=rng.choice((0.0, 0.02)),
             timeout=rng.choice((0.0, 0.05, 0.25)),
             lost_reply=rng.choice((0.0, 0.05, 0.15)),
-            overtaken=rng.choice((0.0, 0.05, 0.2)),
+            overtaken=rng.choice((0.0, 0.2, 0.5)),
             event=rng.choice((0.01, 0.02, 0.04)),
         )
         self.rates = self.storm
@@ -148,23 +148,27 @@ class Simulation:
 
     def apply(self, request: Request) -> None:
         if isinstance(request.operation, Write) and self.strikes(self.rates.overtaken):
-            self._overtake(request)
+            self._overtake(request, request.operation)
         self.store.apply(request)
         self.note(
             request.incarnation, request.operation, "->", type(request.error).__name__ if request.error else "done"
         )
 
-    def _overtake(self, request: Request) -> None:
-        """Right before a write, where it does most harm, an older one lands, or one that was stopped goes on."""
-        others = [member for member in self.members if member.request is not request]
-        stopped = [member for member in others if member.is_stopped and member.is_writing]
-        if stopped and self.rng.random() < 0.5:
-            member = self.rng.choice(stopped)
-            member.stopped_until = 0.0
-            self.note(member, "goes on")
-            member.step()
-        else:
-            self._land_late()
+    def _overtake(self, request: Request, write: Write) -> None:
+        """Right before a write, where it does most harm, an older one on the same keys lands: one that was given up,
+        or that of a stopped member, which goes on."""
+        late = [each for each in self.late if _overlap(each.operation, write)]
+        if late:
+            older = self.rng.choice(late)
+            self.late.remove(older)
+            self.note("late, before another:")
+            self.store.apply(older)
+        for member in self.members:
+            if member.is_stopped and member.request is not request and _overlap(member.next_operation, write):
+                member.stopped_until = 0.0
+                self.note(member, "goes on")
+                member.step()
+                return
 
     # The storm.
 
@@ -189,7 +193,7 @@ class Simulation:
             self._pass(rng.expovariate(1 / self.pace_s))
         elif roll < 0.15:
             self._append()
-        elif roll < 0.16:
+        elif roll < 0.153:
             self._land_late()
         elif len(self.members) < 2 and roll < 0.26:
             self._start_member()
@@ -455,6 +459,12 @@ class Simulation:
             for place in member.revoked_places:
                 if place not in moved:
                     raise Violation("X7 not disturbed", f"{place} stays with {member}, and was revoked")
+
+
+def _overlap(operation: Operation | None, write: Write) -> bool:
+    if not isinstance(operation, Write):
+        return False
+    return not operation.expect.keys().isdisjoint(write.expect.keys())
 
 
 def fewest_moves(has: list[int], partitions: int) -> int:

@@ -1,0 +1,300 @@
+"""`pxrs worker`: a handler in several real processes, kept running.
+
+The processes are started afresh and never forked: the clients of etcd and SQLite cannot be used after a fork. The
+supervisor itself opens neither log nor registry; it starts, waits and restarts, so there is little that can fail in it.
+
+On failure:
+- The handler cannot be imported: a trial process says so before any worker starts, and the exit code is 2.
+- A worker dies: it is started again, after pauses that double until it has lived for a while. The group has given its
+  partitions to the others meanwhile.
+- SIGTERM or SIGINT: the workers finish what is in hand, write it down and release at once. Who is not done after
+  `--grace` is killed; then the exit code is 1, and what was in hand is handled again by the next owner.
+- The supervisor is killed: the workers notice that their pipe has ended, and stop in the same way.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import typer
+
+from pxrs.cli.worker_process import Settings, tell
+from pxrs.group.assign import assignor_named
+from pxrs.group.member import Timings
+from pxrs.group.records import Keys
+from pxrs.registry.address import parse
+
+PROCESSES_MAX: Final = 1_000
+RESTART_S: Final = (0.2, 30.0)
+"""The first pause before a restart, doubled each time, and the longest."""
+SETTLED_S: Final = 10.0
+"""A worker that has lived so long starts with the first pause again."""
+GRACE_S_DEFAULT: Final = 30.0
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_STOPPED_EARLY: Final = {-number for number in _SIGNALS}
+
+
+class OnError(StrEnum):
+    PAUSE = "pause"
+    RETRY = "retry"
+    DEAD_LETTER = "dead-letter"
+    RAISE = "raise"
+
+
+class Start(StrEnum):
+    EARLIEST = "earliest"
+    LATEST = "latest"
+
+
+def worker(
+    handler: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:HANDLER", help="A function of a message; the current directory is searched first."
+        ),
+    ],
+    topic: Annotated[str, typer.Option(metavar="TOPIC")],
+    group: Annotated[str, typer.Option(metavar="GROUP")],
+    at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")],
+    registry: Annotated[
+        str | None,
+        typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, max=PROCESSES_MAX)] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=1_000, help="In each process; a partition uses one.")] = 1,
+    on_error: Annotated[OnError, typer.Option(help="When the handler raises.")] = OnError.PAUSE,
+    retries: Annotated[int, typer.Option(min=1, help="With --on-error retry: then the partition is paused.")] = 5,
+    dead_letters: Annotated[
+        str | None, typer.Option(metavar="TOPIC", help="With --on-error dead-letter: where they go.")
+    ] = None,
+    start: Annotated[Start, typer.Option(help="Where a new group begins.")] = Start.EARLIEST,
+    until_end: Annotated[bool, typer.Option("--until-end", help="End where the topic ends now.")] = False,
+    assignor: Annotated[str, typer.Option(help="sticky, range or round-robin.")] = "sticky",
+    lease_ttl: Annotated[float | None, typer.Option(help="Seconds without a sign of life until it is dead.")] = None,
+    handover_timeout: Annotated[float | None, typer.Option(help="Seconds that a hand-over may wait.")] = None,
+    progress_timeout: Annotated[float | None, typer.Option(help="Seconds that one message may take.")] = None,
+    commit_interval: Annotated[float | None, typer.Option(help="Seconds between checkpoints.")] = None,
+    grace: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to finish what is in hand, when stopped.")
+    ] = GRACE_S_DEFAULT,
+    as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
+) -> None:
+    """Handle a group's messages in several processes, until SIGTERM or Ctrl-C; a second Ctrl-C does not wait.
+
+    A process that dies is started again. What it tells is one line an event, on standard error. Exit code: 0 after a
+    graceful end, 1 if a worker had to be killed, 2 if the handler cannot be imported.
+    """
+    seconds = {
+        "lease_ttl": lease_ttl,
+        "handover_timeout": handover_timeout,
+        "progress_timeout": progress_timeout,
+        "commit_interval": commit_interval,
+    }
+    given = {name: value for name, value in seconds.items() if value is not None}
+    # What can be known to be wrong is said here, once, and not by every worker.
+    Timings(**given)
+    Keys(group)
+    assignor_named(assignor)
+    for url in (at, registry):
+        if url is not None and parse(url).scheme == "memory":
+            raise typer.BadParameter("memory: is one process's own; the workers are several")
+    if (on_error is OnError.DEAD_LETTER) != (dead_letters is not None):
+        raise typer.BadParameter("--on-error dead-letter and --dead-letters TOPIC go together")
+    options: dict[str, Any] = {
+        **given,
+        "on_error": on_error.value,
+        "retries_max": retries,
+        "start": start.value,
+        "assignor": assignor,
+    }
+    if dead_letters is not None:
+        options["dead_letters"] = dead_letters
+    if until_end:
+        options["until"] = "end"
+    settings = Settings(handler, topic, group, at, registry, threads, grace, options, as_json)
+    code = Supervisor(settings, processes).run()
+    if code:
+        raise typer.Exit(code)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The place of one worker, whichever process fills it."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    pause_s: float = RESTART_S[0]
+    restart_at: float | None = 0.0
+    """When to start it; None while it runs, and for good when it has ended by itself."""
+
+
+class Supervisor:
+    """Starts the workers, and outlives them. Times are of the monotonic clock."""
+
+    def __init__(self, settings: Settings, processes: int) -> None:
+        self._settings = settings
+        self._slots = [_Slot(number) for number in range(1, processes + 1)]
+        self._kills_at: float | None = None
+        """Set once it is to stop."""
+        self._had_to_kill = False
+        self._heard: list[int] = []
+        """Signals that have come and were not yet acted upon."""
+
+    def run(self) -> int:
+        """Until all have ended; the exit code."""
+        with self._signals() as woken:
+            try:
+                code = self._try(woken)
+                if code or self._kills_at is not None:
+                    return code
+                while self._start_due() or self._running():
+                    self._wait(woken, self._next_moment())
+                    self._reap()
+            finally:
+                for slot in self._running():
+                    _kill(slot.process)  # only if something has failed here
+        code = int(self._had_to_kill)
+        self._tell("stopped", f"all workers have ended{', not all of them gracefully' if code else ''}", code=code)
+        return code
+
+    def _try(self, woken: socket.socket) -> int:
+        """Whether the handler can be imported, found out in a process that is no worker yet."""
+        process = self._spawn(replace(self._settings, is_trial=True))
+        while process.poll() is None:
+            self._wait(woken, None)
+            if self._kills_at is not None:
+                _kill(process)
+                return 0
+        return process.returncode if process.returncode >= 0 else 1
+
+    def _spawn(self, settings: Settings) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "pxrs.cli.worker_process"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died already, which is found out by waiting for it
+            process.stdin.write(settings.dump())
+            process.stdin.flush()
+        return process
+
+    def _start_due(self) -> bool:
+        """Start those whose time has come; whether any is still to be started."""
+        for slot in self._slots:
+            if slot.restart_at is None:
+                continue
+            if self._kills_at is not None:
+                slot.restart_at = None
+            elif time.monotonic() >= slot.restart_at:
+                slot.process = self._spawn(replace(self._settings, number=slot.number))
+                slot.started_at, slot.restart_at = time.monotonic(), None
+                self._tell_of(slot, "started", "started")
+        return any(slot.restart_at is not None for slot in self._slots)
+
+    def _running(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.process is not None]
+
+    def _next_moment(self) -> float | None:
+        times = [slot.restart_at for slot in self._slots if slot.restart_at is not None]
+        if self._kills_at is not None:
+            times.append(self._kills_at)
+        return min(times, default=None)
+
+    def _wait(self, woken: socket.socket, until: float | None) -> None:
+        """For a signal, be it of a child's death, or for the moment; then act on what has come."""
+        timeout = None if until is None else max(0.0, until - time.monotonic())
+        if select.select([woken], [], [], timeout)[0]:
+            with suppress(BlockingIOError):
+                woken.recv(4096)
+        while self._heard:
+            self._hear(self._heard.pop(0))
+        if self._kills_at is not None and time.monotonic() >= self._kills_at:
+            for slot in self._running():
+                self._had_to_kill = True
+                self._tell_of(slot, "killed", "is not done in time; killing it")
+                _kill(slot.process)
+
+    def _hear(self, number: int) -> None:
+        if self._kills_at is None:
+            self._kills_at = time.monotonic() + self._settings.grace_s
+            name = signal.Signals(number).name
+            text = f"{name}: stopping {len(self._running())} workers, for up to {self._settings.grace_s:g} s"
+            self._tell("stopping", text, signal=name)
+        elif number == signal.SIGINT:  # somebody at a keyboard has asked twice
+            self._kills_at = time.monotonic()
+        for slot in self._running():
+            assert slot.process is not None
+            slot.process.send_signal(number)
+
+    def _reap(self) -> None:
+        for slot in self._running():
+            assert slot.process is not None
+            code = slot.process.poll()
+            if code is None:
+                continue
+            process = slot.process
+            if process.stdin is not None:
+                process.stdin.close()
+            how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            lived_s = time.monotonic() - slot.started_at
+            is_over = code == 0 or self._kills_at is not None
+            if is_over:
+                self._had_to_kill = self._had_to_kill or (code != 0 and code not in _STOPPED_EARLY)
+                self._tell_of(slot, "ended", "has left" if code == 0 else how, code=code)
+            else:
+                pause_s = RESTART_S[0] if lived_s >= SETTLED_S else slot.pause_s
+                slot.pause_s = min(2 * pause_s, RESTART_S[1])
+                slot.restart_at = time.monotonic() + pause_s
+                self._tell_of(slot, "died", f"{how}; starting it again in {pause_s:g} s", code=code, restart_s=pause_s)
+            slot.process = None
+
+    def _tell(self, event: str, text: str, **fields: Any) -> None:
+        tell(self._settings.as_json, event, text, **fields)
+
+    def _tell_of(self, slot: _Slot, event: str, what: str, **fields: Any) -> None:
+        assert slot.process is not None
+        pid = slot.process.pid
+        self._tell(event, f"worker {slot.number} (pid {pid}) {what}", worker=slot.number, pid=pid, **fields)
+
+    @contextmanager
+    def _signals(self) -> Iterator[socket.socket]:
+        """A socket that can be read when a signal has come, a child's death among them."""
+        woken, waker = socket.socketpair()
+        woken.setblocking(False)
+        waker.setblocking(False)
+        handlers = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        old = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        try:
+            yield woken
+        finally:
+            signal.set_wakeup_fd(old)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            woken.close()
+            waker.close()
+
+    def _note(self, number: int, frame: object) -> None:
+        self._heard.append(number)
+
+
+def _kill(process: subprocess.Popen[bytes] | None) -> None:
+    if process is not None and process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,233 @@
+"""One process of `pxrs worker`: imports the handler, joins the group, handles until it is told to stop.
+
+Its settings come as one line on standard input, so that no password is seen in a list of processes. The same pipe
+stays open for as long as the supervisor lives: its end is how a worker learns that it is an orphan, on every system
+and however the supervisor died. Whatever tells it to stop, the end is the same: finish what is in hand, write it down,
+release, leave.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NoReturn, cast
+
+import pxrs
+from pxrs.cli.terminal import printable
+from pxrs.consumer import Consumer
+from pxrs.errors import PxrsError
+from pxrs.runner import Handler
+
+EXIT_FAILED: Final = 1
+EXIT_BAD_HANDLER: Final = 2
+_STOP_AGAIN_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    handler: str
+    """MODULE:HANDLER."""
+    topic: str
+    group: str
+    at: str
+    registry: str | None
+    threads: int
+    grace_s: float
+    """How long an orphan may go on with what is in hand."""
+    options: dict[str, Any]
+    """Of `Hub.consumer`."""
+    as_json: bool = False
+    number: int = 0
+    is_trial: bool = False
+    """Only see whether the handler can be imported and the topic and the registry be opened."""
+
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def tell(as_json: bool, event: str, text: str, **fields: Any) -> None:
+    """One line on standard error, in one write: several processes share it."""
+    line = json.dumps({"event": event, **fields, "text": text}) if as_json else printable(text.replace("\n", " "))
+    with suppress(OSError):  # nobody listens any more; that is no reason to leave work undone
+        os.write(2, line.encode(errors="backslashreplace") + b"\n")
+
+
+def load_handler(path: str) -> Handler:
+    """The function that MODULE:HANDLER names. Raises ImportError, which says what is wrong and where."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ImportError(f"{path!r} names no handler: write MODULE:HANDLER, such as shop.billing:handle")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        reason = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        raise ImportError(f"{path}: importing {module_name} failed: {reason}{_place(error)}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            where = getattr(found, "__file__", None) or module_name
+            raise ImportError(f"{path}: there is no {part!r} in {where}")
+        found = getattr(found, part)
+    _check_handler(path, found)
+    return cast(Handler, found)
+
+
+def _check_handler(path: str, found: Any) -> None:
+    if not callable(found):
+        raise ImportError(f"{path} is {type(found).__name__}, and not a function of a message")
+    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise ImportError(
+            f"{path} does nothing when it is called: give a plain function, neither async nor a generator"
+        )
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # of C code, which may have none
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ImportError(f"{path}{signature} cannot be called with one message: {error}") from error
+
+
+def _place(error: BaseException) -> str:
+    """The last line of somebody's own code."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
+    if isinstance(error, SyntaxError) or len(frames) < 2:  # the first one is in this file
+        return f" ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else ""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+
+
+class Process:
+    def __init__(self, settings: Settings, lifeline: int) -> None:
+        """lifeline: the pipe that ends with the supervisor."""
+        self._settings, self._lifeline = settings, lifeline
+        self._consumer: Consumer | None = None
+        self._is_stopping = False
+        self._finished = threading.Event()
+        self._signals, self._signalled = socket.socketpair()
+        self._signalled.setblocking(False)
+
+    def run(self) -> None:
+        settings = self._settings
+        self._listen()
+        threading.Thread(target=self._watch, name="pxrs-worker-watch", daemon=True).start()
+        handler = load_handler(settings.handler)
+        self._listen()  # the module may have thought that the signals are its own
+        if not logging.getLogger().handlers:
+            logging.getLogger().addHandler(_Lines(settings))
+        with pxrs.open(settings.at, registry=settings.registry) as hub:
+            if settings.is_trial:
+                self._try(hub)
+                return
+            with hub.consumer(settings.topic, settings.group, **settings.options) as consumer:
+                self._consumer = consumer
+                if not self._is_stopping:
+                    consumer.run(handler, settings.threads)
+        self._finished.set()
+
+    def _try(self, hub: pxrs.Hub) -> None:
+        hub.topic(self._settings.topic)
+        dead_letters = self._settings.options.get("dead_letters")
+        if dead_letters is not None:
+            hub.topic(dead_letters)
+        hub.registry.get("groups")  # it answers, and its tables are there before the workers race to make them
+
+    def _listen(self) -> None:
+        """Signals reach the watching thread through a socket, in whatever code the main thread is."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+
+    def _watch(self) -> None:
+        settings = self._settings
+        ready, _, _ = select.select([self._lifeline, self._signals], [], [])
+        is_orphan = self._lifeline in ready
+        if is_orphan:
+            tell(
+                settings.as_json,
+                "orphaned",
+                f"worker {settings.number}: the supervisor is gone; stopping",
+                **_me(settings),
+            )
+        self._is_stopping = True
+        left_s = settings.grace_s
+        # Again and again: a stop that comes just before `run` begins would be forgotten.
+        while not self._finished.wait(_STOP_AGAIN_S):
+            if self._consumer is not None:
+                self._consumer.stop()
+            is_orphan = is_orphan or bool(select.select([self._lifeline], [], [], 0)[0])
+            left_s -= _STOP_AGAIN_S
+            if is_orphan and left_s <= 0:  # else the supervisor decides when it is enough
+                os._exit(EXIT_FAILED)
+
+
+class _Lines(logging.Handler):
+    """What is logged, as events; only where the handler's module has set up no logging of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(logging.WARNING)
+        self._settings = settings
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = f"worker {self._settings.number}: {record.getMessage()}"
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {record.exc_info[1]!r}"
+        fields = {**_me(self._settings), "level": record.levelname.lower(), "logger": record.name}
+        tell(self._settings.as_json, "log", text, **fields)
+
+
+def _me(settings: Settings) -> dict[str, int]:
+    return {"worker": settings.number, "pid": os.getpid()}
+
+
+def _read_settings() -> tuple[Settings, int]:
+    """And the pipe, moved out of the handler's way: to the handler, standard input is empty."""
+    lifeline = os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(lifeline, 1 << 16)
+        if not part:
+            sys.exit(EXIT_FAILED)  # the supervisor has died already
+        line += part
+    return Settings(**json.loads(line)), lifeline
+
+
+def main() -> None:
+    settings, lifeline = _read_settings()
+    sys.path.insert(0, os.getcwd())
+    who = "" if settings.is_trial else f"worker {settings.number}: "
+    try:
+        Process(settings, lifeline).run()
+    except ImportError as error:
+        if isinstance(error, PxrsError):
+            _fail(settings, who, error)
+        tell(settings.as_json, "bad-handler", f"{who}{error}", **_me(settings))
+        sys.exit(EXIT_BAD_HANDLER)
+    except Exception as error:  # noqa: BLE001 - told in one line, and the supervisor decides
+        _fail(settings, who, error)
+
+
+def _fail(settings: Settings, who: str, error: Exception) -> NoReturn:
+    text = "; ".join([str(error) + ("" if isinstance(error, PxrsError) else _place(error)), *_notes(error)])
+    tell(settings.as_json, "failed", f"{who}{type(error).__name__}: {text}", **_me(settings))
+    sys.exit(EXIT_FAILED)
+
+
+def _notes(error: Exception) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+if __name__ == "__main__":
+    main()
