@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pxrs
+from benchmarks import workers
 from benchmarks.measure import compare
 from pxrs import registry as registries
 from pxrs.group.lane import Lane
@@ -207,11 +208,17 @@ def handing_out(table: Table) -> None:
     table.add_row("for message in inbox", "iterating the log", row, f"{figure.ratio:.2f}x", "0.6x")
 
 
+def sharing(table: Table) -> None:
+    figure = workers.measure()
+    row = f"{figure.ours_per_s:,.0f}/s against {figure.reference_per_s:,.0f}/s"
+    table.add_row("two worker processes, computing", "one", row, f"{figure.ratio:.2f}x", "1.6x")
+
+
 def main() -> None:
     table = Table("what", "where", "how", title="consumer groups", header_style="bold")
     for column in ("result", "wanted"):
         table.add_column(column, justify="right")
-    for part in (handing_out, taking_over, settling):
+    for part in (handing_out, sharing, taking_over, settling):
         part(table)
     Console(width=150).print(table)
 

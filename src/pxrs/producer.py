@@ -19,21 +19,17 @@ if it came too late. A small message counts for a fixed size, so that the length
 from __future__ import annotations
 
 import atexit
-import contextlib
-import copy
 import logging
 import os
 import threading
 import time
 import uuid
 import weakref
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,6 +38,19 @@ from pxrs.errors import AppendFailed, BufferFull, Closed, InvalidRecord, PartlyS
 from pxrs.log.batch import FRAME_BYTES_MAX, SCHEMA, Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.producers import BATCHES_KEPT
+from pxrs.outgoing import (
+    WIDTH,
+    Bell,
+    Chunk,
+    Extra,
+    Headers,
+    Receipt,
+    SentBatch,
+    TableReceipt,
+    again,
+    receipt_of,
+    taken_of,
+)
 from pxrs.partitioner import hash_named, read_table, slices, split_table
 
 LINGER_S_DEFAULT: Final = 0.005
@@ -56,16 +65,12 @@ RETAIN_EVERY_S: Final = 60.0
 SMALL_BYTES: Final = 448
 """A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size."""
 SMALL_COUNTED_BYTES: Final = 512
-_WIDTH: Final = 3
-"""How many elements of a chunk are a row."""
 _NEVER: Final = 1 << 29  # small enough to be compared fast
 _BACKOFF_S: Final = (0.01, 1.0)
-_WAIT_S_MAX: Final = 86_400.0
 _THOUSAND: Final = pa.scalar(1000, pa.int64())
 _TIME: Final = SCHEMA.field("timestamp").type
 _HEADERS: Final = SCHEMA.field("headers").type
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_Headers = list[tuple[str, bytes | None]]
 
 _logger: Final = logging.getLogger(__name__)
 _time_ns = time.time_ns
@@ -79,163 +84,6 @@ def _after_fork() -> None:
 
 # Asking for the process id at every `send` would cost a system call.
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class _Extra(NamedTuple):
-    """What stands for the time of a row that has more than that."""
-
-    now: int
-    time_us: int | None
-    headers: _Headers | None
-
-
-class _Bell:
-    """Wakes those who wait for something to become true. Each step is a single one, so that an interrupt leaves nothing
-    half done: one that comes inside a `threading.Condition` can leave its lock taken, or released twice."""
-
-    def __init__(self) -> None:
-        self._waiters: deque[threading.Lock] = deque()
-
-    def wait_for(self, is_true: Callable[[], object], timeout: float | None = None) -> bool:
-        """False if it has not become true in time."""
-        until = None if timeout is None else time.monotonic() + timeout
-        while not is_true():
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiters.append(turn)
-            try:
-                left = _WAIT_S_MAX if until is None else min(until - time.monotonic(), _WAIT_S_MAX)
-                # Asked again now that the bell would be heard.
-                if not is_true() and (left <= 0 or not turn.acquire(timeout=left)) and left < _WAIT_S_MAX:
-                    return bool(is_true())
-            finally:
-                with contextlib.suppress(ValueError):
-                    self._waiters.remove(turn)
-        return True
-
-    def ring(self) -> None:
-        # Only a waiter takes itself off the list: one that an interrupt keeps from being woken here is woken next time.
-        for turn in list(self._waiters):
-            with contextlib.suppress(RuntimeError):
-                turn.release()
-
-
-class _Batch:
-    """Messages of one partition on their way, or on their own: one append's worth."""
-
-    __slots__ = ("done", "error", "offset", "partition", "records", "size")
-
-    def __init__(self, partition: int, done: _Bell, records: pa.RecordBatch | None, size: int) -> None:
-        self.partition, self.done = partition, done
-        self.records, self.size = records, size
-        self.offset = -1
-        self.error: BaseException | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.offset >= 0 or self.error is not None
-
-
-class _Fate:
-    """What became of the rows of a chunk: nothing yet, or the batches that they went into."""
-
-    __slots__ = ("batches", "done", "starts")
-
-    def __init__(self, done: _Bell) -> None:
-        self.done = done
-        self.starts: list[int] = []
-        self.batches: list[_Batch] = []
-
-    def of(self, row: int) -> tuple[_Batch, int] | None:
-        """The batch, if it is done, and the row in it."""
-        if not self.batches:
-            return None
-        at = bisect_right(self.starts, row) - 1
-        batch = self.batches[at]
-        return (batch, row - self.starts[at]) if batch.is_done else None
-
-    def fail(self, error: BaseException) -> None:
-        if not self.batches:
-            failed = _Batch(-1, self.done, None, 0)
-            failed.error = error
-            self.starts, self.batches = [0], [failed]
-
-
-class _Chunk:
-    """Rows of one partition that are being collected. Its receipts keep the fate, not the rows."""
-
-    __slots__ = ("counted", "fate", "has_extras", "is_sealed", "large_bytes", "partition", "rows", "taken")
-
-    def __init__(self, partition: int, done: _Bell) -> None:
-        self.partition = partition
-        self.rows: list[Any] = []
-        """Key, value, time in nanoseconds or an _Extra, and so on."""
-        self.fate = _Fate(done)
-        self.is_sealed = False
-        self.taken = -1
-        """How much of `rows` counts, decided under the lock once it is sealed; what came later was sent again."""
-        self.counted = 0
-        """What was counted in the buffer for its small messages when it was sealed."""
-        self.has_extras = False
-        self.large_bytes = 0
-
-
-class Receipt:
-    """What `send` returns: the promise of a place in the log."""
-
-    __slots__ = ("_at", "_fate")  # no __init__: calling one would cost more than all else that `send` does with it
-    _fate: _Fate
-    _at: int
-
-    def result(self, timeout: float | None = None) -> tuple[int, int]:
-        """(partition, offset), when the message is durable. Raises the error if it could not be stored, TimeoutError
-        if it takes longer."""
-        fate, row = self._fate, self._at // _WIDTH
-        if not fate.done.wait_for(lambda: fate.of(row) is not None, timeout):
-            raise TimeoutError(f"not stored within {timeout} s; it may be yet")
-        found = fate.of(row)
-        assert found is not None
-        batch, row = found
-        if batch.error is not None:
-            raise _again(batch.error)
-        return batch.partition, batch.offset + row
-
-    @property
-    def is_done(self) -> bool:
-        return self._fate.of(self._at // _WIDTH) is not None
-
-    def __repr__(self) -> str:
-        return f"<Receipt{' done' if self.is_done else ''}>"
-
-
-class Stored(NamedTuple):
-    """Messages that lie together."""
-
-    partition: int
-    offset: int
-    rows: int
-
-
-class TableReceipt:
-    """What `send_batch` returns."""
-
-    __slots__ = ("_batches",)
-
-    def __init__(self, batches: Sequence[tuple[_Batch, int]]) -> None:
-        self._batches = batches  # each with its number of rows
-
-    def result(self, timeout: float | None = None) -> list[Stored]:
-        """Where the rows are, when all are durable; within a partition in the table's order."""
-        if self._batches and not self._batches[0][0].done.wait_for(lambda: self.is_done, timeout):
-            raise TimeoutError(f"not all stored within {timeout} s; they may be yet")
-        for batch, _ in self._batches:
-            if batch.error is not None:
-                raise _again(batch.error)
-        return [Stored(batch.partition, batch.offset, count) for batch, count in self._batches]
-
-    @property
-    def is_done(self) -> bool:
-        return all(batch.is_done for batch, _ in self._batches)
 
 
 class Producer:
@@ -313,24 +161,24 @@ class Producer:
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
         self._lock = threading.Lock()
-        self._work = _Bell()
+        self._work = Bell()
         """Heard by the background thread."""
-        self._done = _Bell()
+        self._done = Bell()
         """Heard by those who wait for it."""
-        self._chunks = [_Chunk(number, self._done) for number in range(self._partitions)]
+        self._chunks = [Chunk(number, self._done) for number in range(self._partitions)]
         # A third is open, a third ready; both may be in hand when the open ones have filled again.
         self._third_bytes = self._buffer_bytes // 3
         share = self._third_bytes // SMALL_COUNTED_BYTES // self._partitions
         self._chunk_rows = max(1, min(self._batch_rows, share))
-        self._chunk_end = self._chunk_rows * _WIDTH
+        self._chunk_end = self._chunk_rows * WIDTH
         """Up to this length of a chunk `send` needs no second thought; 0 once the producer is closed or has failed."""
         self._wake_at = _NEVER
         """0 while the background thread waits for a first row, to be woken by it."""
-        self._ready: list[_Chunk | _Batch] = []
+        self._ready: list[Chunk | SentBatch] = []
         """Sealed chunks and tables, in order."""
         self._counted = 0
         """Bytes of these and of those that are being appended, and of messages in open chunks that are not small."""
-        self._in_hand: list[_Chunk | _Batch] = []
+        self._in_hand: list[Chunk | SentBatch] = []
         self._since = 0.0
         """Nothing that waits in an open chunk is older."""
         self._rounds_begun = self._rounds_done = self._settled = 0
@@ -397,7 +245,7 @@ class Producer:
         `receipt` tells of the rows that were, if the buffer stays full or a partition has failed."""
         with self._lock:
             self._check_usable()
-        batches: list[tuple[_Batch, int]] = []
+        batches: list[tuple[SentBatch, int]] = []
         rows = read_table(table, self._partitions, MESSAGE_BYTES_MAX)
         rows_max = self._batch_rows * min(self._partitions, 64)
         for piece in slices(rows, rows_max, SLICE_BYTES_MAX):
@@ -423,7 +271,7 @@ class Producer:
         with self._lock:
             if self._error is not None:
                 self._error_is_known = True
-                raise _again(self._error)
+                raise again(self._error)
 
     def close(self) -> None:
         """Send what waits, then stop. Raises an error that no `flush` has raised yet."""
@@ -440,7 +288,7 @@ class Producer:
         with self._lock:
             if self._error is not None and not self._error_is_known:
                 self._error_is_known = True
-                raise _again(self._error)
+                raise again(self._error)
 
     # The way in.
 
@@ -484,38 +332,38 @@ class Producer:
 
     def _add(
         self,
-        chunk: _Chunk,
+        chunk: Chunk,
         key: bytes | None,
         value: bytes | None,
         time_us: int | None,
-        headers: _Headers | None,
+        headers: Headers | None,
         counted: int,
     ) -> Receipt:
         """Under the lock."""
         now = _time_ns()
-        moment = now if headers is None and time_us is None else _Extra(now, time_us, headers)
+        moment = now if headers is None and time_us is None else Extra(now, time_us, headers)
         chunk.has_extras = chunk.has_extras or moment is not now
         at = len(chunk.rows)
         # No call in between: an interrupt comes before all three or after.
         chunk.large_bytes += counted
         self._counted += counted
         chunk.rows += key, value, moment
-        receipt = _receipt(chunk, at, moment)
+        receipt = receipt_of(chunk, at, moment)
         if chunk.large_bytes >= self._batch_bytes:
             self._seal(chunk.partition)
         self._work.ring()
         return receipt
 
-    def _look_again(self, chunk: _Chunk, at: int, now: int, key: bytes, value: bytes) -> Receipt:
+    def _look_again(self, chunk: Chunk, at: int, now: int, key: bytes, value: bytes) -> Receipt:
         """A row was added to a chunk that another sender added to or somebody sealed at the same moment."""
         with self._lock:
-            receipt = _receipt(chunk, at, now)
-            if not chunk.is_sealed or receipt._at < _taken(chunk):
+            receipt = receipt_of(chunk, at, now)
+            if not chunk.is_sealed or receipt._at < taken_of(chunk):
                 self._work.ring()
                 return receipt
         return self._send_any(value, key, None, None, None)
 
-    def _put(self, partition: int, records: pa.RecordBatch) -> _Batch:
+    def _put(self, partition: int, records: pa.RecordBatch) -> SentBatch:
         """Queue records that are a batch of their own."""
         size = records.nbytes + SMALL_COUNTED_BYTES
         until = time.monotonic() + self._buffer_timeout
@@ -523,7 +371,7 @@ class Producer:
             with self._lock:
                 if self._chunk_with_room(partition, size) is not None:
                     self._seal(partition)
-                    batch = _Batch(partition, self._done, records, size)
+                    batch = SentBatch(partition, self._done, records, size)
                     self._counted += size
                     self._ready.append(batch)
                     self._work.ring()
@@ -542,16 +390,16 @@ class Producer:
             )
         self._done.wait_for(lambda: self._settled != settled or self._is_closing, left)
 
-    def _chunk_with_room(self, partition: int | None, size: int) -> _Chunk | None:
+    def _chunk_with_room(self, partition: int | None, size: int) -> Chunk | None:
         """Under the lock. `size`: what will be counted besides a row."""
         while True:
             self._check_usable()
             number = self._keyless if partition is None else partition
             if number in self._broken:
-                raise _again(self._broken[number])
+                raise again(self._broken[number])
             chunk = self._chunks[number]
             is_large = chunk.large_bytes > 0 and chunk.large_bytes + size > self._batch_bytes
-            is_full = len(chunk.rows) >= self._chunk_rows * _WIDTH or (is_large and bool(chunk.rows))
+            is_full = len(chunk.rows) >= self._chunk_rows * WIDTH or (is_large and bool(chunk.rows))
             more = size + (self._chunk_rows * SMALL_COUNTED_BYTES if is_full else 0)
             fits = not more or not self._counted or self._counted + more <= self._third_bytes
             if not fits:
@@ -566,12 +414,12 @@ class Producer:
         chunk = self._chunks[number]
         if not chunk.rows:
             return
-        fresh = _Chunk(number, self._done)
+        fresh = Chunk(number, self._done)
         # No call before the last of the three: an interrupt must not leave the chunk in neither place.
         chunk.is_sealed = True
         self._chunks[number] = fresh
         self._ready.append(chunk)
-        counted = _taken(chunk) // _WIDTH * SMALL_COUNTED_BYTES
+        counted = taken_of(chunk) // WIDTH * SMALL_COUNTED_BYTES
         chunk.counted = counted
         self._counted += counted
         if number == self._keyless:
@@ -669,26 +517,26 @@ class Producer:
         for number, chunk in enumerate(self._chunks):
             chunk.is_sealed = True  # first, as always; a row that is there now is taken, a later one is not
             if chunk.rows:
-                fresh = self._chunks[number] = _Chunk(number, self._done)
+                fresh = self._chunks[number] = Chunk(number, self._done)
                 fresh.is_sealed, fresh.taken = True, 0
                 self._ready.append(chunk)
             elif chunk.taken < 0:
                 chunk.taken = 0
 
-    def _cut_in_hand(self) -> Iterator[_Batch]:
+    def _cut_in_hand(self) -> Iterator[SentBatch]:
         for item in self._in_hand:
-            if isinstance(item, _Batch):
+            if isinstance(item, SentBatch):
                 yield item
             else:
                 yield from self._batches_of(item)
 
-    def _batches_of(self, chunk: _Chunk) -> list[_Batch]:
+    def _batches_of(self, chunk: Chunk) -> list[SentBatch]:
         with self._lock:
-            rows, end = chunk.rows, _taken(chunk)
-        keys, values, times = (rows[at:end:_WIDTH] for at in range(_WIDTH))
+            rows, end = chunk.rows, taken_of(chunk)
+        keys, values, times = (rows[at:end:WIDTH] for at in range(WIDTH))
         headers = pa.nulls(len(keys), _HEADERS)
         if chunk.has_extras:
-            extras = [each if isinstance(each, _Extra) else _Extra(each, None, None) for each in times]
+            extras = [each if isinstance(each, Extra) else Extra(each, None, None) for each in times]
             headers = pa.array([extra.headers for extra in extras], _HEADERS)
             given = pa.array([extra.time_us for extra in extras], pa.int64())
             times = pc.coalesce(given, pc.divide(pa.array([extra.now for extra in extras], pa.int64()), _THOUSAND))
@@ -697,16 +545,16 @@ class Producer:
         columns = [pa.array(keys, pa.binary()), pa.array(values, pa.binary()), times.cast(_TIME), headers]
         parts = list(self._halve(pa.RecordBatch.from_arrays(columns, schema=SCHEMA)))
         sizes = [chunk.counted + chunk.large_bytes] + [0] * (len(parts) - 1)
-        batches = [_Batch(chunk.partition, self._done, part, size) for part, size in zip(parts, sizes, strict=True)]
+        batches = [SentBatch(chunk.partition, self._done, part, size) for part, size in zip(parts, sizes, strict=True)]
         chunk.fate.starts = list(accumulate((part.num_rows for part in parts[:-1]), initial=0))
         chunk.fate.batches = batches
         return batches
 
-    def _store(self, batches: list[_Batch]) -> None:
+    def _store(self, batches: list[SentBatch]) -> None:
         """Append them, in order, no more of a partition at once than the log remembers."""
         self._in_hand = list(batches)
         counts = [0] * self._partitions
-        groups: dict[int, list[_Batch]] = {}
+        groups: dict[int, list[SentBatch]] = {}
         for batch in batches:
             groups.setdefault(counts[batch.partition] // BATCHES_KEPT, []).append(batch)
             counts[batch.partition] += 1
@@ -725,9 +573,9 @@ class Producer:
             except PxrsError as error:  # what was sent is stored; the next producer tries again
                 _logger.warning("retention of %s failed: %s", self._log.name, error)
 
-    def _store_group(self, batches: list[_Batch]) -> list[tuple[_Batch, int | BaseException]]:
-        outcomes: list[tuple[_Batch, int | BaseException]] = []
-        sound: list[tuple[_Batch, Origin]] = []
+    def _store_group(self, batches: list[SentBatch]) -> list[tuple[SentBatch, int | BaseException]]:
+        outcomes: list[tuple[SentBatch, int | BaseException]] = []
+        sound: list[tuple[SentBatch, Origin]] = []
         for batch in batches:
             if batch.partition in self._broken:
                 outcomes.append((batch, self._broken[batch.partition]))
@@ -739,9 +587,9 @@ class Producer:
         except Exception:  # noqa: BLE001 - tried again below, where each partition gets its own error
             return outcomes + self._store_apart(sound)
 
-    def _store_apart(self, batches: list[tuple[_Batch, Origin]]) -> list[tuple[_Batch, int | BaseException]]:
+    def _store_apart(self, batches: list[tuple[SentBatch, Origin]]) -> list[tuple[SentBatch, int | BaseException]]:
         """One append for each partition, so that one that fails does not fail the others. A retry is stored once."""
-        outcomes: list[tuple[_Batch, int | BaseException]] = []
+        outcomes: list[tuple[SentBatch, int | BaseException]] = []
         for partition in dict.fromkeys(batch.partition for batch, _ in batches):
             mine = [each for each in batches if each[0].partition == partition]
             try:
@@ -751,7 +599,9 @@ class Producer:
                 outcomes += [(batch, error) for batch, _ in mine]
         return outcomes
 
-    def _append(self, batches: list[tuple[_Batch, Origin]], tries_max: int) -> list[tuple[_Batch, int | BaseException]]:
+    def _append(
+        self, batches: list[tuple[SentBatch, Origin]], tries_max: int
+    ) -> list[tuple[SentBatch, int | BaseException]]:
         """Try until it is stored; the same origins each time. Raises the last AppendFailed, and any other error."""
         appends = [Append(batch.partition, batch.records, origin) for batch, origin in batches]
         wait_s, wait_s_max = _BACKOFF_S
@@ -766,7 +616,7 @@ class Producer:
             wait_s = min(wait_s * 2, wait_s_max)
         raise AssertionError("tries_max is at least 1")
 
-    def _settle(self, outcomes: Sequence[tuple[_Batch, int | BaseException]]) -> None:
+    def _settle(self, outcomes: Sequence[tuple[SentBatch, int | BaseException]]) -> None:
         """Under the lock: tell those who wait, and give the buffer back."""
         for batch, outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -785,7 +635,7 @@ class Producer:
     def _fail_all(self, error: BaseException) -> None:
         """Nothing that is not stored yet will be, as far as this process can know."""
         for item in (*self._in_hand, *self._ready, *self._chunks):
-            if isinstance(item, _Chunk):
+            if isinstance(item, Chunk):
                 item.is_sealed = True
                 item.fate.fail(error)
                 for batch in item.fate.batches:
@@ -809,30 +659,6 @@ class Producer:
             error.add_note(f"pxrs: closing the producer of {self._log.name} failed too: {failure}")
 
 
-def _again(error: BaseException) -> BaseException:
-    """A copy to raise: the same one raised again and again would gather tracebacks, and all that their frames hold."""
-    try:
-        return copy.copy(error).with_traceback(None)
-    except Exception:  # noqa: BLE001 - somebody else's error, which cannot be copied
-        return error.with_traceback(None)
-
-
-def _receipt(chunk: _Chunk, at: int, time: object) -> Receipt:
-    """The receipt of the row with this very time, which is at this place or behind it."""
-    while chunk.rows[at + 2] is not time:
-        at += _WIDTH
-    receipt = Receipt()
-    receipt._fate, receipt._at = chunk.fate, at
-    return receipt
-
-
-def _taken(chunk: _Chunk) -> int:
-    """Under the lock, of a chunk that is sealed: how much of it counts, decided by whoever asks first."""
-    if chunk.taken < 0:
-        chunk.taken = len(chunk.rows)
-    return chunk.taken
-
-
 def _bytes(name: str, given: object) -> bytes | None:
     if given is None or isinstance(given, bytes):
         return given
@@ -843,7 +669,7 @@ def _bytes(name: str, given: object) -> bytes | None:
     raise InvalidRecord(f"the {name} is {type(given).__name__}; give bytes, str or None")
 
 
-def _header_list(headers: Iterable[tuple[str, bytes | None]]) -> _Headers:
+def _header_list(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
     try:
         pairs = [(name, _bytes("header", content)) for name, content in headers]
     except (TypeError, ValueError) as error:

@@ -21,8 +21,9 @@ from pxrs.errors import AppendFailed, BufferFull, Closed, InvalidRecord, LogErro
 from pxrs.log.contract import Append
 from pxrs.log.memory import MemoryLog, MemoryTopic
 from pxrs.model import Topic
+from pxrs.outgoing import Chunk, Receipt
 from pxrs.partitioner import murmur2, xxh64
-from pxrs.producer import Producer, Receipt, _Chunk
+from pxrs.producer import Producer
 
 
 class Fickle(MemoryTopic):
@@ -500,7 +501,7 @@ def test_a_receipt_keeps_no_messages(single: tuple[Fickle, Producer]) -> None:
     out.flush()
     assert all(batch.records is None for batch in receipt._fate.batches)
     for each in (receipt, fast):
-        assert not any(isinstance(found, _Chunk) for found in gc.get_referents(each._fate))
+        assert not any(isinstance(found, Chunk) for found in gc.get_referents(each._fate))
 
 
 def test_an_error_raised_again_and_again_gathers_nothing(single: tuple[Fickle, Producer]) -> None:
