@@ -163,13 +163,15 @@ class Consumer:
                 if lane.position != position:
                     break  # somebody has called `seek`
                 lane.handed_at = now = clock()
-                # In hand first, then the look: who stops the lane does it the other way round, so one sees the other.
-                lane.position = position = message[2] + 1
-                if lane.is_halted or now >= lease.deadline:
-                    lane.position = lane.done if not is_manual else message[2]
-                    break
                 if is_manual:
                     lane.expect((message[2],))
+                # In hand first, then the look: who stops the lane does it the other way round, so one sees the other.
+                before, lane.position = position, message[2] + 1
+                position = message[2] + 1
+                if lane.is_halted or now >= lease.deadline:
+                    lane.position = before
+                    lane.retract(before)
+                    break
                 yield message
                 if not is_manual:
                     lane.done = position
@@ -190,19 +192,13 @@ class Consumer:
                 break
             messages.append(message)
         end = batch.next_offset if len(messages) == batch.records.num_rows else messages[-1].offset + 1
-        if not self._hand_out(lane, batch.base_offset, end):
-            return []
-        if self._is_manual:
-            lane.expect(message.offset for message in messages)
-        return messages
+        return messages if self._hand_out(lane, batch.base_offset, end, batch) else []
 
     def batches(self) -> Iterator[ConsumedBatch]:
         """The same as Arrow record batches, each done when the next is asked for."""
         while (found := self._next()) is not None:
             lane, batch = found
-            if self._hand_out(lane, batch.base_offset, batch.next_offset):
-                if self._is_manual:
-                    lane.expect(_offsets(batch))
+            if self._hand_out(lane, batch.base_offset, batch.next_offset, batch):
                 yield ConsumedBatch(
                     self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch, batch.offsets
                 )
@@ -380,14 +376,17 @@ class Consumer:
                 f"{error.end}; is this the same log? Reset the group if it is"
             ) from error
 
-    def _hand_out(self, lane: Lane, offset: int, end: int) -> bool:
+    def _hand_out(self, lane: Lane, offset: int, end: int, batch: Batch | None = None) -> bool:
         """Take them in hand, unless the lane is not to be handed out; the order of steps is that of `__iter__`."""
         if lane.position != offset:
             return False
+        if self._is_manual and batch is not None:
+            lane.expect(number for number in _offsets(batch) if number < end)
         lane.handed_at = now = self._clock.now()
         lane.position = end
         if lane.is_halted or now >= self._member.deadline:
             lane.position = offset
+            lane.retract(offset)
             return False
         return True
 

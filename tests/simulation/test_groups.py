@@ -11,7 +11,7 @@ import pytest
 
 from pxrs.testing.simulator import Simulation, simulate
 
-SEEDS = 20_000 if os.environ.get("PXRS_SOAK") else 320
+SEEDS = 20_000 if os.environ.get("PXRS_SOAK") else 240
 PARTS = 8
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from pxrs.group import reconcile
 from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
 from pxrs.group.reconcile import Claim
-from pxrs.group.records import Checkpoint, Owner
+from pxrs.group.records import Checkpoint, Leader, Owner
 from pxrs.registry.contract import ABSENT, Entry
-from pxrs.testing.simulator import Defects, SimulatedMember, SimulatedStore, Violation, simulate
+from pxrs.testing.simulator import Defects, SimulatedMember, SimulatedStore, Simulation, Violation, simulate
+from pxrs.testing.simulator.ghost import ADMIN
+from pxrs.testing.simulator.store import Request
 
 
 def _is_checkpoint_of_an_owner(operation: Operation) -> bool:
@@ -80,13 +82,15 @@ def no_version_of_its_own(operation: Operation, member: SimulatedMember, store: 
 
 
 def ephemeral_leader(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
-    """The leader key dies with its lease (G2), and the assignment names none, so that only the key's version guards."""
+    """The leader key dies with its lease (G2), and only its version guards the assignment, which names no lease.
+
+    The terms are kept rising, so that nothing but the dead leader's late write can give it away."""
     if isinstance(operation, Write):
-        keys = member.simulation.keys
-        if keys.leader in operation.put:
-            put = dict(operation.put)
-            return operation._replace(put={}, ephemeral={keys.leader: put[keys.leader]})
-        if keys.leader in operation.expect:
+        key = member.simulation.keys.leader
+        if key in operation.put:
+            leader = replace(Leader.load(key, operation.put[key]), term=store.version + 1)
+            return operation._replace(put={}, ephemeral={key: leader.dump()})
+        if key in operation.expect:
             return operation._replace(is_leased=False)
     return operation
 
@@ -153,7 +157,7 @@ class Mutation:
     rules: tuple[str, ...]
     """Those that may be the first to be broken."""
     patch: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
-    seeds_max: int = 100
+    seeds_max: int = 400
 
 
 MUTATIONS = [
@@ -211,3 +215,24 @@ def test_defect_is_caught_and_the_sound_code_passes_the_same_seeds(
     seed, violation = caught
     assert violation.rule in mutation.rules
     assert all(is_sound(each) for each in range(seed + 1))
+
+
+class ResetsWithoutFence(Simulation):
+    """An admin's reset leaves the owner as it is (G5)."""
+
+    def apply(self, request: Request) -> None:
+        if request.incarnation == ADMIN and isinstance(request.operation, Write):
+            put = {key: value for key, value in request.operation.put.items() if "/owners/" not in key}
+            request.operation = request.operation._replace(put=put)
+        super().apply(request)
+
+
+def test_a_reset_that_leaves_the_owner_is_caught() -> None:
+    rules = []
+    for seed in range(100):
+        try:
+            ResetsWithoutFence(seed).run()
+        except Violation as violation:
+            rules.append(violation.rule)
+            break
+    assert rules == ["X11 nothing lost"]

@@ -65,8 +65,14 @@ class Lane:
         return self.done >= self.position
 
     def expect(self, offsets: Iterable[int]) -> None:
-        """These are being handed out, to be acknowledged one by one."""
+        """These will be handed out, to be acknowledged one by one. Before the position is moved: one that comes in
+        between must not take what is not acknowledged for done."""
         self._open.extend(offsets)
+
+    def retract(self, offset: int) -> None:
+        """From this one on they were not handed out after all."""
+        while self._open and self._open[-1] >= offset:
+            self._open.pop()
 
     def ack(self, offset: int) -> None:
         """Done in any order: the checkpoint is the contiguous watermark (X22)."""

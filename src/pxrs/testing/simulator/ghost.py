@@ -7,7 +7,7 @@ lane that a member is given. It trusts no key and no version, only the order of 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pxrs.group.protocol import Write
 from pxrs.group.reconcile import NOBODY, Place
@@ -17,6 +17,10 @@ from pxrs.testing.simulator.store import Request, SimulatedStore
 if TYPE_CHECKING:
     from pxrs.group.lane import Lane
     from pxrs.testing.simulator.member import SimulatedMember
+
+
+ADMIN: Final = "admin"
+"""Who resets checkpoints."""
 
 
 class Violation(AssertionError):
@@ -66,6 +70,10 @@ class Ghost:
             if before is not None:
                 raise Violation("G6 pinned once", f"{place} had {before} and was pinned at {checkpoint.offset}")
             self._not_skipped(place, checkpoint.offset)
+        elif request.incarnation == ADMIN:
+            # What is behind it has to be handed out and finished once more.
+            finished = self.finished.setdefault(place, set())
+            self.finished[place] = {offset for offset in finished if offset < checkpoint.offset}
         else:
             self.commits += 1
             owner = self.owners.get(place, NOBODY)
@@ -110,6 +118,9 @@ class Ghost:
         self.at_claim[place, owner.epoch] = self.checkpoints.get(place)
 
     def _fenced(self, request: Request, place: Place, before: Owner) -> None:
+        self.taken.add((place, before.epoch))
+        if request.incarnation == ADMIN:
+            return
         self.fences += 1
         if self.leader is None or self.leader.incarnation != request.incarnation:
             raise Violation("G2 leader", f"{request.incarnation} fenced {place}, and {self.leader} leads")
@@ -117,7 +128,6 @@ class Ghost:
             raise Violation("X8 fences what is asked for", f"{place} was taken from {before}, for whom it is meant")
         if self.is_calm:
             raise Violation("X7 nothing fenced", f"{place} had to be taken from {before}, and nobody was slow")
-        self.taken.add((place, before.epoch))
 
     def _leader(self, request: Request, leader: Leader) -> None:
         before = self.leader
@@ -128,6 +138,8 @@ class Ghost:
         self.leader = leader
 
     def _assignment(self, request: Request, assignment: Assignment) -> None:
+        if request.incarnation == ADMIN and assignment == self.assignment:
+            return
         if self.leader is None or self.leader.incarnation != request.incarnation:
             raise Violation("G2 leader", f"{request.incarnation} wrote the assignment, and {self.leader} leads")
         if assignment.generation <= self.assignment.generation:

@@ -306,7 +306,7 @@ class SimulatedMember:
     def _failed(self, failure: RegistryError) -> None:
         self.simulation.note(self, f"{self.task} failed", type(failure).__name__)
         match self.task:
-            case "join":
+            case "join" if self.simulation.rng.random() < 0.5:
                 self.lose("it could not join")
             case "leave":
                 if self.simulation.rng.random() < 0.5:

@@ -16,15 +16,18 @@ from typing import Any, Final
 
 from pxrs.group.protocol import MemberProtocol, Operation, Write
 from pxrs.group.reconcile import Place
-from pxrs.group.records import Keys, Member
-from pxrs.testing.simulator.ghost import Ghost, Violation
+from pxrs.group.records import Checkpoint, Keys, Member, Owner
+from pxrs.testing.simulator.ghost import ADMIN, Ghost, Violation
 from pxrs.testing.simulator.member import SimulatedMember
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 CALM_STEPS_MAX: Final = 20_000
 """More than any group of this size needs to come to rest."""
 MEMBERS_MAX: Final = 6
-EVENTS: Final = ("join", "leave", "crash", "crash the leader", "stop", "replace", "jump", "renewals fail", "hang")
+EVENTS: Final = (
+    *("leave", "crash", "crash", "crash the leader", "stop", "stop", "stop"),
+    *("replace", "jump", "renewals fail", "hang", "reset"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class Simulation:
             timeout=rng.choice((0.0, 0.05, 0.25)),
             lost_reply=rng.choice((0.0, 0.05, 0.15)),
             overtaken=rng.choice((0.0, 0.2, 0.5)),
-            event=rng.choice((0.01, 0.02, 0.04)),
+            event=rng.choice((0.015, 0.03, 0.06)),
         )
         self.rates = self.storm
         # Not all kinds in every run: some schedules need a fault of one kind many times and none of another.
@@ -289,8 +292,25 @@ class Simulation:
                 member.renewals_fail_until = self.now + rng.uniform(0, 2 * self.ttl)
             case "hang":
                 member.hangs_until = self.now + rng.uniform(0, 3 * self.ttl)
+            case "reset":
+                self._reset((self.topic, rng.randrange(self.partitions)))
             case "topic":
                 self._create_topic()
+
+    def _reset(self, place: Place) -> None:
+        """An admin sets a checkpoint back, frees the owner in the same commit (G5), and has the members look."""
+        keys = self.keys
+        owner, checkpoint = (self.store.state.get(key(*place)) for key in (keys.owner, keys.checkpoint))
+        assignment = self.store.state.get(keys.assignment)
+        if owner is None or checkpoint is None or assignment is None:
+            return
+        offset = self.rng.randint(0, Checkpoint.load(checkpoint.key, checkpoint.value).offset)
+        epoch = Owner.load(owner.key, owner.value).epoch + 1
+        put = {owner.key: Owner(None, epoch).dump(), checkpoint.key: Checkpoint(offset, by=ADMIN, epoch=epoch).dump()}
+        expect = {owner.key: owner.version, checkpoint.key: checkpoint.version}
+        self.apply(Request(Write(expect, put, is_leased=False), ADMIN, None))
+        touch = Write({assignment.key: assignment.version}, {assignment.key: assignment.value}, is_leased=False)
+        self.apply(Request(touch, ADMIN, None))
 
     def _start_member(self, name: str | None = None) -> SimulatedMember:
         if name is None:
