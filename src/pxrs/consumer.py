@@ -116,7 +116,6 @@ class Consumer:
         if not isinstance(prefetch_bytes, int) or not 1 <= prefetch_bytes <= 1 << 40:
             raise InvalidGroup(f"prefetch_bytes is {prefetch_bytes!r}: give at least 1")
         self._policy = ErrorPolicy(on_error, retries_max, _seconds(retry_pause) or 0.0, dead_letters)
-        self._runner: Runner | None = None
         self.topic, self.group = source.name, group
         self._source, self._start = source, start
         self._is_manual = ack == "manual"
@@ -130,6 +129,9 @@ class Consumer:
         self._version = 0
         """Rises whenever a waiter should look again."""
         self._turn = 0
+        self._lost: set[int] = set()
+        """Partitions that were taken away with something undone, until `commit` has told of them."""
+        self._stopping = threading.Event()
         self.skipped = 0
         """How many messages retention took before they were read; counted if `on_trimmed` is "skip"."""
         self._pid = os.getpid()
@@ -211,13 +213,16 @@ class Consumer:
 
         Returns when `stop` is called, or at the end with `until="end"`. Raises HandlerFailed if `on_error` says so."""
         self._check_usable()
-        self._runner = Runner(self, handler, threads, self._policy)
-        self._runner.run()
+        try:
+            Runner(self, handler, threads, self._policy, self._stopping).run()
+        finally:
+            self._stopping.clear()
 
     def stop(self) -> None:
-        """Let `run` return when what is in hand is done. May be called from a signal handler."""
-        if self._runner is not None:
-            self._runner.stopped.set()
+        """Let `run` return when what is in hand is done; one that begins later returns at once.
+
+        From any thread. A signal handler should leave it to one: it may have interrupted the code that this needs."""
+        self._stopping.set()
         self._change()
 
     def ack(self, message: Message) -> None:
@@ -237,7 +242,16 @@ class Consumer:
         Raises PartitionLost if some of it is owned by others now, when the rest is written."""
         self._check_usable()
         self._finish_all()
-        self._member.commit()
+        lost: set[int] = set()
+        try:
+            self._member.commit()
+        except PartitionLost as error:
+            lost.update(error.partitions)
+        with self._lock:  # also what was lost before: the member's thread may have been the first to learn of it
+            lost |= self._lost
+            self._lost.clear()
+        if lost:
+            raise PartitionLost(self.group, sorted(lost))
 
     @property
     def assignment(self) -> list[int]:
@@ -462,6 +476,9 @@ class Consumer:
 
     def lane_lost(self, lane: Lane) -> None:
         self._forget(lane)
+        if lane.has_undone and not self._is_closed:
+            with self._lock:
+                self._lost.add(lane.partition)
         self._call("lost", [lane.partition])
 
     def _forget(self, lane: Lane) -> None:
@@ -486,8 +503,7 @@ class Consumer:
         if os.getpid() != self._pid or self._is_closed:
             return
         self._is_closed = True
-        if self._runner is not None:
-            self._runner.stopped.set()
+        self._stopping.set()
         with self._lock:
             for lane in self._lanes.values():
                 lane.is_stopping = True

@@ -53,14 +53,16 @@ class ErrorPolicy:
 class Runner:
     """One call of `Consumer.run`."""
 
-    def __init__(self, consumer: Consumer, handler: Handler, threads: int, policy: ErrorPolicy) -> None:
+    def __init__(
+        self, consumer: Consumer, handler: Handler, threads: int, policy: ErrorPolicy, stopped: threading.Event
+    ) -> None:
         if not 1 <= threads <= 1_000:
             raise InvalidGroup(f"threads is {threads}: choose from 1 to 1,000")
         self._consumer, self._handler, self._threads, self._policy = consumer, handler, threads, policy
         self._lock = threading.Lock()
         self._busy: set[Lane] = set()
         self._failure: BaseException | None = None
-        self.stopped = threading.Event()
+        self.stopped = stopped
 
     def run(self) -> None:
         consumer = self._consumer

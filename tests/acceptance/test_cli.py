@@ -18,15 +18,6 @@ def pxrs(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_the_demo_tells_its_story_and_its_account_is_exact() -> None:
-    result = pxrs("demo")
-    assert result.returncode == 0, result.stderr
-    assert "anna was killed" in result.stdout
-    assert "lost 0" in result.stdout
-    assert "refused (" in result.stdout
-    assert result.stderr == ""
-
-
 def test_scan_and_get_print_for_people_and_for_machines(tmp_path: Path) -> None:
     with registry.open(tmp_path) as handle:
         versions = handle.commit(put={"a/text": "grün".encode(), "a/binary": b"\xff\x00", "b": b""})

@@ -1,90 +1,63 @@
-"""One worker of `pxrs demo`: claims free partitions, counts up on its own, tells each acknowledged count on stdout."""
+"""One worker of `pxrs demo`: a member of the group that tells on stdout what it does, each line before the next step.
+
+    began PARTITION EPOCH OFFSET        a message is in hand
+    handled PARTITION EPOCH OFFSET      its work is done, and not yet written down
+    committed PARTITION EPOCH OFFSET    the store has accepted the checkpoint: the next one to read
+    refused WHY                         the store has not: the partition is somebody else's
+
+It ends when its standard input does, which is also how it notices that the demo has died.
+"""
 
 from __future__ import annotations
 
-import logging
+import os
+import select
 import signal
 import sys
 import time
 
-from pxrs import registry
-from pxrs.errors import Conflict, LeaseExpired
-from pxrs.registry import ABSENT, Lease, Registry
+import pxrs
+from pxrs.consumer import Consumer
+from pxrs.errors import PartitionLost
+from pxrs.model import Message
 
-PARTITIONS = 8
 TTL_S = 2.0
-PAUSE_S = 0.005
-MEMBERS, OWNERS, COUNTS = "demo/members/", "demo/owners/", "demo/counts/"
+WORK_S = 0.04
+"""How long the handling of one message takes."""
+POLL_S = 0.1
+
+
+def tell(*words: object) -> None:
+    """In one write: a line is there as a whole or not at all, also if this process is killed."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 class Worker:
-    def __init__(self, handle: Registry, name: str, lease: Lease) -> None:
-        self.handle, self.name, self.lease = handle, name, lease
-        self.member = f"{MEMBERS}{name}"
-        self.owned: dict[int, int] = {}
-        """Partition -> the owner key's version at which it was claimed: the fence."""
+    def __init__(self, hub: pxrs.Hub, topic: str, group: str, name: str) -> None:
+        self._inbox: Consumer = hub.consumer(topic, group, name=name, ack="manual", lease_ttl=TTL_S)
 
-    def claim(self) -> None:
-        """Take what is free, or what a dead member held, up to a fair share."""
-        alive = {entry.key: entry for entry in self.handle.scan(MEMBERS)}
-        share = -(-PARTITIONS // max(1, len(alive)))
-        for entry in self.handle.scan(OWNERS):
-            partition, owner = int(entry.key.removeprefix(OWNERS)), entry.value.decode()
-            if len(self.owned) >= share or partition in self.owned or f"{MEMBERS}{owner}" in alive:
-                continue
-            expect = {entry.key: entry.version}
-            if owner:
-                expect[f"{MEMBERS}{owner}"] = ABSENT
-            try:
-                versions = self.handle.commit(expect=expect, put={entry.key: self.name.encode()}, lease=self.lease)
-            except Conflict:
-                continue
-            self.owned[partition] = versions[entry.key]
+    def run(self) -> None:
+        with self._inbox as inbox:
+            while not select.select([0], [], [], 0)[0]:
+                for message in inbox.poll(1, timeout=POLL_S):
+                    self._handle(message)
 
-    def count(self, partition: int) -> None:
-        key = f"{COUNTS}{partition}"
-        entry = self.handle.get(key)
-        assert entry is not None
-        expect = {key: entry.version, f"{OWNERS}{partition}": self.owned[partition]}
-        put = {key: b"%d" % (int(entry.value) + 1)}
+    def _handle(self, message: Message) -> None:
+        place = message.partition, message.epoch
+        tell("began", *place, message.offset)
+        time.sleep(WORK_S)  # here the demo stops or kills it
+        tell("handled", *place, message.offset)
         try:
-            self.handle.commit(expect=expect, put=put, lease=self.lease, quiet=True)
-        except LeaseExpired:
-            # A careless writer would go on without its lease. The fence in the write stops that too.
-            self.handle.commit(expect=expect, put=put, quiet=True)
-        tell(f"counted {partition}")
-
-
-def work(url: str, name: str) -> None:
-    with registry.open(url) as handle, handle.lease(TTL_S) as lease:
-        handle.commit(ephemeral={f"{MEMBERS}{name}": b""}, lease=lease)
-        worker = Worker(handle, name, lease)
-        with handle.watch(MEMBERS, OWNERS) as watch:
-            while not _wait_for_all(handle):
-                watch.wait(1.0)
-            worker.claim()
-            while True:
-                if watch.wait(0):
-                    worker.claim()
-                for partition in worker.owned:
-                    worker.count(partition)
-                time.sleep(PAUSE_S)
-
-
-def _wait_for_all(handle: Registry) -> bool:
-    """So that the first claims are fair: all three are there, or somebody has claimed already."""
-    return len(handle.scan(MEMBERS)) >= 3 or any(entry.value for entry in handle.scan(OWNERS))
-
-
-def tell(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+            self._inbox.ack(message)
+            self._inbox.commit()
+        except PartitionLost as refusal:
+            tell("refused", f"{type(refusal).__name__}: {refusal}")
+        else:
+            tell("committed", *place, message.offset + 1)
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.ERROR)  # the demo shows what happens; warnings would break its picture
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        work(*sys.argv[1:3])
-    except (Conflict, LeaseExpired) as refusal:
-        tell(f"refused {refusal}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the demo gets it too, and ends its workers
+    url, registry, topic, group, name = sys.argv[1:]
+    with pxrs.open(url, registry=registry or None) as hub:
+        Worker(hub, topic, group, name).run()

@@ -179,7 +179,7 @@ class Supervisor:
         return process.returncode if process.returncode >= 0 else 1
 
     def _spawn(self, settings: Settings) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "pxrs.cli.worker_process"]
+        command = [sys.executable, "-P", "-c", "from pxrs.cli.worker_process import main; main()"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has died already, which is found out by waiting for it

@@ -100,11 +100,12 @@ def _check_handler(path: str, found: Any) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of somebody's own code."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if "importlib" not in each.filename]
-    if isinstance(error, SyntaxError) or len(frames) < 2:  # the first one is in this file
-        return f" ({error.filename}, line {error.lineno})" if isinstance(error, SyntaxError) else ""
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    """The last line of the user's own code, which is what lies under the current directory; else the last one."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}, line {error.lineno})"
+    frames = [each for each in traceback.extract_tb(error.__traceback__)[1:] if not each.filename.startswith("<")]
+    own = [each for each in frames if each.filename.startswith(os.getcwd() + os.sep)]
+    return "".join(f" ({each.filename}, line {each.lineno})" for each in (own or frames)[-1:])
 
 
 class Process:
@@ -150,7 +151,7 @@ class Process:
 
     def _watch(self) -> None:
         settings = self._settings
-        ready, _, _ = select.select([self._lifeline, self._signals], [], [])
+        ready, _, _ = select.select([self._lifeline, self._signals.fileno()], [], [])
         is_orphan = self._lifeline in ready
         if is_orphan:
             tell(
@@ -227,7 +228,3 @@ def _fail(settings: Settings, who: str, error: Exception) -> NoReturn:
 
 def _notes(error: Exception) -> list[str]:
     return getattr(error, "__notes__", [])
-
-
-if __name__ == "__main__":
-    main()

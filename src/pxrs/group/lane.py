@@ -19,6 +19,7 @@ class Lane:
         "done",
         "epoch",
         "handed_at",
+        "has_undone",
         "is_failed",
         "is_halted",
         "is_lost",
@@ -35,6 +36,8 @@ class Lane:
         self.is_halted = False
         """Stopping or paused: what every hand-out asks."""
         self.is_lost = False
+        self.has_undone = False
+        """It was lost with something handed out that no checkpoint covers."""
         self.is_failed = False
         """A message could not be handled, and holds it up until somebody decides."""
         self._open: deque[int] = deque()

@@ -317,6 +317,7 @@ class MemberProtocol:
 
     def _lose(self, partition: int) -> None:
         holding = self.held.pop(partition)
+        holding.lane.has_undone = holding.lane.position > holding.checkpoint.offset
         holding.lane.is_stopping = holding.lane.is_lost = True
         self.hooks.lost(holding.lane)
 

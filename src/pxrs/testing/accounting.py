@@ -133,14 +133,7 @@ def account(ownerships: Sequence[Ownership], ends: Mapping[int, int], starts: Ma
 
 def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str) -> None:
     stop = threading.Event()
-    consumer: pxrs.consumer.Consumer | None = None
-
-    def end(number: int, frame: object) -> None:
-        stop.set()
-        if consumer is not None:
-            consumer.stop()
-
-    signal.signal(signal.SIGTERM, end)  # first: it may come while the store is slow to open
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # first: it may come while the store is slow to open
     hub = pxrs.open(url, registry=None if registry == "-" else registry)
     descriptor = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -159,8 +152,12 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
         note("handled", message.partition, message.epoch, message.offset, SYSTEM.now())
         time.sleep(HANDLING_S)
 
-    if not stop.is_set():
-        consumer.run(handle)
+    def end() -> None:
+        stop.wait()
+        consumer.stop()
+
+    threading.Thread(target=end, daemon=True).start()
+    consumer.run(handle)
     hub.close()
 
 

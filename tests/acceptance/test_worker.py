@@ -1,0 +1,355 @@
+"""`pxrs worker`: real processes under a real supervisor, stopped, killed, orphaned and given bad handlers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import pxrs
+from pxrs.cli.worker_process import load_handler
+from pxrs.errors import UnknownGroup
+from pxrs.group.admin import GroupHandle
+
+PARTITIONS = 8
+PATIENCE_S = 60.0
+SHOP = """
+import os, time
+
+def note(message):
+    line = b"%d %d %d\\n" % (os.getpid(), message.partition, message.offset)
+    with open("handled", "ab", 0) as file:
+        file.write(line)
+
+def handle(message):
+    note(message)
+    time.sleep(0.005)
+
+def hang(message):
+    note(message)
+    time.sleep(3600)
+
+def die(message):
+    note(message)
+    os._exit(3)
+
+def reject(message):
+    raise ValueError("not this one" if message.value == b"7" else "nor this one")
+
+async def asynchronous(message):
+    pass
+
+def two(message, other):
+    pass
+
+answer = 42
+"""
+
+
+class Shop:
+    """A directory with a topic `t`, a module `shop`, and what its handlers have noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hub = pxrs.open(folder / "data")
+        self.topic = self.hub.create_topic("t", partitions=PARTITIONS)
+        (folder / "shop.py").write_text(SHOP)
+        self.supervisors: list[Supervisor] = []
+
+    def send(self, count: int) -> None:
+        with self.hub.producer("t") as out:
+            for number in range(count):
+                out.send(b"%d" % number, partition=number % PARTITIONS)
+
+    def handled(self) -> list[tuple[int, int, int]]:
+        """(pid, partition, offset)."""
+        path = self.folder / "handled"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(pid), int(partition), int(offset)) for pid, partition, offset in map(str.split, lines)]
+
+    def places(self) -> Counter[tuple[int, int]]:
+        return Counter((partition, offset) for _, partition, offset in self.handled())
+
+    def checkpoints(self) -> dict[int, int | None]:
+        rows = GroupHandle(self.hub.registry, "g", self.hub).describe().partitions
+        return {row.partition: row.checkpoint for row in rows}
+
+    def members(self) -> dict[int, int]:
+        """How many partitions each has, by process id."""
+        try:
+            members = GroupHandle(self.hub.registry, "g", self.hub).describe().members
+        except UnknownGroup:
+            return {}
+        return {member.pid: member.partitions for member in members}
+
+    def are_at_work(self, pids: Iterable[int]) -> bool:
+        """Whether these have all the partitions, and each of them some."""
+        members = self.members()
+        return members.keys() == set(pids) and all(members.values()) and sum(members.values()) == PARTITIONS
+
+    def worker(self, handler: str, *arguments: str) -> Supervisor:
+        self.supervisors.append(Supervisor(self.folder, handler, *arguments))
+        return self.supervisors[-1]
+
+
+class Supervisor:
+    def __init__(self, folder: Path, handler: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", "pxrs.cli", "worker", handler, "--topic", "t", "--group", "g", "--at", "data"]
+        self._told = folder / f"stderr-{time.monotonic_ns()}"
+        with self._told.open("wb") as told:
+            self.process = subprocess.Popen(
+                [*command, *arguments, "--json"],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=told,
+                process_group=0,
+            )
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        lines = self._told.read_text().split("\n")[:-1]
+        return [event for event in map(json.loads, lines) if kind in (None, event["event"])]
+
+    def pids(self) -> list[int]:
+        return [event["pid"] for event in self.events("started")]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """End exactly what was started here."""
+        self.process.kill()
+        self.process.wait(10)
+        for pid in self.pids():
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    shop = Shop(tmp_path)
+    yield shop
+    for supervisor in shop.supervisors:
+        supervisor.close()
+    shop.hub.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, what()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(shop: Shop, number: int) -> None:
+    supervisor = shop.worker("shop:handle", "--processes", "3", "--threads", "2", "--commit-interval", "3600")
+    wait_until(lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), supervisor.events)
+    shop.send(4_000)
+    wait_until(lambda: len(shop.handled()) > 100, supervisor.events)
+    assert supervisor.end(number) == 0, supervisor.events()
+    handled = shop.handled()
+    assert len(handled) < 4_000, "it was stopped in the middle"
+    assert {pid for pid, *_ in handled} == set(supervisor.pids())
+    ends = Counter(partition for _, partition, _ in handled)
+    assert shop.checkpoints() == {p: ends[p] for p in range(PARTITIONS)}
+    assert not shop.members(), "they have left, and are not waited for"
+    assert [event["code"] for event in supervisor.events("ended")] == [0, 0, 0]
+    assert shop.worker("shop:note", "--processes", "2", "--until-end").process.wait(PATIENCE_S) == 0
+    assert shop.places() == Counter((p, offset) for p in range(PARTITIONS) for offset in range(500))
+
+
+def test_a_terminal_interrupts_the_supervisor_and_its_workers_together(shop: Shop) -> None:
+    shop.send(4_000)
+    supervisor = shop.worker("shop:handle", "--processes", "2")
+    wait_until(lambda: len(shop.handled()) > 50, supervisor.events)
+    os.killpg(supervisor.process.pid, signal.SIGINT)
+    assert supervisor.process.wait(PATIENCE_S) == 0, supervisor.events()
+    assert sum(offset or 0 for offset in shop.checkpoints().values()) == len(shop.handled())
+
+
+def test_a_stop_while_the_workers_are_starting_is_not_forgotten(shop: Shop) -> None:
+    shop.send(4_000)
+    for moment_s in (0.0, 0.05, 0.1, 0.2, 0.4):
+        supervisor = shop.worker("shop:handle", "--processes", "2")
+        wait_until(lambda told=supervisor: len(told.pids()) == 2, supervisor.events)
+        time.sleep(moment_s)  # no condition to wait on: any moment of a start will do
+        assert supervisor.end() == 0, supervisor.events()
+    wait_until(lambda: not shop.members(), shop.members)
+    assert max(shop.places().values(), default=1) == 1, "nothing was redone"
+
+
+def test_a_worker_that_is_killed_is_started_again(shop: Shop) -> None:
+    supervisor = shop.worker("shop:handle", "--processes", "2")
+    wait_until(lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), supervisor.events)
+    shop.send(400)
+    killed, other = supervisor.pids()
+    wait_until(lambda: killed in {pid for pid, *_ in shop.handled()}, supervisor.events)
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: len(supervisor.pids()) == 3, supervisor.events)
+    died = supervisor.events("died")
+    assert [(event["worker"], event["pid"], event["code"]) for event in died] == [(1, killed, -signal.SIGKILL)]
+    assert "was ended by SIGKILL; starting it again in 0.2 s" in died[0]["text"]
+    assert supervisor.events("started")[2]["worker"] == 1
+    wait_until(lambda: shop.are_at_work([other, supervisor.pids()[2]]), supervisor.events)
+    shop.send(400)
+    wait_until(lambda: sum(offset or 0 for offset in shop.checkpoints().values()) == 800, shop.checkpoints)
+    assert supervisor.end() == 0, supervisor.events()
+    assert supervisor.pids()[2] in {pid for pid, *_ in shop.handled()}
+    assert set(shop.places()) == {(p, offset) for p in range(PARTITIONS) for offset in range(100)}
+
+
+def test_a_worker_that_dies_again_and_again_is_started_after_growing_pauses(shop: Shop) -> None:
+    shop.send(1)
+    supervisor = shop.worker("shop:die")
+    wait_until(lambda: len(supervisor.events("died")) >= 3, supervisor.events)
+    assert [event["restart_s"] for event in supervisor.events("died")][:3] == [0.2, 0.4, 0.8]
+    assert {event["code"] for event in supervisor.events("died")} == {3}
+    assert supervisor.end() == 0, supervisor.events()
+
+
+def test_workers_that_end_by_themselves_are_not_started_again(shop: Shop) -> None:
+    shop.send(100)
+    supervisor = shop.worker("shop:handle", "--processes", "2", "--until-end")
+    assert supervisor.process.wait(PATIENCE_S) == 0
+    assert len(supervisor.pids()) == 2
+    assert len(shop.handled()) == len(shop.places()) == 100
+
+
+@pytest.mark.parametrize("handler", ["nowhere:handle", "shop:nothing"])
+def test_a_handler_that_cannot_be_used_is_told_at_once_and_nothing_starts(shop: Shop, handler: str) -> None:
+    supervisor = shop.worker(handler, "--processes", "3")
+    assert supervisor.process.wait(PATIENCE_S) == 2
+    (event,) = supervisor.events()
+    assert event["event"] == "bad-handler"
+    assert event["text"].startswith(f"{handler}: ")
+    assert "\n" not in event["text"]
+
+
+@pytest.mark.parametrize(
+    ("handler", "words"),
+    [
+        ("shop", "write MODULE:HANDLER"),
+        ("nowhere:handle", "importing nowhere failed: ModuleNotFoundError: No module named 'nowhere'"),
+        ("broken:handle", "broken.py, line 2)"),
+        ("untidy:handle", "untidy.py, line 1)"),
+        ("leaving:handle", "SystemExit: 7"),
+        ("shop_:nothing", "there is no 'nothing' in"),
+        ("shop_:answer", "is int, and not a function"),
+        ("shop_:asynchronous", "neither async nor a generator"),
+        ("shop_:two", "cannot be called with one message"),
+    ],
+)
+def test_what_is_wrong_with_a_handler_is_said_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("shop_.py").write_text(SHOP)
+    Path("broken.py").write_text("import os\nos.environ['not there, I hope']\n")
+    Path("untidy.py").write_text("def handle(message:\n")
+    Path("leaving.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.delitem(sys.modules, "shop_", raising=False)
+    with pytest.raises(ImportError) as raised:
+        load_handler(handler)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--topic", "nope"), 1, "UnknownTopic: no topic 'nope'"),
+        (("--group", "g/h"), 1, "InvalidGroup: group name 'g/h'"),
+        (("--lease-ttl", "-1"), 1, "InvalidGroup: lease_ttl is -1"),
+        (("--registry", "memory:"), 2, "one process's own"),
+        (("--registry", "kafka://h"), 1, "unknown scheme 'kafka'"),
+        (("--on-error", "dead-letter"), 2, "go together"),
+        (("--on-error", "dead-letter", "--dead-letters", "nope"), 1, "UnknownTopic: no topic 'nope'"),
+    ],
+)
+def test_a_bad_setting_is_one_error_and_not_one_for_each_worker(
+    shop: Shop, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    given = ("shop:handle", "--topic", "t", "--group", "g", "--at", "data", "--processes", "3", *arguments)
+    command = [sys.executable, "-m", "pxrs.cli", "worker", *given]
+    result = subprocess.run(command, cwd=shop.folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert result.returncode == code, result.stderr
+    assert " ".join(result.stderr.split()).count(words) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_killed_supervisor_leaves_no_orphans_and_nothing_undone(shop: Shop) -> None:
+    supervisor = shop.worker("shop:handle", "--processes", "3", "--commit-interval", "3600")
+    wait_until(lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), supervisor.events)
+    shop.send(4_000)
+    wait_until(lambda: len(shop.handled()) > 100, supervisor.events)
+    assert supervisor.end(signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: not any(map(is_running, supervisor.pids())), supervisor.events)
+    assert len(shop.handled()) < 4_000, "they did not go on to the end"
+    assert sum(offset or 0 for offset in shop.checkpoints().values()) == len(shop.handled())
+    assert {event["worker"] for event in supervisor.events("orphaned")} == {1, 2, 3}
+
+
+def test_an_orphan_whose_handler_hangs_ends_all_the_same(shop: Shop) -> None:
+    shop.send(1)
+    supervisor = shop.worker("shop:hang", "--grace", "0.5")
+    wait_until(shop.handled, supervisor.events)
+    supervisor.end(signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, supervisor.pids())), supervisor.events)
+
+
+def test_a_worker_that_is_not_done_in_time_is_killed_and_the_exit_code_says_so(shop: Shop) -> None:
+    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "0.5")
+    wait_until(lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), supervisor.events)
+    shop.send(1)
+    wait_until(shop.handled, supervisor.events)
+    assert supervisor.end() == 1
+    assert [event["pid"] for event in supervisor.events("killed")] == [shop.handled()[0][0]]
+    assert sorted(event["code"] for event in supervisor.events("ended")) == [-signal.SIGKILL, 0]
+    assert not any(map(is_running, supervisor.pids()))
+
+
+def test_a_second_interrupt_does_not_wait(shop: Shop) -> None:
+    shop.send(1)
+    supervisor = shop.worker("shop:hang", "--grace", "3600")
+    wait_until(shop.handled, supervisor.events)
+    supervisor.process.send_signal(signal.SIGINT)
+    wait_until(lambda: supervisor.events("stopping"), supervisor.events)
+    assert supervisor.end(signal.SIGINT) == 1
+
+
+def test_what_a_handler_refuses_goes_to_the_dead_letters(shop: Shop) -> None:
+    shop.send(20)
+    dead = shop.hub.create_topic("dead", partitions=1)
+    arguments = ("--on-error", "dead-letter", "--dead-letters", "dead", "--until-end")
+    supervisor = shop.worker("shop:reject", *arguments)
+    assert supervisor.process.wait(PATIENCE_S) == 0, supervisor.events()
+    assert sorted(int(message.value or b"") for message in dead.messages(0)) == list(range(20))
+
+
+def test_a_handler_that_raises_restarts_its_worker_if_so_asked(shop: Shop) -> None:
+    shop.send(8)
+    supervisor = shop.worker("shop:reject", "--on-error", "raise")
+    wait_until(lambda: len(supervisor.events("died")) >= 2, supervisor.events)
+    assert "HandlerFailed: t/" in supervisor.events("failed")[0]["text"]
+    assert supervisor.end() == 0, supervisor.events()
