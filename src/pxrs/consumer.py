@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -29,6 +29,7 @@ from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
     InvalidGroup,
+    MissingDependency,
     OffsetOutOfRange,
     OffsetTrimmed,
     PartitionLost,
@@ -44,6 +45,9 @@ from pxrs.model import Message
 from pxrs.producer import Producer
 from pxrs.registry.contract import Registry
 from pxrs.runner import ErrorPolicy, Handler, Runner
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
 
 PREFETCH_BYTES_DEFAULT: Final = 8 << 20
 Start = Literal["earliest", "latest"] | datetime
@@ -113,6 +117,8 @@ class Consumer:
         _choose("on_trimmed", on_trimmed, ("error", "skip"))
         if not isinstance(start, datetime):
             _choose("start", start, ("earliest", "latest"))
+        elif start.tzinfo is None:
+            raise InvalidGroup(f"start: the time {start} has no time zone; give one, such as UTC")
         if not isinstance(prefetch_bytes, int) or not 1 <= prefetch_bytes <= 1 << 40:
             raise InvalidGroup(f"prefetch_bytes is {prefetch_bytes!r}: give at least 1")
         self._policy = ErrorPolicy(on_error, retries_max, _seconds(retry_pause) or 0.0, dead_letters)
@@ -132,6 +138,7 @@ class Consumer:
         self._lost: set[int] = set()
         """Partitions that were taken away with something undone, until `commit` has told of them."""
         self._stopping = threading.Event()
+        self._is_running = self._is_transactional = False
         self.skipped = 0
         """How many messages retention took before they were read; counted if `on_trimmed` is "skip"."""
         self._pid = os.getpid()
@@ -155,6 +162,8 @@ class Consumer:
     def __iter__(self) -> Iterator[Message]:
         """Messages as they come, in order within each partition. Ends only with `until="end"`."""
         clock, topic, is_manual = self._clock.now, self.topic, self._is_manual
+        if not is_manual:
+            self._rewind()
         while (found := self._next()) is not None:
             lane, batch = found
             lease = self._member.lease
@@ -171,11 +180,12 @@ class Consumer:
                 before, lane.position = position, message[2] + 1
                 position = message[2] + 1
                 if lane.is_halted or now >= lease.deadline:
-                    lane.position = before
+                    lane.position = lane.handed
                     lane.retract(before)
                     break
+                lane.handed = position
                 yield message
-                if not is_manual:
+                if not is_manual and lane.position == position:
                     lane.done = position
             else:
                 self._pass_gap(lane, position, batch)
@@ -183,6 +193,9 @@ class Consumer:
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
         """Up to so many messages of one partition; none if the time is up. They are done when the next call comes."""
+        if max_messages < 1:
+            raise InvalidGroup(f"max_messages is {max_messages}: give at least 1")
+        self._check_usable()
         self._finish_all()
         found = self._next(_seconds(timeout))
         if found is None:
@@ -194,7 +207,13 @@ class Consumer:
                 break
             messages.append(message)
         end = batch.next_offset if len(messages) == batch.records.num_rows else messages[-1].offset + 1
-        return messages if self._hand_out(lane, batch.base_offset, end, batch) else []
+        if not self._hand_out(lane, batch.base_offset, end, batch):
+            return []
+        if end < batch.next_offset:
+            with self._lock:
+                if self._lanes.get(lane.partition) is lane:
+                    self._ready.setdefault(lane, deque()).appendleft(batch)
+        return messages
 
     def batches(self) -> Iterator[ConsumedBatch]:
         """The same as Arrow record batches, each done when the next is asked for."""
@@ -205,18 +224,32 @@ class Consumer:
                     self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch, batch.offsets
                 )
                 if not self._is_manual:
-                    lane.done = lane.position
+                    lane.done = lane.handed
             self._after(lane)
+
+    def transactions(self, engine: Engine, max_messages: int = 500) -> Iterator[tuple[list[Message], Connection]]:
+        """Messages, each time with a connection whose transaction also writes their checkpoint (X20).
+
+        See docs/transactions.md."""
+        try:
+            from pxrs.group.transactions import transactions
+        except ImportError as error:
+            raise MissingDependency("transactions need SQLAlchemy: pip install 'pxrs[sql]'") from error
+        return transactions(self, engine, max_messages)
 
     def run(self, handler: Handler, threads: int = 1) -> None:
         """Call the handler with every message: partitions in parallel on so many threads, each in order.
 
         Returns when `stop` is called, or at the end with `until="end"`. Raises HandlerFailed if `on_error` says so."""
         self._check_usable()
+        if self._is_manual:
+            raise InvalidGroup("run counts a message as done when its handler returns: ack='manual' is not for it")
+        self._is_running = True
         try:
             Runner(self, handler, threads, self._policy, self._stopping).run()
         finally:
             self._stopping.clear()
+            self._is_running = False
 
     def stop(self) -> None:
         """Let `run` return when what is in hand is done; one that begins later returns at once.
@@ -227,6 +260,9 @@ class Consumer:
 
     def ack(self, message: Message) -> None:
         """This message is done. In any order; the checkpoint is what is done without a gap. Raises PartitionLost."""
+        self._check_process()
+        if not self._is_manual or self._is_transactional:
+            raise InvalidGroup("ack is for a consumer with ack='manual'; a transaction acknowledges by its COMMIT")
         with self._lock:
             lane = self._lanes.get(message.partition)
             if lane is None or lane.epoch != message.epoch:
@@ -256,6 +292,7 @@ class Consumer:
     @property
     def assignment(self) -> list[int]:
         """The partitions that are here now."""
+        self._check_process()
         with self._lock:
             return sorted(lane.partition for lane in self._lanes.values() if not lane.is_stopping)
 
@@ -272,12 +309,17 @@ class Consumer:
 
     def seek(self, partition: int, offset: int) -> None:
         """Go on reading here. The checkpoint never goes back by it: reset the group for that."""
+        self._check_process()
+        if 0 <= partition < self._source.partitions and not self._source.has_gaps:
+            start, end = self._source.start(partition), self._source.end(partition)
+            if not start <= offset <= end:
+                raise OffsetOutOfRange(f"{self.topic}/{partition}", offset, end)
         with self._lock:
             lane = self._lanes.get(partition)
             if lane is None:
                 raise PartitionLost(self.group, [partition])
             self._ready.pop(lane, None)
-            lane.position = lane.done = offset
+            lane.seek(offset)
         self._change()
 
     # Lanes and what is read ahead of them.
@@ -311,7 +353,7 @@ class Consumer:
         self._check_usable()
         self._member.check()
         version = self._version
-        if self._member.is_away and not any(not lane.is_lost for lane in busy):
+        if self._member.is_away and not any(lane.is_lost for lane in busy):
             self._member.come_back()
         lanes = [lane for lane in self._readable() if lane not in busy] if count > 0 else []
         found: list[tuple[Lane, Batch]] = []
@@ -364,9 +406,9 @@ class Consumer:
         if batch.offsets is None or lane.position != position or lane.is_stopping or batch.next_offset <= position:
             return
         if lane.is_drained:
-            lane.position = lane.done = batch.next_offset
+            lane.position = lane.handed = lane.done = batch.next_offset
         else:
-            lane.position = batch.next_offset
+            lane.position = lane.handed = batch.next_offset
         self._version += 1  # there may be more behind it: look again before any wait
 
     def _read(self, lane: Lane) -> list[Batch]:
@@ -382,7 +424,7 @@ class Consumer:
                     "on_trimmed='skip' to accept the loss"
                 ) from error
             self.skipped += error.first_offset - lane.position
-            lane.position = lane.done = error.first_offset
+            lane.seek(error.first_offset)
             return []
         except OffsetOutOfRange as error:
             raise CheckpointOutOfRange(
@@ -402,6 +444,7 @@ class Consumer:
             lane.position = offset
             lane.retract(offset)
             return False
+        lane.handed = end
         return True
 
     def _after(self, lane: Lane) -> None:
@@ -410,13 +453,21 @@ class Consumer:
             self._member.wake()
 
     def _finish_all(self) -> None:
-        if self._is_manual:
+        if self._is_manual or self._is_running:
             return
         with self._lock:
             lanes = list(self._lanes.values())
         for lane in lanes:
-            lane.done = lane.position
+            lane.done = lane.handed
             self._after(lane)
+
+    def _rewind(self) -> None:
+        """A loop that was left has left its message undone: it comes again, unless `commit` was called."""
+        with self._lock:
+            for lane in self._lanes.values():
+                if not lane.is_drained and not lane.is_stopping:
+                    self._ready.pop(lane, None)
+                    lane.seek(lane.done)
 
     def _is_at_end(self) -> bool:
         if self._ends is None:
@@ -430,11 +481,13 @@ class Consumer:
         if snapshot is None:
             return False
         others = (number for number in range(self._source.partitions) if number not in mine)
-        owners = (snapshot.owner((self._source.id, number))[0].incarnation for number in others)
-        is_settled = all(owner in snapshot.members and owner != self._member.incarnation for owner in owners)
-        return is_settled and bool(mine or snapshot.owners)
+        if snapshot.assignment is None:
+            return False
+        targets = (snapshot.assignment[0].target(self._source.id, number) for number in others)
+        return all(target in snapshot.members and target != self._member.incarnation for target in targets)
 
     def _set_paused(self, partitions: Iterable[int], is_paused: bool) -> None:
+        self._check_process()
         with self._lock:
             chosen = set(partitions) or set(self._lanes)
             for number in chosen & set(self._lanes):
@@ -471,7 +524,17 @@ class Consumer:
         self._change()
         self._call("revoked", [lane.partition])
 
+    def group_changed(self) -> None:
+        self._change()
+
+    def lane_resumed(self, lane: Lane) -> None:
+        self._change()
+        self._call("assigned", [lane.partition])
+
     def lane_released(self, lane: Lane) -> None:
+        if not lane.is_drained:
+            with self._lock:
+                self._lost.add(lane.partition)
         self._forget(lane)
 
     def lane_lost(self, lane: Lane) -> None:
@@ -513,10 +576,13 @@ class Consumer:
             self._change()
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise UsedAfterFork(f"the consumer of {self.topic} was made before a fork: make one in the child")
+        self._check_process()
         if self._is_closed:
             raise Closed(f"the consumer of {self.topic} in group {self.group} was closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"the consumer of {self.topic} was made before a fork: make one in the child")
 
     def __enter__(self) -> Self:
         return self

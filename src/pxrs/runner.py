@@ -101,13 +101,13 @@ class Runner:
                     break
                 position = message.offset + 1
                 if not self._handle(lane, message):
-                    lane.position = lane.done
+                    lane.position = lane.handed = lane.done
                     break
                 lane.done = lane.position
             else:
                 consumer._pass_gap(lane, position, batch)
         except BaseException:
-            lane.position = lane.done  # undone: the next owner gets it
+            lane.position = lane.handed = lane.done  # undone: the next owner gets it
             raise
         finally:
             with self._lock:
@@ -124,7 +124,9 @@ class Runner:
                 self._handler(message)
                 return True
             except Exception as error:  # noqa: BLE001 - the policy decides
-                if left and not lane.is_stopping:
+                if left and lane.is_stopping:
+                    return False  # the next owner tries it
+                if left:
                     lane.handed_at = self._consumer._clock.now()  # it is being worked on
                     if self.stopped.wait(pause_s):
                         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -13,11 +14,13 @@ class Lane:
 
     __slots__ = (
         "_acked",
+        "_flags",
         "_is_paused",
         "_is_stopping",
         "_open",
         "done",
         "epoch",
+        "handed",
         "handed_at",
         "has_undone",
         "is_failed",
@@ -29,9 +32,10 @@ class Lane:
 
     def __init__(self, partition: int, epoch: int, offset: int) -> None:
         self.partition, self.epoch = partition, epoch
-        self.position = self.done = offset
+        self.position = self.handed = self.done = offset
         self.handed_at = 0.0
         """When what is in hand was handed out, on the registry's clock."""
+        self._flags = threading.Lock()
         self._is_stopping = self._is_paused = False
         self.is_halted = False
         """Stopping or paused: what every hand-out asks."""
@@ -50,8 +54,9 @@ class Lane:
 
     @is_stopping.setter
     def is_stopping(self, value: bool) -> None:
-        self._is_stopping = value
-        self.is_halted = value or self._is_paused
+        with self._flags:
+            self._is_stopping = value
+            self.is_halted = value or self._is_paused
 
     @property
     def is_paused(self) -> bool:
@@ -60,8 +65,9 @@ class Lane:
 
     @is_paused.setter
     def is_paused(self, value: bool) -> None:
-        self._is_paused = value
-        self.is_halted = value or self._is_stopping
+        with self._flags:
+            self._is_paused = value
+            self.is_halted = value or self._is_stopping
 
     @property
     def is_drained(self) -> bool:
@@ -72,6 +78,11 @@ class Lane:
         between must not take what is not acknowledged for done."""
         self._open.extend(offsets)
 
+    def seek(self, offset: int) -> None:
+        self._open.clear()
+        self._acked.clear()
+        self.position = self.handed = self.done = offset
+
     def retract(self, offset: int) -> None:
         """From this one on they were not handed out after all."""
         while self._open and self._open[-1] >= offset:
@@ -79,6 +90,8 @@ class Lane:
 
     def ack(self, offset: int) -> None:
         """Done in any order: the checkpoint is the contiguous watermark (X22)."""
+        if not self._open or offset < self._open[0]:
+            return  # acknowledged before, or forgotten by a `seek`
         self._acked.add(offset)
         while self._open and self._open[0] in self._acked:
             self._acked.discard(self._open.popleft())

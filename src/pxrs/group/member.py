@@ -71,7 +71,7 @@ class Timings:
     def __post_init__(self) -> None:
         for name in ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval"):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= 86_400:
+            if value is not None and not (isinstance(value, int | float) and 0 < value <= 86_400):
                 raise InvalidGroup(f"{name} is {value!r}: it must be more than 0 and at most a day, in seconds")
 
 
@@ -85,6 +85,10 @@ class Listener(Protocol):
     def lane_released(self, lane: Lane) -> None: ...
 
     def lane_lost(self, lane: Lane) -> None: ...
+
+    def lane_resumed(self, lane: Lane) -> None: ...
+
+    def group_changed(self) -> None: ...
 
     def member_failed(self) -> None:
         """`GroupMember.check` raises from now on."""
@@ -121,6 +125,9 @@ class GroupMember:
         self._fresh: list[Lane] = []
         """Assigned, and not yet given to the consumer."""
         self._commits_at = 0.0
+        self._told: object = None
+        self._adrift: list[Lane] = []
+        """Lost with a message in hand, whose handler has not returned."""
         self._is_away = False
         self._is_closing = False
         self._error: BaseException | None = None
@@ -131,7 +138,12 @@ class GroupMember:
     def start(self) -> None:
         """Join. Raises what the registry raises."""
         with self._mutex:
-            self._join()
+            try:
+                self._join()
+            except BaseException:
+                if self._lease is not None:
+                    self._lease.close()
+                raise
         self._thread.start()
 
     @property
@@ -252,6 +264,11 @@ class GroupMember:
             if not has_changed and self._watched == self._prefixes(protocol):
                 break
         self._look_at_paused(protocol)
+        seen = protocol.snapshot
+        state = None if seen is None else (seen.assignment, frozenset(seen.members))
+        if state != self._told:
+            self._told = state
+            self._listener.group_changed()
         now = self._clock.now()
         if now >= self._commits_at:
             self._commits_at = now + self.timings.commit_interval
@@ -334,14 +351,14 @@ class GroupMember:
                 paused = Paused.load(entry.key, entry.value)
                 if not paused.skip:
                     continue
-                lane.position = lane.done = max(lane.done, paused.offset + 1)
+                lane.seek(max(lane.done, paused.offset + 1))
                 if self._drive(protocol.commit([lane.partition])):
                     continue
                 fence = self.keys.owner(topic, lane.partition)
                 expect = {fence: protocol.held[lane.partition].version, entry.key: entry.version}
                 self._registry.commit(expect, delete=[entry.key])
             else:
-                lane.position = lane.done
+                lane.seek(lane.done)
             lane.is_failed = lane.is_paused = False
             self._listener.lanes_assigned([])
 
@@ -355,6 +372,9 @@ class GroupMember:
     def revoked(self, lane: Lane) -> None:
         self._listener.lane_revoked(lane)
 
+    def resumed(self, lane: Lane) -> None:
+        self._listener.lane_resumed(lane)
+
     def released(self, lane: Lane) -> None:
         self._listener.lane_released(lane)
 
@@ -362,6 +382,8 @@ class GroupMember:
         if lane in self._fresh:
             self._fresh.remove(lane)
             return
+        if not lane.is_drained and not lane._open:
+            self._adrift.append(lane)
         self._listener.lane_lost(lane)
 
     # The ends.
@@ -370,7 +392,8 @@ class GroupMember:
         limit = self.timings.progress_timeout
         if limit is None or self._protocol is None:
             return False
-        lanes = [holding.lane for holding in self._protocol.held.values()]
+        self._adrift = [lane for lane in self._adrift if not lane.is_drained]
+        lanes = [*self._adrift, *(holding.lane for holding in self._protocol.held.values())]
         return any(not lane.is_drained and lane.handed_at and now >= lane.handed_at + limit for lane in lanes)
 
     def _give_up(self) -> None:

@@ -99,6 +99,8 @@ class Hooks(Protocol):
 
     def released(self, lane: Lane) -> None: ...
 
+    def resumed(self, lane: Lane) -> None: ...
+
     def lost(self, lane: Lane) -> None: ...
 
 
@@ -313,6 +315,7 @@ class MemberProtocol:
         if self.held[partition].may_be_released and (yield from self.commit([partition])):
             return True
         self.held[partition].is_revoking = self.held[partition].lane.is_stopping = False
+        self.hooks.resumed(self.held[partition].lane)
         return False
 
     def _lose(self, partition: int) -> None:

@@ -128,6 +128,10 @@ def ddl(dialect: str) -> str:
     rows = [f"INSERT INTO pxrs_meta (name, value) VALUES ('{n}', '{v}')" for n, v in schema.first_rows().items()]
     lines = [f"-- The tables of a pxrs registry, layout {LAYOUT}, for {dialect}."]
     lines += [f"{statement};" for statement in [*schema.create(if_not_exists=False), *rows]]
+    from pxrs.registry.sql.views import view_statements  # it needs the tables of this module
+
+    lines += ["", "-- Groups as plain columns, for people; nothing in pxrs needs these views."]
+    lines += [f"{statement};" for statement in view_statements(dialect, replace=False)]
     if dialect == "sqlite":
         lines += ["", "-- SQLite has no users: who may read and write the file, and its folder, may use the registry."]
         return "\n".join(lines) + "\n"

@@ -61,6 +61,9 @@ class SimulatedMember:
         self.simulation.ghost.assigned((self.topic, partition), epoch, offset)
         return Lane(partition, epoch, offset)
 
+    def resumed(self, lane: Lane) -> None:
+        pass
+
     def revoked(self, lane: Lane) -> None:
         self.simulation.note(self, "revoked", lane)
         self.revoked_places.append((self.topic, lane.partition))

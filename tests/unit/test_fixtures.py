@@ -1,0 +1,133 @@
+"""The fixtures that users test their handlers with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pxrs.clock import ManualClock
+from pxrs.errors import Closed, HandlerFailed
+from pxrs.hub import Hub
+from pxrs.model import Message
+from pxrs.testing.fixtures import drain, memory_hub, pxrs_clock, pxrs_hub  # noqa: F401 - two of them are fixtures
+
+BOUND_S = 5.0
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + BOUND_S
+    while not condition():
+        assert time.monotonic() < until, "it has not become true in time"
+        time.sleep(0.005)
+
+
+def fill(hub: Hub, count: int = 10, partitions: int = 3) -> None:
+    hub.create_topic("t", partitions=partitions)
+    with hub.producer("t") as out:
+        for number in range(count):
+            out.send(b"%d" % number, b"key-%d" % number)
+
+
+def test_the_clock_of_the_hub_is_the_one_that_is_given(pxrs_hub: Hub, pxrs_clock: ManualClock) -> None:  # noqa: F811
+    assert pxrs_hub.registry.clock is pxrs_clock
+    assert pxrs_hub.topics() == []
+
+
+def test_a_lease_lives_and_dies_by_the_clock(pxrs_hub: Hub, pxrs_clock: ManualClock) -> None:  # noqa: F811
+    fill(pxrs_hub, count=1, partitions=1)
+    lost: list[int] = []
+    with pxrs_hub.consumer("t", "g", lease_ttl=10, commit_interval=0.01, on_lost=lost.extend) as inbox:
+        (before,) = inbox.poll(timeout=BOUND_S)
+        lease = inbox._member.lease
+        assert lease is not None
+        for _ in range(10):  # in small steps it is renewed
+            deadline = lease.deadline
+            pxrs_clock.advance(2.5)
+            eventually(lambda earlier=deadline: lease.deadline > earlier)  # type: ignore[misc]
+        assert lease.alive
+        assert lost == []
+        pxrs_clock.advance(11)
+        eventually(lambda: lost == [0])
+        (again,) = inbox.poll(timeout=BOUND_S)
+        assert again.offset == before.offset
+        assert again.epoch > before.epoch
+
+
+def test_a_progress_deadline_goes_by_the_clock(pxrs_hub: Hub, pxrs_clock: ManualClock) -> None:  # noqa: F811
+    fill(pxrs_hub, count=1, partitions=1)
+    with pxrs_hub.consumer("t", "g", lease_ttl=1000, progress_timeout=100, commit_interval=0.01) as inbox:
+        (before,) = inbox.poll(timeout=BOUND_S)
+        pxrs_clock.advance(99)
+        assert inbox.assignment == [0]
+        pxrs_clock.advance(2)
+        eventually(lambda: inbox.assignment == [])
+        (again,) = inbox.poll(timeout=BOUND_S)
+        assert (again.offset, again.epoch) == (before.offset, before.epoch + 2)
+
+
+def test_the_hub_is_closed_at_the_end() -> None:
+    with memory_hub(ManualClock()) as hub:
+        fill(hub)
+        inbox = hub.consumer("t", "g")
+    with pytest.raises(Closed):
+        hub.topics()
+    with pytest.raises(Closed):
+        inbox.poll(timeout=0)
+
+
+def test_drain_hands_every_message_to_the_handler_once_for_each_group(pxrs_hub: Hub) -> None:  # noqa: F811
+    fill(pxrs_hub)
+    seen: list[Message] = []
+    assert drain(pxrs_hub, "t", seen.append) == 10
+    assert sorted(int(message.value or b"") for message in seen) == list(range(10))
+    assert drain(pxrs_hub, "t", seen.append) == 0
+    with pxrs_hub.producer("t") as out:
+        out.send(b"more")
+    assert drain(pxrs_hub, "t", seen.append) == 1
+    assert drain(pxrs_hub, "t", seen.append, group="another") == 11
+
+
+def test_drain_raises_what_the_handler_cannot_handle_and_goes_on_there(pxrs_hub: Hub) -> None:  # noqa: F811
+    fill(pxrs_hub, partitions=1)
+    seen: list[int] = []
+
+    def handle(message: Message) -> None:
+        seen.append(message.offset)
+        if seen == [0, 1, 2, 3]:
+            raise KeyError("once")
+
+    with pytest.raises(HandlerFailed, match="offset 3") as caught:
+        drain(pxrs_hub, "t", handle)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert drain(pxrs_hub, "t", handle) == 7
+    assert seen == [0, 1, 2, 3, *range(3, 10)]
+
+
+def test_drain_takes_the_options_of_a_consumer(pxrs_hub: Hub) -> None:  # noqa: F811
+    fill(pxrs_hub, partitions=1)
+    pxrs_hub.create_topic("dead", partitions=1)
+
+    def handle(message: Message) -> None:
+        if message.offset % 2:
+            raise ValueError
+
+    assert drain(pxrs_hub, "t", handle, on_error="dead-letter", dead_letters="dead") == 5
+    assert pxrs_hub.topic("dead").end(0) == 5
+
+
+def test_pytest_finds_the_fixtures_by_the_one_line(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["pxrs.testing.fixtures"]\n')
+    (tmp_path / "test_users_own.py").write_text(
+        "def test_it(pxrs_hub, pxrs_clock):\n    assert pxrs_hub.registry.clock is pxrs_clock\n"
+    )
+    assert run_pytest(tmp_path) == 0
+
+
+def run_pytest(folder: Path) -> int:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, timeout=60).returncode
