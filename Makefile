@@ -32,8 +32,9 @@ $(BENCH_READY): $(READY)
 demo: $(READY) ## Show what it does: owners, a kill, a take-over, a zombie refused
 	$(BIN)/pxrs demo
 
+# Two at a time, a file each: most of them wait for a server, a lease or a disk.
 test: lint types $(READY) ## Run every test, with real servers
-	$(PYTEST) tests
+	$(PYTEST) --numprocesses 2 --dist loadfile tests
 
 check: lint types unit ## Lint, types and unit tests: under a minute
 

@@ -681,7 +681,9 @@ def test_x20_balances_are_exact_though_members_are_killed_stopped_and_woken(plac
         elif kind == "join" or len(running()) < 2:
             start()
         elif kind == "kill":
-            chance.choice(running()).process.kill()
+            killed = chance.choice(running()).process
+            killed.kill()
+            killed.wait(10)  # so that it does not count among those that run
         elif kind == "stop" and not stopped:
             stopped.append(chance.choice(running()))
             stopped[0].stop()

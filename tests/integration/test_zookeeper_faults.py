@@ -362,7 +362,7 @@ def test_r3_the_store_itself_refuses_a_lease_whose_session_kazoo_has_replaced(
     through.commit(ephemeral={"m": b""}, lease=lease)
     first = lease.session._present.client_id[0]
     lease.abandon()
-    monkeypatch.setattr(lease, "_deadline", SYSTEM.now() + 60)
+    monkeypatch.setattr(lease, "deadline", SYSTEM.now() + 60)
     monkeypatch.setattr(lease.session, "expire", lambda: LeaseExpired("said the store"))
     lease.session._present.state_listeners.clear()
     proxy.cut()
