@@ -129,8 +129,11 @@ def test_x3_x6_x11_random_kills_stops_joins_and_leaves_leave_an_exact_account(re
         while checkpoints(hub, "g") != list(ends.values()):
             assert time.monotonic() < until, f"SEED={seed}: {checkpoints(hub, 'g')} of {ends}\n{errors(chaos)}"
             time.sleep(0.05)
-        codes = {worker.name: worker.end() for worker in (*chaos.running(), *chaos.leaving)}
-        assert set(codes.values()) == {0}, (codes, errors(chaos))
+        codes = {worker.name: worker.end() for worker in chaos.running()}
+        assert set(codes.values()) == {0}, f"SEED={seed}: {codes}\n{errors(chaos)}"
+        # One that was sent away while it was still starting had nothing to give up.
+        left = {worker.name: worker.end() for worker in chaos.leaving}
+        assert set(left.values()) <= {0, -signal.SIGTERM}, f"SEED={seed}: {left}\n{errors(chaos)}"
     found = account(read_journals(worker.journal for worker in chaos.workers), ends)
     assert found == Account(sent, 0, 0, found.redone, 0, found.late, found.ownerships), f"SEED={seed}\n{errors(chaos)}"
     # A handler that is running when its process is stopped goes on when it is woken: one for each stop, no more (G8).
