@@ -32,7 +32,7 @@ from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 MEMBERS = 10
 SETTLE_WANTED_S = {"memory": 1, "file": 1, "etcd": 3, "postgresql": 3, "zookeeper": 10}
 PATIENCE_S = 120.0
-ROWS = 500_000
+ROWS = 1_000_000
 
 
 class Partitions:
@@ -54,6 +54,10 @@ class Holder:
         self._changed.set()
 
     def lane_revoked(self, lane: Lane) -> None: ...
+
+    def lane_resumed(self, lane: Lane) -> None: ...
+
+    def group_changed(self) -> None: ...
 
     def lane_released(self, lane: Lane) -> None:
         self.lanes.pop(lane.partition, None)

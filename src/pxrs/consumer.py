@@ -177,11 +177,10 @@ class Consumer:
                 if is_manual:
                     lane.expect((message[2],))
                 # In hand first, then the look: who stops the lane does it the other way round, so one sees the other.
-                before, lane.position = position, message[2] + 1
-                position = message[2] + 1
+                lane.position = position = message[2] + 1
                 if lane.is_halted or now >= lease.deadline:
                     lane.position = lane.handed
-                    lane.retract(before)
+                    lane.retract(lane.handed)
                     break
                 lane.handed = position
                 yield message
