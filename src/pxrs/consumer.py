@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
 
@@ -41,7 +41,7 @@ from pxrs.group.member import GroupMember, Timings
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
-from pxrs.model import Message
+from pxrs.model import Message, microseconds_of
 from pxrs.producer import Producer
 from pxrs.registry.contract import Registry
 from pxrs.runner import ErrorPolicy, Handler, Runner
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 PREFETCH_BYTES_DEFAULT: Final = 8 << 20
 Start = Literal["earliest", "latest"] | datetime
 Callback = Callable[[Sequence[int]], None]
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class ConsumedBatch(NamedTuple):
@@ -504,9 +503,7 @@ class Consumer:
         if self._start == "latest":
             return self._source.end(partition)
         assert isinstance(self._start, datetime)
-        if self._start.tzinfo is None:
-            raise InvalidGroup(f"start: the time {self._start} has no time zone; give one, such as UTC")
-        return self._source.offset_at(partition, (self._start - _EPOCH) // timedelta(microseconds=1))
+        return self._source.offset_at(partition, microseconds_of(self._start))
 
     # What the member tells, on its thread.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from pxrs.errors import InvalidTopic
@@ -14,6 +15,14 @@ SEGMENT_BYTES_DEFAULT = 64 << 20
 PARTITIONERS = ("xxh64", "murmur2")
 CODECS = ("none", "lz4", "zstd")
 TOPIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def microseconds_of(moment: datetime) -> int:
+    """Since 1970, as the log counts time. The moment must have a time zone."""
+    return (moment - EPOCH) // timedelta(microseconds=1)
 
 
 class Message(NamedTuple):

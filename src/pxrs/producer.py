@@ -26,7 +26,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import accumulate
 from types import TracebackType
 from typing import Final, Self
@@ -38,6 +38,7 @@ from pxrs.errors import AppendFailed, BufferFull, Closed, InvalidRecord, PartlyS
 from pxrs.log.batch import FRAME_BYTES_MAX, SCHEMA, Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.producers import BATCHES_KEPT
+from pxrs.model import microseconds_of
 from pxrs.outgoing import (
     WIDTH,
     Bell,
@@ -70,7 +71,6 @@ _BACKOFF_S: Final = (0.01, 1.0)
 _THOUSAND: Final = pa.scalar(1000, pa.int64())
 _TIME: Final = SCHEMA.field("timestamp").type
 _HEADERS: Final = SCHEMA.field("headers").type
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 _logger: Final = logging.getLogger(__name__)
 _time_ns = time.time_ns
@@ -692,7 +692,7 @@ def _microseconds(timestamp: int | datetime) -> int:
     if isinstance(timestamp, datetime):
         if timestamp.tzinfo is None:
             raise InvalidRecord(f"the time {timestamp} has no time zone; give one, such as UTC")
-        return (timestamp - _EPOCH) // timedelta(microseconds=1)
+        return microseconds_of(timestamp)
     if not isinstance(timestamp, int) or isinstance(timestamp, bool) or not -(1 << 63) <= timestamp < 1 << 63:
         raise InvalidRecord(f"the time {timestamp!r} is not in whole microseconds since 1970")
     return timestamp

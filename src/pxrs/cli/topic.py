@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from rich.table import Table
 import pxrs
 from pxrs.cli.terminal import echo, is_terminal, printable
 from pxrs.errors import InvalidRecord
-from pxrs.model import CODECS, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
+from pxrs.model import CODECS, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
 from pxrs.producer import MESSAGE_BYTES_MAX
 
 app = typer.Typer(no_args_is_help=True)
@@ -28,7 +28,6 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 SEND_ROWS = 5_000
 LINE_BYTES_MAX = MESSAGE_BYTES_MAX + 2
 """No more of a line is read than a message may have, and its end; the rest of a longer one is never looked at."""
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @app.command()
@@ -238,7 +237,7 @@ def _text(data: bytes | None) -> str:
 
 def _time(timestamp: int) -> str:
     try:
-        return (_EPOCH + timedelta(microseconds=timestamp)).isoformat(timespec="milliseconds")
+        return (EPOCH + timedelta(microseconds=timestamp)).isoformat(timespec="milliseconds")
     except OverflowError:  # it is the sender's, and may lie beyond every calendar
         return f"{timestamp}us"
 

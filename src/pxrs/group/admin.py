@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Final, Literal, Protocol
 
 import pyarrow as pa
@@ -34,7 +34,7 @@ from pxrs.errors import (
 )
 from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import GROUP_NAME, Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused, partition_of
-from pxrs.model import Topic
+from pxrs.model import Topic, microseconds_of
 from pxrs.registry.contract import ABSENT, Entry, Registry
 
 ATTEMPTS_MAX: Final = 100
@@ -43,7 +43,6 @@ KEYS_EACH: Final = 3
 """A change of one partition names its owner, its checkpoint and its pause."""
 
 To = Literal["earliest", "latest"] | int | datetime | Mapping[int, int]
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _SCHEMA: Final = pa.schema(
     [
         pa.field("topic", pa.string(), nullable=False),
@@ -573,7 +572,7 @@ def _resolve(to: To, source: Offsets) -> dict[int, int]:
         case datetime():
             if to.tzinfo is None:
                 raise InvalidGroup(f"reset to {to}: give the time a time zone, such as tzinfo=UTC")
-            at = (to - _EPOCH) // timedelta(microseconds=1)
+            at = microseconds_of(to)
             return {number: source.offset_at(number, at) for number in numbers}
         case Mapping():
             if not to:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from pxrs.errors import InvalidGroup, RegistryCorrupt
 
@@ -136,8 +136,3 @@ class Paused(_Record):
     when: float = 0.0
     by: str = ""
     skip: bool = False
-
-
-def describe(value: Any) -> str:
-    """A record as one line of JSON."""
-    return json.dumps(asdict(value))

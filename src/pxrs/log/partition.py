@@ -421,7 +421,7 @@ class Partition:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             data = pa.py_buffer(_pread(descriptor, os.fstat(descriptor).st_size, 0))
-            position, end = 0, base
+            position, end, durable = 0, base, self._published.end_before()
             try:
                 for at, header in frames(data, path, 0, data.size):
                     if header.base_offset != end:
@@ -429,14 +429,13 @@ class Partition:
                     read_payload(header, data.slice(at, header.frame_bytes), path, at)
                     position, end = at + header.frame_bytes, header.next_offset
             except DamagedFrame:
-                if begins_an_append_behind(data, path, position, end):
-                    raise
-                if end < self._published.end_before():
+                if end < durable or begins_an_append_behind(data, path, position, end):
                     raise
                 os.ftruncate(descriptor, position)
-            if end < self._published.end_before():
-                what = f"it ends at offset {end}, and messages up to {self._published.end_before()} were published"
-                raise DamagedFrame(path, position, what)
+            if end < durable:
+                raise DamagedFrame(
+                    path, position, f"it ends at offset {end}, and messages up to {durable} were published"
+                )
             disk.sync_data(descriptor)
             disk.sync_folder(self.folder)
         finally:

@@ -51,7 +51,7 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Source
-from pxrs.model import PARTITIONS_DEFAULT, Topic
+from pxrs.model import EPOCH, PARTITIONS_DEFAULT, Topic, microseconds_of
 from pxrs.partitioner import hash_named
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ _PAGE_OVERHEAD: Final = 1024
 _ROW_OVERHEAD: Final = 64
 _BACKOFF_S: Final = (0.1, 5.0)
 _IDENTITY: Final = uuid.UUID("6f0b2a55-0a3c-5d0e-9c53-3f6f1d2f7c21")
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DRIVERS: Final = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
 _PREPARED: Final = "-1/"
 
@@ -643,7 +642,7 @@ class _Table:
     def first_id_since(self, timestamp: int, end: int) -> int | None:
         assert self._columns.timestamp is not None
         column, name = self._from.c[self._columns.timestamp], self._columns.timestamp
-        moment: datetime = _EPOCH + timedelta(microseconds=timestamp)
+        moment: datetime = EPOCH + timedelta(microseconds=timestamp)
         with self._connection() as connection:
             sample = connection.execute(self._sa.select(column).where(column.is_not(None)).limit(1)).scalar()
             if sample is None:
@@ -883,7 +882,7 @@ def _micros(moment: Any, column: str) -> int:
         raise InvalidRecord(f"a time in {column} is a {type(moment).__name__}; dates with times can be read")
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return int((moment - _EPOCH) // timedelta(microseconds=1))
+    return microseconds_of(moment)
 
 
 def _json(value: Any) -> bytes:
