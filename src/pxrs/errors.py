@@ -194,7 +194,16 @@ class ReadFailed(LogError):
 
 
 class UnknownProducer(LogError):
-    """The log has forgotten this producer, so it cannot tell a retry from a new batch. Open a new producer."""
+    """The log has forgotten this producer, so it cannot tell a retry from a new batch. Open a new producer.
+
+    `stored` is the epoch and the number of the last batch that it knows of this producer, if it knows any."""
+
+    def __init__(self, what: str, stored: tuple[int, int] | None = None) -> None:
+        self.what, self.stored = what, stored
+        super().__init__(what)
+
+    def __reduce__(self) -> tuple[type[UnknownProducer], tuple[str, tuple[int, int] | None]]:
+        return type(self), (self.what, self.stored)
 
 
 class SequenceGap(LogError):
@@ -244,3 +253,51 @@ class CheckpointOutOfRange(GroupError):
 
 class HandlerFailed(GroupError):
     """A handler raised, and the group's `on_error` is "raise". Its exception is the cause."""
+
+
+class SparkError(PxrsError):
+    """The base of every error of the Spark source, sink and pipelines."""
+
+
+class InvalidOption(SparkError, ValueError):
+    """An option of the Spark source or sink is unknown, missing, or has a value that is none. `option` names it."""
+
+    def __init__(self, option: str, what: str) -> None:
+        self.option, self.what = option, what
+        super().__init__(f"option {option}: {what}")
+
+    def __reduce__(self) -> tuple[type[InvalidOption], tuple[str, str]]:
+        return type(self), (self.option, self.what)
+
+
+class DataLost(SparkError):
+    """Retention removed messages before the query read them: the offsets from `start` up to `end`.
+
+    Accept it with the option failOnDataLoss=false: the query then goes on behind them, and says so in its log."""
+
+    def __init__(self, place: str, start: int, end: int) -> None:
+        self.place, self.start, self.end = place, start, end
+        super().__init__(
+            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention before "
+            "they were read; set failOnDataLoss=false to go on behind them"
+        )
+
+    def __reduce__(self) -> tuple[type[DataLost], tuple[str, int, int]]:
+        return type(self), (self.place, self.start, self.end)
+
+
+class CheckpointsDiffer(SparkError):
+    """Spark's checkpoint and the group's tell of different work, and neither can be believed without a word from you.
+
+    To follow the group, start the query with a new checkpoint location; to follow Spark, reset the group to the
+    offsets that the message names."""
+
+
+class BatchRefused(SparkError):
+    """A micro-batch was not published: one with a higher number was before it, or its input was another one's.
+
+    An old checkpoint location was restored, or two queries write under one. Start with a new location."""
+
+
+class WrongMachine(SparkError):
+    """An executor runs on another machine than the driver, where the hub's directory is not. Put a server before it."""

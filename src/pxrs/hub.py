@@ -65,40 +65,41 @@ class TopicHandle:
     """A topic to look at: its settings, its offsets and its messages. Reading here moves no checkpoint."""
 
     def __init__(self, log: TopicLog) -> None:
-        self._log = log
+        self.log = log
+        """The topic itself, for those who append batches of their own or read it as a member of a group."""
         self.topic = log.topic
         self.name, self.id, self.partitions = log.name, log.id, log.partitions
         self.has_gaps = log.has_gaps
 
     def start(self, partition: int) -> int:
         """The first offset that is still there."""
-        return self._log.start(partition)
+        return self.log.start(partition)
 
     def end(self, partition: int) -> int:
         """The offset that the next message will get."""
-        return self._log.end(partition)
+        return self.log.end(partition)
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
-        return self._log.offset_at(partition, timestamp)
+        return self.log.offset_at(partition, timestamp)
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         """Batches from exactly this offset on, about `max_bytes` of them; none at the end."""
-        return self._log.read(partition, offset, max_bytes)
+        return self.log.read(partition, offset, max_bytes)
 
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
 
         Producers do it by themselves about once a minute."""
-        return self._log.retain(time.time_ns() // 1000)
+        return self.log.retain(time.time_ns() // 1000)
 
     def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
-        return self._log.wait(positions, timeout)
+        return self.log.wait(positions, timeout)
 
     def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
         """The messages from this offset on, up to the end as it is when it is reached."""
-        while batches := self._log.read(partition, offset):
+        while batches := self.log.read(partition, offset):
             for batch in batches:
                 yield from messages_of(batch, self.name, partition)
                 offset = batch.next_offset
@@ -113,11 +114,11 @@ class TopicHandle:
         return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
     def _parts(self, partition: int, start: int | None, end: int | None) -> Iterator[pa.RecordBatch]:
-        last = self._log.end(partition)
+        last = self.log.end(partition)
         end = last if end is None else min(end, last)
-        offset = self._log.start(partition) if start is None else start
+        offset = self.log.start(partition) if start is None else start
         while offset < end:
-            for batch in self._log.read(partition, offset):
+            for batch in self.log.read(partition, offset):
                 records = batch.records.slice(0, end - offset)
                 if records.num_rows:
                     yield _with_place(records, partition, offset)
@@ -209,7 +210,7 @@ class Hub:
         if isinstance(dead_letters := options.get("dead_letters"), str):
             self._log.topic(dead_letters)  # it must be there before the first one dies
             options["dead_letters"] = functools.cache(lambda: self.producer(dead_letters, linger_s=0))
-        consumer = Consumer(source, self.registry, group, **options)
+        consumer = Consumer(source, self.registry, group, **{"topic_names": self._topic_names, **options})
         with self._lock:
             if not self._is_closed:
                 self._consumers.add(consumer)
@@ -221,6 +222,9 @@ class Hub:
         """A group to look at or to administer. Sources that are no topics of this hub are named."""
         self._check_usable()
         return GroupHandle(self.registry, name, self._log, sources)
+
+    def _topic_names(self) -> dict[str, str]:
+        return {topic.id: topic.name for topic in self._log.topics()}
 
     def groups(self) -> list[str]:
         """The names of all groups."""

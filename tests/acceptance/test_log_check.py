@@ -297,7 +297,7 @@ def test_nothing_is_changed(tmp_path: Path, reboot: Callable[[], None]) -> None:
 def test_after_a_boot_a_damaged_tail_does_not_hide_other_damage(tmp_path: Path, reboot: Callable[[], None]) -> None:
     first, second, *_, tail = logs(make(tmp_path))
     with pxrs.open(tmp_path) as hub:
-        topic = hub.topic("t")._log
+        topic = hub.topic("t").log
         assert isinstance(topic, DirectoryTopic)
         while tail.stat().st_size < SEGMENT_BYTES * 3 // 4:
             topic.append([Append(0, row())])

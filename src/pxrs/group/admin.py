@@ -32,6 +32,7 @@ from pxrs.errors import (
     UnknownGroup,
     UnknownTopic,
 )
+from pxrs.group.projection import projection_of
 from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import GROUP_NAME, Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused, partition_of
 from pxrs.model import Topic, microseconds_of
@@ -324,6 +325,7 @@ class GroupHandle:
         for at in range(0, len(members), size):
             self._registry.commit(delete=members[at : at + size])
         self._retire_leader(state)
+        self._project()
 
     def retry(self, topic: str, partition: int) -> None:
         """Have a paused partition try its message again. Raises GroupError if it is not paused."""
@@ -462,6 +464,8 @@ class GroupHandle:
             if not todo:
                 if state.members:
                     self._call()
+                else:
+                    self._project()
                 return written
         raise self._too_lively()
 
@@ -512,6 +516,12 @@ class GroupHandle:
             self._registry.commit({entry.key: entry.version}, {entry.key: entry.value})
         except Conflict:
             return  # somebody else has written it, and so called them
+
+    def _project(self) -> None:
+        """Show what was changed, where there is a place for it and no member does it."""
+        projection = projection_of(self._registry, self._keys, lambda: self._names(_State()))
+        if projection is not None:
+            projection.refresh()
 
     def _retire_leader(self, state: _State) -> None:
         """Refuse what the last leader may still have on its way, then forget what it has assigned."""

@@ -27,6 +27,7 @@ from typing import Final, Protocol, TypeVar
 from pxrs.errors import (
     Closed,
     Conflict,
+    GroupActive,
     InvalidGroup,
     LeaseExpired,
     OutcomeUnknown,
@@ -36,8 +37,9 @@ from pxrs.errors import (
 )
 from pxrs.group.assign import assignor_named
 from pxrs.group.lane import Lane
+from pxrs.group.projection import Names, projection_of
 from pxrs.group.protocol import MemberProtocol, Steps, drive
-from pxrs.group.records import Keys, Member, Paused, partition_of
+from pxrs.group.records import Checkpoint, Keys, Member, Paused, partition_of
 from pxrs.log.contract import Source
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
@@ -108,13 +110,17 @@ class GroupMember:
         name: str | None = None,
         timings: Timings | None = None,
         assignor: str = "sticky",
+        is_alone: bool = False,
+        topic_names: Names | None = None,
     ) -> None:
         assignor_named(assignor)
         self.keys = Keys(group)
         self.timings = timings or Timings()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._registry, self._source, self._listener = registry, source, listener
-        self._start_of, self._assignor = start_of, assignor
+        self._start_of, self._assignor, self._is_alone = start_of, assignor, is_alone
+        self._former: set[str] = set()
+        """Incarnations of this member that are over, and may be listed until the store has noticed."""
         self._clock = registry.clock
         self._mutex = threading.RLock()
         """Held while the protocol runs: by the member's thread, or by a commit on the user's."""
@@ -124,6 +130,7 @@ class GroupMember:
         self._watched: tuple[str, ...] = ()
         self._fresh: list[Lane] = []
         """Assigned, and not yet given to the consumer."""
+        self._projection = projection_of(registry, self.keys, topic_names)
         self._commits_at = 0.0
         self._told: object = None
         self._adrift: list[Lane] = []
@@ -155,6 +162,25 @@ class GroupMember:
     @property
     def lease(self) -> Lease | None:
         return self._lease
+
+    def checkpoint(self, lane: Lane) -> tuple[Checkpoint, int] | None:
+        """What was read after the claim, or written since, and the version of the owner's key; None if it is lost."""
+        with self._mutex:
+            holding = self._protocol.held.get(lane.partition) if self._protocol is not None else None
+            return None if holding is None or holding.lane is not lane else (holding.checkpoint, holding.version)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the assignment counts with this member, and all that is meant for it is here."""
+        protocol = self._protocol
+        seen = protocol.snapshot if protocol is not None else None
+        if protocol is None or seen is None or seen.assignment is None or self._fresh:
+            return False
+        targets = seen.assignment[0].targets.get(protocol.member.topic, [])
+        if protocol.incarnation not in targets:  # one too many, or too new
+            return None not in targets and len(set(targets)) == len(targets) > 0
+        held = protocol.held
+        return all(number in held for number, target in enumerate(targets) if target == protocol.incarnation)
 
     @property
     def incarnation(self) -> str | None:
@@ -209,12 +235,14 @@ class GroupMember:
         self.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(self.timings.lease_ttl)
-        with self._mutex:
-            try:
+        try:
+            with self._mutex:
                 self._leave()
-            finally:
-                if self._watch is not None:
-                    self._watch.close()
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+            if self._projection is not None:
+                self._projection.close()
 
     # The member's thread.
 
@@ -265,6 +293,8 @@ class GroupMember:
                 break
         self._look_at_paused(protocol)
         seen = protocol.snapshot
+        if self._projection is not None and protocol.is_leading:
+            self._projection.start()
         state = None if seen is None else (seen.assignment, frozenset(seen.members))
         if state != self._told:
             self._told = state
@@ -286,9 +316,11 @@ class GroupMember:
 
     def _join(self) -> None:
         if self._protocol is not None:
+            self._former.add(self._protocol.incarnation)
             self._protocol.lose_all()
         if self._lease is not None:
             self._lease.close()
+        self._check_company()
         self._lease = self._registry.lease(self.timings.lease_ttl)
         source = self._source
         self._protocol = MemberProtocol(
@@ -303,6 +335,7 @@ class GroupMember:
                 os.getpid(),
                 time.time(),
                 self._assignor,
+                self._is_alone,
             ),
             hooks=self,
             start_of=self._start_of,
@@ -311,6 +344,22 @@ class GroupMember:
             handover_s=self.timings.handover_timeout,
         )
         self._drive(self._protocol.join())
+
+    def _check_company(self) -> None:
+        """One that must be alone does not join others, nor they it (K4)."""
+        for entry in self._registry.scan(self.keys.members):
+            other = Member.load(entry.key, entry.value)
+            if entry.key.rpartition("/")[2] in self._former or other.topic != self._source.id:
+                continue
+            if other.is_alone:
+                raise GroupActive(
+                    f"group {self.keys.group} belongs to {other.name} on {other.host} alone, as long as that runs"
+                )
+            if self._is_alone:
+                raise GroupActive(
+                    f"group {self.keys.group} has the member {other.name} on {other.host}: stop it, use another group, "
+                    "or share the group"
+                )
 
     def _prefixes(self, protocol: MemberProtocol) -> tuple[str, ...]:
         """Changes of owners wake only those whom they concern; commits wake nobody."""

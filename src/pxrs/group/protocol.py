@@ -37,7 +37,7 @@ from pxrs.group.reconcile import (
     is_waiting,
     reconcile,
 )
-from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, partition_of
+from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Member, Owner, partition_of
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
 
@@ -141,6 +141,12 @@ class MemberProtocol:
     """Of the assignment with which all owners were last read."""
     is_gone: bool = False
     snapshot: Snapshot | None = None
+
+    @property
+    def is_leading(self) -> bool:
+        """As far as it knows."""
+        leader = self.snapshot.leader if self.snapshot is not None else None
+        return leader is not None and leader[0].incarnation == self.incarnation
 
     def join(self) -> Steps[None]:
         """Be there; and write down where each partition begins, before anybody is handed anything (G6)."""
@@ -383,7 +389,10 @@ class MemberProtocol:
             holding = self.held[number]
             assert holding.checkpoint_version is not None
             offset = max(holding.lane.done, holding.checkpoint.offset)
-            checkpoints[number] = Checkpoint(offset, self.wall(), self.member.name, holding.epoch)
+            # That a person has set it, and when, is worth knowing until somebody comes further: see `spark.planning`.
+            is_set = offset == holding.checkpoint.offset and holding.checkpoint.by in BY_HAND
+            new = Checkpoint(offset, self.wall(), self.member.name, holding.epoch)
+            checkpoints[number] = holding.checkpoint if is_set else new
             expect[keys.owner(topic, number)] = holding.version
             expect[keys.checkpoint(topic, number)] = holding.checkpoint_version
             put[keys.checkpoint(topic, number)] = checkpoints[number].dump()

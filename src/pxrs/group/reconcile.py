@@ -164,6 +164,7 @@ def assign_all(snapshot: Snapshot, before: Assignment) -> dict[str, list[str | N
         readers.setdefault(member.topic, []).append(incarnation)
     targets = {}
     for topic, members in sorted(readers.items()):
+        members = [member for member in members if snapshot.members[member].is_alone][:1] or members
         partitions = max(snapshot.members[member].partitions for member in members)
         has = [_holder(snapshot, before, topic, number) for number in range(partitions)]
         targets[topic] = assignor_named(snapshot.members[members[0]].assignor)(members, partitions, has)

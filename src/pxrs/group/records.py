@@ -23,6 +23,9 @@ from pxrs.errors import InvalidGroup, RegistryCorrupt
 
 GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
+BY_HAND: Final = ("reset", "import")
+"""Who has written a checkpoint, if it was no member but a person."""
+
 
 class Keys:
     """The keys of one group."""
@@ -88,6 +91,8 @@ class Member(_Record):
     since: float = 0.0
     """Wall-clock seconds, to be shown."""
     assignor: str = "sticky"
+    is_alone: bool = False
+    """It takes every partition, and others must stay away: what it keeps of them cannot move (K4)."""
 
 
 @dataclass(frozen=True, slots=True)

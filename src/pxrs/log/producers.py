@@ -140,8 +140,9 @@ def _check(origin: Origin, known: _Known | None) -> int | None:
         if origin.sequence != 0:
             raise UnknownProducer(f"{name}: nothing is known of the batches before it")
         return None
+    stored = known.epoch, known.batches[-1][0]
     if origin.epoch < known.epoch:
-        raise UnknownProducer(f"{name}: epoch {known.epoch} has taken its place")
+        raise UnknownProducer(f"{name}: epoch {known.epoch} has taken its place", stored)
     if origin.epoch > known.epoch:
         if origin.sequence != 0:
             raise SequenceGap(f"{name}: a new epoch begins with batch 0")
@@ -154,4 +155,4 @@ def _check(origin: Origin, known: _Known | None) -> int | None:
     for sequence, offset in known.batches:
         if sequence == origin.sequence:
             return offset
-    raise UnknownProducer(f"{name}: the last one stored is {last}, and only {BATCHES_KEPT} are remembered")
+    raise UnknownProducer(f"{name}: the last one stored is {last}, and only {BATCHES_KEPT} are remembered", stored)

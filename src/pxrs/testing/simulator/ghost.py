@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs.group.protocol import Write
 from pxrs.group.reconcile import NOBODY, Place
-from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Owner, partition_of
+from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Owner, partition_of
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class Ghost:
         else:
             self.commits += 1
             owner = self.owners.get(place, NOBODY)
-            if (owner.incarnation, owner.epoch) != (request.incarnation, checkpoint.epoch):
+            epoch = owner.epoch if checkpoint.by in BY_HAND else checkpoint.epoch
+            if (owner.incarnation, owner.epoch) != (request.incarnation, epoch):
                 raise Violation(
                     "X9 stale epoch",
                     f"{request.incarnation} committed {checkpoint.offset} of {place} under epoch {checkpoint.epoch}, "

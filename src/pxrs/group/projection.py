@@ -1,0 +1,291 @@
+"""A group's state as files that a person can read, beside a registry that is kept in files (F1, R9).
+
+    consumer-groups/<group>/members.json                             who is there
+    consumer-groups/<group>/owners.json                              who has which partition, under which epoch
+    consumer-groups/<group>/offsets/<topic>/partition-<n>.offset     the offset of the next message to read
+
+It is a projection: the registry decides, and nothing ever reads these files back. They are at most about a second
+behind, and each is replaced as a whole; together they are not one moment's picture.
+
+Who writes: the member that leads, on a thread of its own, so that no commit waits for it; a member that goes and leaves
+nobody who leads; an administrator who changes a group without members, or deletes it. One at a time, by a lock that
+the kernel drops with its holder. It is taken before the registry is read, so the last to write has seen the most.
+
+On failure: it is logged, once until it works again, and nothing else happens. What is left over is made good by the
+next one who writes. Nothing is synced: a power loss may cost a second of it, or leave it behind until the next change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from pxrs.errors import Closed
+from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, partition_of
+from pxrs.registry.contract import Entry, Registry
+from pxrs.registry.watch import Watch
+
+_logger = logging.getLogger(__name__)
+
+FOLDER: Final = "consumer-groups"
+INTERVAL_S: Final = 1.0
+"""The least time from one writing to the next."""
+LOCK_WAIT_S: Final = 1.0
+"""How long to wait for another one who writes; it writes much the same."""
+CLOSE_WAIT_S: Final = 5.0
+_NAME_BYTES_MAX: Final = 200
+
+Names = Callable[[], Mapping[str, str]]
+"""Gives the names of topics by their ids."""
+
+
+def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> dict[str, str]:
+    """The files of a group by their paths within its folder, from all that the registry holds of it; none if it is not
+    there. `names` are those of topics by id; those that members know are added to them."""
+    state = _State(keys, entries)
+    if not state.members and not state.checkpoints:
+        return {}  # a leader and owners alone are what a deleted group leaves behind
+    known = {member.topic: member.topic_name for member in state.members.values() if member.topic not in names}
+    names = _distinct({**known, **names})
+    files = {"members.json": _json(state.list_members(names)), "owners.json": _json(state.list_owners(names))}
+    for (topic, partition), checkpoint in state.checkpoints.items():
+        path = f"offsets/{_folder(names.get(topic, topic), topic)}/partition-{partition}.offset"
+        files[path] = _json(
+            {
+                "offset": checkpoint.offset,
+                "when": _moment(checkpoint.when),
+                "by": checkpoint.by,
+                "epoch": checkpoint.epoch,
+            }
+        )
+    return files
+
+
+class _State:
+    """What the registry holds of a group, as far as it is shown."""
+
+    def __init__(self, keys: Keys, entries: Iterable[Entry]) -> None:
+        self.members: dict[str, Member] = {}
+        self.owners: dict[tuple[str, int], Owner] = {}
+        self.checkpoints: dict[tuple[str, int], Checkpoint] = {}
+        self.leader, self.assignment = Leader("", 0), Assignment(0)
+        for key, value in ((entry.key, entry.value) for entry in entries):
+            if key.startswith(keys.members):
+                self.members[key.removeprefix(keys.members)] = Member.load(key, value)
+            elif key.startswith(keys.owners):
+                self.owners[partition_of(key)] = Owner.load(key, value)
+            elif key.startswith(keys.checkpoints):
+                self.checkpoints[partition_of(key)] = Checkpoint.load(key, value)
+            elif key == keys.leader:
+                self.leader = Leader.load(key, value)
+            elif key == keys.assignment:
+                self.assignment = Assignment.load(key, value)
+
+    def list_members(self, names: Mapping[str, str]) -> dict[str, Any]:
+        members = sorted(self.members.items(), key=lambda each: (each[1].since, each[0]))
+        return {
+            "generation": self.assignment.generation,
+            "leader": self._name(self.leader.incarnation),
+            "members": [
+                {
+                    "name": member.name,
+                    "host": member.host,
+                    "pid": member.pid,
+                    "topic": names.get(member.topic, member.topic),
+                    "since": _moment(member.since),
+                    "incarnation": incarnation,
+                }
+                for incarnation, member in members
+            ],
+        }
+
+    def list_owners(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """By topic and partition. An owner that is gone has nothing any more, though nobody has claimed it yet."""
+        topics: dict[str, dict[str, Any]] = {}
+        for place in sorted({*self.checkpoints, *self.owners}, key=lambda each: (names.get(each[0], each[0]), each)):
+            topic, partition = place
+            owner = self.owners.get(place, Owner(None, 0))
+            if place in self.checkpoints or owner.incarnation in self.members:
+                topics.setdefault(names.get(topic, topic), {})[str(partition)] = {
+                    "owner": self._name(owner.incarnation),
+                    "epoch": owner.epoch,
+                    "meant_for": self._name(self.assignment.target(topic, partition)),
+                }
+        return topics
+
+    def _name(self, incarnation: str | None) -> str | None:
+        member = self.members.get(incarnation or "")
+        return None if member is None else member.name
+
+
+def _distinct(names: Mapping[str, str]) -> dict[str, str]:
+    """A topic that was deleted and made again has two ids: the last one named keeps the name."""
+    last = {name: topic for topic, name in names.items()}
+    return {topic: name for name, topic in last.items()}
+
+
+def _folder(name: str, topic: str) -> str:
+    """A topic's name as that of a folder. A foreign source may be called anything."""
+    quoted = quote(name, safe="")
+    return topic if quoted.strip(".") == "" or len(quoted) > _NAME_BYTES_MAX else quoted
+
+
+def _moment(seconds: float) -> str | None:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds") if seconds else None
+
+
+def _json(value: Any) -> str:
+    return _indented(value, "") + "\n"
+
+
+def _indented(value: Any, margin: str) -> str:
+    """JSON with a line for each partition and each member."""
+    items = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(value, dict | list) or not any(isinstance(each, dict | list) for each in items):
+        return json.dumps(value, ensure_ascii=False)
+    inner = [_indented(each, f"{margin}  ") for each in items]
+    if isinstance(value, dict):
+        inner = [f"{json.dumps(key, ensure_ascii=False)}: {text}" for key, text in zip(value, inner, strict=True)]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n" + ",\n".join(f"{margin}  {text}" for text in inner) + f"\n{margin}{closing}"
+
+
+def projection_of(registry: Registry, keys: Keys, names: Names | None = None) -> Projection | None:
+    """Only files have a place for it beside them."""
+    return None if registry.folder is None else Projection(registry, keys, registry.folder / FOLDER, names)
+
+
+class Projection:
+    """Keeps one group's files as the registry has it, from `start` until `close`. Nothing here raises."""
+
+    def __init__(self, registry: Registry, keys: Keys, root: Path, names: Names | None = None) -> None:
+        self._registry, self._keys, self._root, self._names = registry, keys, root, names
+        self._watch: Watch | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._guard = threading.Lock()
+        self._is_troubled = False
+
+    def start(self) -> None:
+        """Write from now on: this member leads."""
+        with self._guard:
+            if self._thread is None and not self._closing.is_set():
+                self._thread = threading.Thread(
+                    target=self._run, name=f"pxrs-projection-{self._keys.group}", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Write a last time, unless somebody else leads and does it. After the member has left the group."""
+        with self._guard:
+            self._closing.set()
+            thread, watch = self._thread, self._watch
+        if watch is not None:
+            watch.close()
+        if thread is not None:
+            thread.join(CLOSE_WAIT_S)
+        self.refresh(only_if_nobody_leads=thread is None)
+
+    def refresh(self, *, only_if_nobody_leads: bool = False) -> bool:
+        """Write what is not as the registry has it, and remove what it does not have. False: it is to be done again."""
+        try:
+            self._root.mkdir(exist_ok=True)
+            with _locked(self._root) as is_locked:
+                if not is_locked:
+                    return False
+                entries = self._registry.scan(self._keys.root)
+                if only_if_nobody_leads and _is_led(entries, self._keys):
+                    return True
+                files = render(entries, self._keys, self._names() if self._names is not None else {})
+                _replace(self._root / self._keys.group, files)
+            self._is_troubled = False
+            return True
+        except Closed:  # the registry, or the log: there is nothing more to tell
+            return True
+        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns nobody else
+            if not self._is_troubled:
+                _logger.warning("group %s: its readable files could not be written: %s", self._keys.group, error)
+            self._is_troubled = True
+            return False
+
+    def _run(self) -> None:
+        try:
+            watch = self._registry.watch(self._keys.root)
+        except Closed:
+            return
+        except Exception as error:  # noqa: BLE001 - see above
+            _logger.warning("group %s: its readable files are not kept: %s", self._keys.group, error)
+            return
+        with self._guard:
+            self._watch = watch
+        try:
+            while not self._closing.is_set():
+                if not self.refresh():
+                    watch.wake()
+                self._closing.wait(INTERVAL_S)
+                watch.wait()
+        except Closed:
+            return
+        finally:
+            watch.close()
+
+
+def _is_led(entries: Iterable[Entry], keys: Keys) -> bool:
+    found = {entry.key: entry for entry in entries}
+    leader = found.get(keys.leader)
+    return leader is not None and keys.member(Leader.load(leader.key, leader.value).incarnation) in found
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[bool]:
+    """Be the only one to write, if that can be had soon. The lock's file stays, so that there is only one."""
+    descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        yield _try_lock(descriptor, time.monotonic() + LOCK_WAIT_S)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, until: float) -> bool:
+    import fcntl  # here, for this module is imported where there is none, and no registry of files either
+
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.005)
+
+
+def _replace(folder: Path, files: Mapping[str, str]) -> None:
+    """Make the folder hold these files and no others. Only under the lock."""
+    if not files:
+        if folder.exists():
+            shutil.rmtree(folder)
+        return
+    there = {Path(parent, name) for parent, _, names in os.walk(folder) for name in names}
+    wanted = {folder / path: text.encode() for path, text in files.items()}
+    for parent in sorted({path.parent for path in wanted}):
+        parent.mkdir(parents=True, exist_ok=True)
+    fresh = folder / ".new"
+    for path, data in wanted.items():
+        if path not in there or path.read_bytes() != data:
+            fresh.write_bytes(data)
+            fresh.replace(path)
+    for path in there - wanted.keys():
+        path.unlink(missing_ok=True)
+    for name, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):  # only what is empty goes
+            os.rmdir(name)

@@ -1,0 +1,251 @@
+"""The one moment at which a batch of a query becomes part of its topic (K1 to K3). No Spark in here.
+
+The driver's commit writes a manifest into the registry, under a key of the query's own:
+
+    spark/<topic id>/<query>    the last batch: its staged files, what it has read, whether it is published
+
+Before it the batch is nothing, whatever was staged; after it the batch will be published, whoever does it. Only then
+the files are appended to the topic, by a producer of the query's own whose epoch is the batch and whose sequences count
+the pieces: an append that was made before is found and not made again. So:
+
+- A driver that dies in between, and a replay whose rows come in another order, cannot lose or double a row: the replay
+  finds the manifest, finishes it, and throws its own staging away.
+- A batch with a smaller number is of a checkpoint location that was restored: refused (K2).
+- What the batch has read of groups of the same registry is checkpointed in the same commit, fenced by the owners' keys:
+  a query that has lost a partition publishes nothing of it (K3).
+- A reply that was lost: the very same commit is tried again. If the first one lands late, one of them conflicts, and
+  what is there says that it is ours.
+
+The manifest of a query that never came back is finished by the next one that writes to the topic. Readers may see a
+part of a batch for a moment: the pieces are appended one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final
+
+from pxrs.errors import (
+    BatchRefused,
+    Conflict,
+    OutcomeUnknown,
+    PartitionLost,
+    RegistryCorrupt,
+    UnknownProducer,
+)
+from pxrs.group.records import Checkpoint, Keys
+from pxrs.log.batch import Origin
+from pxrs.log.contract import Append, TopicLog
+from pxrs.registry.contract import ABSENT, Entry, Registry
+from pxrs.spark.staging import Feed, Staging
+
+_logger = logging.getLogger(__name__)
+
+_NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
+_TRIES_MAX: Final = 20
+_PAUSE_S: Final = (0.05, 1.0)
+_APPEND_BYTES_MAX: Final = 64 << 20
+_TOGETHER_MAX: Final = 4
+"""How many pieces of one partition go into one append: fewer than a partition remembers of a producer."""
+
+Ranges = dict[str, dict[str, list[int]]]
+"""What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    batch: int
+    files: list[str]
+    ranges: Ranges = field(default_factory=dict)
+    is_published: bool = False
+
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, entry: Entry) -> Manifest:
+        try:
+            found = json.loads(entry.value)
+            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
+        except (ValueError, TypeError) as error:
+            raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
+
+
+def fingerprint(registry: Registry) -> str:
+    """Tells two registries apart without telling their addresses."""
+    return hashlib.sha256(registry.url.encode()).hexdigest()[:16]
+
+
+class Publisher:
+    """Publishes batches to one topic. One at a time for each query; a second one that tries the same does no harm."""
+
+    def __init__(self, registry: Registry, topic: TopicLog, staging: Staging) -> None:
+        self._registry, self._topic, self._staging = registry, topic, staging
+        self._prefix = f"spark/{topic.id}/"
+
+    def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
+        """Make the batch part of the topic, once. Durable and visible when it returns.
+
+        Raises BatchRefused, PartitionLost; OutcomeUnknown if the registry did not say whether it took it."""
+        feeds = [feed for feed in feeds if feed.registry == fingerprint(self._registry)]
+        ours = Manifest(batch, list(files), _ranges(feeds))
+        entry = self._registry.get(self._prefix + query)
+        if entry is not None:
+            last = Manifest.load(entry)
+            _check_order(query, last, ours)
+            self._finish(query, last, entry.version)
+            if last.batch == batch:
+                return None
+            entry = self._registry.get(entry.key)
+        version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
+        if version is None:  # another driver of this query was faster with the same batch
+            return self.publish(query, batch, files, feeds)
+        self._finish(query, ours, version)
+        return None
+
+    def finish_others(self) -> None:
+        """Publish what queries have left behind that died between their manifest and their last append."""
+        for entry in self._registry.scan(self._prefix):
+            self._finish(entry.key.rpartition("/")[2], Manifest.load(entry), entry.version)
+
+    def forget(self, query: str) -> None:
+        """A write that is no stream has no next batch."""
+        entry = self._registry.get(self._prefix + query)
+        if entry is not None:
+            self._registry.commit({entry.key: entry.version}, delete=[entry.key])
+
+    # The manifest.
+
+    def _write(self, query: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
+        """The version of the manifest as written; None if there is another of this batch."""
+        key = self._prefix + query
+        expect, put = {key: version}, {key: manifest.dump()}
+        for feed in feeds:
+            self._add_checkpoints(feed, expect, put)
+        pause, pause_max = _PAUSE_S
+        for attempt in range(_TRIES_MAX):
+            try:
+                return self._registry.commit(expect, put)[key]
+            except OutcomeUnknown:
+                if attempt == _TRIES_MAX - 1:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, pause_max)
+            except Conflict as conflict:
+                entry = self._registry.get(key)
+                if entry is not None and entry.value == put[key]:
+                    return entry.version  # a try whose reply was lost has landed
+                if entry is not None and Manifest.load(entry).batch == manifest.batch:
+                    return None
+                _refuse(query, manifest, conflict, feeds)
+        raise AssertionError
+
+    def _add_checkpoints(self, feed: Feed, expect: dict[str, int], put: dict[str, bytes]) -> None:
+        """What the batch has read is done when it is published: the owners must still be those who read it."""
+        keys = Keys(feed.group)
+        for number, span in feed.spans.items():
+            key = keys.checkpoint(feed.topic, number)
+            entry = self._registry.get(key)
+            offset = None if entry is None else Checkpoint.load(key, entry.value).offset
+            if entry is None or offset != span.start:
+                raise BatchRefused(
+                    f"the batch reads {feed.group}'s partition {number} from offset {span.start}, and the group's "
+                    f"checkpoint is {offset}: somebody else went on, or the group was reset while the batch was on its "
+                    "way. To follow the group, start with a new checkpoint location; to follow Spark, reset the "
+                    f"group to offset {span.start}"
+                )
+            expect[key] = entry.version
+            expect[keys.owner(feed.topic, number)] = feed.fences[number]
+            put[key] = Checkpoint(span.end, time.time(), "spark", span.epoch).dump()
+
+    # The appends.
+
+    def _finish(self, query: str, manifest: Manifest, version: int) -> None:
+        """Append what the manifest names, unless that is done."""
+        if not manifest.is_published:
+            try:
+                self._append(query, manifest)
+            except FileNotFoundError:
+                self._check_published(query, manifest)
+                return
+            done = replace(manifest, files=[], is_published=True)
+            try:
+                self._registry.commit({self._prefix + query: version}, {self._prefix + query: done.dump()})
+            except Conflict:  # another one has finished it too, and may have gone on
+                self._check_published(query, manifest)
+        self._staging.clear(self._topic.id, query, manifest.batch)
+
+    def _check_published(self, query: str, manifest: Manifest) -> None:
+        entry = self._registry.get(self._prefix + query)
+        now = None if entry is None else Manifest.load(entry)
+        if now is not None and now.batch == manifest.batch and not now.is_published:
+            raise BatchRefused(
+                f"the staged files of batch {manifest.batch} of query {query} are gone, and it is not published whole"
+            )
+
+    def _append(self, query: str, manifest: Manifest) -> None:
+        producer = uuid.uuid5(_NAMESPACE, f"{query}/{self._topic.id}")
+        sequences: dict[int, int] = {}
+        waiting: dict[int, list[Append]] = {}
+        size = 0
+        for partition, records in self._staging.chunks(self._topic.id, query, manifest.batch, manifest.files):
+            sequence = sequences[partition] = sequences.get(partition, -1) + 1
+            waiting.setdefault(partition, []).append(
+                Append(partition, records, Origin(producer, manifest.batch, sequence))
+            )
+            size += records.nbytes
+            if size >= _APPEND_BYTES_MAX or len(waiting[partition]) == _TOGETHER_MAX:
+                self._append_all(waiting)
+                waiting, size = {}, 0
+        self._append_all(waiting)
+
+    def _append_all(self, waiting: Mapping[int, Sequence[Append]]) -> None:
+        for appends in waiting.values():
+            try:
+                self._topic.append(appends)
+            except UnknownProducer as error:
+                # Stored by one who began to publish this manifest, and went on so far that the log only knows its end.
+                if error.stored is None or error.stored < appends[-1].origin[1:]:
+                    raise
+
+
+def _ranges(feeds: Sequence[Feed]) -> Ranges:
+    return {
+        f"{feed.group}/{feed.topic}": {str(number): [span.start, span.end] for number, span in feed.spans.items()}
+        for feed in feeds
+    }
+
+
+def _check_order(query: str, last: Manifest, ours: Manifest) -> None:
+    if last.batch > ours.batch:
+        raise BatchRefused(
+            f"query {query} has published batch {last.batch} and comes with batch {ours.batch}: an old checkpoint "
+            "location was restored. Start with a new one"
+        )
+    if last.batch == ours.batch:
+        for place, ranges in ours.ranges.items():
+            for number, read in ranges.items():
+                if last.ranges.get(place, {}).get(number) != read:
+                    raise BatchRefused(
+                        f"query {query} repeats batch {ours.batch} with other input: offsets {read[0]} to {read[1]} of "
+                        f"{place}/{number}. Start with a new checkpoint location"
+                    )
+
+
+def _refuse(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence[Feed]) -> None:
+    for feed in feeds:
+        keys = Keys(feed.group)
+        lost = [
+            number
+            for number in feed.spans
+            if {keys.owner(feed.topic, number), keys.checkpoint(feed.topic, number)} & set(conflict.keys)
+        ]
+        if lost:
+            raise PartitionLost(feed.group, lost) from conflict
+    raise BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}") from conflict

@@ -1,0 +1,246 @@
+"""The options of `format("pxrs")`: what is given as text becomes plain values, or an error that names it.
+
+Spark hands every option over as text, its name in lower case, and ignores nothing: what it adds by itself is in
+`_SPARKS_OWN`. Names that Kafka's source has too mean the same here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Final
+
+from pxrs.errors import InvalidOption
+from pxrs.model import microseconds_of
+from pxrs.registry.address import parse
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+"""In the JSON of offsets, as Kafka's source has them."""
+
+_SPARKS_OWN: Final = ("checkpointlocation", "path")
+_PLACE: Final = ("url", "registry", "topic")
+_READ: Final = (*_PLACE, "subscribe", "group", "startingOffsets", "startingTimestamp", "minPartitions")
+_READ_MORE: Final = ("failOnDataLoss", "includeHeaders")
+_BATCH: Final = (*_READ, "endingOffsets", "endingTimestamp", *_READ_MORE)
+_STREAM: Final = (
+    *_READ,
+    *("maxOffsetsPerTrigger", "maxRowsPerTrigger", "maxBytesPerTrigger"),
+    *_READ_MORE,
+    *("shareGroup", "leaseTtl", "handoverTimeout"),
+)
+_WRITE: Final = _PLACE
+
+Offsets = str | dict[int, int]
+"""A word such as "earliest", or offsets by partition, in which EARLIEST and LATEST may stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A topic of a hub. The path is absolute: executors have another working directory."""
+
+    url: str
+    registry: str | None = field(repr=False)
+    topic: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    where: Where
+    group: str | None = None
+    starting: Offsets | None = None
+    starting_us: int | None = None
+    ending: Offsets = "latest"
+    ending_us: int | None = None
+    partitions_min: int | None = None
+    rows_max: int | None = None
+    bytes_max: int | None = None
+    fails_on_loss: bool = True
+    has_headers: bool = False
+    is_shared: bool = False
+    lease_ttl: float | None = None
+    handover_timeout: float | None = None
+
+
+def read_options(options: Mapping[str, str]) -> ReadOptions:
+    """Of `spark.read`. Raises InvalidOption."""
+    given = _Given(options, _BATCH, "spark.read", _STREAM)
+    starting = given.offsets("startingOffsets", ("earliest", "latest", "committed"))
+    if starting == "latest":
+        raise InvalidOption("startingOffsets", "a batch that starts at the latest offset reads nothing")
+    group = given.text("group")
+    if starting == "committed" and group is None:
+        raise InvalidOption("group", "startingOffsets=committed needs the group whose checkpoints are meant")
+    if group is not None and starting != "committed":
+        raise InvalidOption("group", "a batch reads no group's checkpoints unless startingOffsets is committed")
+    return ReadOptions(
+        given.where(),
+        group,
+        starting,
+        given.time("startingTimestamp", "startingOffsets"),
+        given.offsets("endingOffsets", ("latest",)) or "latest",
+        given.time("endingTimestamp", "endingOffsets"),
+        given.count("minPartitions"),
+        fails_on_loss=given.flag("failOnDataLoss", True),
+        has_headers=given.flag("includeHeaders", False),
+    )
+
+
+def stream_options(options: Mapping[str, str]) -> ReadOptions:
+    """Of `spark.readStream`. Raises InvalidOption."""
+    given = _Given(options, _STREAM, "spark.readStream", _BATCH)
+    group = given.text("group")
+    if group is None:
+        raise InvalidOption("group", "a streaming query is a member of a consumer group: name the group")
+    rows = given.count("maxRowsPerTrigger"), given.count("maxOffsetsPerTrigger")
+    if None not in rows:
+        raise InvalidOption("maxRowsPerTrigger", "it is another name of maxOffsetsPerTrigger: give one of them")
+    return ReadOptions(
+        given.where(),
+        group,
+        given.offsets("startingOffsets", ("earliest", "latest", "committed")),
+        given.time("startingTimestamp", "startingOffsets"),
+        partitions_min=given.count("minPartitions"),
+        rows_max=rows[0] or rows[1],
+        bytes_max=given.count("maxBytesPerTrigger"),
+        fails_on_loss=given.flag("failOnDataLoss", True),
+        has_headers=given.flag("includeHeaders", False),
+        is_shared=given.flag("shareGroup", False),
+        lease_ttl=given.seconds("leaseTtl"),
+        handover_timeout=given.seconds("handoverTimeout"),
+    )
+
+
+def write_options(options: Mapping[str, str]) -> Where:
+    """Of `df.write` and `df.writeStream`. Raises InvalidOption."""
+    return _Given(options, _WRITE, "a write", ()).where()
+
+
+def has_headers(options: Mapping[str, str]) -> bool:
+    """Asked for before it is known whether a batch or a stream will be read."""
+    return _Given(options, (*_BATCH, *_STREAM), "pxrs", ()).flag("includeHeaders", False)
+
+
+class _Given:
+    def __init__(self, options: Mapping[str, str], known: tuple[str, ...], of: str, elsewhere: tuple[str, ...]) -> None:
+        names = {name.lower(): name for name in known}
+        others = {name.lower(): name for name in elsewhere}
+        self._values: dict[str, str] = {}
+        for key, value in options.items():
+            if key.lower() in _SPARKS_OWN:
+                continue
+            if key.lower() not in names:
+                if key.lower() in others:
+                    raise InvalidOption(others[key.lower()], f"not for {of}; it has {_listed(known)}")
+                raise InvalidOption(key, f"unknown; {of} has {_listed(known)}")
+            self._values[names[key.lower()]] = value
+
+    def text(self, name: str) -> str | None:
+        value = self._values.get(name)
+        if value is not None and not value.strip():
+            raise InvalidOption(name, "it is empty")
+        return value
+
+    def where(self) -> Where:
+        url, registry = self.text("url"), self.text("registry")
+        topics = self.text("topic"), self.text("subscribe")
+        if url is None:
+            raise InvalidOption("url", "missing; give the hub's directory")
+        if topics == (None, None):
+            raise InvalidOption("topic", "missing; give the topic's name")
+        if None not in topics:
+            raise InvalidOption("subscribe", "it is another name of topic: give one of them")
+        topic = (topics[0] or topics[1] or "").strip()
+        if "," in topic:
+            raise InvalidOption("subscribe", f"{topic!r} names several topics: read each by itself, and use union")
+        return Where(self._directory(url), None if registry is None else _resolved(registry), topic)
+
+    def _directory(self, url: str) -> str:
+        address = parse(url)
+        if address.scheme != "file":
+            raise InvalidOption(
+                "url", f"{address.text}: Spark's processes share a hub in a directory; {address.scheme}: is none"
+            )
+        return str(address.directory())
+
+    def count(self, name: str) -> int | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        if not value.strip().isdecimal() or not 0 < int(value) < 1 << 62:
+            raise InvalidOption(name, f"{value!r}; give a whole number from 1 on")
+        return int(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.text(name)
+        if value is None:
+            return default
+        if value.strip().lower() not in ("true", "false"):
+            raise InvalidOption(name, f"{value!r}; give true or false")
+        return value.strip().lower() == "true"
+
+    def seconds(self, name: str) -> float | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds <= 86_400:
+            raise InvalidOption(name, f"{value!r}; give seconds, more than 0 and at most a day")
+        return seconds
+
+    def time(self, name: str, instead_of: str) -> int | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        if instead_of in self._values:
+            raise InvalidOption(name, f"it takes the place of {instead_of}: give one of them")
+        value = value.strip()
+        if value.removeprefix("-").isdecimal():
+            return int(value) * 1000
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            raise InvalidOption(
+                name, f"{value!r}; give milliseconds since 1970, or a time such as 2026-01-31T12:00:00+00:00"
+            ) from None
+        if moment.tzinfo is None:
+            raise InvalidOption(name, f"{value!r} has no time zone; give one, such as +00:00")
+        return microseconds_of(moment)
+
+    def offsets(self, name: str, words: tuple[str, ...]) -> Offsets | None:
+        value = self.text(name)
+        if value is None:
+            return None
+        word = value.strip()
+        if word in words:
+            return word
+        choices = f'give {_listed(words)}, or JSON such as {{"0": 23, "1": -2}}, in which -2 is earliest and -1 latest'
+        if not word.startswith("{"):
+            raise InvalidOption(name, f"{value!r}; {choices}")
+        try:
+            found = json.loads(word)
+            topic = self.text("topic") or self.text("subscribe")
+            if list(found) == [topic] and isinstance(found[topic], dict):  # as Kafka's source has it
+                found = found[topic]
+            offsets = {int(partition): offset for partition, offset in found.items()}
+        except (ValueError, AttributeError) as error:
+            raise InvalidOption(name, f"{value!r}: {error}; {choices}") from None
+        if not offsets or not all(type(offset) is int and offset >= EARLIEST for offset in offsets.values()):
+            raise InvalidOption(name, f"{value!r}; {choices}")
+        return offsets
+
+
+def _resolved(registry: str) -> str:
+    address = parse(registry)
+    if address.scheme == "memory":
+        raise InvalidOption("registry", "Spark's processes cannot share a registry in memory")
+    return str(address.directory()) if address.scheme == "file" and not address.options else registry
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,134 @@
+"""What a query reads next: pure functions on offsets, without Spark, a log or a clock.
+
+Spark keeps one JSON text for each micro-batch: how far it has come when the batch is done. Ours names for each
+partition the last range that the query took, with the epoch under which it owned it (K3):
+
+    {"topic": "<id>", "partitions": {"0": [epoch, start, end], ...}}
+
+A batch is what differs between two of them. So a partition that went to somebody else and came back may go on at
+another place than where this query left it, and a batch that Spark repeats after a crash names exactly what it read
+the first time.
+
+Two checkpoints tell how far the work is: Spark's, in its checkpoint location, and the group's, in the registry. Spark's
+may be ahead by what was finished just before a crash; the group's may be ahead if somebody else went on, or if the
+group was reset. `resume_at` and `may_replay` say which one counts, and when neither does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pxrs.errors import CheckpointsDiffer
+from pxrs.group.records import BY_HAND, Checkpoint
+
+
+class Span(NamedTuple):
+    """Offsets of one partition, taken under an epoch of its owner."""
+
+    epoch: int
+    start: int
+    end: int
+
+
+Spans = dict[int, Span]
+
+
+class Range(NamedTuple):
+    """Offsets of one partition, for one task."""
+
+    partition: int
+    start: int
+    end: int
+
+
+def dump_offset(topic: str, spans: Mapping[int, Span]) -> dict[str, Any]:
+    """As Spark keeps it. The same spans give the same text: Spark compares the texts."""
+    return {"topic": topic, "partitions": {str(number): list(spans[number]) for number in sorted(spans)}}
+
+
+def load_offset(offset: Mapping[str, Any], topic: str, name: str) -> Spans:
+    """Raises CheckpointsDiffer if it is of another topic than that with this id."""
+    if offset.get("topic") != topic:
+        raise CheckpointsDiffer(
+            f"Spark's checkpoint is of another topic that was once called {name}: it was deleted and made again. "
+            "Start the query with a new checkpoint location"
+        )
+    return {int(number): Span(*span) for number, span in offset["partitions"].items()}
+
+
+def batch_between(start: Mapping[int, Span], end: Mapping[int, Span]) -> Spans:
+    """What a batch reads that leads from the one to the other."""
+    return {number: span for number, span in end.items() if start.get(number) != span and span.start < span.end}
+
+
+def resume_at(finished: Span | None, checkpoint: Checkpoint, is_shared: bool, place: str) -> int:
+    """Where a partition goes on, given what Spark has finished of it and the group's checkpoint after the claim.
+
+    A person's reset counts, if it came later than Spark's last range. Else the one that is further ahead; but for a
+    query that is alone in its group nobody else can have gone further, so there an old checkpoint location was
+    restored: its state lacks what the group counts as done. Raises CheckpointsDiffer."""
+    if finished is None:
+        return checkpoint.offset
+    if checkpoint.by in BY_HAND and checkpoint.epoch > finished.epoch:
+        return checkpoint.offset
+    if checkpoint.offset > finished.end and not is_shared:
+        raise CheckpointsDiffer(
+            f"{place}: Spark's checkpoint ends at offset {finished.end}, the group's at {checkpoint.offset}: an old "
+            "checkpoint location was restored, or somebody else consumed in this group. To follow the group, start "
+            f"with a new checkpoint location; to follow Spark, reset the group to offset {finished.end}"
+        )
+    return max(checkpoint.offset, finished.end)
+
+
+def may_replay(span: Span, finished: Span | None, checkpoint: Checkpoint, is_shared: bool, place: str) -> bool:
+    """Whether a batch that Spark repeats may read this range again: nobody else has gone on from where it begins.
+
+    The group's checkpoint may stand at its end: then the sink has published the batch together with the checkpoint,
+    will do nothing more, and only the query's state is made again, which a shared group does not allow. False: read
+    nothing of it. Raises CheckpointsDiffer if the query is alone."""
+    if checkpoint.offset == span.end and checkpoint.by not in BY_HAND:
+        return not is_shared
+    if resume_at(finished, checkpoint, True, place) == span.start:
+        return True
+    if is_shared:
+        return False
+    raise CheckpointsDiffer(
+        f"{place}: Spark repeats the offsets {span.start} to {span.end - 1}, and the group's checkpoint is "
+        f"{checkpoint.offset}. To follow the group, start with a new checkpoint location; to follow Spark, reset the "
+        f"group to offset {span.start}"
+    )
+
+
+def share_out(available: Mapping[int, int], rows_max: int) -> dict[int, int]:
+    """How many rows of each partition, at most so many together: in proportion to what each has."""
+    total = sum(available.values())
+    if total <= rows_max:
+        return dict(available)
+    shares = {number: count * rows_max // total for number, count in available.items()}
+    rest = rows_max - sum(shares.values())
+    # What rounding left goes to the longest first, so that a short partition is not passed over for ever.
+    for number in sorted(available, key=lambda number: shares[number] - available[number])[:rest]:
+        shares[number] += 1
+    return shares
+
+
+def first_of(available: Iterable[int], after: int, count_max: int) -> list[int]:
+    """Up to so many partitions, beginning behind `after` and going round, so that each has its turn."""
+    ordered = sorted(available, key=lambda number: (number <= after, number))
+    return ordered[:count_max]
+
+
+def split(ranges: Sequence[Range], count_min: int | None) -> list[Range]:
+    """The same offsets in at least so many tasks, as far as there are rows: the longest ranges are cut most."""
+    if count_min is None or not ranges or len(ranges) >= count_min:
+        return list(ranges)
+    total = sum(each.end - each.start for each in ranges)
+    parts: list[Range] = []
+    for each in ranges:
+        rows = each.end - each.start
+        pieces = min(rows, max(1, -(-rows * count_min // total)))
+        cuts = [each.start + rows * piece // pieces for piece in range(pieces + 1)]
+        parts += [Range(each.partition, first, last) for first, last in pairwise(cuts)]
+    return parts

@@ -1,0 +1,312 @@
+"""A streaming query as a member of its group: the part that lives in the driver's Python process. No Spark in here.
+
+The query owns partitions like any consumer: a lane for each, whose `position` is the end of what Spark has been given
+and whose `done` is the end of what Spark has committed. So everything a member does works as it does for others: its
+thread renews the lease, writes the fenced checkpoints, and releases a partition that is to move as soon as the batch
+that reads it is over.
+
+    latest(start)        start is what Spark has finished: it is done. Then plan the next batch.
+    ranges(start, end)   what the batch reads; if it is one of before a restart, whether it may still be read.
+
+Alone in its group, the query waits until it has every partition before it plans anything, and refuses company (K4).
+With a shared group it takes what it is given; what moves away is left out of the next batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+from pxrs.errors import DataLost, GroupActive, InvalidOption, PartitionLost
+from pxrs.group.lane import Lane
+from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, GroupMember, Timings
+from pxrs.group.records import Checkpoint
+from pxrs.hub import Hub
+from pxrs.log.contract import Source
+from pxrs.spark.options import EARLIEST, LATEST, Offsets, ReadOptions
+from pxrs.spark.planning import Span, Spans, batch_between, first_of, may_replay, resume_at, share_out
+
+_logger = logging.getLogger(__name__)
+
+SETTLE_S_MAX: Final = 30.0
+"""How long, beyond a lease and a hand-over, a query waits for its partitions."""
+
+
+class Query:
+    """The member, and what it has planned. Spark calls it from one thread."""
+
+    def __init__(self, hub: Hub, options: ReadOptions) -> None:
+        """Join the group. Raises GroupActive if the query must be alone and is not, when the others had time to go."""
+        assert options.group is not None
+        self.source: Source = hub.topic(options.where.topic).log
+        self._options = options
+        self._registry = hub.registry
+        self._changed = threading.Condition()
+        self._lanes: dict[int, Lane] = {}
+        self._fresh: dict[int, Lane] = {}
+        """Owned, and not yet set to where Spark left them."""
+        self._targets: dict[int, int] | None = None
+        self._in_hand: dict[int, tuple[Lane, Span]] = {}
+        """What Spark was given last."""
+        self._turn = -1
+        self._starts = start_offsets(self.source, options)
+        timings = Timings(
+            lease_ttl=options.lease_ttl or LEASE_TTL_DEFAULT,
+            handover_timeout=options.handover_timeout or HANDOVER_TIMEOUT_DEFAULT,
+            progress_timeout=None,
+        )
+        self._settle_s = timings.lease_ttl + timings.handover_timeout + SETTLE_S_MAX
+        self._member = self._join(options.group, timings)
+
+    def _join(self, group: str, timings: Timings) -> GroupMember:
+        """One that died may be listed for as long as its lease would have lived."""
+        until = time.monotonic() + 2 * timings.lease_ttl
+        while True:
+            member = GroupMember(
+                self._registry,
+                group,
+                self.source,
+                self,
+                start_of=self._starts.__getitem__,
+                name=None,
+                timings=timings,
+                is_alone=not self._options.is_shared,
+            )
+            with self._registry.watch(member.keys.members) as watch:
+                try:
+                    member.start()
+                    return member
+                except GroupActive:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise
+                    watch.wait(left)
+
+    # What Spark asks.
+
+    def target_now(self) -> None:
+        """Read nothing that comes later than this moment (Trigger.AvailableNow)."""
+        self._targets = {number: self.source.end(number) for number in range(self.source.partitions)}
+
+    def latest(self, start: Mapping[int, Span], rows_max: int | None, bytes_max: int | None) -> Spans:
+        """What Spark will have come to with the next batch; `start` as it is if there is nothing to read."""
+        self.finish(start)
+        for lane, _ in self._in_hand.values():
+            lane.position = lane.done  # what Spark has not finished by now, it will never ask for again
+        self._in_hand.clear()
+        self._settle()
+        lanes = self._placed(start)
+        available = {number: self._available(lane) for number, lane in lanes.items()}
+        available = {number: count for number, count in available.items() if count > 0}
+        # The sink's one commit names two keys for each partition, and its own.
+        chosen = first_of(available, self._turn, (self._registry.limits.commit_keys_max - 1) // 2)
+        if chosen:
+            self._turn = chosen[-1] if len(chosen) < len(available) else -1
+        counts = {number: available[number] for number in chosen}
+        if rows_max is not None:
+            counts = share_out(counts, rows_max)
+        if bytes_max is not None:
+            counts = self._within_bytes(lanes, counts, bytes_max)
+        planned = {}
+        for number, count in counts.items():
+            lane = lanes[number]
+            span = Span(lane.epoch, lane.position, lane.position + count)
+            if count > 0 and self._hand_out(lane, span):
+                planned[number] = span
+        return {**start, **planned}
+
+    def ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
+        """What the batch between these reads, and the version of the owner's key of each of its partitions."""
+        spans = batch_between(start, end)
+        if any(number not in self._in_hand or self._in_hand[number][1] != span for number, span in spans.items()):
+            spans = self._replayed(start, spans)
+        fences = {}
+        for number in spans:
+            held = self._member.checkpoint(self._in_hand[number][0])
+            if held is None and not self._options.is_shared:
+                raise PartitionLost(self._member.keys.group, [number])
+            if held is not None:
+                fences[number] = held[1]
+        return {number: spans[number] for number in fences}, fences
+
+    def finish(self, finished: Mapping[int, Span]) -> None:
+        """Spark has committed all this: write the checkpoints. What was taken away meanwhile is not ours to write."""
+        self._member.check()
+        for number, (lane, span) in self._in_hand.items():
+            if finished.get(number) == span:
+                lane.done = max(lane.done, span.end)
+        self._commit()
+        if any(lane.is_stopping for lane in self._lanes.copy().values()):
+            self._member.wake()
+
+    def _commit(self) -> None:
+        try:
+            self._member.commit()
+        except PartitionLost as error:  # found again in the next batch, or refused by the sink's own fence
+            _logger.warning("%s", error)
+
+    def _hand_out(self, lane: Lane, span: Span) -> bool:
+        # In hand first, then the look: who stops the lane does it the other way round, so one sees the other.
+        lane.position = span.end
+        if lane.is_halted or lane.is_lost:
+            lane.position = lane.done
+            return False
+        self._in_hand[lane.partition] = lane, span
+        return True
+
+    @property
+    def incarnation(self) -> str | None:
+        return self._member.incarnation
+
+    def close(self) -> None:
+        """Release everything at what is done, and leave."""
+        self._member.close()
+
+    # Lanes.
+
+    def _settle(self) -> None:
+        """Wait until the partitions are here: alone, all of them; else those that the assignment gives us."""
+        until = time.monotonic() + self._settle_s
+        while True:
+            self._member.check()
+            with self._changed:
+                missing = self.source.partitions - len(self._lanes)
+                if self._member.is_settled if self._options.is_shared else not missing:
+                    return
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, 0.5))
+        if not self._options.is_shared:
+            raise GroupActive(
+                f"group {self._member.keys.group}: {missing} partitions of {self.source.name} are still owned by "
+                f"others after {self._settle_s:g} s; see `pxrs group describe`"
+            )
+
+    def _placed(self, finished: Mapping[int, Span]) -> dict[int, Lane]:
+        """The lanes that may be planned. New ones are set to where they go on, by Spark's word and the group's."""
+        for lane, checkpoint in self._take_fresh():
+            place = f"{self.source.name}/{lane.partition}"
+            lane.seek(resume_at(finished.get(lane.partition), checkpoint, self._options.is_shared, place))
+        self._commit()
+        if self._registry.clock.now() >= self._member.deadline:
+            return {}
+        with self._changed:
+            return {number: lane for number, lane in self._lanes.items() if not lane.is_halted}
+
+    def _take_fresh(self) -> list[tuple[Lane, Checkpoint]]:
+        with self._changed:
+            fresh, self._fresh = self._fresh, {}
+        held = [(lane, self._member.checkpoint(lane)) for lane in fresh.values()]
+        return [(lane, found[0]) for lane, found in held if found is not None]
+
+    def _replayed(self, start: Mapping[int, Span], spans: Spans) -> Spans:
+        """What may be read of a batch that was planned before a restart, or before the lease was lost."""
+        self._in_hand.clear()
+        self._settle()
+        allowed: list[tuple[Lane, Span]] = []
+        for lane, checkpoint in self._take_fresh():
+            number = lane.partition
+            span, finished, place = spans.get(number), start.get(number), f"{self.source.name}/{number}"
+            if span is None:
+                lane.seek(resume_at(finished, checkpoint, self._options.is_shared, place))
+            elif may_replay(span, finished, checkpoint, self._options.is_shared, place):
+                lane.seek(max(span.start, checkpoint.offset))
+                allowed.append((lane, span))
+        self._commit()  # the sink expects the checkpoint to stand where the batch begins
+        return {lane.partition: span for lane, span in allowed if self._hand_out(lane, span)}
+
+    def _available(self, lane: Lane) -> int:
+        number = lane.partition
+        end = self.source.end(number)
+        if self._targets is not None:
+            end = min(end, self._targets[number])
+        if end <= lane.position:
+            return 0
+        first = self.source.start(number)
+        if lane.position < first:
+            lost = DataLost(f"{self.source.name}/{number}", lane.position, first)
+            if self._options.fails_on_loss:
+                raise lost
+            _logger.warning("%s", lost)
+            lane.seek(first)
+        return end - lane.position
+
+    def _within_bytes(self, lanes: Mapping[int, Lane], counts: Mapping[int, int], bytes_max: int) -> dict[int, int]:
+        """As many rows of each as fit into an equal part of the bytes; at least a stored batch of one of them."""
+        share = max(1, bytes_max // max(1, len(counts)))
+        result = {}
+        for number, count in counts.items():
+            batches = self.source.read(number, lanes[number].position, share)
+            result[number] = min(count, batches[-1].next_offset - lanes[number].position) if batches else 0
+        return result
+
+    # What the member tells, on its own thread.
+
+    def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
+        with self._changed:
+            for lane in lanes:
+                self._lanes[lane.partition] = self._fresh[lane.partition] = lane
+            self._changed.notify_all()
+
+    def lane_revoked(self, lane: Lane) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def lane_resumed(self, lane: Lane) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _gone(self, lane: Lane) -> None:
+        with self._changed:
+            for lanes in (self._lanes, self._fresh):
+                if lanes.get(lane.partition) is lane:
+                    del lanes[lane.partition]
+            self._changed.notify_all()
+
+    lane_released = lane_lost = _gone
+
+    def group_changed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def member_failed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def start_offsets(source: Source, options: ReadOptions) -> dict[int, int]:
+    """Where each partition begins: what a batch reads from, or a stream whose group has no checkpoint yet."""
+    if options.starting_us is not None:
+        return {number: source.offset_at(number, options.starting_us) for number in range(source.partitions)}
+    starting = "earliest" if options.starting in (None, "committed") else options.starting
+    assert starting is not None
+    return resolve_offsets(source, starting, "startingOffsets")
+
+
+def resolve_offsets(source: Source, offsets: Offsets, option: str) -> dict[int, int]:
+    """As numbers. Raises InvalidOption if a partition is missing or unknown, or an offset is beyond the end."""
+    numbers = range(source.partitions)
+    if isinstance(offsets, str):
+        offsets = dict.fromkeys(numbers, EARLIEST if offsets == "earliest" else LATEST)
+    if set(offsets) != set(numbers):
+        raise InvalidOption(option, f"{source.name} has the partitions 0 to {source.partitions - 1}: name each of them")
+    result = {}
+    for number, offset in sorted(offsets.items()):
+        first, end = source.start(number), source.end(number)
+        result[number] = first if offset == EARLIEST else end if offset == LATEST else offset
+        if result[number] > end:
+            raise InvalidOption(option, f"{source.name}/{number} ends at offset {end}, and {offset} is beyond it")
+    return result

@@ -1,0 +1,349 @@
+"""Reading a topic from Spark: the planning in the driver, and the tasks that turn stored batches into rows.
+
+A task maps the log's files and yields its record batches nearly as they lie there. Everything it needs comes with its
+`Slice`: it runs in another process, perhaps long after the reader that planned it is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+import pxrs
+from pxrs.clock import boot_id
+from pxrs.errors import DataLost, OffsetTrimmed, UnknownTopic, WrongMachine
+from pxrs.group.records import Checkpoint, Keys, partition_of
+from pxrs.hub import Hub
+from pxrs.log.batch import SCHEMA, Batch
+from pxrs.log.contract import TopicLog
+from pxrs.log.directory import DirectoryLog
+from pxrs.spark.manifest import fingerprint
+from pxrs.spark.options import ReadOptions, Where
+from pxrs.spark.planning import Range, Spans, dump_offset, load_offset, split
+from pxrs.spark.query import Query, resolve_offsets, start_offsets
+from pxrs.spark.staging import Feed, Staging
+
+_logger = logging.getLogger(__name__)
+
+BATCH_ROWS: Final = 10_000
+"""What Spark takes best at a time."""
+_SMALL_ROWS: Final = BATCH_ROWS // 4
+_READ_BYTES: Final = 4 << 20
+_FIELDS: Final = [
+    StructField("key", BinaryType()),
+    StructField("value", BinaryType()),
+    StructField("partition", IntegerType(), False),
+    StructField("offset", LongType(), False),
+    StructField("timestamp", TimestampType(), False),
+]
+_HEADER: Final = StructType([StructField("key", StringType(), False), StructField("value", BinaryType())])
+_ROWS: Final = pa.schema(
+    [
+        SCHEMA.field("key"),
+        SCHEMA.field("value"),
+        pa.field("partition", pa.int32(), False),
+        pa.field("offset", pa.int64(), False),
+        SCHEMA.field("timestamp"),
+    ]
+)
+_ROWS_AND_HEADERS: Final = _ROWS.append(SCHEMA.field("headers"))
+_COUNTING: Final = pa.array(range(BATCH_ROWS), pa.int64())
+
+
+def row_schema(has_headers: bool) -> StructType:
+    """The columns of a topic in Spark."""
+    headers = [StructField("headers", ArrayType(_HEADER, False))] if has_headers else []
+    return StructType([*_FIELDS, *headers])
+
+
+@dataclass(frozen=True)
+class Slice(InputPartition):  # type: ignore[misc]
+    """One task: offsets of one partition, and all that is needed to read them."""
+
+    where: Where
+    topic_id: str
+    machine: str
+    range: Range
+    has_headers: bool
+    fails_on_loss: bool
+    feed: Feed | None = None
+
+
+class BatchReader(DataSourceReader):  # type: ignore[misc]
+    """`spark.read`: what is there between two offsets of each partition."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+
+    def partitions(self) -> list[Slice]:
+        options = self._options
+        with open_hub(options.where) as hub:
+            topic = hub.topic(options.where.topic).log
+            starts = (
+                _committed(hub, topic, options) if options.starting == "committed" else start_offsets(topic, options)
+            )
+            if options.ending_us is not None:
+                ends = {number: topic.offset_at(number, options.ending_us) for number in range(topic.partitions)}
+            else:
+                ends = resolve_offsets(topic, options.ending, "endingOffsets")
+            ranges = [
+                Range(number, _checked_start(topic, number, starts[number], options.fails_on_loss), ends[number])
+                for number in range(topic.partitions)
+            ]
+            ranges = [each for each in ranges if each.start < each.end]
+            return [_slice(options, topic, each) for each in split(ranges, options.partitions_min)]
+
+    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
+        return read_slice(partition)
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+    """`spark.readStream`: lives in a process of its own beside the driver, as a member of the group."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+        self._hub: Hub | None = None
+        self._query: Query | None = None
+
+    def initialOffset(self) -> dict[str, Any]:
+        """Nothing is read yet. Where it begins is written down in the group, before anything is handed out (G6)."""
+        with open_hub(self._options.where) as hub:
+            return dump_offset(hub.topic(self._options.where.topic).id, {})
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        if self._options.rows_max is not None:
+            return ReadMaxRows(self._options.rows_max)
+        if self._options.bytes_max is not None:
+            return ReadMaxBytes(self._options.bytes_max)
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._joined().target_now()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        query = self._joined()
+        spans = self._load(query, start)
+        is_all = isinstance(limit, ReadAllAvailable)
+        rows_max = None if is_all else self._options.rows_max
+        bytes_max = None if is_all else self._options.bytes_max
+        latest = query.latest(spans, rows_max, bytes_max)
+        return start if latest == spans else dump_offset(query.source.id, latest)
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        query = self._joined()
+        ends = {number: query.source.end(number) for number in range(query.source.partitions)}
+        return {"topic": query.source.id, "partitions": {str(number): end for number, end in ends.items()}}
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[Slice]:
+        query = self._joined()
+        topic = query.source
+        assert isinstance(topic, TopicLog)
+        begin, finish = self._load(query, start), self._load(query, end)
+        if begin == finish:
+            return []
+        spans, fences = query.ranges(begin, finish)
+        feed = self._feed(query, spans, fences)
+        ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
+        # Even a batch of which nothing may be read has a task: it says so to the sink.
+        ranges = split(ranges, self._options.partitions_min) or [Range(0, 0, 0)]
+        return [_slice(self._options, topic, each, feed) for each in ranges]
+
+    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
+        return read_slice(partition)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        query = self._joined()
+        query.finish(self._load(query, end))
+
+    def stop(self) -> None:
+        query, hub = self._query, self._hub
+        self._query = self._hub = None
+        try:
+            if query is not None:
+                query.close()
+        finally:
+            if hub is not None:
+                hub.close()
+
+    def _joined(self) -> Query:
+        if self._query is None:
+            _stop_on_sigterm()
+            self._hub = open_hub(self._options.where)
+            self._query = Query(self._hub, self._options)
+        return self._query
+
+    def _load(self, query: Query, offset: Mapping[str, Any]) -> Spans:
+        return load_offset(offset, query.source.id, query.source.name)
+
+    def _feed(self, query: Query, spans: Spans, fences: dict[int, int]) -> Feed:
+        assert self._hub is not None
+        assert self._options.group is not None
+        return Feed(
+            self._options.group,
+            query.source.id,
+            query.incarnation or "",
+            fingerprint(self._hub.registry),
+            spans,
+            fences,
+            self._options.is_shared,
+            time.time(),
+        )
+
+
+def open_hub(where: Where) -> Hub:
+    return pxrs.open(where.url, registry=where.registry)
+
+
+def check_machine(machine: str) -> None:
+    """Raise WrongMachine in a task that cannot see the driver's directory (K5)."""
+    if boot_id() != machine:
+        raise WrongMachine(
+            f"an executor runs on {os.uname().nodename}, which is another machine than the driver's: the hub's "
+            "directory is not there. Run the executors on the driver's machine"
+        )
+
+
+def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
+    """The rows of a task, as Spark wants them."""
+    check_machine(part.machine)
+    if part.feed is not None:
+        _announce(part.where, part.feed)
+    topic = _topic(part.where.url, part.where.topic)
+    if topic.id != part.topic_id:
+        _topic.cache_clear()
+        topic = _topic(part.where.url, part.where.topic)
+        if topic.id != part.topic_id:
+            raise UnknownTopic(part.where.topic)
+    schema = _ROWS_AND_HEADERS if part.has_headers else _ROWS
+    for batch in _gathered(_batches(topic, part)):
+        records = batch.records
+        for at in range(0, records.num_rows, BATCH_ROWS):
+            piece = records.slice(at, BATCH_ROWS)
+            rows = piece.num_rows
+            offsets = pc.add(_COUNTING.slice(0, rows), batch.base_offset + at)
+            place = pa.repeat(pa.scalar(part.range.partition, pa.int32()), rows)
+            key, value, timestamp, headers = piece.columns
+            columns = [key, value, place, offsets, timestamp]
+            yield pa.RecordBatch.from_arrays([*columns, headers] if part.has_headers else columns, schema=schema)
+
+
+def _batches(topic: TopicLog, part: Slice) -> Iterator[Batch]:
+    number, offset, end = part.range
+    while offset < end:
+        try:
+            batches = topic.read(number, offset, _READ_BYTES)
+        except OffsetTrimmed as error:
+            offset = _checked_start(topic, number, offset, part.fails_on_loss, min(error.first_offset, end))
+            continue
+        for batch in batches:
+            batch = batch.within(offset, end)
+            if batch.records.num_rows:
+                yield batch
+            offset = batch.next_offset
+            if offset >= end:
+                break
+
+
+def _gathered(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Small batches together: each that Spark is given has a fixed cost."""
+    waiting: list[Batch] = []
+    rows = 0
+    for batch in batches:
+        if waiting and (rows + batch.records.num_rows > BATCH_ROWS or waiting[-1].next_offset != batch.base_offset):
+            yield _together(waiting)
+            waiting, rows = [], 0
+        waiting.append(batch)
+        rows += batch.records.num_rows
+        if rows >= _SMALL_ROWS and len(waiting) == 1:
+            yield waiting.pop()
+            rows = 0
+    if waiting:
+        yield _together(waiting)
+
+
+def _together(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    return Batch(batches[0].base_offset, pa.concat_batches([batch.records for batch in batches]))
+
+
+@functools.lru_cache(maxsize=16)
+def _topic(url: str, name: str) -> TopicLog:
+    """Kept between the tasks of an executor."""
+    return DirectoryLog(Path(url)).topic(name)
+
+
+def _announce(where: Where, feed: Feed) -> None:
+    context = TaskContext.get()
+    query = context.getLocalProperty("sql.streaming.queryId") if context else None
+    batch = context.getLocalProperty("streaming.sql.batchId") if context else None
+    if query is not None and batch is not None:
+        Staging(where.url).announce(query, int(batch), feed)
+
+
+def _slice(options: ReadOptions, topic: TopicLog, part: Range, feed: Feed | None = None) -> Slice:
+    # Tasks need no registry, and its address may hold a password.
+    where = replace(options.where, registry=None)
+    return Slice(where, topic.id, boot_id(), part, options.has_headers, options.fails_on_loss, feed)
+
+
+def _checked_start(topic: TopicLog, number: int, start: int, fails: bool, first: int | None = None) -> int:
+    """Where reading can begin. Raises DataLost if that is later, unless that is allowed (S6)."""
+    first = topic.start(number) if first is None else first
+    if start >= first:
+        return start
+    lost = DataLost(f"{topic.name}/{number}", start, first)
+    if fails:
+        raise lost
+    _logger.warning("%s", lost)
+    return first
+
+
+def _committed(hub: Hub, topic: TopicLog, options: ReadOptions) -> dict[int, int]:
+    """The group's checkpoints; where it has none, the beginning."""
+    keys = Keys(options.group or "")
+    found = {
+        partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value).offset
+        for entry in hub.registry.scan(f"{keys.checkpoints}{topic.id}/")
+    }
+    return {number: found.get(number, topic.start(number)) for number in range(topic.partitions)}
+
+
+def _stop_on_sigterm() -> None:
+    """Spark ends this process by SIGTERM, more than once, without calling `stop`: leave in good order instead."""
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, leave)

@@ -1,0 +1,52 @@
+"""A Spark session that works: it finds or brings Java, and runs Python's own interpreter in the workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from pxrs.errors import MissingDependency
+from pxrs.spark.java import java_home
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SUPPORTED_SPARK: Final = "4.1 to 4.3"
+_DEFAULTS: Final = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.shuffle.partitions": "8",
+    "spark.sql.session.timeZone": "UTC",
+}
+_LOCAL: Final = {
+    # On one machine nobody else has to reach it, and a host name that resolves to nothing does no harm.
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+
+
+def session(name: str, master: str | None = None, config: Mapping[str, str] | None = None) -> SparkSession:
+    """A Spark session, or the one that this process has, with Java and Python set as Spark needs them.
+
+    master: as Spark has it, such as "local[4]" or "spark://host:7077"; by default that of the configuration, else
+            "local[*]".
+    config: more settings. Ours are only defaults: small shuffles, UTC, no web page.
+
+    JAVA_HOME and PYSPARK_PYTHON are set in this process's environment if they are not: Spark reads them there.
+    Raises MissingDependency if there is no pyspark or no Java.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise MissingDependency("Spark needs pyspark: pip install 'pxrs[spark]'") from error
+    os.environ["JAVA_HOME"] = str(java_home())
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder.appName(name)
+    given = dict(config or {})
+    master = master or given.get("spark.master") or os.environ.get("MASTER") or "local[*]"
+    settings = {**_DEFAULTS, **(_LOCAL if master.startswith("local") else {}), **given}
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    return builder.master(master).getOrCreate()

@@ -1,0 +1,38 @@
+"""`format("pxrs")`: what Spark finds under that name."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from pyspark.sql.datasource import DataSource
+from pyspark.sql.types import StructType
+
+from pxrs.spark.options import has_headers, read_options, stream_options, write_options
+from pxrs.spark.reader import BatchReader, StreamReader, row_schema
+from pxrs.spark.writer import BatchWriter, StreamWriter
+
+
+class PxrsSource(DataSource):  # type: ignore[misc]
+    """A topic as a table: read, readStream, write, writeStream. Relative paths are taken in the driver's folder."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        super().__init__(options)
+
+    @classmethod
+    def name(cls) -> str:
+        return "pxrs"
+
+    def schema(self) -> StructType:
+        return row_schema(has_headers(self.options))
+
+    def reader(self, schema: StructType) -> BatchReader:
+        return BatchReader(read_options(self.options))
+
+    def streamReader(self, schema: StructType) -> StreamReader:
+        return StreamReader(stream_options(self.options))
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        return BatchWriter(write_options(self.options), schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
+        return StreamWriter(write_options(self.options), schema)

@@ -1,0 +1,186 @@
+"""Files that the tasks and the driver of a query share, beside the log of a hub in a directory (K5). No Spark in here.
+
+    staging/
+      feeds/<query>/<batch>-<group>-<incarnation>.json    what a batch reads, and the fences under which it does
+      <topic id>/<query>/<batch>/<task>-<random>.arrow     rows that a task has made ready for the topic
+
+A feed is how the sink of a query learns what its source has read: both run in processes of their own, and only their
+tasks know the query's id. It is written by the tasks that read, before the rows reach the sink.
+
+A staged file is written once under a name of its own, and synced, with its folder, before the task is over: a manifest
+that names it must find it after a power loss. Its batches are in the order in which they are to be appended, each with
+its partition in its metadata. What no manifest names is left by tasks that failed or lost a race; it is removed when
+the batch is published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+
+from pxrs import disk
+from pxrs.log.batch import SCHEMA
+from pxrs.model import Topic
+from pxrs.partitioner import hash_named, read_table, slices, split_table
+from pxrs.producer import MESSAGE_BYTES_MAX
+from pxrs.spark.planning import Span, Spans
+
+CHUNK_ROWS_MAX: Final = 10_000
+CHUNK_BYTES_MAX: Final = 8 << 20
+BUFFER_BYTES_MAX: Final = 64 << 20
+_PARTITION: Final = b"partition"
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What a batch of a query reads of a group's topic."""
+
+    group: str
+    topic: str
+    incarnation: str
+    registry: str
+    """Names the registry without its password: a sink of another one cannot write these checkpoints."""
+    spans: Spans
+    fences: dict[int, int]
+    """The version of the owner's key of each partition."""
+    is_shared: bool
+    planned_at: float
+    """Wall-clock seconds: of two tries of one batch, the later one counts. A clock that went back makes a refusal."""
+
+    def dump(self) -> str:
+        parts = {number: [*span, self.fences[number]] for number, span in self.spans.items()}
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("spans", "fences")}
+        return json.dumps({**plain, "partitions": parts})
+
+    @classmethod
+    def load(cls, text: str) -> Feed:
+        found = json.loads(text)
+        parts = {int(number): part for number, part in found.pop("partitions").items()}
+        spans = {number: Span(*part[:3]) for number, part in parts.items()}
+        return cls(**found, spans=spans, fences={number: part[3] for number, part in parts.items()})
+
+
+class Staging:
+    """The folder `staging` of a hub."""
+
+    def __init__(self, hub: str) -> None:
+        self._root = Path(hub, "staging")
+
+    # Feeds.
+
+    def announce(self, query: str, batch: int, feed: Feed) -> None:
+        """Say what this batch reads. Every task of it does, with the same words; earlier batches are over."""
+        folder = self._root / "feeds" / query
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{batch}-{feed.group}-{feed.incarnation}.json"
+        if path.exists():
+            return
+        # No sync: after a power loss the batch is read again, and announced again.
+        beside = path.with_suffix(f".{uuid.uuid4().hex}")
+        beside.write_text(feed.dump())
+        beside.rename(path)
+        self._clear_feeds(query, batch)
+
+    def _clear_feeds(self, query: str, before: int) -> None:
+        folder = self._root / "feeds" / query
+        with contextlib.suppress(FileNotFoundError):
+            for other in os.listdir(folder):
+                if int(other.partition("-")[0]) < before:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(folder / other)
+
+    def feeds(self, query: str, batch: int) -> list[Feed]:
+        """What this batch reads of each group, as planned last."""
+        found: dict[tuple[str, str], Feed] = {}
+        feeds = [Feed.load(path.read_text()) for path in (self._root / "feeds" / query).glob(f"{batch}-*.json")]
+        for feed in sorted(feeds, key=lambda feed: feed.planned_at):
+            found[feed.group, feed.topic] = feed
+        return list(found.values())
+
+    # Staged rows.
+
+    def stage(self, topic: Topic, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]) -> Staged:
+        """Write a task's rows for the topic, durable when it returns. Raises InvalidRecord."""
+        folder = self._root / topic.id / query / str(batch)
+        disk.make_folders(folder)
+        name = f"{task:05d}-{uuid.uuid4().hex}.arrow"
+        rows = 0
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            for partition, records in _chunks(topic, task, tables):
+                writer.write_batch(records, custom_metadata={_PARTITION: str(partition)})
+                rows += records.num_rows
+        if not rows:
+            os.unlink(folder / name)
+            return Staged(None, 0)
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            disk.sync_data(descriptor)
+        finally:
+            os.close(descriptor)
+        disk.sync_folder(folder)
+        return Staged(name, rows)
+
+    def chunks(self, topic: str, query: str, batch: int, files: Iterable[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """(partition, records) in the order of the files. Raises FileNotFoundError if they are gone."""
+        folder = self._root / topic / query / str(batch)
+        for name in files:
+            with pa.memory_map(str(folder / name)) as mapped, pa.ipc.open_file(mapped) as file:
+                for number in range(file.num_record_batches):
+                    chunk = file.get_batch_with_custom_metadata(number)
+                    yield int(chunk.custom_metadata[_PARTITION]), chunk.batch
+
+    def clear(self, topic: str, query: str, batch: int) -> None:
+        """Remove what was staged for this batch and for those before it, whether it was published or not to be."""
+        folder = self._root / topic / query
+        with contextlib.suppress(FileNotFoundError):
+            for other in os.listdir(folder):
+                if int(other) <= batch:
+                    shutil.rmtree(folder / other, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty: the next batch is on its way
+            folder.rmdir()
+        self._clear_feeds(query, batch + 1)
+
+
+class Staged(NamedTuple):
+    """What a task has made ready. No file if it had no rows."""
+
+    name: str | None
+    rows: int
+
+
+def _chunks(topic: Topic, task: int, tables: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows of each partition in their order, in pieces of a good size; what waits to grow is bounded."""
+    hash_of = hash_named(topic.partitioner)
+    waiting: dict[int, list[pa.RecordBatch]] = {}
+    size = 0
+    for number, table in enumerate(tables):
+        rows = read_table(table, topic.partitions, MESSAGE_BYTES_MAX)
+        keyless = (task + number) % topic.partitions
+        for piece in slices(rows, CHUNK_ROWS_MAX, CHUNK_BYTES_MAX):
+            for partition, records in split_table(piece, hash_of, topic.partitions, keyless):
+                waiting.setdefault(partition, []).append(records)
+                size += records.nbytes
+                parts = waiting[partition]
+                is_full = sum(part.num_rows for part in parts) >= CHUNK_ROWS_MAX // 2
+                if is_full or sum(part.nbytes for part in parts) >= CHUNK_BYTES_MAX // 2:
+                    size -= sum(part.nbytes for part in parts)
+                    yield partition, _joined(waiting.pop(partition))
+        while size > BUFFER_BYTES_MAX:
+            largest = max(waiting, key=lambda partition: sum(part.nbytes for part in waiting[partition]))
+            size -= sum(part.nbytes for part in waiting[largest])
+            yield largest, _joined(waiting.pop(largest))
+    for partition in sorted(waiting):
+        yield partition, _joined(waiting[partition])
+
+
+def _joined(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
