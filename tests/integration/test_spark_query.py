@@ -1,0 +1,244 @@
+"""S2, K3, K4, S6: a streaming query as a member of its group, driven as Spark drives it, without Spark."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import pxrs
+from pxrs.errors import CheckpointsDiffer, DataLost, GroupActive
+from pxrs.hub import Hub
+from pxrs.spark.options import ReadOptions, Where
+from pxrs.spark.planning import Spans
+from pxrs.spark.query import Query
+
+OPTIONS = ReadOptions(Where("memory:", None, "orders"), "g", lease_ttl=1.0, handover_timeout=20.0)
+SHARED = replace(OPTIONS, is_shared=True)
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("orders", partitions=4)
+        send(hub, 400)
+        yield hub
+
+
+def send(hub: Hub, count: int) -> None:
+    with hub.producer("orders") as out:
+        out.send_batch(pa.table({"value": [b"v"] * count, "partition": [i % 4 for i in range(count)]}))
+
+
+def checkpoints(hub: Hub) -> list[int]:
+    return [each.checkpoint for each in hub.group("g").describe().partitions if each.checkpoint is not None]
+
+
+def run_batch(query: Query, start: Spans, rows_max: int | None = None) -> tuple[Spans, Spans]:
+    """A batch up to where its tasks have run; how far Spark is then, and what was read."""
+    end = query.latest(start, rows_max, None)
+    spans, fences = query.ranges(start, end)
+    assert spans.keys() == fences.keys()
+    return end, spans
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_s2_what_spark_has_finished_is_the_groups_checkpoint(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        end, spans = run_batch(query, {}, 100)
+        assert sum(span.end - span.start for span in spans.values()) == 100
+        assert checkpoints(hub) == [0, 0, 0, 0]
+        after, _ = run_batch(query, end)
+        assert checkpoints(hub) == [span.end for _, span in sorted(spans.items())]
+        assert query.latest(after, None, None) == after
+        assert hub.group("g").describe().lag == 0
+
+
+def test_what_is_planned_twice_is_not_passed_over(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        first = query.latest({}, 100, None)
+        assert query.latest({}, 100, None) == first
+
+
+def test_a_batch_of_before_a_restart_is_read_again_as_it_was(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        start, _ = run_batch(query, {}, 40)
+        end, spans = run_batch(query, start, 100)
+    with Query(hub, OPTIONS) as query:
+        again, _ = query.ranges(start, end)
+        assert again == spans
+        assert checkpoints(hub) == [10, 10, 10, 10], "the sink expects it where the batch begins"
+        after, rest = run_batch(query, end)
+        assert all(rest[number].start == spans[number].end for number in rest)
+        query.finish(after)
+        assert hub.group("g").describe().lag == 0
+
+
+def test_spark_was_ahead_of_the_group_when_the_driver_died(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        finished, spans = run_batch(query, {}, 100)
+    assert checkpoints(hub) == [0, 0, 0, 0]
+    with Query(hub, OPTIONS) as query:
+        _, rest = run_batch(query, finished)
+        assert {number: span.start for number, span in rest.items()} == {n: s.end for n, s in spans.items()}
+
+
+def test_a_lost_checkpoint_location_goes_on_where_the_group_is(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        end, _ = run_batch(query, {}, 100)
+        query.finish(end)
+    with Query(hub, OPTIONS) as query:
+        _, spans = run_batch(query, {})
+        assert sum(span.end - span.start for span in spans.values()) == 300
+
+
+def test_an_old_checkpoint_location_is_refused(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        old, _ = run_batch(query, {}, 100)
+        new, _ = run_batch(query, old, 100)
+        query.finish(new)
+    with Query(hub, OPTIONS) as query, pytest.raises(CheckpointsDiffer, match="reset the group to offset 25"):
+        query.latest(old, None, None)
+
+
+def test_a_group_that_was_reset_counts_more_than_what_spark_remembers(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        end, _ = run_batch(query, {})
+        query.finish(end)
+    hub.group("g").reset(5)
+    with Query(hub, OPTIONS):
+        pass  # it came and went without a batch: the reset is not forgotten
+    with Query(hub, OPTIONS) as query:
+        after, spans = run_batch(query, end)
+        assert {span.start for span in spans.values()} == {5}
+        query.finish(after)
+    with Query(hub, OPTIONS) as query:
+        assert query.latest(after, None, None) == after
+
+
+def test_k4_a_second_query_and_a_consumer_are_kept_out(hub: Hub) -> None:
+    with Query(hub, OPTIONS):
+        with pytest.raises(GroupActive, match="alone"):
+            Query(hub, OPTIONS)
+        with pytest.raises(GroupActive, match="alone"):
+            hub.consumer("orders", "g")
+    with hub.consumer("orders", "g", name="worker-7"), pytest.raises(GroupActive, match="worker-7"):
+        Query(hub, OPTIONS)
+
+
+def test_a_query_waits_for_one_that_is_leaving(hub: Hub) -> None:
+    first = Query(hub, OPTIONS)
+    threading.Timer(0.2, first.close).start()
+    with Query(hub, OPTIONS) as query:
+        assert run_batch(query, {})[1]
+
+
+def test_a_shared_group_hands_over_both_ways_and_a_batch_in_hand_is_finished_first(hub: Hub) -> None:
+    with Query(hub, SHARED) as query:
+        end, spans = run_batch(query, {}, 100)
+        assert len(spans) == 4
+        with hub.consumer("orders", "g", commit_interval=0.05) as inbox:
+            until(lambda: len(hub.group("g").describe().members) == 2)
+            assert inbox.poll(1, 0.3) == []  # nothing is released before Spark has finished the batch
+            query.finish(end)
+            until(lambda: len(inbox.assignment) == 2)
+            theirs = set(inbox.assignment)
+            offsets = {p: 25 for p in theirs}
+            while any(offsets[p] < 100 for p in theirs):
+                for message in inbox.poll(500, 5):
+                    assert message.offset == offsets[message.partition]
+                    offsets[message.partition] += 1
+            after, mine = run_batch(query, end)
+            assert set(mine) == {0, 1, 2, 3} - theirs
+            inbox.commit()
+        until(lambda: len(query._lanes) == 4)
+        send(hub, 40)
+        last, spans = run_batch(query, after)
+        assert {number: span.start for number, span in spans.items()} == dict.fromkeys(range(4), 100)
+        query.finish(last)
+        assert hub.group("g").describe().lag == 0
+
+
+def test_k3_a_repeated_batch_reads_nothing_that_others_have_done(hub: Hub) -> None:
+    with Query(hub, SHARED) as query:
+        end, spans = run_batch(query, {}, 100)
+    with hub.consumer("orders", "g", until="end") as inbox:
+        assert sum(1 for _ in inbox) == 400
+    with Query(hub, SHARED) as query:
+        assert query.ranges({}, end) == ({}, {})
+        assert query.latest(end, None, None) == end
+    assert spans
+
+
+def test_s6_what_retention_took_is_an_error_with_its_offsets_or_is_skipped(tmp_path: Path) -> None:
+    with pxrs.open(tmp_path / "hub") as hub:
+        hub.create_topic("orders", partitions=1, retention=timedelta(days=1), segment_bytes=1 << 16)
+        old = int((time.time() - 7 * 86_400) * 1e6)
+        times = pa.array([old] * 1000, pa.timestamp("us", tz="UTC"))
+        with Query(hub, OPTIONS) as query, hub.producer("orders") as out:
+            for _ in range(6):
+                out.send_batch(pa.table({"value": [b"v" * 100] * 1000, "timestamp": times})).result()
+            first = hub.topic("orders").retain()[0]
+            with pytest.raises(DataLost) as caught:
+                query.latest({}, None, None)
+            assert (caught.value.place, caught.value.start, caught.value.end) == ("orders/0", 0, first)
+        with Query(hub, replace(OPTIONS, fails_on_loss=False)) as query:
+            _, spans = run_batch(query, {})
+            assert spans[0].start == first
+
+
+def test_a_batch_names_no_more_partitions_than_one_commit_can_hold(hub: Hub) -> None:
+    hub.registry.limits = replace(hub.registry.limits, commit_keys_max=7)
+    with Query(hub, OPTIONS) as query:
+        seen: set[int] = set()
+        start: Spans = {}
+        for _ in range(2):
+            start, spans = run_batch(query, start, 30)
+            assert len(spans) <= 3
+            seen |= set(spans)
+        assert seen == {0, 1, 2, 3}
+
+
+def test_available_now_ends_where_the_log_ended(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        query.target_now()
+        send(hub, 40)
+        end, _ = run_batch(query, {})
+        assert {span.end for span in end.values()} == {100}
+        assert query.latest(end, None, None) == end
+
+
+def test_bytes_bound_a_batch(hub: Hub) -> None:
+    hub.create_topic("large", partitions=1)
+    with hub.producer("large", batch_rows=10) as out:
+        out.send_batch(pa.table({"value": [bytes(1000)] * 400}))
+    with Query(hub, replace(OPTIONS, where=Where("memory:", None, "large"))) as query:
+        end = query.latest({}, None, 50_000)
+        assert 10 <= end[0].end <= 70
+        assert query.latest(end, None, 1)[0].end == end[0].end + 10, "at least one stored batch"
+
+
+def test_a_lease_that_was_lost_is_taken_anew_and_nothing_is_passed_over(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        start, _ = run_batch(query, {}, 100)
+        lease = query._member.lease
+        assert lease is not None
+        lease.close()
+        until(lambda: query._member.lease is not lease and query._member.is_settled)
+        end, spans = run_batch(query, start)
+        assert {span.start for span in spans.values()} == {25}
+        query.finish(end)
+        assert hub.group("g").describe().lag == 0

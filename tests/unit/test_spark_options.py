@@ -1,0 +1,102 @@
+"""S1: what a user writes into `.option(...)`, and what is said about mistakes."""
+
+from pathlib import Path
+
+import pytest
+
+from pxrs.errors import InvalidOption
+from pxrs.spark.options import read_options, stream_options, write_options
+
+WHERE = {"url": "data", "topic": "orders"}
+STREAM = {**WHERE, "group": "g"}
+
+
+def test_a_relative_path_becomes_that_of_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_options(WHERE).where.url == str(tmp_path / "data")
+    given = {**WHERE, "registry": "reg"}
+    assert write_options(given).registry == str(tmp_path / "reg")
+
+
+def test_names_in_any_case_as_spark_hands_them_over() -> None:
+    options = stream_options({**STREAM, "maxoffsetspertrigger": "7", "failondataloss": "FALSE", "SHAREGROUP": "true"})
+    assert (options.rows_max, options.fails_on_loss, options.is_shared) == (7, False, True)
+
+
+def test_subscribe_is_another_name_of_topic() -> None:
+    assert read_options({"url": "data", "subscribe": "orders"}).where.topic == "orders"
+
+
+@pytest.mark.parametrize(
+    ("text", "offsets"),
+    [
+        ("earliest", "earliest"),
+        ('{"0": 23, "1": -2}', {0: 23, 1: -2}),
+        ('{"orders": {"0": 23, "1": -1}}', {0: 23, 1: -1}),
+    ],
+)
+def test_offsets_as_words_or_json(text: str, offsets: object) -> None:
+    assert stream_options({**STREAM, "startingOffsets": text}).starting == offsets
+
+
+@pytest.mark.parametrize(
+    ("text", "microseconds"),
+    [("1700000000000", 1_700_000_000_000_000), ("2023-11-14T22:13:20+00:00", 1_700_000_000_000_000)],
+)
+def test_a_time_in_milliseconds_or_as_text(text: str, microseconds: int) -> None:
+    assert read_options({**WHERE, "startingTimestamp": text}).starting_us == microseconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "says"),
+    [
+        ({"url": None}, "url", "missing"),
+        ({"topic": None}, "topic", "missing"),
+        ({"subscribe": "orders"}, "subscribe", "another name"),
+        ({"topic": "a,b"}, "subscribe", "union"),
+        ({"group": None}, "group", "name the group"),
+        ({"offset": "3"}, "offset", "unknown; spark.readStream has url"),
+        ({"endingOffsets": "latest"}, "endingOffsets", "not for spark.readStream"),
+        ({"startingOffsets": "first"}, "startingOffsets", "earliest, latest, committed"),
+        ({"startingOffsets": '{"0": "x"}'}, "startingOffsets", "JSON such as"),
+        ({"startingOffsets": '{"0": -3}'}, "startingOffsets", "JSON such as"),
+        ({"startingOffsets": "{0: 1}"}, "startingOffsets", "JSON such as"),
+        ({"startingOffsets": "earliest", "startingTimestamp": "1"}, "startingTimestamp", "takes the place"),
+        ({"startingTimestamp": "2026-01-01T00:00:00"}, "startingTimestamp", "time zone"),
+        ({"startingTimestamp": "yesterday"}, "startingTimestamp", "milliseconds"),
+        ({"maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger", "from 1 on"),
+        ({"maxOffsetsPerTrigger": "1", "maxRowsPerTrigger": "1"}, "maxRowsPerTrigger", "another name"),
+        ({"minPartitions": "x"}, "minPartitions", "whole number"),
+        ({"failOnDataLoss": "maybe"}, "failOnDataLoss", "true or false"),
+        ({"leaseTtl": "-1"}, "leaseTtl", "seconds"),
+        ({"group": " "}, "group", "empty"),
+        ({"url": "memory:"}, "url", "directory"),
+        ({"url": "postgresql://h/d"}, "url", "directory"),
+        ({"registry": "memory:"}, "registry", "in memory"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_choices(changes: dict[str, str | None], option: str, says: str) -> None:
+    given = {name: value for name, value in {**STREAM, **changes}.items() if value is not None}
+    with pytest.raises(InvalidOption, match=says) as caught:
+        stream_options(given)
+    assert caught.value.option == option
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [
+        ({"startingOffsets": "latest"}, "startingOffsets"),
+        ({"startingOffsets": "committed"}, "group"),
+        ({"group": "g"}, "group"),
+        ({"maxOffsetsPerTrigger": "1"}, "maxOffsetsPerTrigger"),
+    ],
+)
+def test_what_makes_no_sense_for_a_batch(more: dict[str, str], option: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        read_options({**WHERE, **more})
+    assert caught.value.option == option
+
+
+def test_a_password_in_the_registrys_address_is_not_shown() -> None:
+    options = stream_options({**STREAM, "registry": "postgresql://me:secret@h/d"})
+    assert "secret" not in repr(options)

@@ -1,0 +1,127 @@
+"""K3 and S1, S6: which offsets a batch reads, and whose checkpoint counts."""
+
+import json
+
+import pytest
+
+from pxrs.errors import CheckpointsDiffer
+from pxrs.group.records import Checkpoint
+from pxrs.spark.planning import (
+    Range,
+    Span,
+    batch_between,
+    dump_offset,
+    first_of,
+    load_offset,
+    may_replay,
+    resume_at,
+    share_out,
+    split,
+)
+
+DONE = Span(4, 10, 20)
+
+
+def test_an_offset_comes_back_as_it_was_and_as_the_same_text() -> None:
+    spans = {1: Span(3, 0, 5), 0: Span(2, 7, 9)}
+    text = json.dumps(dump_offset("id", spans))
+    assert load_offset(json.loads(text), "id", "t") == spans
+    assert json.dumps(dump_offset("id", dict(sorted(spans.items())))) == text
+
+
+def test_g7_an_offset_of_a_topic_that_was_made_again_is_refused() -> None:
+    with pytest.raises(CheckpointsDiffer, match="made again"):
+        load_offset(dump_offset("old", {}), "new", "t")
+
+
+def test_a_batch_is_what_differs_and_begins_where_it_says() -> None:
+    start = {0: Span(1, 0, 5), 1: Span(1, 0, 5)}
+    end = {0: Span(1, 0, 5), 1: Span(3, 9, 12), 2: Span(1, 4, 4)}
+    assert batch_between(start, end) == {1: Span(3, 9, 12)}
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "position"),
+    [
+        (Checkpoint(20, by="m", epoch=4), 20),
+        (Checkpoint(10, by="start", epoch=0), 20),  # Spark was ahead when the driver died
+        (Checkpoint(10, by="m", epoch=6), 20),  # released unchanged by an incarnation that planned nothing
+        (Checkpoint(3, by="reset", epoch=5), 3),
+        (Checkpoint(90, by="reset", epoch=5), 90),
+        (Checkpoint(3, by="reset", epoch=2), 20),  # a reset from before the range was taken
+    ],
+)
+def test_k3_where_a_partition_goes_on(checkpoint: Checkpoint, position: int) -> None:
+    assert resume_at(DONE, checkpoint, False, "t/0") == position
+
+
+def test_nothing_finished_goes_on_at_the_groups_checkpoint() -> None:
+    assert resume_at(None, Checkpoint(7), False, "t/0") == 7
+
+
+def test_a_group_that_is_further_than_an_only_query_means_a_restored_checkpoint() -> None:
+    with pytest.raises(CheckpointsDiffer, match="reset the group to offset 20"):
+        resume_at(DONE, Checkpoint(25, by="m", epoch=9), False, "t/0")
+    assert resume_at(DONE, Checkpoint(25, by="m", epoch=9), True, "t/0") == 25
+
+
+SPAN = Span(5, 20, 30)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "alone", "shared"),
+    [
+        (Checkpoint(20, by="m", epoch=4), True, True),
+        (Checkpoint(10, by="m", epoch=4), True, True),  # Spark finished the batch before it, the group does not know
+        (Checkpoint(30, by="spark", epoch=5), True, False),  # published with the checkpoint
+        (Checkpoint(25, by="m", epoch=7), None, False),
+        (Checkpoint(40, by="m", epoch=7), None, False),
+        (Checkpoint(30, by="reset", epoch=7), None, False),
+        (Checkpoint(0, by="reset", epoch=7), None, False),
+    ],
+)
+def test_k3_whether_a_batch_may_be_read_again(checkpoint: Checkpoint, alone: bool | None, shared: bool) -> None:
+    """None: an error that says what to do."""
+    assert may_replay(SPAN, DONE, checkpoint, True, "t/0") is shared
+    if alone is None:
+        with pytest.raises(CheckpointsDiffer, match="reset the group to offset 20|new checkpoint location"):
+            may_replay(SPAN, DONE, checkpoint, False, "t/0")
+    else:
+        assert may_replay(SPAN, DONE, checkpoint, False, "t/0") is alone
+
+
+@pytest.mark.parametrize("rows_max", [1, 3, 10, 99, 1000])
+def test_rows_are_shared_out_by_what_each_has(rows_max: int) -> None:
+    available = {0: 100, 1: 10, 2: 1, 3: 0}
+    shares = share_out(available, rows_max)
+    assert sum(shares.values()) == min(rows_max, 111)
+    assert all(shares[number] <= available[number] for number in available)
+
+
+def test_a_short_partition_is_not_passed_over_for_ever() -> None:
+    left = {0: 1000, 1: 1}
+    for _ in range(400):
+        for number, count in share_out(left, 10).items():
+            left[number] -= count
+        if left[1] == 0:
+            return
+    raise AssertionError("its one row was never planned")
+
+
+def test_partitions_have_their_turn() -> None:
+    assert first_of([0, 1, 2, 3], -1, 2) == [0, 1]
+    assert first_of([0, 1, 2, 3], 1, 3) == [2, 3, 0]
+
+
+def test_ranges_are_split_into_enough_tasks_and_nothing_changes() -> None:
+    ranges = [Range(0, 0, 1000), Range(1, 5, 10), Range(2, 7, 8)]
+    parts = split(ranges, 8)
+    assert len(parts) >= 8
+    for each in ranges:
+        mine = [part for part in parts if part.partition == each.partition]
+        assert mine[0].start == each.start
+        assert mine[-1].end == each.end
+        assert all(one.end == two.start for one, two in zip(mine, mine[1:], strict=False))
+    assert split(ranges, None) == split(ranges, 2) == ranges
+    assert split([], 4) == []
+    assert len(split([Range(0, 0, 2)], 5)) == 2
