@@ -156,7 +156,7 @@ def test_a_shared_group_hands_over_both_ways_and_a_batch_in_hand_is_finished_fir
             query.finish(end)
             until(lambda: len(inbox.assignment) == 2)
             theirs = set(inbox.assignment)
-            offsets = {p: 25 for p in theirs}
+            offsets = dict.fromkeys(theirs, 25)
             while any(offsets[p] < 100 for p in theirs):
                 for message in inbox.poll(500, 5):
                     assert message.offset == offsets[message.partition]

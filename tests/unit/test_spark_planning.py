@@ -1,6 +1,7 @@
 """K3 and S1, S6: which offsets a batch reads, and whose checkpoint counts."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_k3_whether_a_batch_may_be_read_again(checkpoint: Checkpoint, alone: boo
     """None: an error that says what to do."""
     assert may_replay(SPAN, DONE, checkpoint, True, "t/0") is shared
     if alone is None:
-        with pytest.raises(CheckpointsDiffer, match="reset the group to offset 20|new checkpoint location"):
+        with pytest.raises(CheckpointsDiffer, match="new checkpoint location"):
             may_replay(SPAN, DONE, checkpoint, False, "t/0")
     else:
         assert may_replay(SPAN, DONE, checkpoint, False, "t/0") is alone
@@ -121,7 +122,7 @@ def test_ranges_are_split_into_enough_tasks_and_nothing_changes() -> None:
         mine = [part for part in parts if part.partition == each.partition]
         assert mine[0].start == each.start
         assert mine[-1].end == each.end
-        assert all(one.end == two.start for one, two in zip(mine, mine[1:], strict=False))
+        assert all(one.end == two.start for one, two in pairwise(mine))
     assert split(ranges, None) == split(ranges, 2) == ranges
     assert split([], 4) == []
     assert len(split([Range(0, 0, 2)], 5)) == 2

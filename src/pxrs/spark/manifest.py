@@ -93,7 +93,7 @@ class Publisher:
         """Make the batch part of the topic, once. Durable and visible when it returns.
 
         Raises BatchRefused, PartitionLost; OutcomeUnknown if the registry did not say whether it took it."""
-        feeds = [feed for feed in feeds if feed.registry == fingerprint(self._registry)]
+        feeds = [feed for feed in feeds if self._is_ours(feed)]
         ours = Manifest(batch, list(files), _ranges(feeds))
         entry = self._registry.get(self._prefix + query)
         if entry is not None:
@@ -110,15 +110,31 @@ class Publisher:
         return None
 
     def finish_others(self) -> None:
-        """Publish what queries have left behind that died between their manifest and their last append."""
+        """Publish what queries have left behind that died between their manifest and their last append, and collect
+        what they have staged for nothing."""
+        known = set()
         for entry in self._registry.scan(self._prefix):
-            self._finish(entry.key.rpartition("/")[2], Manifest.load(entry), entry.version)
+            query = entry.key.rpartition("/")[2]
+            known.add(query)
+            self._finish(query, Manifest.load(entry), entry.version)
+        self._staging.sweep(self._topic.id, known)
 
     def forget(self, query: str) -> None:
         """A write that is no stream has no next batch."""
         entry = self._registry.get(self._prefix + query)
         if entry is not None:
             self._registry.commit({entry.key: entry.version}, delete=[entry.key])
+
+    def _is_ours(self, feed: Feed) -> bool:
+        if feed.registry == fingerprint(self._registry):
+            return True
+        _logger.warning(
+            "the group %s is in another registry than the topic %s, or its address is written otherwise: its checkpoints "
+            "follow after each batch instead of together with it",
+            feed.group,
+            self._topic.name,
+        )
+        return False
 
     # The manifest.
 

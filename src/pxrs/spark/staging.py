@@ -19,8 +19,9 @@ import contextlib
 import json
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -38,6 +39,7 @@ CHUNK_ROWS_MAX: Final = 10_000
 CHUNK_BYTES_MAX: Final = 8 << 20
 BUFFER_BYTES_MAX: Final = 64 << 20
 _PARTITION: Final = b"partition"
+_ORPHAN_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,14 @@ class Staging:
         with contextlib.suppress(OSError):  # not empty: the next batch is on its way
             folder.rmdir()
         self._clear_feeds(query, batch + 1)
+
+    def sweep(self, topic: str, known: Collection[str]) -> None:
+        """Remove what was staged by queries that have no manifest and were silent for a day."""
+        folder = self._root / topic
+        with contextlib.suppress(FileNotFoundError):
+            for query in set(os.listdir(folder)) - set(known):
+                if time.time() - (folder / query).stat().st_mtime > _ORPHAN_S:
+                    shutil.rmtree(folder / query, ignore_errors=True)
 
 
 class Staged(NamedTuple):
