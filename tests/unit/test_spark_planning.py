@@ -13,6 +13,7 @@ from pxrs.spark.planning import (
     batch_between,
     dump_offset,
     first_of,
+    gather,
     load_offset,
     may_replay,
     resume_at,
@@ -126,3 +127,11 @@ def test_ranges_are_split_into_enough_tasks_and_nothing_changes() -> None:
     assert split(ranges, None) == split(ranges, 2) == ranges
     assert split([], 4) == []
     assert len(split([Range(0, 0, 2)], 5)) == 2
+
+
+def test_short_ranges_share_a_task_and_long_ones_have_their_own() -> None:
+    short = [Range(number, 0, 5) for number in range(6)]
+    assert gather(short, 10) == [short[:2], short[2:4], short[4:]]
+    long = [Range(number, 0, 50) for number in range(3)]
+    assert gather(long, 10) == [[each] for each in long]
+    assert gather([], 10) == []

@@ -1,5 +1,18 @@
 """Spark as the engine of pipelines over the log: `format("pxrs")`, a session that works, and pipelines."""
 
+from pxrs.spark.parsing import parse_json
+from pxrs.spark.pipeline import Pipeline, as_messages, parquet, pipeline, to
 from pxrs.spark.session import session
+from pxrs.spark.state import refuse_shared_state, stateful_operators
 
-__all__ = ["session"]
+__all__ = [
+    "Pipeline",
+    "as_messages",
+    "parquet",
+    "parse_json",
+    "pipeline",
+    "refuse_shared_state",
+    "session",
+    "stateful_operators",
+    "to",
+]

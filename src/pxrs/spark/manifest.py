@@ -129,8 +129,8 @@ class Publisher:
         if feed.registry == fingerprint(self._registry):
             return True
         _logger.warning(
-            "the group %s is in another registry than the topic %s, or its address is written otherwise: its checkpoints "
-            "follow after each batch instead of together with it",
+            "the group %s is in another registry than the topic %s, or its address is written in another way: its "
+            "checkpoints follow after each batch instead of together with it",
             feed.group,
             self._topic.name,
         )

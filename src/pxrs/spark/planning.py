@@ -120,6 +120,19 @@ def first_of(available: Iterable[int], after: int, count_max: int) -> list[int]:
     return ordered[:count_max]
 
 
+def gather(ranges: Sequence[Range], rows_min: int) -> list[list[Range]]:
+    """Tasks of one range each; short ones together until they have so many rows, because a task has a fixed cost."""
+    tasks: list[list[Range]] = []
+    rows = rows_min
+    for each in ranges:
+        if rows >= rows_min:
+            tasks.append([])
+            rows = 0
+        tasks[-1].append(each)
+        rows += each.end - each.start
+    return tasks
+
+
 def split(ranges: Sequence[Range], count_min: int | None) -> list[Range]:
     """The same offsets in at least so many tasks, as far as there are rows: the longest ranges are cut most."""
     if count_min is None or not ranges or len(ranges) >= count_min:

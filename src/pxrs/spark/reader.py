@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -49,7 +49,7 @@ from pxrs.log.contract import TopicLog
 from pxrs.log.directory import DirectoryLog
 from pxrs.spark.manifest import fingerprint
 from pxrs.spark.options import ReadOptions, Where
-from pxrs.spark.planning import Range, Spans, dump_offset, load_offset, split
+from pxrs.spark.planning import Range, Spans, dump_offset, gather, load_offset, split
 from pxrs.spark.query import Query, resolve_offsets, start_offsets
 from pxrs.spark.staging import Feed, Staging
 
@@ -58,6 +58,8 @@ _logger = logging.getLogger(__name__)
 BATCH_ROWS: Final = 10_000
 """What Spark takes best at a time."""
 _SMALL_ROWS: Final = BATCH_ROWS // 4
+_TASK_ROWS_MIN: Final = 20_000
+"""Fewer than these of several partitions are read by one task, unless minPartitions is given."""
 _READ_BYTES: Final = 4 << 20
 _FIELDS: Final = [
     StructField("key", BinaryType()),
@@ -88,12 +90,12 @@ def row_schema(has_headers: bool) -> StructType:
 
 @dataclass(frozen=True)
 class Slice(InputPartition):  # type: ignore[misc]
-    """One task: offsets of one partition, and all that is needed to read them."""
+    """One task: offsets of a partition, or of several where they are few, and all that is needed to read them."""
 
     where: Where
     topic_id: str
     machine: str
-    range: Range
+    ranges: tuple[Range, ...]
     has_headers: bool
     fails_on_loss: bool
     feed: Feed | None = None
@@ -121,7 +123,7 @@ class BatchReader(DataSourceReader):  # type: ignore[misc]
                 for number in range(topic.partitions)
             ]
             ranges = [each for each in ranges if each.start < each.end]
-            return [_slice(options, topic, each) for each in split(ranges, options.partitions_min)]
+            return _slices(options, topic, ranges)
 
     def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
         return read_slice(partition)
@@ -175,8 +177,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
         feed = self._feed(query, spans, fences)
         ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
         # Even a batch of which nothing may be read has a task: it says so to the sink.
-        ranges = split(ranges, self._options.partitions_min) or [Range(0, 0, 0)]
-        return [_slice(self._options, topic, each, feed) for each in ranges]
+        return _slices(self._options, topic, ranges or [Range(0, 0, 0)], feed)
 
     def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
         return read_slice(partition)
@@ -246,26 +247,29 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
         topic = _topic(part.where.url, part.where.topic)
         if topic.id != part.topic_id:
             raise UnknownTopic(part.where.topic)
-    schema = _ROWS_AND_HEADERS if part.has_headers else _ROWS
-    for batch in _gathered(_batches(topic, part)):
-        records = batch.records
-        for at in range(0, records.num_rows, BATCH_ROWS):
-            piece = records.slice(at, BATCH_ROWS)
-            rows = piece.num_rows
-            offsets = pc.add(_COUNTING.slice(0, rows), batch.base_offset + at)
-            place = pa.repeat(pa.scalar(part.range.partition, pa.int32()), rows)
-            key, value, timestamp, headers = piece.columns
-            columns = [key, value, place, offsets, timestamp]
-            yield pa.RecordBatch.from_arrays([*columns, headers] if part.has_headers else columns, schema=schema)
+    for each in part.ranges:
+        for batch in _gathered(_batches(topic, each, part.fails_on_loss)):
+            yield from _rows(batch, each.partition, part.has_headers)
 
 
-def _batches(topic: TopicLog, part: Slice) -> Iterator[Batch]:
-    number, offset, end = part.range
+def _rows(batch: Batch, partition: int, has_headers: bool) -> Iterator[pa.RecordBatch]:
+    schema = _ROWS_AND_HEADERS if has_headers else _ROWS
+    for at in range(0, batch.records.num_rows, BATCH_ROWS):
+        piece = batch.records.slice(at, BATCH_ROWS)
+        offsets = pc.add(_COUNTING.slice(0, piece.num_rows), batch.base_offset + at)
+        place = pa.repeat(pa.scalar(partition, pa.int32()), piece.num_rows)
+        key, value, timestamp, headers = piece.columns
+        columns = [key, value, place, offsets, timestamp]
+        yield pa.RecordBatch.from_arrays([*columns, headers] if has_headers else columns, schema=schema)
+
+
+def _batches(topic: TopicLog, part: Range, fails_on_loss: bool) -> Iterator[Batch]:
+    number, offset, end = part
     while offset < end:
         try:
             batches = topic.read(number, offset, _READ_BYTES)
         except OffsetTrimmed as error:
-            offset = _checked_start(topic, number, offset, part.fails_on_loss, min(error.first_offset, end))
+            offset = _checked_start(topic, number, offset, fails_on_loss, min(error.first_offset, end))
             continue
         for batch in batches:
             batch = batch.within(offset, end)
@@ -313,10 +317,15 @@ def _announce(where: Where, feed: Feed) -> None:
         Staging(where.url).announce(query, int(batch), feed)
 
 
-def _slice(options: ReadOptions, topic: TopicLog, part: Range, feed: Feed | None = None) -> Slice:
+def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed: Feed | None = None) -> list[Slice]:
+    least = options.partitions_min
+    tasks = gather(ranges, _TASK_ROWS_MIN) if least is None else [[each] for each in split(ranges, least)]
     # Tasks need no registry, and its address may hold a password.
     where = replace(options.where, registry=None)
-    return Slice(where, topic.id, boot_id(), part, options.has_headers, options.fails_on_loss, feed)
+    return [
+        Slice(where, topic.id, boot_id(), tuple(each), options.has_headers, options.fails_on_loss, feed)
+        for each in tasks
+    ]
 
 
 def _checked_start(topic: TopicLog, number: int, start: int, fails: bool, first: int | None = None) -> int:

@@ -1,0 +1,152 @@
+"""Spark over a topic, against Spark's own reader and writer of the same rows in the same session.
+
+`python -m benchmarks.spark` prints: reading a topic to nowhere and into an aggregate against a Parquet scan; a stream
+of large batches (AvailableNow) against the same from Parquet files; writing a topic against Spark's Parquet writer; and
+the fixed cost of a micro-batch against Spark's `rate-micro-batch` source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import pxrs
+from benchmarks.measure import Figure, compare
+from pxrs.spark import session
+
+ROWS = 4_000_000
+KEYS = 1_000
+PARTITIONS = 8
+PIECE = 10_000
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rows", type=int, default=ROWS)
+    arguments.add_argument("--rounds", type=int, default=5)
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _fill(folder, given.rows)
+        spark = session("bench", "local[2]", {"spark.sql.shuffle.partitions": "2"})
+        spark.sparkContext.setLogLevel("ERROR")
+        try:
+            _run(spark, folder, given.rows, given.rounds)
+        finally:
+            spark.stop()
+
+
+def _fill(folder: Path, rows: int) -> None:
+    """The rows as a topic of frames of the producer's usual size."""
+    with pxrs.open(folder / "hub") as hub:
+        hub.create_topic("in", partitions=PARTITIONS)
+        hub.create_topic("out", partitions=PARTITIONS)
+        with hub.producer("in", batch_rows=PIECE, batch_bytes=2 << 20) as out:
+            for first in range(0, rows, PIECE * PARTITIONS):
+                numbers = range(first, min(first + PIECE * PARTITIONS, rows))
+                keys = [b"key-%d" % (i % KEYS) for i in numbers]
+                out.send_batch(pa.table({"key": keys, "value": [b"%0100d" % i for i in numbers]}))
+
+
+def _run(spark: Any, folder: Path, rows: int, rounds: int) -> None:
+    hub = str(folder / "hub")
+    parquet = str(folder / "parquet")
+    topic = spark.read.format("pxrs").options(url=hub, topic="in").load()
+    topic.write.parquet(parquet)
+    files = spark.read.parquet(parquet)
+
+    def show(what: str, figure: Figure, wanted: str) -> None:
+        print(
+            f"{what:44} {figure.ratio:5.2f}x  ({figure.ours_per_s:12,.1f}/s against {figure.reference_per_s:12,.1f}/s;"
+            f" wanted {wanted})",
+            flush=True,
+        )
+
+    def noop(frame: Any) -> None:
+        frame.write.format("noop").mode("overwrite").save()
+
+    def aggregate(frame: Any) -> None:
+        frame.selectExpr("sum(length(value)) AS bytes", "max(offset)", "count(key)").collect()
+
+    both = {"times": 1, "rounds": rounds}
+    show(
+        "batch to noop, of Parquet's scan",
+        compare(lambda: noop(topic), lambda: noop(files), **both).times(rows),
+        "0.7x",
+    )
+    show(
+        "aggregate, of Parquet's scan",
+        compare(lambda: aggregate(topic), lambda: aggregate(files), **both).times(rows),
+        "0.7x",
+    )
+
+    count = iter(range(1_000_000))
+
+    def stream(frame: Any, sink: str = "noop", **options: str) -> None:
+        number = next(count)
+        out = frame.writeStream.format(sink).options(checkpointLocation=str(folder / f"checkpoint-{number}"), **options)
+        out.trigger(availableNow=True).start().awaitTermination()
+
+    def topic_stream() -> Any:
+        reader = spark.readStream.format("pxrs").options(url=hub, topic="in", group=f"g-{next(count)}")
+        return reader.options(maxRowsPerTrigger=str(rows // 4)).load()
+
+    def file_stream() -> Any:
+        reader = spark.readStream.schema(files.schema).option("maxFilesPerTrigger", "2")
+        return reader.parquet(parquet)
+
+    figure = compare(lambda: stream(topic_stream()), lambda: stream(file_stream()), times=1, rounds=max(1, rounds // 2))
+    show("stream, AvailableNow, to noop, of Parquet's", figure.times(rows), "0.5x")
+
+    pairs = files.select("key", "value")
+
+    def write_topic() -> None:
+        pairs.write.format("pxrs").options(url=hub, topic="out").mode("append").save()
+
+    def write_parquet() -> None:
+        pairs.write.mode("overwrite").parquet(str(folder / "written"))
+        shutil.rmtree(folder / "written")
+
+    show(
+        "batch write, of Parquet's writer",
+        compare(write_topic, write_parquet, times=1, rounds=max(1, rounds // 2)).times(rows),
+        "reported",
+    )
+    _fixed_cost(spark, hub, folder, show)
+
+
+def _fixed_cost(spark: Any, hub: str, folder: Path, show: Any) -> None:
+    """Micro-batches of a few rows: the median time of the warm ones."""
+
+    def median_s(frame: Any, name: str) -> float:
+        out = frame.writeStream.format("noop").option("checkpointLocation", str(folder / name))
+        query = out.trigger(availableNow=True).start() if name.startswith("ours") else out.start()
+        while query.isActive and (query.lastProgress is None or query.lastProgress.batchId < 30):
+            time.sleep(0.05)
+        query.stop()
+        times = [p.batchDuration for p in query.recentProgress if p.batchId >= 5 and p.numInputRows]
+        return statistics.median(times) / 1000
+
+    ratios = []
+    for number in range(3):
+        reader = spark.readStream.format("pxrs").options(url=hub, topic="in", group=f"fixed-{number}")
+        ours = median_s(reader.options(maxRowsPerTrigger="8").load(), f"ours-{number}")
+        rate = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", "8").load()
+        theirs = median_s(rate, f"rate-{number}")
+        ratios.append((ours / theirs, ours, theirs))
+    ratio, ours, theirs = sorted(ratios)[len(ratios) // 2]
+    print(
+        f"{'fixed cost of a micro-batch, of rate to noop':44} {ratio:5.2f}x  ({ours * 1000:.0f} ms against "
+        f"{theirs * 1000:.0f} ms; wanted at most 1.5x)"
+    )
+
+
+if __name__ == "__main__":
+    main()

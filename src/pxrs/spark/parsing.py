@@ -1,0 +1,149 @@
+"""Messages to columns: what a schema says of a JSON value, and why a message does not fit it.
+
+Every message is either good or bad, by the same expression in both queries that ask, so that none is lost between them
+and none is in both. Values are read as Spark's `from_json` reads them, with what it lets pass shut out: bytes that are
+no UTF-8, nothing at all, something behind the document, a field that is null although the schema says NOT NULL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pxrs.errors import InvalidPipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import StructType
+
+MESSAGE_COLUMNS: Final = ("key", "partition", "offset", "timestamp", "headers")
+"""What a parsed row keeps of its message."""
+REASON_HEADER: Final = "pxrs-reason"
+ORIGIN_HEADER: Final = "pxrs-origin"
+_PARSED: Final = "_pxrs_parsed"
+_REASON: Final = "_pxrs_reason"
+_CORRUPT: Final = "_pxrs_corrupt"
+_HEADERS: Final = "ARRAY<STRUCT<key: STRING, value: BINARY>>"
+
+OnBad = Literal["fail", "drop"]
+
+
+@dataclass(frozen=True)
+class ParseJson:
+    """The parse step of a pipeline. Made by `parse_json`."""
+
+    schema: str | StructType
+    on_bad: OnBad = "fail"
+
+    def good(self, messages: DataFrame, topic: str, are_bad_kept: bool) -> DataFrame:
+        """The parsed rows. are_bad_kept: the others go somewhere else, and it is right to leave them out here."""
+        from pyspark.sql import functions as F
+
+        schema = self._struct(messages)
+        judged = self._judged(messages, schema)
+        is_good = F.col(_REASON).isNull()
+        if not are_bad_kept and self.on_bad == "fail":
+            what = F.concat(_origin(topic), F.lit(": "), F.col(_REASON))
+            is_good = F.when(is_good, F.lit(True)).otherwise(F.raise_error(what).cast("boolean"))
+        names = schema.fieldNames()
+        kept = [name for name in MESSAGE_COLUMNS if name in messages.columns and name not in names]
+        parsed = [F.col(_PARSED)[name].alias(name) for name in names]
+        return judged.filter(is_good).select(*parsed, *kept)
+
+    def bad(self, messages: DataFrame, topic: str) -> DataFrame:
+        """The others, as messages: key, value and timestamp as they were, why and from where in headers."""
+        from pyspark.sql import functions as F
+
+        judged = self._judged(messages, self._struct(messages)).filter(F.col(_REASON).isNotNull())
+        given = F.col("headers") if "headers" in messages.columns else F.lit(None)
+        added = F.array(_header(REASON_HEADER, F.col(_REASON)), _header(ORIGIN_HEADER, _origin(topic)))
+        headers = F.concat(F.coalesce(given.cast(_HEADERS), F.array().cast(_HEADERS)), added.cast(_HEADERS))
+        return judged.select("key", "value", "timestamp", headers.alias("headers"))
+
+    def _struct(self, messages: DataFrame) -> StructType:
+        from pyspark.errors import PySparkException
+        from pyspark.sql.types import StructType
+
+        if not isinstance(self.schema, str):
+            return self.schema
+        try:
+            return StructType.fromDDL(self.schema)
+        except PySparkException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise InvalidPipeline(f"parse_json: {self.schema!r} is no schema: {reason}") from error
+
+    def _judged(self, messages: DataFrame, schema: StructType) -> DataFrame:
+        from pyspark.sql import functions as F
+        from pyspark.sql.types import StringType, StructField, StructType
+
+        text = F.col("value").cast("string")
+        # In an object, not all that may stand behind a document is found out; in an array, what is left is.
+        wrapped = StructType([StructField("value", schema), StructField(_CORRUPT, StringType())])
+        options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+        whole = F.from_json(F.concat(F.lit('{"value":'), text, F.lit("}")), wrapped, options)
+        documents = F.json_array_length(F.concat(F.lit("["), text, F.lit("]")))
+        parsed = whole["value"]
+        reason = (
+            F.when(F.col("value").isNull(), F.lit("it has no value"))
+            .when(~F.is_valid_utf8(F.col("value")), F.lit("it is not UTF-8"))
+            .when(documents.isNull() | (documents != 1), F.lit("it is not one JSON document"))
+            .when(~F.ltrim(text).startswith("{"), F.lit("it is no JSON object"))
+            .when(whole[_CORRUPT].isNotNull(), _misfit(schema, parsed, text))
+        )
+        for path, column, is_due in _required(schema, parsed):
+            reason = reason.when(is_due & column.isNull(), F.lit(f"{path} is missing"))
+        return messages.select("*", parsed.alias(_PARSED), reason.alias(_REASON))
+
+
+def parse_json(schema: str | StructType, on_bad: OnBad = "fail") -> ParseJson:
+    """A parse step: values are JSON objects, and the function gets their fields as columns.
+
+    schema: as Spark has it, "account STRING NOT NULL, amount DECIMAL(12, 2)" or a StructType. A field that is NOT NULL
+            must be there, also in a struct in a struct.
+    on_bad: what becomes of a message that does not fit, in a pipeline without `dead_letters`: "fail" ends the pipeline,
+            "drop" leaves it out, because another pipeline cares for it.
+
+    Columns that the schema does not name: key, partition, offset, timestamp, and headers if the source has them.
+    """
+    if on_bad not in ("fail", "drop"):
+        raise InvalidPipeline(f"parse_json: on_bad is {on_bad!r}; choose fail or drop")
+    return ParseJson(schema, on_bad)
+
+
+def _misfit(schema: StructType, parsed: Column, text: Column) -> Column:
+    """Which field has the wrong type: one that is there, and was read as nothing."""
+    from pyspark.sql import functions as F
+
+    wrong = [
+        F.when(
+            parsed[field.name].isNull() & F.get_json_object(text, f"$['{field.name}']").isNotNull(),
+            F.lit(f"{field.name} is no {field.dataType.simpleString()}"),
+        )
+        for field in schema.fields
+    ]
+    return F.coalesce(*wrong, F.lit("it does not fit the schema"))
+
+
+def _required(schema: StructType, parsed: Column, above: str = "") -> Iterator[tuple[str, Column, Column]]:
+    """Of each field that must be there: its name, its column, and whether the struct that holds it is there."""
+    from pyspark.sql.types import StructType
+
+    for field in schema.fields:
+        column = parsed[field.name]
+        if not field.nullable:
+            yield above + field.name, column, parsed.isNotNull()
+        if isinstance(field.dataType, StructType):
+            yield from _required(field.dataType, column, f"{above}{field.name}.")
+
+
+def _header(name: str, text: Column) -> Any:
+    from pyspark.sql import functions as F
+
+    return F.struct(F.lit(name).alias("key"), text.cast("binary").alias("value"))
+
+
+def _origin(topic: str) -> Column:
+    from pyspark.sql import functions as F
+
+    return F.concat(F.lit(f"{topic}/"), F.col("partition"), F.lit(" offset "), F.col("offset"))

@@ -1,0 +1,283 @@
+"""Pipelines: functions from a topic's rows to rows, and where those go. Spark is the engine; this is its wiring.
+
+    @pipeline(source="orders", sink="totals", parse=parse_json("account STRING NOT NULL, amount DOUBLE"))
+    def totals(orders): ...
+
+The same function runs as a stream (`pxrs pipeline run FILE`), over history (`totals.over(messages)`), and in a test
+(`totals(rows)`). Nothing here needs pyspark before rows are there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pxrs.errors import InvalidPipeline
+from pxrs.group.records import GROUP_NAME
+from pxrs.spark.parsing import ParseJson
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+OutputMode = Literal["append", "update", "complete"]
+Function = Callable[["DataFrame"], "DataFrame"]
+
+DEAD_LETTERS: Final = ".dead-letters"
+"""Behind the name and the group of a pipeline: those of the query that reads its bad rows."""
+_OUTPUT_MODES: Final = ("append", "update", "complete")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+_OURS: Final = ("url", "registry", "topic", "subscribe", "group", "sharegroup", "endingoffsets", "endingtimestamp")
+_MESSAGE: Final = ("key", "value", "timestamp", "headers")
+_collected: ContextVar[list[Pipeline] | None] = ContextVar("_collected", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A hub, as Spark's options name it."""
+
+    url: str
+    registry: str | None = field(default=None, repr=False)
+
+    def options(self, topic: str) -> dict[str, str]:
+        options = {"url": self.url, "topic": topic}
+        return options if self.registry is None else {**options, "registry": self.registry}
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Where rows go. A topic's name, `parquet` and `to` make one."""
+
+    format: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    partition_by: tuple[str, ...] = ()
+    topic: str | None = None
+
+    def __str__(self) -> str:
+        return self.topic or f"{self.format} {self.options.get('path', '')}".rstrip()
+
+    def write(self, rows: DataFrame, place: Place) -> None:
+        """Append a batch's rows, shaped."""
+        writer = rows.write.format(self.format).options(**self._options(place)).mode("append")
+        (writer.partitionBy(*self.partition_by) if self.partition_by else writer).save()
+
+    def stream(self, rows: DataFrame, place: Place) -> Any:
+        """Spark's writer of these rows, shaped, for a query that is not yet started."""
+        writer = rows.writeStream.format(self.format).options(**self._options(place))
+        return writer.partitionBy(*self.partition_by) if self.partition_by else writer
+
+    def shaped(self, rows: DataFrame) -> DataFrame:
+        """The rows as this sink takes them."""
+        return rows if self.topic is None else as_messages(rows)
+
+    def _options(self, place: Place) -> Mapping[str, Any]:
+        return self.options if self.topic is None else place.options(self.topic)
+
+
+def parquet(path: str, partition_by: str | Sequence[str] = ()) -> Sink:
+    """Parquet files in a folder; with `partition_by`, a folder in it for each value of these columns."""
+    return to("parquet", partition_by, path=str(path))
+
+
+def to(format: str, partition_by: str | Sequence[str] = (), **options: Any) -> Sink:
+    """Any format that Spark can write a stream to, and its options: to("console"), to("delta", path="...")."""
+    if format == "pxrs":
+        raise InvalidPipeline("a sink that is a topic is given by its name, sink='totals'")
+    columns = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
+    return Sink(format, options, columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """A function, what it reads, and where its rows go. Called, it is the function."""
+
+    function: Function
+    name: str
+    source: str
+    sink: Sink
+    group: str
+    parse: ParseJson | None
+    dead_letters: str | None
+    output_mode: OutputMode
+    every: str | None
+    share_group: bool
+    options: Mapping[str, Any]
+
+    def __call__(self, rows: DataFrame) -> DataFrame:
+        return self.function(rows)
+
+    def over(self, messages: DataFrame) -> DataFrame:
+        """The function over these messages, parsed: a stream of the source, or a batch of its history."""
+        from pyspark.sql import DataFrame
+
+        rows = messages
+        if self.parse is not None:
+            rows = self.parse.good(messages, self.source, self.dead_letters is not None)
+        result = self.function(rows)
+        if not isinstance(result, DataFrame):
+            raise InvalidPipeline(f"{self.name} returned {type(result).__name__}, and not a DataFrame")
+        if result.isStreaming != messages.isStreaming:
+            raise InvalidPipeline(f"{self.name} returned rows that do not come from its source")
+        return result
+
+    def bad(self, messages: DataFrame) -> DataFrame:
+        """The messages that do not parse, with the reason: what goes to the dead letters."""
+        if self.parse is None:
+            raise InvalidPipeline(f"{self.name} has no parse step")
+        return self.parse.bad(messages, self.source)
+
+    def messages(self, spark: SparkSession, place: Place, **options: Any) -> DataFrame:
+        """What the source holds now, for `over`; `options` of `spark.read` say from when to when."""
+        has_headers = {name: value for name, value in self.options.items() if name.lower() == "includeheaders"}
+        reader = spark.read.format("pxrs").options(**{**has_headers, **options})
+        return reader.options(**place.options(self.source)).load()
+
+    def topics(self) -> list[str]:
+        """The topics that it needs."""
+        named = (self.source, self.sink.topic, self.dead_letters)
+        return list(dict.fromkeys(topic for topic in named if topic is not None))
+
+    def groups(self) -> list[str]:
+        return [self.group] if self.dead_letters is None else [self.group, self.group + DEAD_LETTERS]
+
+
+def pipeline(
+    source: str,
+    sink: str | Sink,
+    group: str | None = None,
+    *,
+    name: str | None = None,
+    parse: ParseJson | None = None,
+    dead_letters: str | None = None,
+    output_mode: OutputMode = "append",
+    every: str | None = None,
+    share_group: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[[Function], Pipeline]:
+    """Make a pipeline of a function from a DataFrame to a DataFrame.
+
+    source:       the topic that it reads. Without a parse step, its columns: key, value, partition, offset, timestamp.
+    sink:         a topic's name, or `parquet(...)`, or `to(...)`. See `as_messages` for what a topic is given.
+    group:        the consumer group, by default the name.
+    name:         of its checkpoint location too, by default the function's.
+    parse:        such as `parse_json(schema)`.
+    dead_letters: the topic for messages that do not parse. A query of its own reads the source for them, in the group
+                  <group>.dead-letters: the source is read twice, and each of the two is exactly once by itself.
+    output_mode:  "append", "update" or "complete", as Spark has them. Files can only be appended to.
+    every:        how often there is a batch at most, such as "1 minute"; by default as soon as there are messages.
+    share_group:  with other members, for functions that keep no state (K4).
+    options:      more options of the source, such as {"maxRowsPerTrigger": 100_000}.
+
+    Raises InvalidPipeline.
+    """
+
+    def decorate(function: Function) -> Pipeline:
+        if isinstance(function, Pipeline) or not callable(function):
+            raise InvalidPipeline(f"@pipeline stands before a function, and not before {type(function).__name__}")
+        found = name if name is not None else getattr(function, "__name__", "")
+        made = Pipeline(
+            function,
+            found,
+            source,
+            Sink("pxrs", topic=sink) if isinstance(sink, str) else sink,
+            group if group is not None else found,
+            parse,
+            dead_letters,
+            output_mode,
+            every,
+            share_group,
+            dict(options or {}),
+        )
+        _check(made)
+        if (collected := _collected.get()) is not None:
+            collected.append(made)
+        return made
+
+    return decorate
+
+
+def _check(made: Pipeline) -> None:
+    name = made.name
+    if not _NAME.fullmatch(name):
+        raise InvalidPipeline(f"a pipeline's name is {name!r}: give name= of letters, digits, _ and -, 80 at most")
+    if not isinstance(made.sink, Sink):
+        raise InvalidPipeline(f"{name}: sink is {made.sink!r}; give a topic's name, parquet(...) or to(...)")
+    for group in made.groups():
+        if not isinstance(group, str) or not GROUP_NAME.fullmatch(group):
+            raise InvalidPipeline(f"{name}: {group!r} is no name of a group")
+    if made.output_mode not in _OUTPUT_MODES:
+        raise InvalidPipeline(f"{name}: output_mode is {made.output_mode!r}; choose from {', '.join(_OUTPUT_MODES)}")
+    if made.sink.format == "parquet" and made.output_mode != "append":
+        raise InvalidPipeline(f"{name}: Parquet files are appended to; output_mode={made.output_mode!r} cannot be")
+    if made.sink.topic is not None and made.output_mode == "complete":
+        raise InvalidPipeline(f"{name}: a topic is appended to; output_mode='update' sends what has changed")
+    if made.dead_letters is not None and made.parse is None:
+        raise InvalidPipeline(f"{name}: dead_letters without a parse step: give parse=parse_json(...)")
+    if made.dead_letters is not None and made.parse is not None and made.parse.on_bad == "drop":
+        raise InvalidPipeline(f"{name}: on_bad='drop' and dead_letters contradict each other")
+    for topic, what in ((made.sink.topic, "sink"), (made.dead_letters, "dead_letters")):
+        if topic == made.source:
+            raise InvalidPipeline(f"{name}: {what} is the source, {topic}: it would feed itself for ever")
+    if given := [option for option in made.options if option.lower() in _OURS]:
+        raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be given here")
+
+
+def check_together(pipelines: Sequence[Pipeline]) -> None:
+    """Raise InvalidPipeline if two have one name, or one group."""
+    names: set[str] = set()
+    groups: dict[str, str] = {}
+    for each in pipelines:
+        if each.name in names:
+            raise InvalidPipeline(f"two pipelines are named {each.name}: give one of them another name=")
+        names.add(each.name)
+        for group in each.groups():
+            if group in groups:
+                raise InvalidPipeline(
+                    f"{groups[group]} and {each.name} are both in the group {group}: each needs one of its own"
+                )
+            groups[group] = each.name
+
+
+@contextmanager
+def collecting() -> Iterator[list[Pipeline]]:
+    """What is decorated meanwhile, in its order; also what a later one of the same name hides."""
+    collected: list[Pipeline] = []
+    token = _collected.set(collected)
+    try:
+        yield collected
+    finally:
+        _collected.reset(token)
+
+
+def as_messages(rows: DataFrame) -> DataFrame:
+    """Rows as a topic takes them.
+
+    With a column `value`, they are messages already: of key, value, timestamp and headers; partition and offset, which
+    say where a row came from, are left out. Without one, all columns but `key` become a JSON object in `value`.
+    """
+    from pyspark.sql import functions as F
+
+    names = rows.columns
+    if "value" in names:
+        unknown = [name for name in names if name not in (*_MESSAGE, "partition", "offset")]
+        if unknown:
+            raise InvalidPipeline(
+                f"there is a column value and also {', '.join(unknown)}: a message has {', '.join(_MESSAGE)}. "
+                "Drop them, or rename value: without it, all columns become JSON"
+            )
+        return rows.select(*[name for name in names if name in _MESSAGE])
+    fields = [F.col(_quoted(name)) for name in names if name != "key"]
+    if not fields:
+        raise InvalidPipeline("there are no columns to make a message's value of")
+    value = F.to_json(F.struct(*fields)).alias("value")
+    if "key" not in names:
+        return rows.select(value)
+    is_bytes = dict(rows.dtypes)["key"] == "binary"
+    return rows.select(F.col("key") if is_bytes else F.col("key").cast("string").alias("key"), value)
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"

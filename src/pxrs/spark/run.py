@@ -1,0 +1,265 @@
+"""Pipelines at work: their queries are started together, looked at, and stopped in good order.
+
+Each pipeline is one streaming query, or two if it has dead letters. Everything that can be known to be wrong is found
+before the first of them starts: topics that are missing, a function that raises, state in a shared group.
+
+    run = Run(spark, hub, pipelines, place, checkpoints)
+    run.start()
+    while not run.is_over:
+        run.look()          what has happened since, in `run.queries`
+
+Stopping, a query finishes the batch in hand and is stopped before the next; what the next has begun is done again after
+a restart, once. If one fails, the others are stopped like this too. No threads: whoever looks moves things on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pxrs.errors import InvalidPipeline, PipelineFailed, PxrsError, RegistryError, SharedState, UnknownGroup
+from pxrs.hub import Hub
+from pxrs.spark.pipeline import DEAD_LETTERS, OutputMode, Pipeline, Place, Sink, check_together
+from pxrs.spark.state import refuse_shared_state
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+REASON_CHARS_MAX: Final = 2_000
+SETTINGS: Final = {
+    # A query with nothing to read asks its source again after this time. Spark's own 10 ms keep a processor busy.
+    "spark.sql.streaming.pollingDelay": "100ms",
+}
+"""Of a session for pipelines."""
+_TRACEBACK: Final = re.compile(r"^.*Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)", re.MULTILINE)
+_FAILED: Final = re.compile(r"^\[STREAM_FAILED\] Query \[.*?\] terminated with exception: ")
+_SQLSTATE: Final = re.compile(r"(?:[;.]? SQLSTATE: \w+)+;?$")
+
+State = Literal["starting", "running", "ended", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch that is done."""
+
+    number: int
+    rows: int
+    duration_ms: int
+    rows_per_s: float
+    state_rows: int
+
+
+@dataclass(slots=True)
+class QueryRun:
+    """One streaming query of a run, and how it gets on."""
+
+    name: str
+    group: str
+    source: str
+    sink: Sink
+    rows: DataFrame
+    output_mode: OutputMode
+    every: str | None
+    checkpoint: Path
+    state: State = "starting"
+    batches: list[Batch] = field(default_factory=list)
+    """Those that were done between the last two looks."""
+    last: Batch | None = None
+    rows_done: int = 0
+    """In this run."""
+    lag: int | None = None
+    error: str | None = None
+    query: Any = None
+    last_when_stopping: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("ended", "failed")
+
+
+class Run:
+    """The queries of some pipelines."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        hub: Hub,
+        pipelines: Sequence[Pipeline],
+        place: Place,
+        checkpoints: Path,
+        is_once: bool = False,
+    ) -> None:
+        """is_once: read what is there now, and end. Raises InvalidPipeline, SharedState."""
+        check_together(pipelines)
+        check_topics(hub, pipelines)
+        self._spark, self._hub, self._place, self._checkpoints = spark, hub, place, checkpoints
+        self._is_once = is_once
+        self._stops_at: float | None = None
+        self.queries: list[QueryRun] = [query for each in pipelines for query in self._planned(each)]
+
+    @property
+    def is_over(self) -> bool:
+        return all(query.is_over for query in self.queries)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stops_at is not None
+
+    @property
+    def failed(self) -> QueryRun | None:
+        """The first that failed."""
+        return next((query for query in self.queries if query.state == "failed"), None)
+
+    def start(self) -> None:
+        """Start all of them. Raises PipelineFailed, when those that were started are stopped again."""
+        for each in self.queries:
+            writer = each.sink.stream(each.rows, self._place).outputMode(each.output_mode)
+            writer = writer.option("checkpointLocation", str(each.checkpoint))
+            if self._is_once:
+                writer = writer.trigger(availableNow=True)
+            elif each.every is not None:
+                writer = writer.trigger(processingTime=each.every)
+            try:
+                each.query = writer.start()
+            except Exception as error:
+                self.stop()
+                raise PipelineFailed(f"{each.name}: {short_reason(str(error))}") from error
+            each.state = "running"
+
+    def look(self) -> None:
+        """See what has happened, and go on with stopping."""
+        for each in self.queries:
+            each.batches = []
+            if each.query is None or each.is_over:
+                continue
+            is_active = each.query.isActive  # first, so that the last batch of one that has ended is seen below
+            self._count(each)
+            if not is_active:
+                self._end(each)
+            elif self._stops_at is not None and self._may_stop(each):
+                each.query.stop()
+                self._count(each)
+                self._end(each)
+            each.lag = self._lag(each.group)
+        if self.failed is not None and self._stops_at is None:
+            self.finish()
+
+    def finish(self, patience_s: float = 60.0) -> None:
+        """Have each query stop when its batch in hand is done, or after this time. `look` does it."""
+        self._stops_at = time.monotonic() + patience_s
+        for each in self.queries:
+            each.last_when_stopping = None if each.last is None else each.last.number
+
+    def stop(self) -> None:
+        """Stop at once. What is in hand is done again by the next run."""
+        for each in self.queries:
+            if each.query is not None and not each.is_over:
+                each.query.stop()
+                self._end(each)
+
+    # How it goes.
+
+    def _count(self, each: QueryRun) -> None:
+        for progress in each.query.recentProgress:
+            batch = _batch(json.loads(progress.json))
+            if batch is None or (each.last is not None and batch.number <= each.last.number):
+                continue
+            each.batches.append(batch)
+            each.last = batch
+            each.rows_done += batch.rows
+
+    def _end(self, each: QueryRun) -> None:
+        error = each.query.exception()
+        each.state = "ended" if error is None else "failed"
+        each.error = None if error is None else short_reason(str(error))
+
+    def _may_stop(self, each: QueryRun) -> bool:
+        assert self._stops_at is not None
+        last = None if each.last is None else each.last.number
+        is_new = last != each.last_when_stopping
+        return is_new or not each.query.status["isTriggerActive"] or time.monotonic() >= self._stops_at
+
+    def _lag(self, group: str) -> int | None:
+        try:
+            return self._hub.group(group).describe().lag
+        except (UnknownGroup, RegistryError):  # it has not joined yet; or nobody can say, which ends no pipeline
+            return None
+
+    # Before it starts.
+
+    def _planned(self, each: Pipeline) -> list[QueryRun]:
+        def planned(suffix: str, given: DataFrame, sink: Sink, mode: OutputMode) -> QueryRun:
+            if each.share_group:
+                _named(each.name, lambda: refuse_shared_state(given))
+            rows = _named(each.name, lambda: sink.shaped(given))
+            name, group = each.name + suffix, each.group + suffix
+            return QueryRun(name, group, each.source, sink, rows, mode, each.every, self._checkpoints / name)
+
+        rows = _named(each.name, lambda: each.over(self._messages(each, each.group, each.options)))
+        queries = [planned("", rows, each.sink, each.output_mode)]
+        if each.dead_letters is not None:
+            options = {name: value for name, value in each.options.items() if name.lower() != "includeheaders"}
+            messages = self._messages(each, each.group + DEAD_LETTERS, {**options, "includeHeaders": "true"})
+            sink = Sink("pxrs", topic=each.dead_letters)
+            queries.append(planned(DEAD_LETTERS, _named(each.name, lambda: each.bad(messages)), sink, "append"))
+        return queries
+
+    def _messages(self, each: Pipeline, group: str, options: Any) -> DataFrame:
+        reader = self._spark.readStream.format("pxrs").options(**options).options(**self._place.options(each.source))
+        return reader.option("group", group).option("shareGroup", str(each.share_group).lower()).load()
+
+
+def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
+    """Raise InvalidPipeline if topics are missing, with what makes them."""
+    if missing := missing_topics(hub, pipelines):
+        commands = "; ".join(f"pxrs topic create {topic} --at {hub.url}" for topic in missing)
+        names = ", ".join(missing)
+        raise InvalidPipeline(f"no topic {names}: make what is missing with --create-topics, or with {commands}")
+
+
+def missing_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> list[str]:
+    """The topics that these name and that are not there."""
+    there = {topic.name for topic in hub.topics()}
+    return list(dict.fromkeys(topic for each in pipelines for topic in each.topics() if topic not in there))
+
+
+def short_reason(text: str) -> str:
+    """What an error of Spark says in its core: the last line of Python's own traceback, else Spark's first line."""
+    if found := _TRACEBACK.findall(text):
+        reason = re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", found[-1])
+    else:
+        reason = _FAILED.sub("", text.strip()).partition("\n")[0]
+        reason = reason.removeprefix("[USER_RAISED_EXCEPTION] ")
+    return _SQLSTATE.sub("", reason.strip())[:REASON_CHARS_MAX]
+
+
+def _named(name: str, plan: Callable[[], Any]) -> Any:
+    """What the user's function and Spark's analysis say of it, with the pipeline's name."""
+    try:
+        return plan()
+    except SharedState as error:
+        raise SharedState(f"{name}: {error}") from error
+    except PxrsError as error:
+        error.add_note(f"in the pipeline {name}")
+        raise
+    except Exception as error:
+        raise InvalidPipeline(f"{name}: {type(error).__name__}: {short_reason(str(error))}") from error
+
+
+def _batch(progress: dict[str, Any]) -> Batch | None:
+    """None if nothing was done: Spark also tells of itself when it is idle."""
+    durations = progress.get("durationMs", {})
+    if "addBatch" not in durations:
+        return None
+    return Batch(
+        progress["batchId"],
+        progress.get("numInputRows") or 0,
+        durations.get("triggerExecution", durations["addBatch"]),
+        progress.get("processedRowsPerSecond") or 0.0,
+        sum(operator.get("numRowsTotal", 0) for operator in progress.get("stateOperators", [])),
+    )
