@@ -248,7 +248,7 @@ class TestGaps:
         source = place.open(page_bytes=2000, cache_bytes=1)
         place.insert(*["busy"] * 500)
         quiet = (xxh64(b"busy") % 4 + 1) % 4
-        assert source.wait({quiet: 0}, 0.1) == set(), "no message, and not far behind"
+        assert source.wait({quiet: 0}, 0.5) == set(), "no message, and not far behind"
         offset, calls = 0, 0
         while offset < source.end(quiet):
             (batch,) = source.read(quiet, offset)
@@ -324,6 +324,29 @@ class TestCommitsOutOfOrder:
         assert postgres.ids() == [1, 3]
         assert (source.end(0), ids_of(source)) == (2, [1])
         assert source.wait(dict.fromkeys(range(4), 2), 0.1) == set()
+        slow.commit()
+        assert ids_of(source, 2) == [2, 3]
+
+    def test_x21_writers_are_looked_for_when_the_end_is_known(
+        self, postgres: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The other way round, one who comes in between with a smaller id would be seen by neither question."""
+        source = postgres.open()
+        postgres.insert("first")
+        slow, fast = postgres.session(), postgres.session()
+        holders, looks = source._table.holders, iter(range(1000))
+
+        def holders_and_then_two_more() -> frozenset[str]:
+            found = holders()
+            if next(looks) == 0:
+                slow.execute("INSERT INTO orders (account) VALUES ('slow')")
+                fast.execute("INSERT INTO orders (account) VALUES ('fast')")
+                fast.commit()
+            return found
+
+        monkeypatch.setattr(source._table, "holders", holders_and_then_two_more)
+        assert ids_of(source) == [1]
+        assert postgres.ids() == [1, 3]
         slow.commit()
         assert ids_of(source, 2) == [2, 3]
 
@@ -422,7 +445,7 @@ class TestCommitsOutOfOrder:
     def test_a_writer_open_all_along_is_an_error_of_the_first_end(
         self, postgres: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sys.modules["pxrs.sources.sql_table"], "FIRST_END_S_MAX", 0.1)
+        monkeypatch.setattr(sys.modules["pxrs.sources.sql_table.source"], "FIRST_END_S_MAX", 0.1)
         slow = postgres.session()
         slow.execute("INSERT INTO orders (account) VALUES ('slow')")
         postgres.insert("fast")
@@ -651,7 +674,7 @@ class TestWaiting:
     def test_a_rollback_that_nobody_announces_ends_a_wait_all_the_same(
         self, announced: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sys.modules["pxrs.sources.sql_table"], "NOTIFIED_POLL_S", 600.0)
+        monkeypatch.setattr(sys.modules["pxrs.sources.sql_table.source"], "NOTIFIED_POLL_S", 600.0)
         source = announced.open(poll_s=0.02, notify_channel='New "orders"')
         announced.insert("first")
         assert source.end(0) == 2

@@ -1,21 +1,26 @@
 """An exact account of what a group has done: real workers that write down what they handle, and the reckoning.
 
 Each worker appends a line to its own journal before it is asked for the next message: what it was assigned, what it
-began to handle, what it gave up. A process that is killed leaves its journal as it was. `account` then says whether
-anything was lost, out of order, or done twice beyond the last checkpoint.
+began to handle, which checkpoints the registry took from it. A process that is killed leaves its journal as it was.
+`account` then says whether anything was lost, out of order, or done twice beyond the last checkpoint. It counts in
+messages, not in offsets, which may have gaps.
 
     python -m pxrs.testing.accounting URL REGISTRY TOPIC GROUP NAME JOURNAL LEASE_TTL
+
+TOPIC is a name, or the settings of `sql_table` as a JSON object.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -23,7 +28,10 @@ from typing import Any, Self
 import pxrs
 import pxrs.consumer
 from pxrs.clock import SYSTEM
+from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.model import Message
+from pxrs.registry import Registry
+from pxrs.sources import SqlTable, sql_table
 
 HANDLING_S = 0.0005
 
@@ -39,6 +47,10 @@ class Ownership:
     claimed_at: float
     handled: list[int] = field(default_factory=list)
     handled_at: list[float] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    """The checkpoints that the registry is known to have taken from it."""
+    kept_at: list[float] = field(default_factory=list)
+    """When they were sent."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +65,20 @@ class Account:
     late: int
     """Messages whose handling began after the partition had been claimed by another."""
     ownerships: int
+    unfenced: int = 0
+    """Checkpoints that the registry took, though they were sent after the partition had been claimed by another."""
 
 
 class Worker:
-    """A consumer in a process of its own."""
+    """A consumer in a process of its own. `topic` is a name, or the settings of `sql_table`."""
 
-    def __init__(self, url: str, registry: str, topic: str, group: str, name: str, folder: Path, ttl: float) -> None:
+    def __init__(
+        self, url: str, registry: str, topic: str | Mapping[str, Any], group: str, name: str, folder: Path, ttl: float
+    ) -> None:
         self.name = name
         self.journal = folder / f"{name}.journal"
-        command = [sys.executable, "-m", "pxrs.testing.accounting", url, registry, topic, group, name]
+        given = topic if isinstance(topic, str) else json.dumps(topic)
+        command = [sys.executable, "-m", "pxrs.testing.accounting", url, registry, given, group, name]
         self.errors = folder / f"{name}.stderr"
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen([*command, str(self.journal), str(ttl)], stderr=errors)
@@ -97,38 +114,56 @@ class Worker:
 def read_journals(paths: Iterable[Path]) -> list[Ownership]:
     """The ownerships that the journals tell of, in the order of their epochs."""
     found: dict[tuple[int, int], Ownership] = {}
+    kept: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for path in paths:
         if not path.exists():
             continue
         for line in path.read_text().splitlines():
             kind, *rest = line.split()
-            if kind == "assigned" and len(rest) == 4:
-                partition, epoch, offset = map(int, rest[:3])
+            if len(rest) != 4:
+                continue  # cut off by the kill
+            partition, epoch, offset = map(int, rest[:3])
+            if kind == "assigned":
                 found[partition, epoch] = Ownership(partition, epoch, path.stem, offset, float(rest[3]))
-            elif kind == "handled" and len(rest) == 4:
-                partition, epoch, offset = map(int, rest[:3])
+            elif kind == "handled":
                 found[partition, epoch].handled.append(offset)
                 found[partition, epoch].handled_at.append(float(rest[3]))
+            elif kind == "kept":
+                kept.setdefault((partition, epoch), []).append((offset, float(rest[3])))
+    for place, ownership in found.items():
+        # At the end: one that was given up at once may have been kept before it was known to be assigned.
+        ownership.kept = [offset for offset, _ in kept.get(place, ())]
+        ownership.kept_at = [moment for _, moment in kept.get(place, ())]
     return sorted(found.values(), key=lambda each: (each.partition, each.epoch))
 
 
-def account(ownerships: Sequence[Ownership], ends: Mapping[int, int], starts: Mapping[int, int] = {}) -> Account:
-    """Reckon up. `ends` are the partitions' ends, all of which must have been handled."""
-    lost = out_of_order = redone = wrong_starts = late = 0
-    for partition, end in ends.items():
+def account(
+    ownerships: Sequence[Ownership], messages: Mapping[int, int | Sequence[int]], starts: Mapping[int, int] = {}
+) -> Account:
+    """Reckon up. `messages` are the partitions' ends or, where offsets have gaps, the rising offsets that there are:
+    all of them from `starts` on must have been handled, and no others."""
+    count = lost = out_of_order = redone = wrong_starts = late = unfenced = 0
+    for partition, given in messages.items():
+        offsets = range(given) if isinstance(given, int) else given
         mine = [each for each in ownerships if each.partition == partition]
-        reached = begun = starts.get(partition, 0)
+        reached = kept = starts.get(partition, 0)
+        todo = set(offsets[bisect_left(offsets, reached) :])
+        handled: set[int] = set()
         for at, each in enumerate(mine):
-            # Not behind what was handled (a gap), nor before where an earlier one began (a checkpoint that went back).
-            wrong_starts += not begun <= each.start <= reached
-            begun = each.start
-            out_of_order += each.handled != list(range(each.start, each.start + len(each.handled)))
-            redone += max(0, min(reached, each.start + len(each.handled)) - each.start)
-            reached = max(reached, each.start + len(each.handled))
+            # Not behind what was handled (a gap), nor before a checkpoint that was there (it went back).
+            first = bisect_left(offsets, each.start)
+            wrong_starts += each.start < kept or first > bisect_left(offsets, reached)
+            kept = max([kept, each.start, *each.kept])
+            out_of_order += each.handled != list(offsets[first : first + len(each.handled)])
+            redone += len(handled.intersection(each.handled))
+            handled.update(each.handled)
+            reached = max([reached, *(offset + 1 for offset in each.handled[-1:])])
             until = mine[at + 1].claimed_at if at + 1 < len(mine) else float("inf")
             late += sum(moment > until for moment in each.handled_at)
-        lost += end - reached
-    return Account(sum(ends.values()), lost, out_of_order, redone, wrong_starts, late, len(ownerships))
+            unfenced += sum(moment > until for moment in each.kept_at)
+        count += len(todo)
+        lost += len(todo - handled)
+    return Account(count, lost, out_of_order, redone, wrong_starts, late, len(ownerships), unfenced)
 
 
 def _work(url: str, registry: str, topic: str, group: str, name: str, journal: str, ttl: str) -> None:
@@ -146,7 +181,13 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
                 note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())
             super().lanes_assigned(lanes)
 
-    consumer = Noting(hub._log.topic(topic), hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
+    def note_kept(partition: int, checkpoint: Checkpoint, moment: float) -> None:
+        if checkpoint.by == name:  # not where the group begins, which belongs to nobody
+            note("kept", partition, checkpoint.epoch, checkpoint.offset, moment)
+
+    source = sql_table(**json.loads(topic)) if topic.startswith("{") else hub._log.topic(topic)
+    _tell_checkpoints(hub.registry, Keys(group), note_kept)
+    consumer = Noting(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
 
     def handle(message: Message) -> None:
         note("handled", message.partition, message.epoch, message.offset, SYSTEM.now())
@@ -158,7 +199,28 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
 
     threading.Thread(target=end, daemon=True).start()
     consumer.run(handle)
+    consumer.close()
+    if isinstance(source, SqlTable):
+        source.close()
     hub.close()
+
+
+def _tell_checkpoints(registry: Registry, keys: Keys, tell: Callable[[int, Checkpoint, float], None]) -> None:
+    """Have every checkpoint told that the registry has taken, from now on, and when it was sent."""
+    commit = registry.commit
+    told: dict[str, bytes] = {}
+
+    def telling(expect: Mapping[str, int] = {}, put: Mapping[str, bytes] = {}, *rest: Any, **named: Any) -> Any:
+        moment = SYSTEM.now()
+        versions = commit(expect, put, *rest, **named)
+        for key, value in put.items():
+            # One that is written again as it was is not new: it may even be of an earlier ownership.
+            if key.startswith(keys.checkpoints) and told.get(key) != value:
+                told[key] = value
+                tell(partition_of(key)[1], Checkpoint.load(key, value), moment)
+        return versions
+
+    setattr(registry, "commit", telling)  # noqa: B010 - for this one, and not for its class
 
 
 if __name__ == "__main__":

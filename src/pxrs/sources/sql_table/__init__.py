@@ -1,0 +1,153 @@
+"""A SQL table with a rising integer id, read as a topic of virtual partitions (X21).
+
+The table stays as it is and is only ever read. A row belongs to the partition that the hash of its key names, its
+offset is its id. So offsets have gaps: the rows of other partitions, rolled back ids, deleted rows. What makes this
+hard is that ids are given out before the commit: 6 may be there when 5 is still to come, and a reader who goes on at 7
+never sees it.
+
+Invariants:
+- Nothing at or beyond the *settled end* is handed out; below it no row will appear any more. `Settling` decides what
+  is settled, from what the database tells: see there.
+- A stretch of ids is read once for all partitions and split; pages are kept in a cache of bounded bytes. One page is
+  `page_bytes` and a few rows at most.
+- A batch says how far it was looked (`next_offset`), so that positions pass the rows of other partitions. It may be
+  empty for that reason alone.
+- An id that the table cannot have given out yet is an error: the table was emptied and counts anew.
+
+On failure a read raises ReadFailed and has changed nothing. Settling begins anew with each process and needs no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
+from pxrs.model import PARTITIONS_DEFAULT, Topic
+from pxrs.sources.sql_table.settling import Settling
+from pxrs.sources.sql_table.source import SqlTable
+from pxrs.sources.sql_table.table import Columns
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import Engine
+
+__all__ = ["Settling", "SqlTable", "sql_table"]
+
+POLL_S_DEFAULT: Final = 0.2
+PAGE_BYTES_DEFAULT: Final = 4 << 20
+CACHE_BYTES_DEFAULT: Final = 32 << 20
+_IDENTITY: Final = uuid.UUID("6f0b2a55-0a3c-5d0e-9c53-3f6f1d2f7c21")
+_DRIVERS: Final = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
+
+
+def sql_table(
+    url_or_engine: str | Engine,
+    table: str,
+    *,
+    id_column: str = "id",
+    value_column: str | None = None,
+    value_columns: Sequence[str] | None = None,
+    key_column: str | None = None,
+    timestamp_column: str | None = None,
+    partitions: int = PARTITIONS_DEFAULT,
+    partitioner: str = "xxh64",
+    name: str | None = None,
+    identity: str | None = None,
+    notify_channel: str | None = None,
+    poll_s: float = POLL_S_DEFAULT,
+    settle_s: float | None = None,
+    page_bytes: int = PAGE_BYTES_DEFAULT,
+    cache_bytes: int = CACHE_BYTES_DEFAULT,
+) -> SqlTable:
+    """A table, `NAME` or `SCHEMA.NAME`, as a Source of so many virtual partitions.
+
+    value_column      its text or bytes are the message; anything else is given as JSON
+    value_columns     or several: the message is a JSON object of them
+    key_column        rows of one key stay in one partition, in order: whole numbers (as decimal text), text, bytes or
+                      UUIDs. Without it, or where it is null, the id decides
+    timestamp_column  the message's time; without a zone it is taken as UTC. Without it, messages are of 1970
+    identity          names the table in place of its address, for checkpoints to stay when the address changes
+    notify_channel    PostgreSQL: look when somebody says NOTIFY there, instead of every `poll_s` seconds
+    settle_s          hold rows back for so long after they were first seen; see docs/sources.md for who needs it
+    page_bytes, cache_bytes  how much is read at a time, and kept for the other partitions
+
+    Raises InvalidUrl, InvalidTopic, MissingDependency at once, and ReadFailed if the database cannot be reached.
+    """
+    if (value_column is None) == (value_columns is None):
+        raise InvalidTopic(f"{table}: give value_column or value_columns, one of them")
+    if isinstance(value_columns, str) or value_columns == ():
+        raise InvalidTopic(f"{table}: value_columns is a list of names")
+    for setting, given in (("poll_s", poll_s), ("page_bytes", page_bytes), ("cache_bytes", cache_bytes)):
+        if not given > 0:
+            raise InvalidTopic(f"{table}: {setting} is {given}; give more than 0")
+    if settle_s is not None and not settle_s >= 0:
+        raise InvalidTopic(f"{table}: settle_s is {settle_s}; give seconds")
+    columns = Columns(id_column, key_column, value_column, tuple(value_columns or ()), timestamp_column)
+    engine, is_ours = _engine_of(url_or_engine)
+    try:
+        return SqlTable(
+            engine,
+            table,
+            columns,
+            topic=Topic(
+                table if name is None else name,
+                _id_of(engine, table, columns, partitions, partitioner, identity),
+                partitions,
+                partitioner,
+            ),
+            is_ours=is_ours,
+            notify_channel=notify_channel,
+            poll_s=poll_s,
+            settle_s=settle_s,
+            page_bytes=page_bytes,
+            cache_bytes=cache_bytes,
+        )
+    except BaseException:
+        if is_ours:
+            engine.dispose()
+        raise
+
+
+def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
+    """The engine, and whether it was made here."""
+    try:
+        import sqlalchemy
+    except ImportError as error:
+        raise MissingDependency("a SQL table needs sqlalchemy: pip install 'pxrs[sql]'", name="sqlalchemy") from error
+    if isinstance(url_or_engine, sqlalchemy.Engine):
+        return url_or_engine, False
+    try:
+        url = sqlalchemy.make_url(url_or_engine)
+    except (sqlalchemy.exc.ArgumentError, ValueError):
+        # Without the text and without the cause: there may be a password in both.
+        raise InvalidUrl("the table's address cannot be read; write postgresql://USER@HOST/DATABASE") from None
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise InvalidUrl("a table in SQLite's memory has no address; give the engine")
+    url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+    try:
+        return sqlalchemy.create_engine(url, pool_pre_ping=True, pool_size=2), True
+    except sqlalchemy.exc.NoSuchModuleError:
+        raise InvalidUrl(f"{url.drivername}: SQLAlchemy knows no such database") from None
+    except ImportError as error:
+        extra = "oracle" if url.get_backend_name() == "oracle" else "sql"
+        raise MissingDependency(
+            f"{url.drivername} needs {error.name}: pip install 'pxrs[{extra}]'", name=error.name
+        ) from error
+
+
+def _id_of(
+    engine: Engine, table: str, columns: Columns, partitions: int, partitioner: str, identity: str | None
+) -> str:
+    """The same in every process, and for no other table, count of partitions or meaning of its ids (G7)."""
+    url = engine.url
+    where: list[Any] = ["identity", identity]
+    if identity is None:
+        database = url.database
+        if engine.dialect.name == "sqlite" and database not in (None, "", ":memory:"):
+            database = str(Path(str(database)).resolve())
+        port = url.port or (5432 if engine.dialect.name == "postgresql" else None)
+        where = [engine.dialect.name, url.host, port, database, table]
+    return uuid.uuid5(_IDENTITY, json.dumps([*where, columns.id, columns.key, partitions, partitioner])).hex

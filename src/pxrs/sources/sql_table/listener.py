@@ -1,0 +1,84 @@
+"""Hearing that there is something new, where the database tells (PostgreSQL)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from pxrs.errors import InvalidTopic, ReadFailed
+from pxrs.sources.sql_table.table import Table
+
+log = logging.getLogger(__name__)
+
+_BACKOFF_S: Final = (0.1, 5.0)
+
+
+class Listener:
+    """One connection and one thread, which tells of notifications, and of every doubt."""
+
+    def __init__(self, table: Table, channel: str, wake: Callable[[], None]) -> None:
+        self._table, self._channel, self._wake = table, channel, wake
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._connection = table.listen(channel)  # here, so that the caller gets the error if there is one
+        self._bell_receiver, self._bell_sender = os.pipe()
+        self._stopped = threading.Event()
+
+    @property
+    def is_listening(self) -> bool:
+        return self._connection is not None
+
+    def start(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(target=self._run, name="pxrs-table-listener", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._stopped.set()
+            thread = self._thread
+        os.write(self._bell_sender, b"!")
+        if thread is not None:
+            thread.join()
+        self._drop()
+        os.close(self._bell_sender)
+        os.close(self._bell_receiver)
+
+    def _run(self) -> None:
+        backoff = _BACKOFF_S[0]
+        while not self._stopped.is_set():
+            try:
+                if self._connection is None:
+                    self._connection = self._table.listen(self._channel)
+                    self._wake()  # what was said meanwhile was not heard
+                backoff = _BACKOFF_S[0]
+                self._hear(self._connection)
+            except (ReadFailed, InvalidTopic, OSError, self._table.engine.dialect.loaded_dbapi.Error) as error:
+                log.info("listening to %s at %s: %s; will connect again", self._channel, self._table.address, error)
+                self._drop()
+                self._wake()
+                self._stopped.wait(backoff)
+                backoff = min(backoff * 2, _BACKOFF_S[1])
+
+    def _hear(self, connection: Any) -> None:
+        while not self._stopped.is_set():
+            # Those that came in the same packet as an answer are in memory already, and select knows nothing of them.
+            heard = list(connection.notifies(timeout=0))
+            if heard:
+                self._wake()
+            else:
+                select.select([connection.fileno(), self._bell_receiver], [], [])
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(self._table.engine.dialect.loaded_dbapi.Error):
+                connection.close()

@@ -1,0 +1,275 @@
+"""The table as a Source: pages of settled rows, handed out by partition. The package says what it must keep to."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from pxrs.errors import Closed, InvalidRecord, InvalidTopic, OffsetOutOfRange, ReadFailed, UsedAfterFork
+from pxrs.log.batch import SCHEMA, Batch
+from pxrs.log.contract import READ_BYTES_DEFAULT, Source
+from pxrs.model import Topic
+from pxrs.partitioner import hash_named
+from pxrs.sources.sql_table.listener import Listener
+from pxrs.sources.sql_table.pages import Page, Pages, append, cut
+from pxrs.sources.sql_table.settling import Settling
+from pxrs.sources.sql_table.table import Columns, Rows, Table
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import Engine
+
+SETTLE_S_DEFAULT: Final = 5.0
+"""Where the database does not tell who is still writing: neither PostgreSQL nor SQLite."""
+NOTIFIED_POLL_S: Final = 30.0
+"""With a channel: how often to look although nothing was heard, should a trigger be missing or a connection be dead."""
+FIRST_END_S_MAX: Final = 10.0
+FIRST_LOOK_S: Final = 0.02
+SKIP_IDS: Final = 10_000
+"""A position so far behind is worth moving, although there is no message for it."""
+_PAGE_OVERHEAD: Final = 1024
+
+
+class SqlTable(Source):
+    """Made by `sql_table`. Threads share it; a forked child must open its own."""
+
+    has_gaps = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: str,
+        columns: Columns,
+        *,
+        topic: Topic,
+        is_ours: bool,
+        notify_channel: str | None,
+        poll_s: float,
+        settle_s: float | None,
+        page_bytes: int,
+        cache_bytes: int,
+    ) -> None:
+        self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
+        self._hash = hash_named(topic.partitioner)
+        self._table = Table(engine, table, columns, self.name)
+        tells_writers = self._table.check(settle_s)
+        if settle_s is None:
+            settle_s = 0.0 if tells_writers else SETTLE_S_DEFAULT
+        self._columns, self._poll_s, self._page_bytes, self._is_ours = columns, poll_s, page_bytes, is_ours
+        self._pid = os.getpid()
+        # One look at the database at a time: what one thread reads, the others find in the cache.
+        self._lock = threading.RLock()
+        self._settling = Settling(settle_s)
+        self._visible_end = 0
+        self._drawn_end: int | None = None
+        self._pages = Pages(cache_bytes)
+        self._empty: dict[int, tuple[int, int]] = {}
+        self._changed = threading.Condition()
+        self._news = 0
+        self._is_closed = False
+        self._listener = None if notify_channel is None else Listener(self._table, notify_channel, self.wake)
+
+    def start(self, partition: int) -> int:
+        self._check_usable(partition)
+        first = self._table.first_id()
+        end = self._settled_end()
+        return end if first is None else min(first, end)
+
+    def end(self, partition: int) -> int:
+        """Behind the last id that is settled. The first call waits a while for that, and raises ReadFailed in the end:
+        with one writer's transaction open since before this source was, nobody can say which rows are final."""
+        self._check_usable(partition)
+        return self._settled_end()
+
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        self._check_usable(partition)
+        batches: list[Batch] = []
+        with self._lock:
+            if offset >= self._settling.end:
+                self._look()
+                if not self._is_reachable(offset):
+                    raise OffsetOutOfRange(f"{self.name}/{partition}", offset, self._visible_end)
+            position, size, may_ask = offset, 0, True
+            while position < self._settling.end and (not batches or size < max_bytes):
+                page = self._page_in_memory(partition, position)
+                if page is None:
+                    # One page from the database for each call, if any: the caller stays awake in a long empty stretch.
+                    if not may_ask or size:
+                        break
+                    page, may_ask = self._load(position), False
+                batch = cut(page, partition, position, max_bytes - size)
+                append(batches, batch)
+                position, size = batch.next_offset, size + batch.records.nbytes
+                if position < page.end:
+                    break
+        return [*batches]
+
+    def wait(
+        self,
+        positions: Mapping[int, int],
+        timeout: float | None = None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> set[int]:
+        for partition in positions:
+            self._check_usable(partition)
+        until = None if timeout is None else time.monotonic() + timeout
+        if self._listener is not None:
+            self._listener.start()
+        while True:
+            self._check_usable()
+            with self._changed:
+                news = self._news
+            ready, is_complete = self._ready(positions)
+            left = None if until is None else until - time.monotonic()
+            if ready or (left is not None and left <= 0) or (is_over is not None and is_over()):
+                return ready
+            if not is_complete:
+                continue
+            pause = self._pause_s()
+            with self._changed:
+                if self._news == news and not self._is_closed:
+                    self._changed.wait(pause if left is None else min(pause, left))
+
+    def wake(self) -> None:
+        with self._changed:
+            self._news += 1
+            self._changed.notify_all()
+
+    def offset_at(self, partition: int, timestamp: int) -> int:
+        """An id; the partition's first message from there on may be older if times do not rise with ids."""
+        self._check_usable(partition)
+        if self._columns.timestamp is None:
+            raise InvalidTopic(f"{self.name}: offsets by time need a timestamp_column")
+        end = self.end(partition)
+        found = self._table.first_id_since(timestamp, end)
+        return end if found is None else found
+
+    def close(self) -> None:
+        """Idempotent. Who waits gets Closed. An engine that was given stays open."""
+        if os.getpid() != self._pid:
+            return  # it is the parent's
+        self._is_closed = True
+        self.wake()
+        if self._listener is not None:
+            self._listener.close()
+        if self._is_ours:
+            self._table.engine.dispose()
+
+    def __enter__(self) -> SqlTable:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<SqlTable {self.name} of {self._table.address} with {self.partitions} partitions>"
+
+    def _look(self) -> None:
+        """See what is new, and what of it is settled."""
+        self._visible_end, self._drawn_end = self._table.visible_end(), None
+        if self._visible_end > self._settling.end or self._settling.is_waiting:
+            # After the end, in a statement of its own: that order is what `Settling` relies on.
+            self._settling.observe(self._visible_end, self._table.holders(), time.monotonic())
+
+    def _settled_end(self) -> int:
+        until = time.monotonic() + self._settling.settle_s + FIRST_END_S_MAX
+        while True:
+            self._check_usable()
+            with self._lock:
+                self._look()
+                if self._settling.end or not self._settling.is_waiting:
+                    return self._settling.end
+            if time.monotonic() > until:
+                raise ReadFailed(f"{self.name}: a transaction that writes to the table is open, and has been all along")
+            with self._changed:
+                self._changed.wait(min(self._poll_s, FIRST_LOOK_S))
+
+    def _is_reachable(self, offset: int) -> bool:
+        """Whether the table may have given out all ids before this one, though their rows may be gone."""
+        if offset <= self._visible_end:
+            return True
+        if self._drawn_end is None:
+            drawn = self._table.drawn_end(self._visible_end)
+            self._drawn_end = self._settling.end if drawn is None else drawn
+        return offset <= self._drawn_end
+
+    def _ready(self, positions: Mapping[int, int]) -> tuple[set[int], bool]:
+        """The partitions that have something, and whether all was looked at. Loads a page for each at most."""
+        ready, is_complete = set(), True
+        with self._lock:
+            self._look()
+            end = self._settling.end
+            for partition, offset in positions.items():
+                if offset >= end and not self._is_reachable(offset):
+                    ready.add(partition)  # its read says what is wrong
+                position, may_ask = offset, True
+                while position < end and partition not in ready:
+                    page = self._page_in_memory(partition, position)
+                    if page is None and not may_ask:
+                        is_complete = False
+                        break
+                    if page is None:
+                        page, may_ask = self._load(position), False
+                    if cut(page, partition, position, 1).records.num_rows:
+                        ready.add(partition)
+                        break
+                    position = page.end
+                    self._note_empty(partition, offset, position)
+                    if position - offset >= SKIP_IDS:
+                        ready.add(partition)
+        return ready, is_complete
+
+    def _page_in_memory(self, partition: int, offset: int) -> Page | None:
+        start, end = self._empty.get(partition, (0, 0))
+        return Page(offset, end, {}, 0) if start <= offset < end else self._pages.at(offset)
+
+    def _load(self, offset: int) -> Page:
+        """The page that begins here, for all partitions."""
+        until = self._pages.next_start(offset, self._settling.end)
+        page = self._split(offset, until, self._table.rows(offset, until, self._page_bytes))
+        self._pages.add(page)
+        return page
+
+    def _note_empty(self, partition: int, start: int, end: int) -> None:
+        """Remember it for when the page is gone: a quiet partition is not to be looked through again and again."""
+        known = self._empty.get(partition)
+        if known is not None and known[0] <= start <= known[1]:
+            start, end = known[0], max(end, known[1])
+        self._empty[partition] = start, end
+
+    def _split(self, start: int, until: int, rows: Rows) -> Page:
+        lists: dict[int, list[tuple[int, bytes | None, bytes | None, int]]] = {}
+        for row in rows.rows:
+            place = str(row[0]).encode() if row[1] is None else row[1]
+            lists.setdefault(self._hash(place) % self.partitions, []).append(row)
+        parts = {}
+        for partition, chosen in lists.items():
+            ids, keys, values, times = zip(*chosen, strict=True)
+            columns = [
+                pa.array(keys, SCHEMA.field("key").type),
+                pa.array(values, SCHEMA.field("value").type),
+                pa.array(times, pa.int64()).cast(SCHEMA.field("timestamp").type),
+                pa.nulls(len(ids), SCHEMA.field("headers").type),
+            ]
+            parts[partition] = pa.array(ids, pa.int64()), pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+        size = sum(ids.nbytes + records.nbytes + _PAGE_OVERHEAD for ids, records in parts.values()) + _PAGE_OVERHEAD
+        return Page(start, rows.last + 1 if rows.is_cut else until, parts, size)
+
+    def _pause_s(self) -> float:
+        # The end of a transaction that wrote nothing, or was rolled back, is announced by nobody.
+        is_told = self._listener is not None and self._listener.is_listening and not self._settling.is_waiting
+        return max(NOTIFIED_POLL_S, self._poll_s) if is_told else self._poll_s
+
+    def _check_usable(self, partition: int = 0) -> None:
+        # Before any lock is touched: in a forked child another thread may have held it.
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"the source {self.name} was opened before a fork: open another one in the child")
+        if self._is_closed:
+            raise Closed(f"the source {self.name} was closed")
+        if not 0 <= partition < self.partitions:
+            raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")

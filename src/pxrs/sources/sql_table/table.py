@@ -1,0 +1,257 @@
+"""The questions that are put to the database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pxrs.errors import InvalidRecord, InvalidTopic, ReadFailed
+from pxrs.model import EPOCH
+from pxrs.sources.sql_table.cells import as_json, key_bytes, micros
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import Connection, Engine
+
+FETCH_ROWS: Final = 64
+"""Rows come from the database in parts of this size: that many may be more than `page_bytes`."""
+_ROW_OVERHEAD: Final = 64
+
+# The table, and all that share its rows: an insert by way of a parent locks the child late, and the reverse.
+_HOLDERS: Final = """
+WITH RECURSIVE family(oid) AS (
+    SELECT CAST(:relation AS oid)
+    UNION
+    SELECT CASE WHEN i.inhparent = family.oid THEN i.inhrelid ELSE i.inhparent END
+    FROM pg_inherits i JOIN family ON family.oid IN (i.inhparent, i.inhrelid))
+SELECT DISTINCT l.virtualtransaction FROM pg_locks l JOIN family ON l.relation = family.oid
+WHERE l.locktype = 'relation' AND l.mode = 'RowExclusiveLock' AND l.granted
+AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
+# The sequence behind the id: of an identity or serial column, or named in its default.
+_SEQUENCE: Final = """
+SELECT s.seqrelid, s.seqcache FROM pg_sequence s, pg_attribute t
+WHERE t.attrelid = :relation AND t.attname = :id_column AND (
+    EXISTS (SELECT 1 FROM pg_depend d WHERE d.classid = CAST('pg_class' AS regclass) AND d.objid = s.seqrelid
+        AND d.refclassid = CAST('pg_class' AS regclass) AND d.refobjid = t.attrelid AND d.refobjsubid = t.attnum
+        AND d.deptype IN ('a', 'i'))
+    OR EXISTS (SELECT 1 FROM pg_attrdef a JOIN pg_depend d ON d.classid = CAST('pg_attrdef' AS regclass)
+        AND d.objid = a.oid AND d.refclassid = CAST('pg_class' AS regclass) AND d.refobjid = s.seqrelid
+        WHERE a.adrelid = t.attrelid AND a.adnum = t.attnum))
+"""
+_LAST_VALUE: Final = """
+SELECT CASE WHEN has_sequence_privilege(CAST(:sequence AS oid), 'SELECT, USAGE')
+    THEN coalesce(pg_sequence_last_value(CAST(CAST(:sequence AS oid) AS regclass)), 0) END
+"""
+_SQLITE_MADE: Final = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = :name COLLATE NOCASE"
+_SQLITE_LAST: Final = "SELECT max(seq) FROM sqlite_sequence WHERE name = :name COLLATE NOCASE"
+
+
+class Columns(NamedTuple):
+    """What the table's columns mean."""
+
+    id: str
+    key: str | None
+    value: str | None
+    values: tuple[str, ...]
+    timestamp: str | None
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """In the order in which they are selected, each once."""
+        named = (self.id, self.key, self.timestamp, self.value, *self.values)
+        return tuple(dict.fromkeys(name for name in named if name is not None))
+
+
+class Rows(NamedTuple):
+    """Rows as id, key, value and time; whether there are more before the end that was asked for."""
+
+    rows: list[tuple[int, bytes | None, bytes | None, int]]
+    last: int
+    is_cut: bool
+
+
+class Table:
+    """The questions that are put to the database. Errors are translated here."""
+
+    def __init__(self, engine: Engine, table: str, columns: Columns, name: str) -> None:
+        import sqlalchemy
+
+        self.engine, self._columns, self._name = engine, columns, name
+        self.dialect: str = engine.dialect.name
+        self.address = engine.url.render_as_string(hide_password=True)
+        self._sa = sqlalchemy
+        schema, _, bare = table.rpartition(".")
+        self._schema, self._bare = schema or None, bare
+        self._from = sqlalchemy.table(bare, *map(sqlalchemy.column, columns.read), schema=schema or None)
+        self._id = self._from.c[columns.id]
+        self._relation: int | None = None
+        self._sequence: int | None = None
+
+    def check(self, settle_s: float | None) -> bool:
+        """Whether the database tells who is writing. Raises InvalidTopic if the table is not as it must be."""
+        with self._connection() as connection:
+            inspector = self._sa.inspect(connection)
+            try:
+                found = {column["name"]: column["type"] for column in inspector.get_columns(self._bare, self._schema)}
+            except self._sa.exc.NoSuchTableError:
+                raise InvalidTopic(f"{self.address}: there is no table {self._full_name!r}") from None
+            for name in self._columns.read:
+                if name not in found:
+                    raise InvalidTopic(f"{self._full_name}: no column {name!r}; there are {', '.join(found)}")
+            kind = found[self._columns.id]
+            if not isinstance(kind, (self._sa.Integer, self._sa.Numeric)) or isinstance(kind, self._sa.Float):
+                raise InvalidTopic(f"{self._full_name}: {self._columns.id} is {kind}, and must be an integer")
+            if self.dialect == "postgresql":
+                return self._check_postgresql(connection, settle_s)
+        return self.dialect == "sqlite"
+
+    def _check_postgresql(self, connection: Connection, settle_s: float | None) -> bool:
+        text = self._sa.text
+        quoted = self.engine.dialect.identifier_preparer.format_table(self._from)
+        question = "SELECT c.oid, c.relkind, pg_is_in_recovery() FROM pg_class c WHERE c.oid = to_regclass(:name)"
+        oid, kind, is_standby = connection.execute(text(question), {"name": quoted}).one()
+        given = {"relation": oid, "id_column": self._columns.id}
+        sequence = connection.execute(text(_SEQUENCE), given).first()
+        doubt = None
+        if is_standby:
+            doubt = "this is a standby, which does not know who is writing"
+        elif kind not in ("r", "p"):
+            doubt = "this is no plain table, and who is writing to those behind it is not known"
+        elif sequence is not None and sequence[1] > 1:
+            doubt = f"its sequence has CACHE {sequence[1]}, so that sessions keep ids for later"
+        if doubt and not settle_s:
+            raise InvalidTopic(
+                f"{self._full_name}: {doubt}: rows could come behind the reader and be lost; give settle_s"
+            )
+        self._relation = None if doubt else oid
+        self._sequence = None if sequence is None or is_standby else sequence[0]
+        return True
+
+    def visible_end(self) -> int:
+        with self._connection() as connection:
+            last = connection.execute(self._sa.select(self._sa.func.max(self._id))).scalar()
+        return 0 if last is None else max(int(last) + 1, 0)
+
+    def first_id(self) -> int | None:
+        with self._connection() as connection:
+            first = connection.execute(self._sa.select(self._sa.func.min(self._id))).scalar()
+        if first is not None and first < 0:
+            raise InvalidRecord(f"{self._full_name}: {self._columns.id} {first} is negative; such rows cannot be read")
+        return None if first is None else int(first)
+
+    def holders(self) -> frozenset[str]:
+        """The transactions that hold a writer's lock; none where nobody tells."""
+        if self._relation is None:
+            return frozenset()
+        with self._connection() as connection:
+            return frozenset(connection.execute(self._sa.text(_HOLDERS), {"relation": self._relation}).scalars())
+
+    def drawn_end(self, visible_end: int) -> int | None:
+        """Behind the last id that was ever given out, though its row may be gone; None if that is not known."""
+        text = self._sa.text
+        with self._connection() as connection:
+            if self._sequence is not None:
+                last = connection.execute(text(_LAST_VALUE), {"sequence": self._sequence}).scalar()
+                return None if last is None else max(int(last) + 1, visible_end)
+            if self.dialect != "sqlite":
+                return None
+            made = connection.execute(text(_SQLITE_MADE), {"name": self._bare}).scalar()
+            if made is None or "AUTOINCREMENT" not in made.upper():
+                return visible_end  # the ids of deleted rows are given out again
+            last = connection.execute(text(_SQLITE_LAST), {"name": self._bare}).scalar()
+            return max(int(last or 0) + 1, visible_end)
+
+    def rows(self, start: int, end: int, bytes_max: int) -> Rows:
+        """The rows of these ids, until they are so many bytes."""
+        columns = self._columns
+        wanted = self._sa.select(self._from).where(self._id >= start, self._id < end).order_by(self._id)
+        rows: list[tuple[int, bytes | None, bytes | None, int]] = []
+        size = 0
+        with self._connection() as connection:
+            result = connection.execution_options(yield_per=FETCH_ROWS).execute(wanted)
+            for part in result.mappings().partitions():
+                for row in part:
+                    key = None if columns.key is None else key_bytes(row[columns.key], columns.key)
+                    value = self._value_bytes(row)
+                    moment = 0 if columns.timestamp is None else micros(row[columns.timestamp], columns.timestamp)
+                    rows.append((int(row[columns.id]), key, value, moment))
+                    size += _ROW_OVERHEAD + len(key or b"") + len(value or b"")
+                if size >= bytes_max:
+                    result.close()
+                    return Rows(rows, rows[-1][0], True)
+        return Rows(rows, end - 1, False)
+
+    def first_id_since(self, timestamp: int, end: int) -> int | None:
+        assert self._columns.timestamp is not None
+        column, name = self._from.c[self._columns.timestamp], self._columns.timestamp
+        moment: datetime = EPOCH + timedelta(microseconds=timestamp)
+        with self._connection() as connection:
+            sample = connection.execute(self._sa.select(column).where(column.is_not(None)).limit(1)).scalar()
+            if sample is None:
+                return None
+            if isinstance(sample, datetime):
+                bound = moment if sample.tzinfo is not None else moment.replace(tzinfo=None)
+                wanted = self._sa.select(self._sa.func.min(self._id)).where(column >= bound, self._id < end)
+                found = connection.execute(wanted).scalar()
+                return None if found is None else int(found)
+            # Times as text: only reading them tells how they compare.
+            every = self._sa.select(self._id, column).where(self._id < end).order_by(self._id)
+            for row in connection.execution_options(yield_per=FETCH_ROWS).execute(every):
+                if micros(row[1], name) >= timestamp:
+                    return int(row[0])
+        return None
+
+    def listen(self, channel: str) -> Any:
+        """A connection of psycopg, out of the pool for good, that hears the channel."""
+        if self.engine.dialect.driver != "psycopg":
+            raise InvalidTopic(f"{self._full_name}: notify_channel needs PostgreSQL and its driver psycopg")
+        from psycopg import sql
+
+        with self._translated():
+            pooled = self.engine.raw_connection()
+            connection: Any = pooled.driver_connection
+            pooled.detach()
+            try:
+                connection.rollback()
+                connection.autocommit = True
+                connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+    @contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        """One connection for one question: its transaction ends with it, so that the next one sees what is new."""
+        with self._translated(), self.engine.connect() as connection:
+            if self.dialect == "postgresql":
+                # A cursor on the server needs a transaction, also if the engine commits by itself.
+                connection = connection.execution_options(isolation_level="READ COMMITTED", postgresql_readonly=True)
+            yield connection
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        drivers = (self._sa.exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error)
+        try:
+            yield
+        except drivers as error:
+            text = str(getattr(error, "orig", None) or error)
+            if self.engine.url.password:
+                text = text.replace(str(self.engine.url.password), "***")
+            raise ReadFailed(f"{self.address}: {self._full_name}: {text}") from None
+
+    def _value_bytes(self, row: Any) -> bytes | None:
+        if self._columns.value is None:
+            return as_json({name: row[name] for name in self._columns.values})
+        value = row[self._columns.value]
+        if value is None:
+            return None
+        if isinstance(value, str):
+            return value.encode()
+        return bytes(value) if isinstance(value, (bytes, bytearray, memoryview)) else as_json(value)
+
+    @property
+    def _full_name(self) -> str:
+        return self._bare if self._schema is None else f"{self._schema}.{self._bare}"
