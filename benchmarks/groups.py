@@ -30,7 +30,7 @@ from pxrs.testing.accounting import Worker, read_journals
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
 MEMBERS = 10
-SETTLE_WANTED_S = {"memory": 1, "file": 1, "etcd": 3, "postgresql": 3, "zookeeper": 10}
+SETTLE_WANTED_S = {"memory": 1, "file": 1, "etcd": 3, "postgresql": 3, "zookeeper": 6}
 PATIENCE_S = 120.0
 ROWS = 1_000_000
 

@@ -93,6 +93,7 @@ class Consumer:
         on_assigned: Callback | None = None,
         on_revoked: Callback | None = None,
         on_lost: Callback | None = None,
+        topic_names: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         """
         name:             shown by `describe`; by default the host's and the process's.
@@ -110,6 +111,7 @@ class Consumer:
                           times with pauses that double from `retry_pause` and then pause, send it to the topic
                           `dead_letters`, or "raise".
         on_assigned, on_revoked, on_lost: called with partitions, on another thread; they should be quick.
+        topic_names:      gives the names of topics by their ids, to be shown; a hub knows those of its own.
         """
         _choose("ack", ack, ("auto", "manual"))
         _choose("until", until, ("end", None))
@@ -153,6 +155,7 @@ class Consumer:
             name=name,
             timings=timings,
             assignor=assignor,
+            topic_names=topic_names,
         )
         self._member.start()
 

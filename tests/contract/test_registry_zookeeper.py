@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from uuid import uuid4
 
 import pytest
@@ -15,9 +15,11 @@ from pxrs.errors import CommitTooLarge, Conflict, MissingDependency
 from pxrs.registry import ABSENT
 from pxrs.registry.contract import Commit
 from pxrs.registry.zookeeper import ZooKeeperRegistry
+from pxrs.registry.zookeeper.bulk import MultiRead, SetWatches, next_count
 from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
 from pxrs.registry.zookeeper.multi import Node, Step, steps
-from pxrs.testing.registry_contract import Backend, SharedRegistryContract
+from pxrs.registry.zookeeper.session import Client
+from pxrs.testing.registry_contract import Backend, SharedRegistryContract, quieten
 from pxrs.testing.servers import ZooKeeperServer
 
 
@@ -121,7 +123,87 @@ def test_no_transaction_is_longer_than_was_counted(acl: object) -> None:
             assert alone <= Step(request).wire_bytes
 
 
+# Many nodes by one request
+
+
+@pytest.mark.parametrize(("value_bytes", "count"), [(0, 250), (100, 250), (100_000, 10), (750_000, 1), (2_000_000, 1)])
+def test_large_values_are_asked_for_few_at_a_time(value_bytes: int, count: int) -> None:
+    assert next_count([(b"v" * value_bytes, None)] * 2) == count
+    assert next_count([None, None]) == 250
+
+
 # On the server
+
+
+def test_many_keys_are_read_and_watched_by_few_requests(
+    registry: ZooKeeperRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {f"k/{i % 3}/{i:04}": b"%d" % i for i in range(900)}
+    versions = registry.commit(put=values)
+    sent = requests_of(monkeypatch)
+    found = registry.scan("k/")
+    assert {entry.key: entry.value for entry in found} == values
+    assert {entry.key: entry.version for entry in found} == versions
+    assert len(sent) < 15
+    sent.clear()
+    with pytest.raises(Conflict) as conflict:
+        registry.commit(expect={**versions, "k/1/0001": ABSENT}, put={"k/0/0000": b""})
+    assert conflict.value.keys == ("k/1/0001",)
+    assert len(sent) < 10
+    sent.clear()
+    with registry.watch("k/") as watch:
+        assert len(sent) < 15
+        for key in ("k/0/0000", "k/2/0899"):  # in the first request, and in the last
+            quieten(watch)
+            registry.commit(put={key: b"new"})
+            assert watch.wait(5), key
+
+
+def test_a_server_that_cannot_read_many_is_asked_one_by_one(
+    registry: ZooKeeperRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"k/{i:02}" for i in range(60)]
+    registry.commit(put=dict.fromkeys(keys, b"v"))
+    monkeypatch.setattr(MultiRead, "type", 99)  # a request that no server knows, as those before 3.6 do not know ours
+    assert [entry.key for entry in registry.scan("k/")] == keys
+
+
+def test_r2_a_key_that_vanishes_before_it_is_watched_is_watched_when_it_is_back(
+    registry: ZooKeeperRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.commit(put={"k/1": b"", "k/2": b""})
+    watched = registry._session.watch
+
+    def lose_then_watch(client: Client, paths: Sequence[str]) -> None:
+        if paths:
+            monkeypatch.setattr(registry._session, "watch", watched)
+            registry.commit(delete=["k/2"])
+        watched(client, paths)
+
+    monkeypatch.setattr(registry._session, "watch", lose_then_watch)
+    with registry.watch("k/") as watch:
+        assert watch.wait(5), "it is gone"
+        quieten(watch)
+        sent = requests_of(monkeypatch)
+        assert not watch.wait(0.2), "it stays gone"
+        assert not [request for request in sent if isinstance(request, SetWatches)]
+        for value in (b"back", b"again", b"and again"):
+            registry.commit(put={"k/2": value})
+            assert watch.wait(5), value
+            quieten(watch)
+
+
+def requests_of(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is sent from now on."""
+    sent: list[object] = []
+    call = Client._call
+
+    def record(client: Client, request: object, result: object) -> object:
+        sent.append(request)
+        return call(client, request, result)
+
+    monkeypatch.setattr(Client, "_call", record)
+    return sent
 
 
 def test_a_full_commit_of_long_keys_fits(registry: ZooKeeperRegistry) -> None:

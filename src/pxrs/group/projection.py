@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 FOLDER: Final = "consumer-groups"
 INTERVAL_S: Final = 1.0
-"""The least time from one writing to the next."""
+"""How long after a change it is written, with all that followed."""
 LOCK_WAIT_S: Final = 1.0
 """How long to wait for another one who writes; it writes much the same."""
 CLOSE_WAIT_S: Final = 5.0
@@ -180,10 +180,10 @@ class Projection:
         """Write from now on: this member leads."""
         with self._guard:
             if self._thread is None and not self._closing.is_set():
-                self._thread = threading.Thread(
-                    target=self._run, name=f"pxrs-projection-{self._keys.group}", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=f"pxrs-projection-{self._keys.group}", daemon=True)
+                with contextlib.suppress(RuntimeError):  # too many threads: the member comes again
+                    thread.start()
+                    self._thread = thread
 
     def close(self) -> None:
         """Write a last time, unless somebody else leads and does it. After the member has left the group."""
@@ -229,10 +229,10 @@ class Projection:
         with self._guard:
             self._watch = watch
         try:
-            while not self._closing.is_set():
+            # First the pause: changes come in swarms, and a group that settles has better things to do.
+            while not self._closing.wait(INTERVAL_S):
                 if not self.refresh():
                     watch.wake()
-                self._closing.wait(INTERVAL_S)
                 watch.wait()
         except Closed:
             return

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -104,6 +105,8 @@ class Registry(ABC):
     """A handle to a store. Threads share it; a forked child must open its own."""
 
     limits: Limits
+    folder: Path | None = None
+    """A folder of this store's own, where files about what it keeps may be put beside its own. Most have none."""
 
     def __init__(self, url: str, *, clock: Clock = SYSTEM) -> None:
         """`url` is shown in messages, so its password must be hidden already."""

@@ -60,7 +60,7 @@ class FileRegistry(Registry):
         self._watching_lock = threading.Lock()
         self._watcher: _Watcher | None = None
         self._synced = 0
-        root = directory / namespace
+        self.folder = root = directory / namespace
         self._lease_folder = root / "leases"
         with self._os_errors():
             disk.refuse_network_file_system(directory)

@@ -150,10 +150,10 @@ class Attempt:
         What a session reads is not older than a transaction of its own that has just failed."""
         expect = self.commit.expect
         try:
-            stats = list(self.session.gather(self.client.exists_async, map(self.layout.leaf, expect)))
+            nodes = list(self.session.read(self.client, map(self.layout.leaf, expect)))
         except (KazooException, KazooTimeoutError):
             return failed
-        now = (ABSENT if stat is None else Version.of(stat).number() for stat in stats)
+        now = (ABSENT if node is None else Version.of(node[1]).number() for node in nodes)
         return [key for (key, version), found in zip(expect.items(), now, strict=True) if found != version] or failed
 
 

@@ -30,7 +30,7 @@ class ZooKeeperRegistry(Registry):
         super().__init__(endpoint.url, clock=clock)
         self._endpoint, self._layout = endpoint, layout
         self._watcher = Watcher(layout, self._open_watches, self._wake)
-        self._session = LastingSession(endpoint, clock, self._watcher.on_state)
+        self._session = LastingSession(endpoint, clock, self._watcher.on_state, self._watcher.on_event)
 
     # Reading
 
@@ -55,7 +55,7 @@ class ZooKeeperRegistry(Registry):
             while limit is None or len(entries) < limit:
                 wanted = None if limit is None else limit - len(entries)
                 keys = self._list(client, prefix, begin, wanted)
-                answers = self._session.gather(client.get_async, map(self._layout.leaf, keys))
+                answers = self._session.read(client, map(self._layout.leaf, keys))
                 entries += [_entry(key, found) for key, found in zip(keys, answers, strict=True) if found is not None]
                 if wanted is None or len(keys) < wanted:
                     break

@@ -21,7 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -39,15 +39,18 @@ from kazoo.exceptions import (
     SessionExpiredError,
     SessionMovedError,
     ThrottledOpError,
+    UnimplementedError,
 )
 from kazoo.handlers.threading import KazooTimeoutError, SequentialThreadingHandler
-from kazoo.protocol.connection import CLOSE_RESPONSE, ConnectionHandler
+from kazoo.protocol.connection import CLOSE_RESPONSE, DELETED_EVENT, ConnectionHandler
+from kazoo.protocol.serialization import Watch
 from kazoo.protocol.states import KeeperState
 from kazoo.retry import KazooRetry
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from pxrs.clock import Clock
 from pxrs.errors import AccessDenied, Closed, PxrsError, RegistryUnavailable
+from pxrs.registry.zookeeper.bulk import NODES_FIRST, NODES_MAX, Found, MultiRead, SetWatches, next_count
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +149,12 @@ class Client(KazooClient):  # type: ignore[misc]
                 raise Crowded(f"{UNSENT_MAX} requests wait to be sent")
             time.sleep(PAUSE_S)
 
+    def ask(self, request: Any) -> Any:
+        """Send a request that kazoo has no method for."""
+        result = self.handler.async_result()
+        self._call(request, result)
+        return result
+
     def _told(self, state: str, on_state: Callable[[str], None]) -> None:
         self.was_refused |= self.client_state == KeeperState.AUTH_FAILED
         on_state(state)
@@ -191,6 +200,9 @@ class Line(ConnectionHandler):  # type: ignore[misc]
     touched_at: float = 0.0
     """Before the connection was asked for that stands now. The leader itself grants it, and counts from then."""
     has_ended = False
+    on_event: Callable[[str, bool], None] = staticmethod(lambda path, is_gone: None)
+    """Told of the path of what has changed, and whether it is gone, in the order in which the server sent events and
+    answers. Kazoo calls back from another thread, and only for watches that it has set itself."""
 
     def _connect(self, host: str, hostip: str, port: int) -> Any:
         began = self.clock.now()
@@ -205,6 +217,11 @@ class Line(ConnectionHandler):  # type: ignore[misc]
         while answer != CLOSE_RESPONSE and hasattr(self._socket, "pending") and self._socket.pending():
             answer = super()._read_socket(read_timeout)
         return answer
+
+    def _read_watch_event(self, buffer: bytes, offset: int) -> None:
+        event, _ = Watch.deserialize(buffer, offset)
+        self.on_event(event.path, event.type == DELETED_EVENT)
+        super()._read_watch_event(buffer, offset)
 
     def drop(self) -> None:
         """Let kazoo find the connection broken, so that it looks for another server."""
@@ -299,6 +316,27 @@ class Session(ABC):
         except NoNodeError:
             return None
 
+    def read(self, client: Client, paths: Iterable[str]) -> Iterator[Found | None]:
+        """The values and stats of many nodes, in order, None where there is no node, by as few requests as may be."""
+        rest, count = list(paths), NODES_FIRST
+        while rest:
+            some, rest = rest[:count], rest[count:]
+            try:
+                answer = self.wait(client.ask(MultiRead(tuple(some))), self.bound())
+            except UnimplementedError:  # a server before 3.6
+                yield from self.gather(client.get_async, [*some, *rest])
+                return
+            for each in answer:
+                if isinstance(each, Exception):
+                    raise each
+            yield from answer
+            count = next_count(answer)
+
+    def watch(self, client: Client, paths: Sequence[str]) -> None:
+        """Have an event come to `Line.on_event` when one of these keys is written or removed, or if it is not there."""
+        for start in range(0, len(paths), NODES_MAX):
+            self.wait(client.ask(SetWatches(tuple(paths[start : start + NODES_MAX]))), self.bound())
+
     def make(self, client: Client, folders: Iterable[str], until: float) -> None:
         """Make the folders that are not there, the highest first. Others may be doing the same."""
         wanted = sorted(set(folders), key=lambda path: (path.count("/"), path))
@@ -338,11 +376,17 @@ def _say(error: Exception) -> str:
 class LastingSession(Session):
     """A registry's own session. It holds no node, so losing it costs nothing but the watches: another one follows."""
 
-    def __init__(self, endpoint: Endpoint, clock: Clock, on_state: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        clock: Clock,
+        on_state: Callable[[str], None],
+        on_event: Callable[[str, bool], None],
+    ) -> None:
         super().__init__(endpoint, clock)
         # Short enough that a server that hangs is given up, and another one found, within the bound of a call.
         self._session_s = max(1.0, endpoint.timeout * 0.6)
-        self._on_state = on_state
+        self._on_state, self._on_event = on_state, on_event
         self._guard = threading.Lock()
         self._is_closed = False
         self._present = self._start()
@@ -366,4 +410,6 @@ class LastingSession(Session):
         log.info("%s: the session has expired, a new one follows", self.endpoint.url)
 
     def _start(self) -> Client:
-        return Client(self.endpoint, self._session_s, self.clock, self._on_state, Line)
+        client = Client(self.endpoint, self._session_s, self.clock, self._on_state, Line)
+        client.line.on_event = self._on_event
+        return client

@@ -9,11 +9,12 @@ Invariants:
   used it up is in the queue here.
 - What has fired is armed again first, then the waiters are woken: whatever happens after their scan is an event.
 - After a reconnect everything is armed anew, then all are woken. A lost connection wakes them too.
+- A key that is gone is not armed again: if it comes back, its folder tells. Those that are watched by name, without
+  their folder, are asked for by `exists`, which leaves a watch behind on a key that is not there.
 - Only this thread arms, so what it believes to be armed needs no lock; kazoo's threads do nothing but queue.
 
-What it costs: one request for each node when a watch is opened and after a reconnect, and for each change one request
-for what fired. Arming a key reads its value (`exists` would leave a watch behind on a key that is just being
-removed, and a server full of those in the end), and a folder that changes is listed whole.
+What it costs: one request for some hundred keys and one for each folder when a watch is opened and after a reconnect,
+and as much for what fired since the last look. A folder that changes is listed whole.
 
 On failure: what could not be armed is all armed anew, at the next connection or a moment later.
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,7 @@ RETRY_S = 1.0
 @dataclass(frozen=True, slots=True)
 class _Fired:
     path: str
+    is_gone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,10 @@ class Watcher:
         if self._thread.ident is not None:
             self._jobs.put(_State(state == KazooState.CONNECTED))
 
-    def _on_event(self, event: Any) -> None:
-        """Called in kazoo's callback thread. An event without a path tells of the connection, as `on_state` does."""
-        if event.path is not None:
-            self._jobs.put(_Fired(event.path))
+    def on_event(self, path: str, is_gone: bool) -> None:
+        """Called in kazoo's connection thread, so that it is queued before any answer that the server gave later."""
+        if self._thread.ident is not None:
+            self._jobs.put(_Fired(path, is_gone))
 
     # All below runs in the thread that arms.
 
@@ -142,7 +144,7 @@ class Watcher:
     def _follow(self, jobs: list[_Job]) -> None:
         """Arm what has to be armed again, then wake."""
         states = [job.is_connected for job in jobs if isinstance(job, _State)]
-        fired = {job.path for job in jobs if isinstance(job, _Fired)}
+        fired = {job.path: job.is_gone for job in jobs if isinstance(job, _Fired)}
         if False in states:
             self._wake(None)
         self._is_stale |= bool(states)
@@ -168,14 +170,15 @@ class Watcher:
         self._is_stale = False
         self._wake(None)
 
-    def _arm_again(self, fired: set[str]) -> None:
-        self._armed -= fired
+    def _arm_again(self, fired: Mapping[str, bool]) -> None:
+        self._armed -= fired.keys()
         names = {path: self._name(path) for path in fired}
         watches = self._watches()
         needed = [path for path, name in names.items() if any(watch.covers(name) for watch in watches)]
         if needed:
-            client = self._connection()
-            self._arm_keys(client, [path for path in needed if not self._layout.is_folder(path)])
+            client, named = self._connection(), self._named()
+            keys = [path for path in needed if not self._layout.is_folder(path)]
+            self._arm_keys(client, [path for path in keys if path in named or not fired[path]])
             self._arm_folders(client, [path for path in needed if self._layout.is_folder(path)])
         self._wake(names.values())
 
@@ -188,15 +191,15 @@ class Watcher:
     def _arm_keys(self, client: Client, paths: Iterable[str]) -> None:
         """A key that is watched by name announces itself also when it is made; others are found in their folder."""
         assert self._session is not None
-        named = {self._layout.leaf(p) for watch in self._watches() for p in watch.prefixes if not _is_prefix(p)}
+        named = self._named()
         wanted = [path for path in paths if path not in self._armed]
+        alone = [path for path in wanted if path in named]
+        list(self._session.gather(lambda path: client.exists_async(path, watch=_by_line), alone))
+        self._session.watch(client, [path for path in wanted if path not in named])
+        self._armed.update(wanted)  # also what is gone: its event is in the queue
 
-        def ask(path: str) -> Any:
-            return (client.exists_async if path in named else client.get_async)(path, watch=self._on_event)
-
-        for path, answer in zip(wanted, self._session.gather(ask, wanted), strict=True):
-            if answer is not None or path in named:
-                self._armed.add(path)
+    def _named(self) -> set[str]:
+        return {self._layout.leaf(p) for watch in self._watches() for p in watch.prefixes if not _is_prefix(p)}
 
     def _arm_folders(self, client: Client, paths: list[str], is_first: bool = False) -> None:
         """Arm folders and what is new below them. For a new watch everything is looked at: what an earlier one has left
@@ -206,7 +209,7 @@ class Watcher:
             leaves: list[str] = []
             below: list[str] = []
             missing: list[str] = []
-            listings = self._session.gather(lambda p: client.get_children_async(p, watch=self._on_event), paths)
+            listings = self._session.gather(lambda p: client.get_children_async(p, watch=_by_line), paths)
             for path, names in zip(paths, listings, strict=True):
                 if names is None:
                     missing.append(path)
@@ -224,7 +227,7 @@ class Watcher:
         assert self._session is not None
         watched = {self._layout.folder(p) for watch in self._watches() for p in watch.prefixes if _is_prefix(p)}
         roots = [path for path in paths if path in watched]
-        stats = self._session.gather(lambda p: client.exists_async(p, watch=self._on_event), roots)
+        stats = self._session.gather(lambda p: client.exists_async(p, watch=_by_line), roots)
         return [path for path, stat in zip(roots, stats, strict=True) if stat is not None]
 
     def _connection(self) -> Client:
@@ -240,6 +243,10 @@ class Watcher:
         if self._layout.is_folder(path):
             return f"{self._layout.prefix(path)};"
         return self._layout.key(path)
+
+
+def _by_line(event: Any) -> None:
+    """What kazoo calls for a watch: nothing is left to do, for the line has told of it."""
 
 
 def _is_prefix(prefix: str) -> bool:
