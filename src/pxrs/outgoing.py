@@ -1,7 +1,7 @@
 """Messages on their way, and the promises given for them: what a producer's senders and its thread share.
 
-A chunk collects the rows of one partition; once sealed it is cut into batches, and its receipts find their places
-through its fate. `Bell` wakes those who wait.
+A chunk collects rows; once sealed it is sorted by partition and cut into batches, alone or with others, and its
+receipts find their places through its fate. `Bell` wakes those who wait.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
+
+from pxrs.log.batch import SCHEMA
 
 Headers = list[tuple[str, bytes | None]]
 WIDTH: Final = 3
 """How many elements of a chunk are a row."""
 _WAIT_S_MAX: Final = 86_400.0
+_THOUSAND: Final = pa.scalar(1000, pa.int64())
+_TIME: Final = SCHEMA.field("timestamp").type
+_HEADERS: Final = SCHEMA.field("headers").type
 
 
 class Extra(NamedTuple):
     """What stands for the time of a row that has more than that."""
 
     now: int
-    time_us: int | None
-    headers: Headers | None
+    time_us: int | None = None
+    headers: Headers | None = None
+    partition: int | None = None
 
 
 class Bell:
@@ -78,46 +85,77 @@ class SentBatch:
         return self.offset >= 0 or self.error is not None
 
 
-class Fate:
-    """What became of the rows of a chunk: nothing yet, or the batches that they went into."""
+class Sorted:
+    """The batches that the rows of some chunks went into, and the way there."""
 
-    __slots__ = ("batches", "done", "starts")
+    __slots__ = ("_order", "_places", "_starts", "batches")
+
+    def __init__(self, order: pa.Array | None, starts: Sequence[int], batches: list[SentBatch]) -> None:
+        """
+        order:  the rows as they lie in the batches, one behind the other; None if they are where they were.
+        starts: where each batch begins in this order.
+        """
+        self._order, self._starts, self.batches = order, starts, batches
+        self._places: memoryview | None = None
+
+    def find(self, row: int) -> tuple[SentBatch, int]:
+        """The batch, and the row in it."""
+        if self._order is not None:
+            # The way back is made when somebody asks for the first time: of most rows nobody does.
+            if self._places is None:
+                self._places = memoryview(pc.array_sort_indices(self._order).buffers()[1]).cast("Q")
+            row = self._places[row]
+        at = bisect_right(self._starts, row) - 1
+        return self.batches[at], row - self._starts[at]
+
+
+class Fate:
+    """What became of the rows of a chunk: nothing yet, or what they were sorted into."""
+
+    __slots__ = ("done", "first", "sorted")
 
     def __init__(self, done: Bell) -> None:
         self.done = done
-        self.starts: list[int] = []
-        self.batches: list[SentBatch] = []
+        self.first = 0
+        """Which row of `sorted` the chunk's first one is."""
+        self.sorted: Sorted | None = None
+
+    @property
+    def batches(self) -> list[SentBatch]:
+        return [] if self.sorted is None else self.sorted.batches
 
     def of(self, row: int) -> tuple[SentBatch, int] | None:
         """The batch, if it is done, and the row in it."""
-        if not self.batches:
+        if self.sorted is None:
             return None
-        at = bisect_right(self.starts, row) - 1
-        batch = self.batches[at]
-        return (batch, row - self.starts[at]) if batch.is_done else None
+        batch, row = self.sorted.find(self.first + row)
+        return (batch, row) if batch.is_done else None
 
     def fail(self, error: BaseException) -> None:
-        if not self.batches:
+        if self.sorted is None:
             failed = SentBatch(-1, self.done, None, 0)
             failed.error = error
-            self.starts, self.batches = [0], [failed]
+            self.sorted = Sorted(None, [0], [failed])
 
 
 class Chunk:
-    """Rows of one partition that are being collected. Its receipts keep the fate, not the rows."""
+    """Rows that are being collected. Its receipts keep the fate, not the rows."""
 
-    __slots__ = ("counted", "fate", "has_extras", "is_sealed", "large_bytes", "partition", "rows", "taken")
+    __slots__ = ("counted", "fate", "has_extras", "is_sealed", "is_watched", "keyless", "large_bytes", "rows", "taken")
 
-    def __init__(self, partition: int, done: Bell) -> None:
-        self.partition = partition
+    def __init__(self, done: Bell) -> None:
         self.rows: list[Any] = []
         """Key, value, time in nanoseconds or an Extra, and so on."""
         self.fate = Fate(done)
         self.is_sealed = False
+        self.is_watched = False
+        """Whoever has added a row must look again: it is sealed, or the thread sleeps until there is a row."""
         self.taken = -1
         """How much of `rows` counts, decided under the lock once it is sealed; what came later was sent again."""
         self.counted = 0
         """What was counted in the buffer for its small messages when it was sealed."""
+        self.keyless = 0
+        """The partition of its messages without a key, decided when it is sealed."""
         self.has_extras = False
         self.large_bytes = 0
 
@@ -194,6 +232,34 @@ def taken_of(chunk: Chunk) -> int:
     if chunk.taken < 0:
         chunk.taken = len(chunk.rows)
     return chunk.taken
+
+
+def columns_of(chunks: Sequence[Chunk], ends: Sequence[int]) -> tuple[pa.RecordBatch, pa.Array]:
+    """The rows that count as the log's columns; and which partition each must go to, null if its key decides."""
+    keys, values = (_column(chunks, ends, at, pa.binary()) for at in range(2))
+    asked = pa.nulls(len(keys), pa.int32())
+    if any(chunk.has_extras for chunk in chunks):
+        moments = [each for chunk, end in zip(chunks, ends, strict=True) for each in chunk.rows[2:end:WIDTH]]
+        extras = [each if isinstance(each, Extra) else Extra(each) for each in moments]
+        times_us = [extra.now // 1000 if extra.time_us is None else extra.time_us for extra in extras]
+        times, headers = pa.array(times_us, _TIME), pa.array([extra.headers for extra in extras], _HEADERS)
+        asked = pa.array([extra.partition for extra in extras], pa.int32())
+    else:
+        times = pc.divide(_column(chunks, ends, 2, pa.int64()), _THOUSAND).cast(_TIME)
+        headers = pa.nulls(len(keys), _HEADERS)
+    if keys.null_count:
+        turns = [
+            pa.repeat(pa.scalar(chunk.keyless, pa.int32()), end // WIDTH)
+            for chunk, end in zip(chunks, ends, strict=True)
+        ]
+        asked = asked.fill_null(pc.if_else(keys.is_null(), pa.concat_arrays(turns), None))
+    return pa.RecordBatch.from_arrays([keys, values, times, headers], schema=SCHEMA), asked
+
+
+def _column(chunks: Sequence[Chunk], ends: Sequence[int], at: int, kind: pa.DataType) -> pa.Array:
+    # Chunk by chunk as long as they are Python objects: those of all would not stay in the processor's cache.
+    parts = [pa.array(chunk.rows[at:end:WIDTH], kind) for chunk, end in zip(chunks, ends, strict=True)]
+    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 
 
 def again(error: BaseException) -> BaseException:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Final
 
 import pyarrow as pa
@@ -131,15 +132,23 @@ def _split_part(rows: pa.Table, hash_of: Hash, partitions: int, keyless: int) ->
         chosen = _combined(rows.column("partition"))
         if chosen.null_count:
             chosen = pc.coalesce(chosen, partitions_of(columns[0], hash_of, partitions, keyless))
-    records = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    yield from sort_by_partition(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), chosen)[1]
+
+
+def sort_by_partition(
+    records: pa.RecordBatch, chosen: pa.Array
+) -> tuple[pa.Array | None, list[tuple[int, pa.RecordBatch]]]:
+    """The rows of each partition, in their order, the partitions in rising order; before that, which row came to which
+    place, or None if all are where they were."""
     # The sort is stable, and by a small number; then each partition's rows lie together and are cut out without a copy.
-    counts = pc.value_counts(chosen).to_pylist()
-    if len(counts) > 1:
-        records = records.take(pc.array_sort_indices(chosen))
-    start = 0
-    for each in sorted(counts, key=lambda each: each["values"]):
-        yield each["values"], records.slice(start, each["counts"])
-        start += each["counts"]
+    counts = sorted((each["values"], each["counts"]) for each in pc.value_counts(chosen).to_pylist())
+    order = pc.array_sort_indices(chosen) if len(counts) > 1 else None
+    if order is not None:
+        records = records.take(order)
+    starts = accumulate((count for _, count in counts), initial=0)
+    return order, [
+        (number, records.slice(start, count)) for (number, count), start in zip(counts, starts, strict=False)
+    ]
 
 
 def _combined(column: pa.ChunkedArray) -> pa.Array:

@@ -1,8 +1,9 @@
 """Sending messages to a topic, in batches, from any number of threads.
 
-`send` puts a message into the open chunk of its partition and returns; one background thread takes what is due: full
-chunks at once, others when they have lingered. While an append is under way more is collected, so a slow disk makes
-larger batches, not a longer queue; `buffer_bytes` bounds what waits, and `send` blocks beyond it (X16).
+`send` puts a message into the open chunk and returns; one background thread takes what is due: a full chunk at once,
+another when it has lingered. It hashes the keys, each once, sorts the rows by partition and cuts them into batches.
+While an append is under way more is collected, so a slow disk makes larger batches, not a longer queue; `buffer_bytes`
+bounds what waits, and `send` blocks beyond it (X16).
 
 Every batch carries the producer's id and its number in the partition, so a retry is stored once (L4). No more batches
 of a partition go into one append than the log remembers: whatever became of it, the retry can be answered. When the
@@ -11,9 +12,10 @@ No error is lost: the receipts of the messages raise it, and `flush` and `close`
 
 `send` is the hot path and takes no lock. A chunk is one flat list to which a sender adds key, value and time in one
 step that nothing can divide, neither another thread nor an interrupt. Then it looks whether the row is where it must
-be, which fails if two senders met, and whether the chunk was sealed meanwhile: whoever seals sets the mark first and
-counts the rows then, so a sender that sees no mark was counted. One that sees it asks, under the lock, and sends again
-if it came too late. A small message counts for a fixed size, so that the length of a chunk bounds its bytes.
+be, which fails if two senders met, and whether the chunk is watched. It is when it was sealed meanwhile: whoever seals
+sets the mark first and counts the rows then, so a sender that sees no mark was counted. One that sees it asks, under
+the lock, and sends again if it came too late. An empty chunk is watched too while the thread sleeps, to be woken by the
+first row. A small message counts for a fixed size, so that the length of a chunk bounds its bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import TracebackType
 from typing import Final, Self
 
@@ -35,7 +37,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pxrs.errors import AppendFailed, BufferFull, Closed, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
-from pxrs.log.batch import FRAME_BYTES_MAX, SCHEMA, Origin
+from pxrs.log.batch import FRAME_BYTES_MAX, Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.producers import BATCHES_KEPT
 from pxrs.model import microseconds_of
@@ -47,12 +49,14 @@ from pxrs.outgoing import (
     Headers,
     Receipt,
     SentBatch,
+    Sorted,
     TableReceipt,
     again,
+    columns_of,
     receipt_of,
     taken_of,
 )
-from pxrs.partitioner import hash_named, read_table, slices, split_table
+from pxrs.partitioner import hash_named, partitions_of, read_table, slices, sort_by_partition, split_table
 
 LINGER_S_DEFAULT: Final = 0.005
 BATCH_ROWS_DEFAULT: Final = 10_000
@@ -66,11 +70,7 @@ RETAIN_EVERY_S: Final = 60.0
 SMALL_BYTES: Final = 448
 """A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size."""
 SMALL_COUNTED_BYTES: Final = 512
-_NEVER: Final = 1 << 29  # small enough to be compared fast
 _BACKOFF_S: Final = (0.01, 1.0)
-_THOUSAND: Final = pa.scalar(1000, pa.int64())
-_TIME: Final = SCHEMA.field("timestamp").type
-_HEADERS: Final = SCHEMA.field("headers").type
 
 _logger: Final = logging.getLogger(__name__)
 _time_ns = time.time_ns
@@ -89,7 +89,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class Producer:
     """Sends to one topic. Threads share it; a forked child must open its own."""
 
-    # Slots: an object with so many attributes would else be slow to look them up, and `send` needs five.
+    # Slots: an object with so many attributes would else be slow to look them up, and `send` needs two.
     __slots__ = (
         "__weakref__",
         "_batch_bytes",
@@ -97,9 +97,9 @@ class Producer:
         "_broken",
         "_buffer_bytes",
         "_buffer_timeout",
+        "_chunk",
         "_chunk_end",
         "_chunk_rows",
-        "_chunks",
         "_counted",
         "_done",
         "_error",
@@ -119,13 +119,12 @@ class Producer:
         "_retains_at",
         "_rounds_begun",
         "_rounds_done",
+        "_sealed_bytes_max",
         "_sequences",
         "_settled",
         "_since",
-        "_third_bytes",
         "_thread",
         "_tries_max",
-        "_wake_at",
         "_work",
         "id",
     )
@@ -143,9 +142,10 @@ class Producer:
     ) -> None:
         """
         linger_s:       how long a batch that is not full waits for more messages.
-        batch_rows, batch_bytes: when a batch is full. A message larger than `batch_bytes` goes alone.
+        batch_rows, batch_bytes: the most in one batch; when so much waits, of all partitions together, it is taken. A
+                        message larger than `batch_bytes` goes alone.
         buffer_bytes:   how much may wait to be stored before `send` blocks; a message larger than that goes alone.
-                        A third is for open chunks, with equal shares for the partitions; a small message counts as 512.
+                        A small message counts as 512.
         buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried when the log raises AppendFailed.
         """
@@ -165,15 +165,13 @@ class Producer:
         """Heard by the background thread."""
         self._done = Bell()
         """Heard by those who wait for it."""
-        self._chunks = [Chunk(number, self._done) for number in range(self._partitions)]
-        # A third is open, a third ready; both may be in hand when the open ones have filled again.
-        self._third_bytes = self._buffer_bytes // 3
-        share = self._third_bytes // SMALL_COUNTED_BYTES // self._partitions
-        self._chunk_rows = max(1, min(self._batch_rows, share))
+        self._chunk = Chunk(self._done)
+        """The open one."""
+        self._chunk_rows = max(1, min(self._batch_rows, self._buffer_bytes // 3 // SMALL_COUNTED_BYTES))
         self._chunk_end = self._chunk_rows * WIDTH
         """Up to this length of a chunk `send` needs no second thought; 0 once the producer is closed or has failed."""
-        self._wake_at = _NEVER
-        """0 while the background thread waits for a first row, to be woken by it."""
+        # The open chunk is taken though this is reached, and then another one may fill.
+        self._sealed_bytes_max = self._buffer_bytes - 2 * self._chunk_rows * SMALL_COUNTED_BYTES
         self._ready: list[Chunk | SentBatch] = []
         """Sealed chunks and tables, in order."""
         self._counted = 0
@@ -221,19 +219,17 @@ class Producer:
             and type(value) is bytes
             and len(key) + len(value) <= SMALL_BYTES
         ):
-            chunk = self._chunks[self._hash(key) % self._partitions]
+            chunk = self._chunk
             rows = chunk.rows
             at = len(rows)
             if at < self._chunk_end:
                 now = _time_ns()
                 rows += key, value, now
-                if rows[at + 2] is not now or chunk.is_sealed:
+                if rows[at + 2] is not now or chunk.is_watched:
                     return self._look_again(chunk, at, now, key, value)
                 receipt = Receipt()
                 receipt._fate = chunk.fate
                 receipt._at = at
-                if at >= self._wake_at:
-                    self._work.ring()
                 return receipt
         return self._send_any(value, key, headers, timestamp, partition)
 
@@ -312,37 +308,26 @@ class Producer:
             raise InvalidRecord(f"{self._log.name}: a message of {size:,} bytes, and {MESSAGE_BYTES_MAX:,} is the most")
         counted = 0 if size <= SMALL_BYTES else size
         time_us = None if timestamp is None else _microseconds(timestamp)
-        if partition is not None:
-            # A bool is a number in Python, and no partition.
-            if not isinstance(partition, int) or isinstance(partition, bool) or not 0 <= partition < self._partitions:
-                raise InvalidRecord(
-                    f"{self._log.name} has no partition {partition!r}; it has 0 to {self._partitions - 1}"
-                )
-        elif plain_key is not None:
-            partition = self._hash(plain_key) % self._partitions
+        if partition is not None and not self._is_partition(partition):
+            raise InvalidRecord(f"{self._log.name} has no partition {partition!r}; it has 0 to {self._partitions - 1}")
         until = time.monotonic() + self._buffer_timeout
         while True:
             with self._lock:
-                chunk = self._chunk_with_room(partition, counted)
+                if self._broken:
+                    self._check_sound(self._partition_of(plain_key) if partition is None else partition)
+                chunk = self._chunk_with_room(counted)
                 if chunk is not None:
-                    return self._add(chunk, plain_key, plain_value, time_us, header_list, counted)
+                    now = _time_ns()
+                    is_plain = time_us is None and header_list is None and partition is None
+                    moment = now if is_plain else Extra(now, time_us, header_list, partition)
+                    return self._add(chunk, plain_key, plain_value, moment, counted)
                 settled = self._settled
                 self._press()
             self._await_room(settled, until)
 
-    def _add(
-        self,
-        chunk: Chunk,
-        key: bytes | None,
-        value: bytes | None,
-        time_us: int | None,
-        headers: Headers | None,
-        counted: int,
-    ) -> Receipt:
+    def _add(self, chunk: Chunk, key: bytes | None, value: bytes | None, moment: int | Extra, counted: int) -> Receipt:
         """Under the lock."""
-        now = _time_ns()
-        moment = now if headers is None and time_us is None else Extra(now, time_us, headers)
-        chunk.has_extras = chunk.has_extras or moment is not now
+        chunk.has_extras = chunk.has_extras or isinstance(moment, Extra)
         at = len(chunk.rows)
         # No call in between: an interrupt comes before all three or after.
         chunk.large_bytes += counted
@@ -350,7 +335,7 @@ class Producer:
         chunk.rows += key, value, moment
         receipt = receipt_of(chunk, at, moment)
         if chunk.large_bytes >= self._batch_bytes:
-            self._seal(chunk.partition)
+            self._seal()
         self._work.ring()
         return receipt
 
@@ -360,6 +345,7 @@ class Producer:
             receipt = receipt_of(chunk, at, now)
             if not chunk.is_sealed or receipt._at < taken_of(chunk):
                 self._work.ring()
+                chunk.is_watched = chunk.is_sealed  # the thread has heard, and finds the row
                 return receipt
         return self._send_any(value, key, None, None, None)
 
@@ -369,8 +355,9 @@ class Producer:
         until = time.monotonic() + self._buffer_timeout
         while True:
             with self._lock:
-                if self._chunk_with_room(partition, size) is not None:
-                    self._seal(partition)
+                self._check_sound(partition)
+                if self._chunk_with_room(size) is not None:
+                    self._seal()
                     batch = SentBatch(partition, self._done, records, size)
                     self._counted += size
                     self._ready.append(batch)
@@ -390,43 +377,52 @@ class Producer:
             )
         self._done.wait_for(lambda: self._settled != settled or self._is_closing, left)
 
-    def _chunk_with_room(self, partition: int | None, size: int) -> Chunk | None:
+    def _chunk_with_room(self, size: int) -> Chunk | None:
         """Under the lock. `size`: what will be counted besides a row."""
         while True:
             self._check_usable()
-            number = self._keyless if partition is None else partition
-            if number in self._broken:
-                raise again(self._broken[number])
-            chunk = self._chunks[number]
+            chunk = self._chunk
             is_large = chunk.large_bytes > 0 and chunk.large_bytes + size > self._batch_bytes
             is_full = len(chunk.rows) >= self._chunk_rows * WIDTH or (is_large and bool(chunk.rows))
             more = size + (self._chunk_rows * SMALL_COUNTED_BYTES if is_full else 0)
-            fits = not more or not self._counted or self._counted + more <= self._third_bytes
+            fits = not more or not self._counted or self._counted + more <= self._sealed_bytes_max
             if not fits:
                 return None
             if not is_full:
                 return chunk
-            self._seal(number)
+            self._seal()
             self._work.ring()
 
-    def _seal(self, number: int) -> None:
+    def _seal(self) -> None:
         """Under the lock: nothing more goes into the open chunk, if it has anything; it is ready to be stored."""
-        chunk = self._chunks[number]
+        chunk = self._chunk
         if not chunk.rows:
             return
-        fresh = Chunk(number, self._done)
-        # No call before the last of the three: an interrupt must not leave the chunk in neither place.
-        chunk.is_sealed = True
-        self._chunks[number] = fresh
+        fresh = Chunk(self._done)
+        chunk.keyless = self._keyless
+        # No call before the last of these: an interrupt must not leave the chunk in neither place.
+        chunk.is_watched = chunk.is_sealed = True
+        self._chunk = fresh
         self._ready.append(chunk)
         counted = taken_of(chunk) // WIDTH * SMALL_COUNTED_BYTES
         chunk.counted = counted
         self._counted += counted
-        if number == self._keyless:
-            self._turn()
+        self._turn()
 
     def _has_work(self) -> bool:
-        return bool(self._ready) or any(chunk.rows for chunk in self._chunks)
+        return bool(self._ready) or bool(self._chunk.rows)
+
+    def _is_partition(self, given: object) -> bool:
+        # A bool is a number in Python, and no partition.
+        return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < self._partitions
+
+    def _partition_of(self, key: bytes | None) -> int:
+        return self._keyless if key is None else self._hash(key) % self._partitions
+
+    def _check_sound(self, partition: int) -> None:
+        self._check_usable()
+        if partition in self._broken:
+            raise again(self._broken[partition])
 
     def _press(self) -> None:
         """Under the lock: have everything taken now."""
@@ -490,10 +486,9 @@ class Producer:
     def _take(self) -> bool:
         """Wait for what to append next, and take it in hand; False when the producer is closing and all is done."""
         if not self._has_work():
-            # Set before the chunks are looked at once more: a row that is added after the look finds it.
-            self._wake_at = 0
+            # Set before the chunk is looked at once more: a row that is added after the look finds it.
+            self._chunk.is_watched = True
             self._work.wait_for(lambda: self._is_pressed or self._is_closing or self._has_work())
-            self._wake_at = _NEVER
             self._since = time.monotonic()
         left = self._since + self._linger_s - time.monotonic()
         self._work.wait_for(lambda: self._is_pressed or self._is_closing or self._ready, max(0.0, left))
@@ -506,48 +501,62 @@ class Producer:
             if self._is_pressed or self._is_closing or is_due:  # then everything is taken, to save appends
                 self._is_pressed = False
                 self._since = time.monotonic()
-                for number in range(self._partitions):
-                    self._seal(number)
+                self._seal()
             self._in_hand, self._ready = self._ready, []
             self._rounds_begun += 1
             return True
 
     def _seal_for_good(self) -> None:
         """Under the lock, at the end: a sender that comes too late finds its chunk sealed, and is refused."""
-        for number, chunk in enumerate(self._chunks):
-            chunk.is_sealed = True  # first, as always; a row that is there now is taken, a later one is not
-            if chunk.rows:
-                fresh = self._chunks[number] = Chunk(number, self._done)
-                fresh.is_sealed, fresh.taken = True, 0
-                self._ready.append(chunk)
-            elif chunk.taken < 0:
-                chunk.taken = 0
+        chunk = self._chunk
+        chunk.is_watched = chunk.is_sealed = True  # first, as always; a row that is there now is taken, a later one not
+        if chunk.rows:
+            fresh = Chunk(self._done)
+            fresh.is_watched = fresh.is_sealed = True
+            fresh.taken = 0
+            chunk.keyless = self._keyless
+            self._chunk = fresh
+            self._ready.append(chunk)
+        elif chunk.taken < 0:
+            chunk.taken = 0
 
     def _cut_in_hand(self) -> Iterator[SentBatch]:
+        """Chunks that follow each other are sorted together: the more rows, the larger the batches."""
+        chunks: list[Chunk] = []
+        size = 0
         for item in self._in_hand:
+            more = item.counted + item.large_bytes if isinstance(item, Chunk) else 0
+            if chunks and (isinstance(item, SentBatch) or size + more > SLICE_BYTES_MAX):
+                yield from self._batches_of(chunks)
+                chunks, size = [], 0
             if isinstance(item, SentBatch):
                 yield item
             else:
-                yield from self._batches_of(item)
+                chunks.append(item)
+                size += more
+        if chunks:
+            yield from self._batches_of(chunks)
 
-    def _batches_of(self, chunk: Chunk) -> list[SentBatch]:
+    def _batches_of(self, chunks: list[Chunk]) -> list[SentBatch]:
         with self._lock:
-            rows, end = chunk.rows, taken_of(chunk)
-        keys, values, times = (rows[at:end:WIDTH] for at in range(WIDTH))
-        headers = pa.nulls(len(keys), _HEADERS)
-        if chunk.has_extras:
-            extras = [each if isinstance(each, Extra) else Extra(each, None, None) for each in times]
-            headers = pa.array([extra.headers for extra in extras], _HEADERS)
-            given = pa.array([extra.time_us for extra in extras], pa.int64())
-            times = pc.coalesce(given, pc.divide(pa.array([extra.now for extra in extras], pa.int64()), _THOUSAND))
-        else:
-            times = pc.divide(pa.array(times, pa.int64()), _THOUSAND)
-        columns = [pa.array(keys, pa.binary()), pa.array(values, pa.binary()), times.cast(_TIME), headers]
-        parts = list(self._halve(pa.RecordBatch.from_arrays(columns, schema=SCHEMA)))
-        sizes = [chunk.counted + chunk.large_bytes] + [0] * (len(parts) - 1)
-        batches = [SentBatch(chunk.partition, self._done, part, size) for part, size in zip(parts, sizes, strict=True)]
-        chunk.fate.starts = list(accumulate((part.num_rows for part in parts[:-1]), initial=0))
-        chunk.fate.batches = batches
+            ends = [taken_of(chunk) for chunk in chunks]
+        records, asked = columns_of(chunks, ends)
+        chosen = partitions_of(records.column("key"), self._hash, self._partitions, keyless=0)
+        if asked.null_count < len(asked):
+            chosen = pc.coalesce(asked, chosen)
+        order, pieces = sort_by_partition(records, chosen)
+        parts = [(number, part) for number, piece in pieces for part in self._cut(piece)]
+        starts = list(accumulate((part.num_rows for _, part in parts), initial=0))
+        # Each batch gives back its share of the buffer.
+        counted = sum(chunk.counted + chunk.large_bytes for chunk in chunks)
+        shares = pairwise(counted * start // starts[-1] for start in starts)
+        batches = [
+            SentBatch(number, self._done, part, after - before)
+            for (number, part), (before, after) in zip(parts, shares, strict=True)
+        ]
+        found = Sorted(order, starts[:-1], batches)
+        for chunk, first in zip(chunks, accumulate(ends, initial=0), strict=False):
+            chunk.fate.first, chunk.fate.sorted = first // WIDTH, found
         return batches
 
     def _store(self, batches: list[SentBatch]) -> None:
@@ -634,9 +643,9 @@ class Producer:
 
     def _fail_all(self, error: BaseException) -> None:
         """Nothing that is not stored yet will be, as far as this process can know."""
-        for item in (*self._in_hand, *self._ready, *self._chunks):
+        for item in (*self._in_hand, *self._ready, self._chunk):
             if isinstance(item, Chunk):
-                item.is_sealed = True
+                item.is_watched = item.is_sealed = True
                 item.fate.fail(error)
                 for batch in item.fate.batches:
                     batch.error = batch.error if batch.is_done else error

@@ -99,6 +99,36 @@ def test_a_receipt_tells_partition_and_offset(topic: Fickle) -> None:
         assert topic.values(partition)[offset] == b"%d" % i
 
 
+def test_receipts_find_their_places_among_chunks_that_are_sorted_together(topic: Fickle) -> None:
+    gate = topic.before = Gate()
+    with Producer(topic, linger_s=0, batch_rows=10) as out:
+        receipts = [out.send(b"first", partition=0)]
+        assert gate.reached.wait(10)
+        # Several chunks wait now, with all kinds of rows, and a table between them.
+        table = pa.table({"key": [b"k1", b"k2"], "value": [b"table", b"table"]})
+        for i in range(45):
+            receipts.append(out.send(b"%d fast" % i, b"k%d" % (i % 7)))
+            receipts.append(out.send(b"%d keyless" % i))
+            receipts.append(out.send(b"%d chosen" % i, b"k1", partition=i % 4))
+            receipts.append(out.send(b"%d headed" % i, b"k2", headers=[("h", b"1")]))
+            if i == 22:
+                out.send_batch(table)
+        gate.opened.set()
+        out.flush()
+        places = [receipt.result(10) for receipt in receipts]
+    assert len(set(places)) == len(places) == sum(topic.end(p) for p in range(4)) - 2
+    found = [topic.values(partition)[offset] for partition, offset in places]
+    kinds = ("fast", "keyless", "chosen", "headed")
+    assert found == [b"first"] + [b"%d %s" % (i, kind.encode()) for i in range(45) for kind in kinds]
+    for i in range(45):
+        assert places[1 + 4 * i][0] == xxh64(b"k%d" % (i % 7)) % 4
+        assert places[3 + 4 * i][0] == i % 4
+    assert max(append.records.num_rows for call in topic.calls for append in call) <= 10
+    for partition in range(4):
+        mine = [offset for number, offset in places if number == partition]
+        assert mine == sorted(mine)
+
+
 def test_x2_the_topics_partitioner_decides() -> None:
     topic = make(partitioner="murmur2")
     with Producer(topic) as out:
@@ -519,12 +549,12 @@ def test_an_error_raised_again_and_again_gathers_nothing(single: tuple[Fickle, P
 def test_rows_that_meet_in_a_chunk_are_told_apart(single: tuple[Fickle, Producer]) -> None:
     """The schedules that `send` looks out for: another sender, or a seal, between its look and its row."""
     topic, out = single
-    chunk = out._chunks[0]
+    chunk = out._chunk
     now = time.time_ns()
     chunk.rows += b"k", b"other", now + 1, b"k", b"mine", now
     met = out._look_again(chunk, 0, now, b"k", b"mine")
     with out._lock:
-        out._seal(0)
+        out._seal()
     late = time.time_ns()
     chunk.rows += b"k", b"late", late
     sent_again = out._look_again(chunk, len(chunk.rows) - 3, late, b"k", b"late")
@@ -532,6 +562,14 @@ def test_rows_that_meet_in_a_chunk_are_told_apart(single: tuple[Fickle, Producer
     assert met.result(10) == (0, 1)
     assert sent_again.result(10) == (0, 2)
     assert topic.values(0) == [b"other", b"mine", b"late"]
+
+
+def test_a_first_row_wakes_the_thread_that_sleeps(topic: Fickle) -> None:
+    with Producer(topic, linger_s=0) as out:
+        for i in range(300):
+            assert out.send(b"%d" % i, b"k").result(10)[1] == i
+            if i % 3 == 0:
+                out.flush()
 
 
 def test_threads_that_race_with_seals_and_close_lose_nothing() -> None:

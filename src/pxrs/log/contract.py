@@ -81,8 +81,8 @@ class TopicLog(Source):
     def append(self, appends: Sequence[Append]) -> list[int]:
         """Store the batches of each partition in order, durable when it returns; the offset of each one's first record.
 
-        All or nothing for each partition; an error names the partition at which it stopped. Raises AppendFailed if
-        nothing of that partition was stored, UnknownProducer and SequenceGap by origin."""
+        All or nothing for each partition; an error names one that failed, and others may be stored. Raises AppendFailed
+        if nothing of that partition was stored, UnknownProducer and SequenceGap by origin."""
 
     @abstractmethod
     def retain(self, now: int) -> dict[int, int]:

@@ -9,6 +9,7 @@ network file systems are refused, because their locks are not safe (F8).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ from pxrs.errors import (
 from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
 from pxrs.log.batch import Batch, encode
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
+from pxrs.log.crew import Crew
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published
@@ -187,6 +189,7 @@ class DirectoryTopic(TopicLog):
         self._folder, self._timeout = folder, timeout
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
+        self._crew = Crew()
         self._resting: list[_Waiter] = []
         self._waiting: set[_Waiter] = set()
         self._pid = os.getpid()
@@ -235,11 +238,14 @@ class DirectoryTopic(TopicLog):
             ready.setdefault(append.partition, []).append(Ready(payload, append.origin))
         partitions = {number: self._partition(number) for number in ready}
         try:
-            offsets = {number: iter(partitions[number].append(batches)) for number, batches in ready.items()}
+            stored = self._crew.run(
+                [functools.partial(partitions[number].append, batches) for number, batches in ready.items()]
+            )
         except AppendFailed as error:
             if not self._folder.exists():
                 raise UnknownTopic(self.name) from error
             raise
+        offsets = {number: iter(places) for number, places in zip(ready, stored, strict=True)}
         return [next(offsets[append.partition]) for append in appends]
 
     def wait(
@@ -376,6 +382,7 @@ class DirectoryTopic(TopicLog):
             self._resting.clear()
         for partition in opened:
             partition.close()
+        self._crew.close()
 
 
 class _Waiter:
