@@ -1,0 +1,95 @@
+"""S6, K5: what a task does with what it was given, in this process instead of an executor's."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import pxrs
+from pxrs.errors import DataLost, UnknownTopic, WrongMachine
+from pxrs.hub import Hub
+
+pytest.importorskip("pyspark")
+
+from pxrs.spark.options import read_options  # noqa: E402
+from pxrs.spark.planning import Range  # noqa: E402
+from pxrs.spark.reader import BATCH_ROWS, BatchReader, Slice, read_slice  # noqa: E402
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with pxrs.open(tmp_path / "hub") as hub:
+        hub.create_topic("t", partitions=1, retention=timedelta(days=1), segment_bytes=1 << 16)
+        yield hub
+
+
+def slices(hub: Hub, **options: str) -> list[Slice]:
+    return BatchReader(read_options({"url": hub.url, "topic": "t", **options})).partitions()
+
+
+def offsets(parts: list[Slice]) -> list[int]:
+    return [offset for part in parts for batch in read_slice(part) for offset in batch.column("offset").to_pylist()]
+
+
+def send_old(hub: Hub) -> None:
+    """Six thousand messages of a week ago, in several segments."""
+    old = pa.array([int((time.time() - 7 * 86_400) * 1e6)] * 1000, pa.timestamp("us", tz="UTC"))
+    with hub.producer("t") as out:
+        for _ in range(6):
+            out.send_batch(pa.table({"value": [b"v" * 100] * 1000, "timestamp": old})).result()
+
+
+def test_s6_retention_overtakes_a_task_that_was_planned(hub: Hub) -> None:
+    send_old(hub)
+    strict, lenient = slices(hub), slices(hub, failOnDataLoss="false")
+    first = hub.topic("t").retain()[0]
+    with pytest.raises(DataLost) as caught:
+        offsets(strict)
+    assert (caught.value.place, caught.value.start, caught.value.end) == ("t/0", 0, first)
+    assert offsets(lenient) == list(range(first, 6000))
+
+
+def test_small_and_large_stored_batches_come_in_the_size_that_spark_likes(hub: Hub) -> None:
+    with hub.producer("t", linger_s=0) as out:
+        for number in range(300):
+            out.send(str(number)).result()
+        out.send_batch(pa.table({"value": [b"x"] * 25_000})).result()
+    (part,) = slices(hub)
+    sizes = [batch.num_rows for batch in read_slice(part)]
+    assert sum(sizes) == 25_300
+    assert max(sizes) <= BATCH_ROWS
+    assert len(sizes) <= 6, "single messages were put together"
+    assert offsets([part]) == list(range(25_300))
+    cut = replace(part, ranges=(Range(0, 299, 302),))
+    assert offsets([cut]) == [299, 300, 301]
+
+
+def test_k5_a_task_on_another_machine_says_so(hub: Hub) -> None:
+    send_old(hub)
+    (part,) = slices(hub)
+    with pytest.raises(WrongMachine, match="another machine"):
+        list(read_slice(replace(part, machine="elsewhere")))
+
+
+def test_g7_a_topic_that_was_made_again_is_not_read_for_the_old_one(hub: Hub) -> None:
+    send_old(hub)
+    parts = slices(hub)
+    assert len(offsets(parts)) == 6000
+    hub.delete_topic("t")
+    hub.create_topic("t", partitions=1)
+    with pytest.raises(UnknownTopic):
+        offsets(parts)
+
+
+def test_no_password_goes_to_the_tasks(hub: Hub) -> None:
+    send_old(hub)
+    registry = f"sqlite:///{hub.url}/r.db?password_file=secret-place"
+    options = read_options({"url": hub.url, "topic": "t", "registry": registry})
+    assert b"secret-place" not in pickle.dumps(BatchReader(replace(options)).partitions())
