@@ -301,3 +301,17 @@ class BatchRefused(SparkError):
 
 class WrongMachine(SparkError):
     """An executor runs on another machine than the driver, where the hub's directory is not. Put a server before it."""
+
+
+class InvalidPipeline(SparkError, ValueError):
+    """A pipeline cannot be run as it is written, or not at this place. Nothing was started; correct the file."""
+
+
+class PipelineFailed(SparkError):
+    """A running pipeline ended with an error, or Spark did. Mend that and run it again: it goes on where it was."""
+
+
+class SharedState(SparkError):
+    """A query that keeps state was to share its group: partitions would move to others, and their state would not.
+
+    Give the query a group of its own."""

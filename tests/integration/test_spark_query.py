@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.errors import CheckpointsDiffer, DataLost, GroupActive
+from pxrs.errors import CheckpointsDiffer, DataLost, GroupActive, PartitionLost
 from pxrs.hub import Hub
 from pxrs.spark.options import ReadOptions, Where
 from pxrs.spark.planning import Spans
@@ -242,3 +242,25 @@ def test_a_lease_that_was_lost_is_taken_anew_and_nothing_is_passed_over(hub: Hub
         assert {span.start for span in spans.values()} == {25}
         query.finish(end)
         assert hub.group("g").describe().lag == 0
+
+
+def test_alone_a_partition_that_is_lost_before_the_tasks_begin_ends_the_query(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        end = query.latest({}, 100, None)
+        lease = query._member.lease
+        assert lease is not None
+        lease.close()
+        until(lambda: query._member.lease is not lease and query._member.is_settled)
+        with pytest.raises(PartitionLost):
+            query.ranges({}, end)
+
+
+def test_alone_a_repeated_batch_is_read_whole_or_not_at_all(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        end, _ = run_batch(query, {}, 100)
+    with Query(hub, OPTIONS) as query:
+        query._settle()
+        lane = query._fresh[2]
+        lane.is_lost = True
+        with pytest.raises(PartitionLost):
+            query.ranges({}, end)

@@ -18,9 +18,9 @@ from pxrs.hub import Hub
 
 pytest.importorskip("pyspark")
 
-from pxrs.spark.options import read_options  # noqa: E402
-from pxrs.spark.planning import Range  # noqa: E402
-from pxrs.spark.reader import BATCH_ROWS, BatchReader, Slice, read_slice  # noqa: E402
+from pxrs.spark.options import read_options
+from pxrs.spark.planning import Range
+from pxrs.spark.reader import BATCH_ROWS, BatchReader, Slice, read_slice
 
 
 @pytest.fixture

@@ -23,6 +23,10 @@ def test_names_in_any_case_as_spark_hands_them_over() -> None:
     assert (options.rows_max, options.fails_on_loss, options.is_shared) == (7, False, True)
 
 
+def test_what_spark_adds_by_itself_is_no_mistake() -> None:
+    assert write_options({**WHERE, "checkpointlocation": "c", "queryname": "q"}).topic == "orders"
+
+
 def test_subscribe_is_another_name_of_topic() -> None:
     assert read_options({"url": "data", "subscribe": "orders"}).where.topic == "orders"
 

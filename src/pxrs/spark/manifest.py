@@ -36,7 +36,9 @@ from pxrs.errors import (
     Conflict,
     OutcomeUnknown,
     PartitionLost,
+    PxrsError,
     RegistryCorrupt,
+    RegistryError,
     UnknownProducer,
 )
 from pxrs.group.records import Checkpoint, Keys
@@ -95,19 +97,24 @@ class Publisher:
         Raises BatchRefused, PartitionLost; OutcomeUnknown if the registry did not say whether it took it."""
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         ours = Manifest(batch, list(files), _ranges(feeds))
-        entry = self._registry.get(self._prefix + query)
-        if entry is not None:
-            last = Manifest.load(entry)
-            _check_order(query, last, ours)
-            self._finish(query, last, entry.version)
-            if last.batch == batch:
-                return None
-            entry = self._registry.get(entry.key)
-        version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
-        if version is None:  # another driver of this query was faster with the same batch
-            return self.publish(query, batch, files, feeds)
-        self._finish(query, ours, version)
-        return None
+        while True:
+            entry = self._registry.get(self._prefix + query)
+            if entry is not None:
+                last = Manifest.load(entry)
+                _check_order(query, last, ours)
+                self._finish(query, last, entry.version)
+                if last.batch == batch:
+                    return
+                if not last.is_published:
+                    continue  # only what was looked at is written over: another driver may be further by now
+            if not self._staging.secure(self._topic.id, query, batch, files):
+                if self._registry.get(self._prefix + query) != entry:
+                    continue  # another driver of this query has published the batch, and cleared up
+                raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
+            version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
+            if version is not None:
+                self._finish(query, ours, version)
+                return
 
     def finish_others(self) -> None:
         """Publish what queries have left behind that died between their manifest and their last append, and collect
@@ -120,10 +127,11 @@ class Publisher:
         self._staging.sweep(self._topic.id, known)
 
     def forget(self, query: str) -> None:
-        """A write that is no stream has no next batch."""
-        entry = self._registry.get(self._prefix + query)
-        if entry is not None:
-            self._registry.commit({entry.key: entry.version}, delete=[entry.key])
+        """A write that is no stream has no next batch. It is published: that its key stays must not make it fail."""
+        try:
+            self._registry.commit(delete=[self._prefix + query])
+        except RegistryError as error:
+            _logger.warning("the manifest of %s stays in the registry: %s", query, error)
 
     def _is_ours(self, feed: Feed) -> bool:
         if feed.registry == fingerprint(self._registry):
@@ -139,28 +147,29 @@ class Publisher:
     # The manifest.
 
     def _write(self, query: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
-        """The version of the manifest as written; None if there is another of this batch."""
+        """The version of the manifest as written; None if there is one of this batch."""
         key = self._prefix + query
         expect, put = {key: version}, {key: manifest.dump()}
         for feed in feeds:
             self._add_checkpoints(feed, expect, put)
+        try:
+            return self._commit(expect, put)[key]
+        except Conflict as conflict:
+            entry = self._registry.get(key)
+            if entry is not None and Manifest.load(entry).batch == manifest.batch:
+                return None  # by a try whose reply was lost, or by another driver
+            raise _refusal(query, manifest, conflict, feeds) from conflict
+
+    def _commit(self, expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
+        """Tried again while the outcome is unknown: if it landed after all, the next try meets it as a conflict."""
         pause, pause_max = _PAUSE_S
-        for attempt in range(_TRIES_MAX):
+        for _ in range(_TRIES_MAX - 1):
             try:
-                return self._registry.commit(expect, put)[key]
+                return self._registry.commit(expect, put)
             except OutcomeUnknown:
-                if attempt == _TRIES_MAX - 1:
-                    raise
                 time.sleep(pause)
                 pause = min(2 * pause, pause_max)
-            except Conflict as conflict:
-                entry = self._registry.get(key)
-                if entry is not None and entry.value == put[key]:
-                    return entry.version  # a try whose reply was lost has landed
-                if entry is not None and Manifest.load(entry).batch == manifest.batch:
-                    return None
-                _refuse(query, manifest, conflict, feeds)
-        raise AssertionError
+        return self._registry.commit(expect, put)
 
     def _add_checkpoints(self, feed: Feed, expect: dict[str, int], put: dict[str, bytes]) -> None:
         """What the batch has read is done when it is published: the owners must still be those who read it."""
@@ -192,7 +201,7 @@ class Publisher:
                 return
             done = replace(manifest, files=[], is_published=True)
             try:
-                self._registry.commit({self._prefix + query: version}, {self._prefix + query: done.dump()})
+                self._commit({self._prefix + query: version}, {self._prefix + query: done.dump()})
             except Conflict:  # another one has finished it too, and may have gone on
                 self._check_published(query, manifest)
         self._staging.clear(self._topic.id, query, manifest.batch)
@@ -254,7 +263,7 @@ def _check_order(query: str, last: Manifest, ours: Manifest) -> None:
                     )
 
 
-def _refuse(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence[Feed]) -> None:
+def _refusal(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence[Feed]) -> PxrsError:
     for feed in feeds:
         keys = Keys(feed.group)
         lost = [
@@ -263,5 +272,5 @@ def _refuse(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence[
             if {keys.owner(feed.topic, number), keys.checkpoint(feed.topic, number)} & set(conflict.keys)
         ]
         if lost:
-            raise PartitionLost(feed.group, lost) from conflict
-    raise BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}") from conflict
+            return PartitionLost(feed.group, lost)
+    return BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}")

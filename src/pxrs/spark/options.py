@@ -20,7 +20,7 @@ EARLIEST: Final = -2
 LATEST: Final = -1
 """In the JSON of offsets, as Kafka's source has them."""
 
-_SPARKS_OWN: Final = ("checkpointlocation", "path")
+_SPARKS_OWN: Final = ("checkpointlocation", "path", "queryname")
 _PLACE: Final = ("url", "registry", "topic")
 _READ: Final = (*_PLACE, "subscribe", "group", "startingOffsets", "startingTimestamp", "minPartitions")
 _READ_MORE: Final = ("failOnDataLoss", "includeHeaders")

@@ -78,7 +78,7 @@ class ParseJson:
         from pyspark.sql.types import StringType, StructField, StructType
 
         text = F.col("value").cast("string")
-        # In an object, not all that may stand behind a document is found out; in an array, what is left is.
+        # Spark overlooks what stands behind a document. What would end the object here does not end the array below.
         wrapped = StructType([StructField("value", schema), StructField(_CORRUPT, StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
         whole = F.from_json(F.concat(F.lit('{"value":'), text, F.lit("}")), wrapped, options)
@@ -88,7 +88,8 @@ class ParseJson:
             F.when(F.col("value").isNull(), F.lit("it has no value"))
             .when(~F.is_valid_utf8(F.col("value")), F.lit("it is not UTF-8"))
             .when(documents.isNull() | (documents != 1), F.lit("it is not one JSON document"))
-            .when(~F.ltrim(text).startswith("{"), F.lit("it is no JSON object"))
+            .when(~text.rlike(r"^[ \t\r\n]*\{"), F.lit("it is no JSON object"))
+            .when(parsed.isNull(), F.lit("it is not one JSON document"))
             .when(whole[_CORRUPT].isNotNull(), _misfit(schema, parsed, text))
         )
         for path, column, is_due in _required(schema, parsed):

@@ -64,9 +64,13 @@ class Sink:
         writer = rows.write.format(self.format).options(**self._options(place)).mode("append")
         (writer.partitionBy(*self.partition_by) if self.partition_by else writer).save()
 
-    def stream(self, rows: DataFrame, place: Place) -> Any:
+    def stream(self, rows: DataFrame, place: Place, mode: OutputMode) -> Any:
         """Spark's writer of these rows, shaped, for a query that is not yet started."""
-        writer = rows.writeStream.format(self.format).options(**self._options(place))
+        if self.topic is not None and mode == "update":
+            from pxrs.spark.updates import stream_updates
+
+            return stream_updates(rows, place.options(self.topic)).outputMode(mode)
+        writer = rows.writeStream.format(self.format).options(**self._options(place)).outputMode(mode)
         return writer.partitionBy(*self.partition_by) if self.partition_by else writer
 
     def shaped(self, rows: DataFrame) -> DataFrame:

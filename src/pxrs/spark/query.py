@@ -121,16 +121,15 @@ class Query:
 
     def ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
         """What the batch between these reads, and the version of the owner's key of each of its partitions."""
-        spans = batch_between(start, end)
+        planned = spans = batch_between(start, end)
         if any(number not in self._in_hand or self._in_hand[number][1] != span for number, span in spans.items()):
             spans = self._replayed(start, spans)
-        fences = {}
-        for number in spans:
-            held = self._member.checkpoint(self._in_hand[number][0])
-            if held is None and not self._options.is_shared:
-                raise PartitionLost(self._member.keys.group, [number])
-            if held is not None:
-                fences[number] = held[1]
+        held = {number: self._member.checkpoint(self._in_hand[number][0]) for number in spans}
+        fences = {number: found[1] for number, found in held.items() if found is not None}
+        missing = sorted(planned.keys() - fences.keys())
+        if missing and not self._options.is_shared:
+            # A batch without them would count as one with them: what Spark has finished is not read again.
+            raise PartitionLost(self._member.keys.group, missing)
         return {number: spans[number] for number in fences}, fences
 
     def finish(self, finished: Mapping[int, Span]) -> None:
@@ -191,12 +190,18 @@ class Query:
         """The lanes that may be planned. New ones are set to where they go on, by Spark's word and the group's."""
         for lane, checkpoint in self._take_fresh():
             place = f"{self.source.name}/{lane.partition}"
-            lane.seek(resume_at(finished.get(lane.partition), checkpoint, self._options.is_shared, place))
+            lane.seek(resume_at(self._finished(lane, finished), checkpoint, self._options.is_shared, place))
         self._commit()
         if self._registry.clock.now() >= self._member.deadline:
             return {}
         with self._changed:
             return {number: lane for number, lane in self._lanes.items() if not lane.is_halted}
+
+    def _finished(self, lane: Lane, spans: Mapping[int, Span]) -> Span | None:
+        """Spark's word on how far this is, where it counts. In a shared group the group's checkpoint alone does: what a
+        batch was planned with and could not read, because it had moved, is finished in Spark's eyes, and in nobody's
+        hands."""
+        return None if self._options.is_shared else spans.get(lane.partition)
 
     def _take_fresh(self) -> list[tuple[Lane, Checkpoint]]:
         with self._changed:
@@ -211,7 +216,7 @@ class Query:
         allowed: list[tuple[Lane, Span]] = []
         for lane, checkpoint in self._take_fresh():
             number = lane.partition
-            span, finished, place = spans.get(number), start.get(number), f"{self.source.name}/{number}"
+            span, finished, place = spans.get(number), self._finished(lane, start), f"{self.source.name}/{number}"
             if span is None:
                 lane.seek(resume_at(finished, checkpoint, self._options.is_shared, place))
             elif may_replay(span, finished, checkpoint, self._options.is_shared, place):

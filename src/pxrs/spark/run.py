@@ -118,18 +118,23 @@ class Run:
     def start(self) -> None:
         """Start all of them. Raises PipelineFailed, when those that were started are stopped again."""
         for each in self.queries:
-            writer = each.sink.stream(each.rows, self._place).outputMode(each.output_mode)
-            writer = writer.option("checkpointLocation", str(each.checkpoint))
-            if self._is_once:
-                writer = writer.trigger(availableNow=True)
-            elif each.every is not None:
-                writer = writer.trigger(processingTime=each.every)
             try:
-                each.query = writer.start()
+                each.query = self._started(each)
             except Exception as error:
                 self.stop()
+                if isinstance(error, PxrsError):
+                    raise
                 raise PipelineFailed(f"{each.name}: {short_reason(str(error))}") from error
             each.state = "running"
+
+    def _started(self, each: QueryRun) -> Any:
+        writer = each.sink.stream(each.rows, self._place, each.output_mode)
+        writer = writer.option("checkpointLocation", str(each.checkpoint))
+        if self._is_once:
+            writer = writer.trigger(availableNow=True)
+        elif each.every is not None:
+            writer = writer.trigger(processingTime=each.every)
+        return writer.start()
 
     def look(self) -> None:
         """See what has happened, and go on with stopping."""
@@ -142,9 +147,7 @@ class Run:
             if not is_active:
                 self._end(each)
             elif self._stops_at is not None and self._may_stop(each):
-                each.query.stop()
-                self._count(each)
-                self._end(each)
+                self._stop(each)
             each.lag = self._lag(each.group)
         if self.failed is not None and self._stops_at is None:
             self.finish()
@@ -159,8 +162,7 @@ class Run:
         """Stop at once. What is in hand is done again by the next run."""
         for each in self.queries:
             if each.query is not None and not each.is_over:
-                each.query.stop()
-                self._end(each)
+                self._stop(each)
 
     # How it goes.
 
@@ -177,6 +179,11 @@ class Run:
         error = each.query.exception()
         each.state = "ended" if error is None else "failed"
         each.error = None if error is None else short_reason(str(error))
+
+    def _stop(self, each: QueryRun) -> None:
+        each.query.stop()  # waits until it has; what its interrupted tasks say of it is no error
+        self._count(each)
+        each.state = "ended"
 
     def _may_stop(self, each: QueryRun) -> bool:
         assert self._stops_at is not None

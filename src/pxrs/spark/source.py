@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
+from pxrs.errors import InvalidOption
 from pxrs.spark.options import has_headers, read_options, stream_options, write_options
 from pxrs.spark.reader import BatchReader, StreamReader, row_schema
 from pxrs.spark.writer import BatchWriter, StreamWriter
@@ -35,4 +36,6 @@ class PxrsSource(DataSource):  # type: ignore[misc]
         return BatchWriter(write_options(self.options), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
-        return StreamWriter(write_options(self.options), schema)
+        if overwrite:
+            raise InvalidOption("outputMode", "a topic is appended to: 'complete' would send every row again each time")
+        return StreamWriter(write_options(self.options), schema, self.options.get("checkpointLocation"))

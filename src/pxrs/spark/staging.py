@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -140,6 +140,19 @@ class Staging:
                     chunk = file.get_batch_with_custom_metadata(number)
                     yield int(chunk.custom_metadata[_PARTITION]), chunk.batch
 
+    def secure(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:
+        """Whether a manifest may name these files: all are there, and will be after a power loss.
+
+        A task syncs its file's name, but not the folders that it finds: who made them may have died before their sync.
+        A manifest that names what is gone could never be finished."""
+        folder = self._root / topic / query / str(batch)
+        try:
+            for above in folder.parents[:4] if files else ():
+                disk.sync_folder(above)
+        except FileNotFoundError:
+            return False
+        return all((folder / name).exists() for name in files)
+
     def clear(self, topic: str, query: str, batch: int) -> None:
         """Remove what was staged for this batch and for those before it, whether it was published or not to be."""
         folder = self._root / topic / query
@@ -156,7 +169,9 @@ class Staging:
         folder = self._root / topic
         with contextlib.suppress(FileNotFoundError):
             for query in set(os.listdir(folder)) - set(known):
-                if time.time() - (folder / query).stat().st_mtime > _ORPHAN_S:
+                # A file is new in the folder of its batch: that of the query only tells when the batch began.
+                times = [each.stat().st_mtime for each in (folder / query, *(folder / query).iterdir())]
+                if time.time() - max(times) > _ORPHAN_S:
                     shutil.rmtree(folder / query, ignore_errors=True)
 
 

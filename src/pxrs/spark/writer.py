@@ -6,10 +6,10 @@ Columns as `send_batch` takes them: value, and if there key, timestamp, headers 
 from __future__ import annotations
 
 import functools
-import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -23,7 +23,7 @@ from pxrs.model import Topic
 from pxrs.spark.manifest import Publisher
 from pxrs.spark.options import Where
 from pxrs.spark.reader import check_machine, open_hub
-from pxrs.spark.staging import Staged, Staging
+from pxrs.spark.staging import Feed, Staged, Staging
 
 _COLUMNS = ("key", "value", "timestamp", "headers", "partition")
 
@@ -81,6 +81,10 @@ class BatchWriter(_Writer, DataSourceArrowWriter):  # type: ignore[misc]
 class StreamWriter(_Writer, DataSourceStreamArrowWriter):  # type: ignore[misc]
     """`df.writeStream`: each batch once, however often it is tried."""
 
+    def __init__(self, where: Where, schema: StructType, checkpoints: str | None = None) -> None:
+        super().__init__(where, schema)
+        self._checkpoints = checkpoints
+
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
         context = TaskContext.get()
         query = context.getLocalProperty("sql.streaming.queryId")
@@ -91,16 +95,26 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):  # type: ignore[misc]
         if len(queries) != 1:
             raise BatchRefused(f"batch {batchId} is of {len(queries)} queries")
         (query,) = queries
-        staging = Staging(self.where.url)
-        publisher = _publisher(self.where, os.getpid())
-        publisher.publish(query, batchId, _files(messages), staging.feeds(query, batchId))
+        feeds = Staging(self.where.url).feeds(query, batchId)
+        self._refuse_shared_state(feeds)
+        _publisher(self.where, self.topic.id).publish(query, batchId, _files(messages), feeds)
+
+    def _refuse_shared_state(self, feeds: Sequence[Feed]) -> None:
+        """Partitions of a shared group move, a query's state does not (K4). Spark keeps it beside its checkpoints."""
+        groups = [feed.group for feed in feeds if feed.is_shared]
+        if groups and self._checkpoints and Path(self._checkpoints.removeprefix("file:"), "state").exists():
+            raise InvalidOption(
+                "shareGroup",
+                f"the query keeps state, and partitions of the shared group {groups[0]} may move away from it: leave "
+                "shareGroup out, and start with a new checkpoint location",
+            )
 
     def abort(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
         """Nothing is undone: Spark calls this also when the commit took effect and its answer was lost."""
 
 
 @functools.lru_cache(maxsize=4)
-def _publisher(where: Where, pid: int) -> Publisher:
+def _publisher(where: Where, topic_id: str) -> Publisher:
     """Kept between the batches, in the driver's process for commits. The first one cleans up after those who died."""
     hub = open_hub(where)
     publisher = Publisher(hub.registry, hub.topic(where.topic).log, Staging(where.url))

@@ -1,0 +1,135 @@
+"""Run by `test_pipelines.py`, in a process of its own: what pipelines make of rows, plans and failures."""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+import pxrs
+from pxrs.cli import main
+from pxrs.cli.pipeline import _stderr_into
+from pxrs.errors import SharedState
+from pxrs.spark import parse_json, pipeline, session, stateful_operators
+from pxrs.spark.pipeline import Place
+from pxrs.spark.run import Run
+
+VALUES = [
+    "",
+    "not json",
+    '{"a": "x"',
+    '{"a": "x", "n": 1} {}',
+    '{"a": "x", "n": 1}] [',
+    '{"a": "x", "n": 1}} {',
+    "[]",
+    "null",
+    "{}",
+    '{"a": null, "n": 1}',
+    '{"a": "x", "n": 1.5}',
+    '{"a": "x", "n": 99999999999}',
+    '{"a": "x", "o": {"p": "q"}}',
+    '{"a": "x", "o": {}}',
+    b"latin: \xe4",
+    None,
+    '{"a": "x", "n": 1}',
+    '\n {"o": {"p": 5}, "a": "y", "more": []} ',
+]
+FILE = """
+from pyspark.sql import functions as F
+
+from pxrs.spark import pipeline
+
+
+def refuse(value):
+    raise ValueError("oops")
+
+
+@pipeline(source="in", sink="out")
+def fails(rows):
+    if not rows.isStreaming:
+        return rows.select("value")
+    return rows.select(F.udf(refuse, "string")("value").alias("value"))
+
+
+@pipeline(source="in", sink="out")
+def copies(rows):
+    return rows
+"""
+
+
+@pipeline(source="in", sink="out", parse=parse_json("a STRING NOT NULL, n INT, o STRUCT<p: INT NOT NULL>"))
+def parsed(rows: DataFrame) -> DataFrame:
+    return rows.select("a", "n", "o.p", "offset")
+
+
+@pipeline(source="in", sink="out", share_group=True, output_mode="update")
+def counts(rows: DataFrame) -> DataFrame:
+    return rows.groupBy("key").count()
+
+
+def tell(found: Any) -> None:
+    sys.stdout.write(dumps(found) + "\n")
+
+
+def tell_of_rows(spark: Any) -> None:
+    rows = [
+        (None, value.encode() if isinstance(value, str) else value, 0, offset, datetime.now(UTC))
+        for offset, value in enumerate(VALUES)
+    ]
+    messages = spark.createDataFrame(rows, "key BINARY, value BINARY, partition INT, offset LONG, timestamp TIMESTAMP")
+    bad = [
+        [None if row.value is None else row.value.decode(errors="replace"), row.headers[0].value.decode()]
+        for row in parsed.bad(messages).collect()
+    ]
+    tell(bad)
+    tell([list(row) for row in parsed.over(messages.filter(f"offset > {len(bad) - 1}")).collect()])
+
+
+def tell_of_plans(spark: Any) -> None:
+    rows = spark.readStream.format("pxrs").options(url="hub", topic="in", group="plans").load()
+    table = spark.createDataFrame([(b"x", 1)], "key BINARY, n INT")
+    late = rows.withWatermark("timestamp", "1 minute")
+    queries = {
+        "an aggregation": rows.groupBy("key").count(),
+        "distinct": rows.distinct(),
+        "dropDuplicates": rows.dropDuplicates(["key"]),
+        "dropDuplicatesWithinWatermark": late.dropDuplicatesWithinWatermark(["key"]).select("key"),
+        "limit": rows.limit(3),
+        "a join of two streams": rows.join(rows.select("key"), "key"),
+        "a join with a table, which may be aggregated": rows.join(table.groupBy("key").count(), "key"),
+        "a filter": late.filter(F.length("value") > 3).select("key"),
+        "a batch": table.distinct(),
+    }
+    tell({name: stateful_operators(query) for name, query in queries.items()})
+
+
+if __name__ == "__main__":
+    with pxrs.open("hub") as hub:
+        for topic in ("in", "out"):
+            hub.create_topic(topic, partitions=1)
+        with hub.producer("in") as out:
+            out.send(b"oops")
+        with _stderr_into(Path("spark.log")):
+            spark = session("probe", "local[2]")
+        spark.sparkContext.setLogLevel("OFF")
+        tell_of_rows(spark)
+        tell_of_plans(spark)
+        try:
+            Run(spark, hub, [counts], Place("hub"), Path("checkpoints"))
+        except SharedState as error:
+            tell(str(error))
+        spark.stop()
+    Path("file.py").write_text(FILE)
+    for arguments in (["--history", "fails"], []):
+        sys.argv = ["pxrs", "pipeline", "run", "file.py", "--at", "hub", "--master", "local[2]", "--json", *arguments]
+        try:
+            main()
+        except SystemExit as ended:
+            sys.stdout.flush()
+            if ended.code:
+                raise

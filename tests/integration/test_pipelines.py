@@ -1,0 +1,204 @@
+"""`pxrs pipeline run` with a real Spark: the file that the document shows, to its exact results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset
+import pytest
+
+import pxrs
+from pxrs.errors import UnknownGroup
+
+PATIENCE_S = 240.0
+GROUPS = ("totals", "totals.dead-letters", "archive")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "pipelines.md"
+SPARK = (
+    *("--master", "local[2]", "--json", "--conf", "spark.sql.shuffle.partitions=1"),
+    *("--conf", "spark.sql.streaming.noDataMicroBatches.enabled=false"),
+)
+PROBE = Path(__file__).with_name("pipeline_probe.py")
+
+
+def order(account: str, amount: str, at: str) -> bytes:
+    return f'{{"account":"{account}","amount":{amount},"at":"2026-01-01T{at}:00Z"}}'.encode()
+
+
+class Shop:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (text,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+        (folder / "shop.py").write_text(text)
+        self.hub = pxrs.open(folder / "hub")
+        for topic, partitions in (("orders", 2), ("totals", 2), ("orders-bad", 1)):
+            self.hub.create_topic(topic, partitions=partitions)
+        self.running: list[Running] = []
+
+    def send(self, *values: bytes, key: bytes = b"k") -> None:
+        with self.hub.producer("orders") as out:
+            for value in values:
+                out.send(value, key=key, headers=[("trace", b"7")])
+
+    def run(self, *arguments: str) -> Running:
+        self.running.append(Running(self.folder, *arguments))
+        return self.running[-1]
+
+    def totals(self) -> list[tuple[str, str, str]]:
+        return sorted(
+            (message.key.decode(), found["hour"][11:16], str(found["total"]))
+            for number in range(2)
+            for message in self.hub.topic("totals").messages(number)
+            for found in [json.loads(message.value)]
+        )
+
+    def archived(self) -> list[tuple[str, str]]:
+        table = pyarrow.dataset.dataset(self.folder / "archive", format="parquet", partitioning="hive").to_table()
+        assert set(table["day"].to_pylist()) == {"2026-01-01"}
+        return sorted(zip(table["account"].to_pylist(), map(str, table["amount"].to_pylist()), strict=True))
+
+    def dead(self) -> list[tuple[bytes | None, dict[str, str]]]:
+        return [
+            (message.value, {name: data.decode() for name, data in message.headers or []})
+            for message in self.hub.topic("orders-bad").messages(0)
+        ]
+
+    def lags(self) -> dict[str, int | None]:
+        found: dict[str, int | None] = {}
+        for group in GROUPS:
+            try:
+                found[group] = self.hub.group(group).describe().lag
+            except UnknownGroup:
+                found[group] = None
+        return found
+
+
+class Running:
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "pxrs.cli", "pipeline", "run", "shop.py", "--at", "hub", *SPARK, *arguments]
+        self._out, self._error = folder / f"out-{time.monotonic_ns()}", folder / f"error-{time.monotonic_ns()}"
+        with self._out.open("wb") as out, self._error.open("wb") as error:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=error)
+
+    def told(self) -> tuple[str, str]:
+        return self._out.read_text(), self._error.read_text()
+
+    def end(self) -> list[dict[str, Any]]:
+        """Its events, when it has ended well."""
+        code = self.process.wait(PATIENCE_S)
+        out, error = self.told()
+        assert (code, error) == (0, ""), (out, error)
+        return [json.loads(line) for line in out.splitlines()]
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    shop = Shop(tmp_path)
+    yield shop
+    for each in shop.running:
+        each.process.kill()
+        each.process.wait(10)
+    shop.hub.close()
+
+
+def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, what()
+        time.sleep(0.05)
+
+
+def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -> None:
+    shop.send(order("ann", "10.50", "10:05"), order("bob", "1", "10:15"), order("ann", "2.25", "10:55"))
+    shop.send(b"\xff\xfe", order("bob", '"many"', "10:15"), key=b"bad")
+    events = shop.run("--once").end()
+    assert {(event["pipeline"], event["rows"], event["lag"]) for event in events if event["event"] == "ended"} == {
+        (name, 5, 0) for name in GROUPS
+    }
+    assert shop.totals() == [("ann", "10:00", "12.75"), ("bob", "10:00", "1.0")]
+    assert shop.archived() == [("ann", "10.50"), ("ann", "2.25"), ("bob", "1.00")]
+    reasons = [(value, headers["pxrs-reason"], headers["trace"]) for value, headers in shop.dead()]
+    assert reasons == [
+        (b"\xff\xfe", "it is not UTF-8", "7"),
+        (order("bob", '"many"', "10:15"), "amount is no decimal(12,2)", "7"),
+    ]
+    assert re.fullmatch(r"orders/[01] offset \d+", shop.dead()[0][1]["pxrs-origin"])
+
+    # As if Spark had died between the publishing of these batches and its own note of it: they come again.
+    for name in ("totals", "totals.dead-letters"):
+        shutil.rmtree(shop.folder / "hub" / "pipelines" / name / "commits")
+    shop.send(order("ann", "0.25", "10:59"), b"{}", order("cid", "7", "11:00"))
+    running = shop.run()
+    wait_until(lambda: shop.lags() == dict.fromkeys(GROUPS, 0) or running.process.poll() is not None, running.told)
+    running.process.send_signal(signal.SIGTERM)
+    events = running.end()
+    assert "stopping" in {event["event"] for event in events}
+    ended = {event["pipeline"]: event for event in events if event["event"] == "ended"}
+    assert {name: event["lag"] for name, event in ended.items()} == dict.fromkeys(GROUPS, 0)
+    assert ended["archive"]["rows"] == 3
+    assert shop.totals() == [
+        *[("ann", "10:00", "12.75"), ("ann", "10:00", "13.0")],
+        *[("bob", "10:00", "1.0"), ("cid", "11:00", "7.0")],
+    ]
+    assert shop.archived() == [("ann", "0.25"), ("ann", "10.50"), ("ann", "2.25"), ("bob", "1.00"), ("cid", "7.00")]
+    assert [headers["pxrs-reason"] for _, headers in shop.dead()][2:] == ["account is missing"]
+    assert shop.lags() == dict.fromkeys(GROUPS, 0)
+    wait_until(lambda: not any(shop.hub.group(group).describe().members for group in GROUPS), shop.lags)
+
+
+def test_s4_bad_rows_state_and_failures_are_told_for_what_they_are(tmp_path: Path) -> None:
+    """One Spark for all of it: the probe prints what it finds, and ends as `pxrs pipeline run` ends when one fails."""
+    command = [sys.executable, str(PROBE)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(lines) > 4, result.stderr
+    reasons, good, operators, refused, *told = lines
+    assert reasons == [
+        ["", "it is not one JSON document"],
+        ["not json", "it is not one JSON document"],
+        ['{"a": "x"', "it is not one JSON document"],
+        ['{"a": "x", "n": 1} {}', "it is not one JSON document"],
+        ['{"a": "x", "n": 1}] [', "it is not one JSON document"],
+        ['{"a": "x", "n": 1}} {', "it is not one JSON document"],
+        ["[]", "it is no JSON object"],
+        ["null", "it is no JSON object"],
+        ["{}", "a is missing"],
+        ['{"a": null, "n": 1}', "a is missing"],
+        ['{"a": "x", "n": 1.5}', "n is no int"],
+        ['{"a": "x", "n": 99999999999}', "n is no int"],
+        ['{"a": "x", "o": {"p": "q"}}', "it does not fit the schema"],
+        ['{"a": "x", "o": {}}', "o.p is missing"],
+        ["latin: \ufffd", "it is not UTF-8"],
+        [None, "it has no value"],
+    ]
+    assert good == [["x", 1, None, 16], ["y", None, 5, 17]]
+    assert operators == {
+        "an aggregation": ["an aggregation"],
+        "distinct": ["dropDuplicates"],
+        "dropDuplicates": ["dropDuplicates"],
+        "dropDuplicatesWithinWatermark": ["dropDuplicatesWithinWatermark"],
+        "limit": ["limit"],
+        "a join of two streams": ["a join of two streams"],
+        "a join with a table, which may be aggregated": [],
+        "a filter": [],
+        "a batch": [],
+    }
+    assert (
+        refused == "counts: it keeps state (an aggregation) and was to share its group: partitions move to other "
+        "members, and their state would stay. Give it a group of its own"
+    )
+    history = [event for event in told if "row" in event]
+    assert history == [{"pipeline": "fails", "row": {"value": "b29wcw=="}}], "a batch, shown and not written"
+    assert {"event": "failed", "pipeline": "fails", "rows": 0, "lag": 1, "error": "ValueError: oops"} in told
+    assert [event["pipeline"] for event in told if event.get("event") == "ended"] == ["copies"]
+    assert result.returncode == 1
+    assert result.stderr.endswith("PipelineFailed: fails: ValueError: oops\n")
+    assert "at org.apache.spark" not in result.stderr, "the rest is in the file"

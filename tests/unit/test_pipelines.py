@@ -1,0 +1,240 @@
+"""What can be known of a pipeline without Spark: its definition, its file, its errors and its lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import pxrs
+from pxrs.cli import app
+from pxrs.cli.pipeline import Signals, _Lines, load
+from pxrs.errors import InvalidPipeline, MissingDependency
+from pxrs.spark import Pipeline, parquet, parse_json, pipeline, to
+from pxrs.spark.pipeline import Sink, check_together
+from pxrs.spark.run import Batch, QueryRun, _batch, check_topics, missing_topics, short_reason
+
+JSON = parse_json("a INT")
+
+
+def make(source: str = "orders", sink: str | Sink = "totals", **more: Any) -> Pipeline:
+    def totals(rows: Any) -> Any:
+        return rows
+
+    return pipeline(source, sink, **more)(totals)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Loading a file changes where Python looks for modules."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    yield
+    sys.modules.pop("pxrs_pipeline_file", None)
+
+
+def test_importing_the_command_line_and_the_decorator_needs_no_pyspark() -> None:
+    code = "import sys, pxrs.cli, pxrs.spark, pxrs.spark.run; sys.exit('pyspark' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_name_and_group_are_those_of_the_function() -> None:
+    made = make()
+    assert (made.name, made.group, made.sink.topic) == ("totals", "totals", "totals")
+    assert made("rows") == "rows", "called, it is the function"  # type: ignore[arg-type]
+    other = make(name="t-2", group="g", parse=JSON, dead_letters="bad")
+    assert (other.name, other.groups()) == ("t-2", ["g", "g.dead-letters"])
+    assert other.topics() == ["orders", "totals", "bad"]
+    assert make(sink=parquet("out", partition_by="day")).sink == Sink("parquet", {"path": "out"}, ("day",))
+    assert make(sink=to("csv", ("a", "b"), path="out", header=True)).sink.options == {"path": "out", "header": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"name": "a/b"}, "give name="),
+        ({"group": "a b"}, "'a b' is no name of a group"),
+        ({"sink": 7}, "sink is 7"),
+        ({"output_mode": "upsert"}, "choose from append, update, complete"),
+        ({"sink": parquet("out"), "output_mode": "update"}, "Parquet files are appended to"),
+        ({"output_mode": "complete"}, "a topic is appended to"),
+        ({"dead_letters": "bad"}, "give parse="),
+        ({"dead_letters": "bad", "parse": parse_json("a INT", on_bad="drop")}, "contradict"),
+        ({"sink": "orders"}, "sink is the source"),
+        ({"dead_letters": "orders", "parse": JSON}, "dead_letters is the source"),
+        ({"options": {"Topic": "x", "maxRowsPerTrigger": 1}}, "options: Topic cannot"),
+    ],
+)
+def test_a_definition_that_cannot_be_is_refused(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidPipeline, match=words):
+        make(**more)
+
+
+def test_a_sink_that_is_a_topic_is_given_by_its_name_and_on_bad_by_its_words() -> None:
+    with pytest.raises(InvalidPipeline, match="by its name"):
+        to("pxrs", topic="t")
+    with pytest.raises(InvalidPipeline, match="choose fail or drop"):
+        parse_json("a INT", on_bad="ignore")  # type: ignore[arg-type]
+    with pytest.raises(InvalidPipeline, match="before a function"):
+        pipeline("a", "b")(make())
+
+
+def test_two_of_one_name_or_one_group_are_refused() -> None:
+    check_together([make(), make(name="other")])
+    with pytest.raises(InvalidPipeline, match="two pipelines are named totals"):
+        check_together([make(), make(group="other")])
+    both = [make(parse=JSON, dead_letters="bad"), make(name="other", group="totals.dead-letters")]
+    with pytest.raises(InvalidPipeline, match=r"totals and other are both in the group totals\.dead-letters"):
+        check_together(both)
+
+
+def test_topics_that_are_missing_are_named_with_what_makes_them() -> None:
+    pipelines = [make(parse=JSON, dead_letters="bad"), make(name="b", sink=parquet("out"))]
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("orders")
+        assert missing_topics(hub, pipelines) == ["totals", "bad"]
+        with pytest.raises(InvalidPipeline, match="pxrs topic create totals --at memory:; pxrs topic create bad"):
+            check_topics(hub, pipelines)
+        hub.create_topic("totals")
+        hub.create_topic("bad")
+        check_topics(hub, pipelines)
+
+
+# The file.
+
+HEAD = "from pxrs.spark import pipeline\n"
+ONE = "@pipeline(source='a', sink='b')\ndef one(rows):\n    return rows\n"
+
+
+def test_a_file_gives_the_pipelines_that_it_defines_itself(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere_pipelines.py").write_text(HEAD + ONE.replace("one", "imported"))
+    file = tmp_path / "file.py"
+    file.write_text(HEAD + "import elsewhere_pipelines\n" + ONE + ONE.replace("one", "two"))
+    assert [each.name for each in load(file)] == ["one", "two"]
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path), "the workers find it too"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "defines no pipeline"),
+        (HEAD + ONE + ONE, "two pipelines are named one"),
+        (HEAD + "@pipeline(source='a', sink='a')\ndef one(rows): ...\n", r"feed itself for ever \(.*file.py, line 2\)"),
+        ("x = 1\n1 / 0\n", r"ZeroDivisionError: division by zero \(.*file.py, line 2\)"),
+        ("def one(:\n", r"SyntaxError: .*file.py, line 1\)"),
+        ("raise SystemExit(7)\n", "SystemExit: 7"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "file.py").write_text(text)
+    with pytest.raises(InvalidPipeline, match=words) as raised:
+        load(tmp_path / "file.py")
+    assert "\n" not in str(raised.value)
+
+
+def test_without_pyspark_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"pxrs\[spark\]"):
+        load(tmp_path / "file.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--write"], 2, "go with --history"),
+        (["--history", "--once"], 2, "ends by itself"),
+        (["--registry", "memory:"], 2, "Spark has several"),
+        (["--conf", "x"], 2, "write KEY=VALUE"),
+        (["--at", "nowhere"], 1, "there is no directory nowhere"),
+        (["--at", "memory:"], 1, "share a hub in a directory"),
+        (["nope"], 2, "no pipeline nope; there are one"),
+        ([], 2, "pxrs topic create b --at"),
+    ],
+)
+def test_what_is_wrong_is_told_before_spark_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file.py").write_text(HEAD + ONE)
+    with pxrs.open("hub") as hub:
+        hub.create_topic("a")
+        if "--conf" in arguments:
+            hub.create_topic("b")
+    result = CliRunner().invoke(app, ["pipeline", "run", "file.py", "--at", "hub", *arguments])
+    told = " ".join((result.output + str(result.exception)).replace("│", " ").split())
+    assert result.exit_code == code, told
+    assert words in told
+
+
+# Errors and lines.
+
+FAILED = "[STREAM_FAILED] Query [id = 7b62, runId = 302e] terminated with exception: "
+TRACE = 'Traceback (most recent call last):\n  File "x.py", line 11, in boom\n    boom()\n    ^^^^\n'
+RAISED = FAILED + "[USER_RAISED_EXCEPTION] t/0 offset 3: a is missing SQLSTATE: P0001 SQLSTATE: XXKST\n=== Streaming\n"
+WORKER = FAILED + f"[PYTHON_EXCEPTION] From the worker: {TRACE}ValueError: no such thing\nsecond\n SQLSTATE: 38000"
+CHAINED = f"{FAILED}{TRACE}KeyError: 1\n\nDuring handling, another occurred:\n\n{TRACE}pxrs.errors.GroupActive: g\n SQL"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (RAISED, "t/0 offset 3: a is missing"),
+        (WORKER, "ValueError: no such thing"),
+        (CHAINED, "GroupActive: g"),
+        ("[OUTPUT_MODE] Invalid output mode: append. SQLSTATE: 42KDE", "[OUTPUT_MODE] Invalid output mode: append"),
+        ("", ""),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_line(text: str, reason: str) -> None:
+    assert short_reason(text) == reason
+
+
+def test_only_a_trigger_that_did_something_is_a_batch() -> None:
+    idle = {"batchId": 4, "numInputRows": 0, "durationMs": {"latestOffset": 2, "triggerExecution": 3}}
+    done = {"batchId": 4, "numInputRows": 9, "durationMs": {"addBatch": 7, "triggerExecution": 10}}
+    assert _batch(idle) is None
+    assert _batch({**done, "processedRowsPerSecond": 900.0}) == Batch(4, 9, 10, 900.0, 0)
+    assert _batch({**done, "stateOperators": [{"numRowsTotal": 3}, {"numRowsTotal": 4}]}) == Batch(4, 9, 10, 0.0, 7)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_batch_and_an_end_are_a_line_each(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    sink = Sink("pxrs", topic="totals")
+    each = QueryRun("totals", "g", "orders", sink, None, "append", None, Path("c"))  # type: ignore[arg-type]
+    lines = _Lines(SimpleNamespace(queries=[each]), as_json)  # type: ignore[arg-type]
+    each.batches, each.lag, each.rows_done = [Batch(2, 1_000, 500, 2_000.0, 7)], 3, 1_000
+    lines.update()
+    each.batches, each.state = [], "ended"
+    lines.update()
+    lines.update()
+    started, batch, ended = capsys.readouterr().out.splitlines()
+    if as_json:
+        assert json.loads(started)["event"] == "started"
+        numbers = {"batch": 2, "rows": 1_000, "duration_ms": 500, "rows_per_s": 2_000.0, "state_rows": 7, "lag": 3}
+        assert json.loads(batch) == {"event": "batch", "pipeline": "totals", **numbers}
+        assert json.loads(ended) == {"event": "ended", "pipeline": "totals", "rows": 1_000, "lag": 3, "error": None}
+    else:
+        assert started == "totals: orders to totals, in the group g"
+        assert batch == "totals: batch 2, 1,000 rows in 0.5 s (2,000 rows/s), lag 3, 7 rows of state"
+        assert ended == "totals: ended after 1,000 rows, lag 3"
+
+
+def test_signals_are_heard_in_order_when_they_are_waited_for() -> None:
+    before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        assert signals.wait(0) is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert [signals.wait(10), signals.wait(10)] == [signal.SIGTERM, signal.SIGINT]
+        assert signals.count == 2
+    assert signal.getsignal(signal.SIGTERM) is before
