@@ -90,6 +90,8 @@ class Publisher:
     def __init__(self, registry: Registry, topic: TopicLog, staging: Staging) -> None:
         self._registry, self._topic, self._staging = registry, topic, staging
         self._prefix = f"spark/{topic.id}/"
+        self._strangers: set[str] = set()
+        """Groups of other registries, of which was told."""
 
     def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
         """Make the batch part of the topic, once. Durable and visible when it returns.
@@ -123,7 +125,10 @@ class Publisher:
         for entry in self._registry.scan(self._prefix):
             query = entry.key.rpartition("/")[2]
             known.add(query)
-            self._finish(query, Manifest.load(entry), entry.version)
+            try:
+                self._finish(query, Manifest.load(entry), entry.version)
+            except BatchRefused as error:  # it can stop nobody but its own query, which will hear of it
+                _logger.error("%s", error)
         self._staging.sweep(self._topic.id, known)
 
     def forget(self, query: str) -> None:
@@ -136,6 +141,9 @@ class Publisher:
     def _is_ours(self, feed: Feed) -> bool:
         if feed.registry == fingerprint(self._registry):
             return True
+        if feed.group in self._strangers:
+            return False
+        self._strangers.add(feed.group)
         _logger.warning(
             "the group %s is in another registry than the topic %s, or its address is written in another way: its "
             "checkpoints follow after each batch instead of together with it",

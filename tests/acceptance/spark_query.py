@@ -1,0 +1,50 @@
+"""The driver of a query that copies topic `in` to topic `out`, on a cluster of two executors. It is killed by the test.
+
+    python spark_query.py URL FOLDER ROWS_MAX LEASE_TTL
+
+It ends in good order when its standard input does, so it is not left behind by a test that died.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from pathlib import Path
+
+from pyspark.sql import functions
+
+from pxrs.spark import session
+
+
+def run(url: str, folder: str, rows_max: str, lease_ttl: str) -> None:
+    # Everything small, and compiled no further than it is worth: these processes live for seconds.
+    java = f"-Djava.io.tmpdir={folder}/local -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+    config = {
+        "spark.driver.memory": "512m",
+        "spark.driver.extraJavaOptions": java,
+        "spark.executor.memory": "512m",
+        "spark.executor.extraJavaOptions": java,
+        "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    }
+    spark = session("chaos", "local-cluster[2,1,512]", config)
+    options = {"url": url, "topic": "in", "group": "g", "maxRowsPerTrigger": rows_max, "leaseTtl": lease_ttl}
+    rows = spark.readStream.format("pxrs").options(**options).load()
+    # All rows of a key in one task, in their order; but which keys share a task is another thing in each driver, so
+    # that a batch that is tried again by the next one has other files, with other rows.
+    salt = functions.lit(random.getrandbits(31))
+    rows = rows.repartition(3, functions.hash("key", salt)).select("key", "value")
+    sink = {"url": url, "topic": "out", "checkpointLocation": str(Path(folder, "checkpoint"))}
+    query = rows.writeStream.format("pxrs").options(**sink).start()
+
+    def stop() -> None:
+        sys.stdin.read()
+        query.stop()
+
+    threading.Thread(target=stop, daemon=True).start()
+    query.awaitTermination()
+    spark.stop()
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])
