@@ -29,7 +29,7 @@ $(BENCH_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	@touch $@
 
-demo: $(READY) ## Show what it does: owners, a kill, a take-over, a zombie refused
+demo: $(READY) ## Show what it does: a kill, a zombie, a Spark pipeline, an exact account
 	$(BIN)/pxrs demo
 
 # Two at a time, a file each: most of them wait for a server, a lease or a disk.

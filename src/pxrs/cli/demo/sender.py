@@ -1,0 +1,77 @@
+"""Two producers that send orders at an even pace, on a thread of their own, so that the demo can look meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+import pxrs
+from pxrs.cli.demo.orders import Order
+from pxrs.cli.demo.spark import SOURCE
+from pxrs.errors import PxrsError
+from pxrs.outgoing import Receipt
+
+Place = tuple[int, int]
+"""(partition, offset)."""
+UNDER_WAY_MAX: Final = 60
+"""How many orders may be under way. Push back rather than run ahead of a slow disk."""
+WAIT_S: Final = 10.0
+
+
+class Sender:
+    def __init__(self, hub: pxrs.Hub) -> None:
+        self.acknowledged: list[tuple[Place, Order]] = []
+        self.count = 0
+        """How many were sent."""
+        self.error: str | None = None
+        self._producers = [hub.producer(SOURCE) for _ in range(2)]
+        self._thread: threading.Thread | None = None
+        self._is_enough = threading.Event()
+
+    def start(self, orders: Iterator[Order], rate: float) -> None:
+        """Begin to send these, so many in a second."""
+        assert self.is_done
+        self._is_enough.clear()
+        self._thread = threading.Thread(target=self._send, args=(orders, rate), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send no more of these."""
+        self._is_enough.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all are acknowledged."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def close(self) -> None:
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(WAIT_S)
+        for producer in self._producers:
+            producer.close()
+
+    def _send(self, orders: Iterator[Order], rate: float) -> None:
+        under_way: deque[tuple[Receipt, Order]] = deque()
+        at = time.monotonic()
+        try:
+            while not self._is_enough.wait(max(0.0, at - time.monotonic())):
+                if (order := next(orders, None)) is None:
+                    break
+                # One producer for each account: what it orders stays in order.
+                producer = self._producers[order.key[-1] % 2]
+                under_way.append((producer.send(order.value, key=order.key), order))
+                self.count += 1
+                self._collect(under_way, UNDER_WAY_MAX)
+                at += 1 / rate
+            self._collect(under_way, 0)
+        except (PxrsError, TimeoutError) as error:
+            self.error = f"orders could not be sent: {error}"
+
+    def _collect(self, under_way: deque[tuple[Receipt, Order]], count_max: int) -> None:
+        while under_way and (under_way[0][0].is_done or len(under_way) > count_max):
+            receipt, order = under_way.popleft()
+            self.acknowledged.append((receipt.result(WAIT_S), order))

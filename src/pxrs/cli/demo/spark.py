@@ -1,0 +1,198 @@
+"""The pipelines of the demo as a process of their own, and what they have made, read without Spark.
+
+The process is `pxrs pipeline run`, as anybody would start it. It stops in good order when its standard input ends,
+which is also how it notices that the demo has died.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlparse
+
+import pyarrow.parquet as pq
+
+import pxrs
+from pxrs.cli.demo.orders import Totals
+from pxrs.errors import MissingDependency, UnknownGroup
+from pxrs.spark.java import find_java
+
+SOURCE: Final = "orders"
+TOTALS: Final = "totals"
+DEAD_LETTERS: Final = "orders.dead-letters"
+ARCHIVE: Final = "archive"
+CORES: Final = 2
+STOP_S: Final = 20.0
+_FILE: Final = "shop.py"
+_SETTINGS: Final = {
+    "spark.sql.shuffle.partitions": "1",
+    # For a run of seconds, code that is compiled soon is worth more than code that is compiled well.
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+}
+
+
+def missing() -> str | None:
+    """Why there can be no Spark here, and what to do."""
+    if importlib.util.find_spec("pyspark") is None:
+        return "pyspark is missing: pip install 'pxrs[spark]'"
+    try:
+        find_java()
+    except MissingDependency as error:
+        return str(error)
+    return None
+
+
+def groups_of(group: str) -> dict[str, str]:
+    """The group of each query, by its name."""
+    return {
+        "totals": f"{group}-totals",
+        "totals.dead-letters": f"{group}-totals.dead-letters",
+        "archive": f"{group}-archive",
+    }
+
+
+class Spark:
+    """The process, and what it has told."""
+
+    def __init__(self, hub: pxrs.Hub, registry: str, group: str, folder: Path) -> None:
+        self.groups = groups_of(group)
+        self.batches = dict.fromkeys(self.groups, 0)
+        self.starts = 0
+        self._hub, self._folder = hub, folder
+        self._errors = folder / "spark.stderr"
+        shutil.copyfile(Path(__file__).with_name("pipelines.py"), folder / _FILE)
+        code = "from pxrs.cli.demo.spark import main; main()"
+        self._command = [sys.executable, "-c", code, "pipeline", "run", _FILE, "--at", hub.url, "--json"]
+        self._command += ["--master", f"local[{CORES}]"]
+        for setting in _SETTINGS.items():
+            self._command += ["--conf", "=".join(setting)]
+        self._environment = {**os.environ, "PXRS_DEMO_GROUP": group}
+        if registry:
+            self._environment["PXRS_REGISTRY"] = registry
+        self.start()
+
+    def start(self) -> None:
+        """Also again, if it has ended: it goes on where it was."""
+        self.state = "starting"
+        self.starts += 1
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=self._folder,
+                env=self._environment,
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            told = json.loads(line)
+            if told["event"] == "batch":
+                self.batches[told["pipeline"]] += 1
+                if all(self.batches.values()):
+                    self.state = "running"
+
+    def failure(self) -> str | None:
+        """Why it has ended, if it has."""
+        if self.process.poll() is None:
+            return None
+        lines = self._errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        return f"Spark ended with exit code {self.process.returncode}: {lines[-1]}"
+
+    def read(self) -> dict[str, int]:
+        """How many messages each query has done, as the registry has it."""
+        return {name: self._done(group) for name, group in self.groups.items()}
+
+    def lag(self) -> int:
+        """Of all its groups, as the registry has it."""
+        return sum(self._hub.group(group).describe().lag for group in self.groups.values())
+
+    def ask_to_stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def end(self) -> bool:
+        """Let it finish, or make it; whether it ended gracefully."""
+        self.ask_to_stop()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self._reader.join(10)
+        self.state = "ended"
+        return self.process.returncode == 0
+
+    def _done(self, group: str) -> int:
+        try:
+            return sum(row.checkpoint or 0 for row in self._hub.group(group).describe().partitions)
+        except UnknownGroup:  # it has not joined yet
+            return 0
+
+    # What it has made.
+
+    def totals(self) -> Totals:
+        """What the topic tells last of each total."""
+        found = {}
+        for message in self._messages(TOTALS):
+            row = json.loads(message.value or b"", parse_float=Decimal, parse_int=Decimal)
+            found[row["account"], datetime.fromisoformat(row["begin"])] = Decimal(row["total"])
+        return found
+
+    def archived(self) -> list[tuple[tuple[str, datetime], Decimal]]:
+        """The rows of the Parquet files."""
+        found = []
+        for path in committed_files(self._folder / ARCHIVE):
+            for row in pq.read_table(path).to_pylist():
+                begin = row["begin"].replace(tzinfo=UTC)  # which Spark means, and does not write down
+                found.append(((row["account"], begin), row["total"]))
+        return found
+
+    def dead_letters(self) -> list[tuple[str, str]]:
+        """Of each, where it came from and what is wrong with it."""
+        found = []
+        for message in self._messages(DEAD_LETTERS):
+            headers = {name: (value or b"").decode() for name, value in message.headers or ()}
+            found.append((headers["pxrs-origin"], headers["pxrs-reason"]))
+        return found
+
+    def _messages(self, name: str) -> Iterator[pxrs.Message]:
+        topic = self._hub.topic(name)
+        for partition in range(topic.partitions):
+            yield from topic.messages(partition)
+
+
+def committed_files(folder: Path) -> list[Path]:
+    """The files of a stream's Parquet sink that count: a batch that was tried twice may have left others."""
+    found = set()
+    for log in (folder / "_spark_metadata").glob("[0-9]*"):
+        for line in log.read_text().splitlines()[1:]:
+            found.add(Path(unquote(urlparse(json.loads(line)["path"]).path)))
+    return sorted(found)
+
+
+def main() -> None:
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    from pxrs.cli import main as run
+
+    threading.Thread(target=watch, daemon=True).start()
+    run()
