@@ -21,7 +21,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +277,7 @@ class Driver:
         try:
             if not self._is_clean:
                 self.clean_up()
-            self.publisher.publish(QUERY, batch, files, self.staging.feeds(QUERY, batch))
+            self.publisher.publish(QUERY, batch, files, self.staging.feeds(QUERY, batch, self.incarnation))
         except Exception:
             self.place.mutation.abort(self, batch)
             raise
@@ -286,8 +286,8 @@ class Driver:
     def stage(self, batch: int, spans: Spans) -> list[str]:
         """What its tasks have staged: the names that reach the driver."""
         registry = fingerprint(self.hub.registry) if self.place.is_one_hub else "another"
-        feed = Feed("g", self.source.id, self.incarnation, registry, spans, self.fences, False, time.time())
-        self.staging.announce(QUERY, batch, feed)
+        feed = Feed("g", self.source.id, self.incarnation, registry, spans, self.fences, False)
+        self.staging.announce(QUERY, batch, self.incarnation, feed)
         rows = [row for number, span in spans.items() for row in self.place.rows(number, span.start, span.end)]
         self.random.shuffle(rows)
         names: list[str | None] = []
@@ -714,7 +714,7 @@ def test_k3_a_group_that_was_reset_meanwhile_refuses_the_batch(place: Place) -> 
 
 def test_k3_a_checkpoint_that_moves_at_the_last_moment_refuses_the_batch(place: Place) -> None:
     key = KEYS.checkpoint(place.source.id, 0)
-    meddle = Steps(2, lambda: place.hub.registry.commit(put={key: Checkpoint(4).dump()}) and None, "get")
+    meddle = Steps(3, lambda: place.hub.registry.commit(put={key: Checkpoint(4).dump()}) and None, "get")
     driver = Driver(place, meddle)
     driver.claim()
     with pytest.raises(PartitionLost):
@@ -762,6 +762,17 @@ def test_s3_rows_of_a_key_stay_in_order_through_staging_and_publishing(place: Pl
     name = driver.staging.stage(driver.topic, QUERY, 0, 0, tables).name
     driver.publisher.publish(QUERY, 0, [name])
     assert transfer(rows, place.target) == Transfer(300)
+
+
+def test_s3_rows_that_are_too_large_together_are_published_apart(place: Place) -> None:
+    """A manifest that names what the log refuses could never be finished."""
+    sizes = [3 << 20, 63 << 20, 3 << 20]
+    table = pa.record_batch({"value": pa.array([bytes(size) for size in sizes]), "partition": pa.array([0] * 3)})
+    driver = Driver(place)
+    name = driver.staging.stage(driver.topic, QUERY, 0, 0, [table]).name
+    driver.publisher.publish(QUERY, 0, [name])
+    found = itertools.islice(place.target.messages(0), place.target.end(0))
+    assert [len(message.value or b"") for message in found] == sizes
 
 
 def test_s3_what_another_attempt_has_staged_is_never_seen(place: Place) -> None:
@@ -835,6 +846,123 @@ def test_s3_a_job_that_is_published_does_not_fail_because_its_manifest_stays(pla
     publisher.forget("job")
     assert place.hub.registry.scan(f"spark/{place.target.id}/") == []
     assert place.arrived() == 1
+
+
+# Several queries, several sources, several runs.
+
+
+def fed_batch(driver: Driver, query: str, batch: int, span: tuple[int, int], number: int = 0) -> None:
+    """Publish what a query reads of one partition of the source, to partition 0, with a publisher that is at work."""
+    place, spans = driver.place, {number: Span(driver.epochs[number], *span)}
+    feed = Feed("g", place.source.id, driver.incarnation, fingerprint(place.hub.registry), spans, driver.fences, True)
+    driver.staging.announce(query, batch, driver.incarnation, feed)
+    rows = place.rows(number, *span)
+    table = table_of(rows).append_column("partition", pa.array([0] * len(rows), pa.int32()))
+    staged = driver.staging.stage(driver.topic, query, batch, 0, [table])
+    driver.publisher.publish(query, batch, [staged.name], driver.staging.feeds(query, batch, driver.incarnation))
+
+
+def values(place: Place) -> list[int]:
+    return [int(message.value or b"") for message in itertools.islice(place.target.messages(0), place.target.end(0))]
+
+
+def test_k3_what_a_dead_member_left_is_published_before_what_follows(place: Place) -> None:
+    """Also by one who has been at work for long."""
+    second = Driver(place)
+    second.clean_up()
+    first = Driver(place, Steps(1, crash, "commit"))
+    first.claim()
+    with pytest.raises(Crash):
+        fed_batch(first, "first", 0, (0, 5))
+    assert place.arrived() == 0
+    assert place.checkpoints()[0] == 5
+    second.claim()
+    fed_batch(second, "second", 0, (5, 10))
+    assert values(place) == [int(value) for _, value in place.rows(0, 0, 10)]
+    assert not place.staged()
+
+
+def test_k1_what_a_query_left_in_other_partitions_is_published_by_one_at_work(place: Place) -> None:
+    second = Driver(place)
+    second.clean_up()
+    first = Driver(place, Steps(1, crash, "commit"))
+    first.claim()
+    with pytest.raises(Crash):
+        fed_batch(first, "first", 0, (0, 5))
+    second.claim()
+    fed_batch(second, "second", 0, (0, 5), 1)
+    assert place.arrived() == 5, "somebody may still be at it"
+    fed_batch(second, "second", 1, (5, 10), 1)
+    assert place.arrived() == 15
+    assert not place.staged()
+
+
+def test_k2_the_same_batch_with_other_input_is_refused_also_if_its_group_is_elsewhere(places: Places) -> None:
+    place = places(None, is_one_hub=False)
+    driver = Driver(place)
+    driver.claim()
+    batch_of(driver, 0, (0, 5))
+    with pytest.raises(BatchRefused, match="repeats batch 0 with other input"):
+        batch_of(driver, 0, (0, 8))
+
+
+def test_k3_what_an_earlier_run_has_announced_counts_no_more(place: Place) -> None:
+    first, second = Driver(place), Driver(place)
+    first.claim()
+    first.stage(0, first.plan({}))
+    (torn,) = Path(place.url, "staging", "feeds", QUERY).iterdir()
+    second.claim()
+    second.stage(0, second.plan({}))
+    torn.write_text("")  # renamed, and not yet written when the power went
+    (feed,) = second.staging.feeds(QUERY, 0, second.incarnation)
+    assert feed.fences == second.fences
+    batch_of(second, 0, (0, 5), (0, 5))
+    assert place.arrived() == 10
+    assert not place.staged()
+
+
+def test_k3_two_sources_of_a_query_may_share_a_group_and_both_are_checkpointed(place: Place) -> None:
+    driver = Driver(place)
+    driver.claim()
+    registry = fingerprint(place.hub.registry)
+    spans = [{0: Span(1, 0, 5)}, {1: Span(1, 0, 3)}]
+    feeds = [
+        Feed("g", place.source.id, f"m{at}", registry, each, {at: driver.fences[at]}, True)
+        for at, each in enumerate(spans)
+    ]
+    for feed in feeds:
+        driver.staging.announce(QUERY, 0, "run", feed)
+    found = driver.staging.feeds(QUERY, 0, "run")
+    assert found == feeds
+    name = driver.staging.stage(driver.topic, QUERY, 0, 0, [table_of(place.sent[:8])]).name
+    with pytest.raises(PartitionLost):
+        driver.publisher.publish(QUERY, 0, [name], [*found, replace(feeds[0], incarnation="before it moved")])
+    assert state(place) == (0, {0: 0, 1: 0}, None)
+    driver.publisher.publish(QUERY, 0, [name], found)
+    assert place.checkpoints() == {0: 5, 1: 3}
+
+
+def test_k2_a_batch_that_reads_and_makes_nothing_may_be_repeated_with_something(place: Place) -> None:
+    driver = Driver(place)
+    driver.claim()
+    nothing = Feed("g", place.source.id, driver.incarnation, fingerprint(place.hub.registry), {}, {}, True)
+    driver.publisher.publish(QUERY, 0, [], [nothing])
+    batch_of(driver, 0, (0, 5))
+    assert place.arrived() == 5
+
+
+def test_k3_one_registry_is_known_by_whatever_name(place: Place) -> None:
+    link = Path(place.url).with_name("link")
+    link.symlink_to(place.url)
+    store = f"sqlite:///{place.url}/r.db"
+    names = [(place.url, None), (link, None), (link, f"{place.url}/registry"), (place.url, store)]
+    ids = []
+    for url, registry in [*names, (place.url, f"{store}?namespace=other")]:
+        with pxrs.open(url, registry=registry) as hub:
+            ids.append(fingerprint(hub.registry))
+    link.unlink()
+    assert ids[0] == ids[1] == ids[2]
+    assert len(set(ids)) == 3
 
 
 # Done wrong on purpose: the account must not come out even.
@@ -992,7 +1120,7 @@ def test_mutation_checkpoints_beside_the_manifest_are_caught(places: Places) -> 
 
 def test_mutation_a_manifest_that_is_written_over_is_caught(places: Places) -> None:
     with pytest.raises(NotExact):
-        try_schedules(places, False, "registry", Mutation(Overwriting))
+        try_schedules(places, False, "", Mutation(Overwriting))
 
 
 def test_mutation_files_that_go_before_the_manifest_says_so_are_caught(places: Places) -> None:

@@ -13,7 +13,9 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.errors import CheckpointsDiffer, DataLost, GroupActive, PartitionLost
+from pxrs.errors import CheckpointOutOfRange, CheckpointsDiffer, DataLost, GroupActive, PartitionLost
+from pxrs.group.member import GroupMember
+from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
 from pxrs.spark.options import ReadOptions, Where
 from pxrs.spark.planning import Spans
@@ -198,6 +200,7 @@ def test_s6_what_retention_took_is_an_error_with_its_offsets_or_is_skipped(tmp_p
         with Query(hub, replace(OPTIONS, fails_on_loss=False)) as query:
             _, spans = run_batch(query, {})
             assert spans[0].start == first
+            assert checkpoints(hub) == [first], "the sink expects it where the batch begins"
 
 
 def test_a_batch_names_no_more_partitions_than_one_commit_can_hold(hub: Hub) -> None:
@@ -264,3 +267,63 @@ def test_alone_a_repeated_batch_is_read_whole_or_not_at_all(hub: Hub) -> None:
         lane.is_lost = True
         with pytest.raises(PartitionLost):
             query.ranges({}, end)
+
+
+def lose(query: Query, number: int) -> None:
+    """As the member finds out that somebody has taken a partition."""
+    with query._member._mutex:
+        assert query._member._protocol is not None
+        query._member._protocol._lose(number)
+
+
+def put_checkpoint(hub: Hub, number: int, offset: int) -> None:
+    hub.registry.commit(put={Keys("g").checkpoint(hub.topic("orders").id, number): Checkpoint(offset).dump()})
+
+
+def test_k3_a_batch_is_told_the_same_however_often_spark_asks(hub: Hub) -> None:
+    """A stream that stands twice in a plan is asked for twice."""
+    with Query(hub, SHARED) as query:
+        end, spans = run_batch(query, {}, 100)
+        lose(query, 2)
+        assert query.ranges({}, end)[0] == spans
+    put_checkpoint(hub, 1, 10)  # somebody else has done a part of it
+    with Query(hub, SHARED) as query:
+        first = query.ranges({}, end)
+        assert set(first[0]) == {0, 2, 3}
+        assert query.ranges({}, end) == first
+        after, rest = run_batch(query, end)
+        assert {number: span.start for number, span in rest.items()} == {0: 25, 1: 10, 2: 25, 3: 25}
+        query.finish(after)
+        assert hub.group("g").describe().lag == 0
+
+
+def test_k2_what_is_left_of_a_batch_that_was_published_in_part_is_read_in_the_next(hub: Hub) -> None:
+    """One partition was lost between plan and batch, the sink published the others, and the driver died."""
+    with Query(hub, SHARED) as query:
+        end = query.latest({}, 100, None)
+        lose(query, 1)
+        assert set(query.ranges({}, end)[0]) == {0, 2, 3}
+    for number in (0, 2, 3):
+        put_checkpoint(hub, number, 25)
+    with Query(hub, SHARED) as query:
+        assert query.ranges({}, end) == ({}, {}), "the sink has this batch, and takes no more of it"
+        _, spans = run_batch(query, end)
+        assert {number: span.start for number, span in spans.items()} == {0: 25, 1: 0, 2: 25, 3: 25}
+
+
+def test_g7_a_checkpoint_beyond_the_end_is_an_error(hub: Hub) -> None:
+    put_checkpoint(hub, 3, 150)
+    with Query(hub, OPTIONS) as query, pytest.raises(CheckpointOutOfRange, match=r"at offset 150 of orders/3.* at 100"):
+        query.latest({}, None, None)
+
+
+def test_available_now_does_not_end_because_the_lease_has(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process was stopped for longer than its lease, and its member has not yet noticed."""
+    with Query(hub, OPTIONS) as query:
+        query.target_now()
+        query._settle()
+        deadline = GroupMember.deadline.__get__
+        resumed_at = time.monotonic() + 0.5
+        is_over = lambda member: float("-inf") if time.monotonic() < resumed_at else deadline(member)  # noqa: E731
+        monkeypatch.setattr(GroupMember, "deadline", property(is_over))
+        assert {span.end for span in query.latest({}, None, None).values()} == {100}

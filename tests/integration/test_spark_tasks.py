@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.errors import DataLost, UnknownTopic, WrongMachine
+from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, UnknownTopic, WrongMachine
+from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
 
 pytest.importorskip("pyspark")
@@ -69,6 +70,32 @@ def test_small_and_large_stored_batches_come_in_the_size_that_spark_likes(hub: H
     assert offsets([part]) == list(range(25_300))
     cut = replace(part, ranges=(Range(0, 299, 302),))
     assert offsets([cut]) == [299, 300, 301]
+
+
+def test_large_messages_are_put_together_up_to_a_size(hub: Hub) -> None:
+    with hub.producer("t", linger_s=0) as out:
+        for _ in range(12):
+            out.send(bytes(1 << 20)).result()
+    (part,) = slices(hub)
+    sizes = [batch.nbytes for batch in read_slice(part)]
+    assert len(sizes) > 1
+    assert max(sizes) < 8 << 20
+    assert offsets([part]) == list(range(12))
+
+
+def test_g7_a_task_beyond_the_end_says_so(hub: Hub) -> None:
+    """A log that was restored from an older copy, and a batch of before."""
+    send_old(hub)
+    (part,) = slices(hub)
+    with pytest.raises(OffsetOutOfRange):
+        offsets([replace(part, ranges=(Range(0, 5990, 6010),))])
+
+
+def test_g7_a_batch_from_a_checkpoint_beyond_the_end_is_an_error(hub: Hub) -> None:
+    send_old(hub)
+    hub.registry.commit(put={Keys("g").checkpoint(hub.topic("t").id, 0): Checkpoint(6001).dump()})
+    with pytest.raises(CheckpointOutOfRange, match="6001"):
+        slices(hub, startingOffsets="committed", group="g")
 
 
 def test_k5_a_task_on_another_machine_says_so(hub: Hub) -> None:

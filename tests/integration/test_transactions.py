@@ -263,6 +263,15 @@ class TestOneTransaction:
         assert [row[1] for row in place.rows()] == [0, 1, 2, 3, 4]
         assert [each.offset for each in place.checkpoints()] == [5]
 
+    def test_what_another_loop_was_left_with_comes_again(self, place: Place) -> None:
+        total = place.send(10)
+        inbox = place.consumer()
+        for _ in inbox:
+            break
+        for batch, db in transactions(inbox, place.engine):
+            book(batch, db)
+        assert place.sum == total
+
     def test_commit_in_the_body_marks_nothing_done(self, postgresql: Place) -> None:
         place = postgresql
         place.send(10)

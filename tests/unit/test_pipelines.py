@@ -21,8 +21,8 @@ from pxrs.cli import app
 from pxrs.cli.pipeline import Signals, _Lines, load
 from pxrs.errors import InvalidPipeline, MissingDependency
 from pxrs.spark import Pipeline, parquet, parse_json, pipeline, to
-from pxrs.spark.pipeline import Sink, check_together
-from pxrs.spark.run import Batch, QueryRun, _batch, check_topics, missing_topics, short_reason
+from pxrs.spark.pipeline import Place, Sink, check_together
+from pxrs.spark.run import Batch, QueryRun, Run, _batch, check_topics, missing_topics, short_reason
 
 JSON = parse_json("a INT")
 
@@ -227,6 +227,26 @@ def test_a_batch_and_an_end_are_a_line_each(capsys: pytest.CaptureFixture[str], 
         assert started == "totals: orders to totals, in the group g"
         assert batch == "totals: batch 2, 1,000 rows in 0.5 s (2,000 rows/s), lag 3, 7 rows of state"
         assert ended == "totals: ended after 1,000 rows, lag 3"
+
+
+def test_a_query_that_fails_while_it_is_stopped_has_failed() -> None:
+    """It was active when it was looked at, and its trigger is over because it has failed."""
+    sink = Sink("pxrs", topic="totals")
+    each = QueryRun("totals", "g", "orders", sink, None, "append", None, Path("c"))  # type: ignore[arg-type]
+    each.query = SimpleNamespace(
+        isActive=True,
+        status={"isTriggerActive": False},
+        recentProgress=[],
+        exception=lambda: RuntimeError("the staged files are gone"),
+        stop=lambda: None,
+    )
+    with pxrs.open("memory:") as hub:
+        run = Run(None, hub, [], Place("memory:"), Path("c"))  # type: ignore[arg-type]
+        run.queries = [each]
+        run.finish()
+        run.look()
+    assert run.failed is each
+    assert each.error == "the staged files are gone"
 
 
 def test_signals_are_heard_in_order_when_they_are_waited_for() -> None:

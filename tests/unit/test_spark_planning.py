@@ -127,6 +127,7 @@ def test_ranges_are_split_into_enough_tasks_and_nothing_changes() -> None:
     assert split(ranges, None) == split(ranges, 2) == ranges
     assert split([], 4) == []
     assert len(split([Range(0, 0, 2)], 5)) == 2
+    assert split([Range(0, 0, 0)], 4) == [Range(0, 0, 0)], "a batch of which nothing may be read has a task too"
 
 
 def test_short_ranges_share_a_task_and_long_ones_have_their_own() -> None:

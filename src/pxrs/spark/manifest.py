@@ -16,13 +16,14 @@ the pieces: an append that was made before is found and not made again. So:
 - A reply that was lost: the very same commit is tried again. If the first one lands late, one of them conflicts, and
   what is there says that it is ours.
 
-The manifest of a query that never came back is finished by the next one that writes to the topic. Readers may see a
-part of a batch for a moment: the pieces are appended one after the other.
+The manifest of a query that never came back is finished by the next one that writes to the topic; and before anybody
+publishes what follows in the same partitions, so that nothing of a hand-over is missing or comes late. Readers may see
+a part of a batch for a moment: the pieces are appended one after the other.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import logging
 import time
@@ -34,6 +35,7 @@ from typing import Final
 from pxrs.errors import (
     BatchRefused,
     Conflict,
+    InvalidRecord,
     OutcomeUnknown,
     PartitionLost,
     PxrsError,
@@ -50,6 +52,8 @@ from pxrs.spark.staging import Feed, Staging
 _logger = logging.getLogger(__name__)
 
 _NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
+_REGISTRY: Final = "spark/registry"
+"""The key of the registry's own id."""
 _TRIES_MAX: Final = 20
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
@@ -80,8 +84,12 @@ class Manifest:
 
 
 def fingerprint(registry: Registry) -> str:
-    """Tells two registries apart without telling their addresses."""
-    return hashlib.sha256(registry.url.encode()).hexdigest()[:16]
+    """Tells two registries apart, or two namespaces of one: an id that it holds itself. By its address it could not be
+    told, which can be written in many ways."""
+    while (entry := registry.get(_REGISTRY)) is None:
+        with contextlib.suppress(Conflict):  # somebody else was first
+            registry.commit({_REGISTRY: ABSENT}, {_REGISTRY: uuid.uuid4().hex.encode()})
+    return entry.value.decode()
 
 
 class Publisher:
@@ -90,15 +98,19 @@ class Publisher:
     def __init__(self, registry: Registry, topic: TopicLog, staging: Staging) -> None:
         self._registry, self._topic, self._staging = registry, topic, staging
         self._prefix = f"spark/{topic.id}/"
+        self._registry_id = ""
         self._strangers: set[str] = set()
         """Groups of other registries, of which was told."""
+        self._unfinished: dict[str, int] = {}
+        """Of other queries, the versions of the manifests that were not published at the last look."""
 
     def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
         """Make the batch part of the topic, once. Durable and visible when it returns.
 
         Raises BatchRefused, PartitionLost; OutcomeUnknown if the registry did not say whether it took it."""
-        feeds = [feed for feed in feeds if self._is_ours(feed)]
         ours = Manifest(batch, list(files), _ranges(feeds))
+        feeds = [feed for feed in feeds if self._is_ours(feed)]
+        self._finish_before(query, ours)
         while True:
             entry = self._registry.get(self._prefix + query)
             if entry is not None:
@@ -109,6 +121,10 @@ class Publisher:
                     return
                 if not last.is_published:
                     continue  # only what was looked at is written over: another driver may be further by now
+            if not files and not any(ours.ranges.values()):
+                # Nothing was read or made, and nothing is written down: if the batch is repeated, it may read more.
+                self._staging.clear(self._topic.id, query, batch)
+                return
             if not self._staging.secure(self._topic.id, query, batch, files):
                 if self._registry.get(self._prefix + query) != entry:
                     continue  # another driver of this query has published the batch, and cleared up
@@ -125,11 +141,28 @@ class Publisher:
         for entry in self._registry.scan(self._prefix):
             query = entry.key.rpartition("/")[2]
             known.add(query)
-            try:
-                self._finish(query, Manifest.load(entry), entry.version)
-            except BatchRefused as error:  # it can stop nobody but its own query, which will hear of it
-                _logger.error("%s", error)
+            self._finish_other(query, Manifest.load(entry), entry.version)
         self._staging.sweep(self._topic.id, known)
+
+    def _finish_before(self, query: str, ours: Manifest) -> None:
+        """Publish what others have left behind in the partitions that this batch reads on; else it would come late, or
+        never. What somebody is still publishing in other partitions is left to him until the next batch."""
+        before, self._unfinished = self._unfinished, {}
+        for entry in self._registry.scan(self._prefix):
+            other = entry.key.rpartition("/")[2]
+            manifest = Manifest.load(entry)
+            if other == query or manifest.is_published:
+                continue
+            if before.get(other) == entry.version or _has_common_partitions(manifest.ranges, ours.ranges):
+                self._finish_other(other, manifest, entry.version)
+            else:
+                self._unfinished[other] = entry.version
+
+    def _finish_other(self, query: str, manifest: Manifest, version: int) -> None:
+        try:
+            self._finish(query, manifest, version)
+        except (BatchRefused, InvalidRecord) as error:  # it can stop nobody but its own query, which will hear of it
+            _logger.error("%s", error)
 
     def forget(self, query: str) -> None:
         """A write that is no stream has no next batch. It is published: that its key stays must not make it fail."""
@@ -139,14 +172,15 @@ class Publisher:
             _logger.warning("the manifest of %s stays in the registry: %s", query, error)
 
     def _is_ours(self, feed: Feed) -> bool:
-        if feed.registry == fingerprint(self._registry):
+        self._registry_id = self._registry_id or fingerprint(self._registry)
+        if feed.registry == self._registry_id:
             return True
         if feed.group in self._strangers:
             return False
         self._strangers.add(feed.group)
         _logger.warning(
-            "the group %s is in another registry than the topic %s, or its address is written in another way: its "
-            "checkpoints follow after each batch instead of together with it",
+            "the group %s is in another registry than the topic %s: its checkpoints follow after each batch instead of "
+            "together with it",
             feed.group,
             self._topic.name,
         )
@@ -184,6 +218,8 @@ class Publisher:
         keys = Keys(feed.group)
         for number, span in feed.spans.items():
             key = keys.checkpoint(feed.topic, number)
+            if key in expect:  # two sources of this query have read it, one before and one after it was taken away
+                raise PartitionLost(feed.group, [number])
             entry = self._registry.get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
             if entry is None or offset != span.start:
@@ -249,10 +285,15 @@ class Publisher:
 
 
 def _ranges(feeds: Sequence[Feed]) -> Ranges:
-    return {
-        f"{feed.group}/{feed.topic}": {str(number): [span.start, span.end] for number, span in feed.spans.items()}
-        for feed in feeds
-    }
+    ranges: Ranges = {}
+    for feed in feeds:
+        of_topic = ranges.setdefault(f"{feed.group}/{feed.topic}", {})
+        of_topic.update({str(number): [span.start, span.end] for number, span in feed.spans.items()})
+    return ranges
+
+
+def _has_common_partitions(one: Ranges, other: Ranges) -> bool:
+    return any(parts.keys() & other.get(place, {}).keys() for place, parts in one.items())
 
 
 def _check_order(query: str, last: Manifest, ours: Manifest) -> None:

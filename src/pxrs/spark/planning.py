@@ -138,6 +138,8 @@ def split(ranges: Sequence[Range], count_min: int | None) -> list[Range]:
     if count_min is None or not ranges or len(ranges) >= count_min:
         return list(ranges)
     total = sum(each.end - each.start for each in ranges)
+    if not total:
+        return list(ranges)
     parts: list[Range] = []
     for each in ranges:
         rows = each.end - each.start

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from pxrs.errors import DataLost, GroupActive, InvalidOption, PartitionLost
+from pxrs.errors import CheckpointOutOfRange, DataLost, GroupActive, InvalidOption, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
 from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, GroupMember, Timings
-from pxrs.group.records import Checkpoint
+from pxrs.group.records import Checkpoint, partition_of
 from pxrs.hub import Hub
 from pxrs.log.contract import Source
 from pxrs.spark.options import EARLIEST, LATEST, Offsets, ReadOptions
@@ -52,6 +52,8 @@ class Query:
         self._targets: dict[int, int] | None = None
         self._in_hand: dict[int, tuple[Lane, Span]] = {}
         """What Spark was given last."""
+        self._answer: tuple[Spans, Spans, Spans, dict[int, int]] | None = None
+        """What `ranges` was asked last, and said."""
         self._turn = -1
         self._starts = start_offsets(self.source, options)
         timings = Timings(
@@ -98,9 +100,10 @@ class Query:
         for lane, _ in self._in_hand.values():
             lane.position = lane.done  # what Spark has not finished by now, it will never ask for again
         self._in_hand.clear()
-        self._settle()
+        self._answer = None
         lanes = self._placed(start)
         available = {number: self._available(lane) for number, lane in lanes.items()}
+        self._commit()  # the sink expects the checkpoint to stand where the batch begins, also behind what was lost
         available = {number: count for number, count in available.items() if count > 0}
         # The sink's one commit names two keys for each partition, and its own.
         chosen = first_of(available, self._turn, (self._registry.limits.commit_keys_max - 1) // 2)
@@ -120,7 +123,15 @@ class Query:
         return {**start, **planned}
 
     def ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
-        """What the batch between these reads, and the version of the owner's key of each of its partitions."""
+        """What the batch between these reads, and the version of the owner's key of each of its partitions.
+
+        Spark asks once for each place where the stream stands in its plan, as for a union with itself: all are told the
+        same, whatever is lost meanwhile. What the sink checks must be what every task has read."""
+        if self._answer is None or self._answer[:2] != (start, end):
+            self._answer = dict(start), dict(end), *self._ranges(start, end)
+        return self._answer[2:]
+
+    def _ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
         planned = spans = batch_between(start, end)
         if any(number not in self._in_hand or self._in_hand[number][1] != span for number, span in spans.items()):
             spans = self._replayed(start, spans)
@@ -174,12 +185,17 @@ class Query:
             self._member.check()
             with self._changed:
                 missing = self.source.partitions - len(self._lanes)
-                if self._member.is_settled if self._options.is_shared else not missing:
+                has_them = self._member.is_settled if self._options.is_shared else not missing
+                if has_them and self._is_leased:
                     return
                 left = until - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(min(left, 0.5))
+        if not self._is_leased:
+            raise RegistryUnavailable(
+                f"group {self._member.keys.group}: the lease has run out, and no other was had in {self._settle_s:g} s"
+            )
         if not self._options.is_shared:
             raise GroupActive(
                 f"group {self._member.keys.group}: {missing} partitions of {self.source.name} are still owned by "
@@ -187,15 +203,24 @@ class Query:
             )
 
     def _placed(self, finished: Mapping[int, Span]) -> dict[int, Lane]:
-        """The lanes that may be planned. New ones are set to where they go on, by Spark's word and the group's."""
-        for lane, checkpoint in self._take_fresh():
-            place = f"{self.source.name}/{lane.partition}"
-            lane.seek(resume_at(self._finished(lane, finished), checkpoint, self._options.is_shared, place))
-        self._commit()
-        if self._registry.clock.now() >= self._member.deadline:
-            return {}
-        with self._changed:
-            return {number: lane for number, lane in self._lanes.items() if not lane.is_halted}
+        """The lanes that may be planned. New ones are set to where they go on, by Spark's word and the group's.
+
+        Not without a lease: that there is nothing to read now would end a query with Trigger.AvailableNow."""
+        while True:
+            self._settle()
+            for lane, checkpoint in self._take_fresh():
+                place = f"{self.source.name}/{lane.partition}"
+                lane.seek(resume_at(self._finished(lane, finished), checkpoint, self._options.is_shared, place))
+            self._commit()
+            with self._changed:  # all may be new ones again, if the lease was lost meanwhile
+                is_placed, lanes = not self._fresh, dict(self._lanes)
+            if is_placed and self._is_leased and (self._options.is_shared or len(lanes) == self.source.partitions):
+                return {number: lane for number, lane in lanes.items() if not lane.is_halted}
+
+    @property
+    def _is_leased(self) -> bool:
+        """Whether anything may be handed out now (G8)."""
+        return self._registry.clock.now() < self._member.deadline
 
     def _finished(self, lane: Lane, spans: Mapping[int, Span]) -> Span | None:
         """Spark's word on how far this is, where it counts. In a shared group the group's checkpoint alone does: what a
@@ -213,6 +238,8 @@ class Query:
         """What may be read of a batch that was planned before a restart, or before the lease was lost."""
         self._in_hand.clear()
         self._settle()
+        if self._options.is_shared and self._may_be_published(spans):
+            spans = {}
         allowed: list[tuple[Lane, Span]] = []
         for lane, checkpoint in self._take_fresh():
             number = lane.partition
@@ -225,9 +252,23 @@ class Query:
         self._commit()  # the sink expects the checkpoint to stand where the batch begins
         return {lane.partition: span for lane, span in allowed if self._hand_out(lane, span)}
 
+    def _may_be_published(self, spans: Spans) -> bool:
+        """Whether the sink may have published the batch, with some of these ranges, before the restart. Then the others
+        are no part of it any more: they are read in the next one, from where the group is."""
+        for entry in self._registry.scan(f"{self._member.keys.checkpoints}{self.source.id}/"):
+            span = spans.get(partition_of(entry.key)[1])
+            if span is not None and Checkpoint.load(entry.key, entry.value).offset >= span.end:
+                return True
+        return False
+
     def _available(self, lane: Lane) -> int:
         number = lane.partition
         end = self.source.end(number)
+        if lane.position > end:
+            raise CheckpointOutOfRange(
+                f"group {self._member.keys.group} is at offset {lane.position} of {self.source.name}/{number}, which "
+                f"ends at {end}; is this the same log? Reset the group if it is"
+            )
         if self._targets is not None:
             end = min(end, self._targets[number])
         if end <= lane.position:

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,7 @@ from pyspark.sql.types import (
 
 import pxrs
 from pxrs.clock import boot_id
-from pxrs.errors import DataLost, OffsetTrimmed, UnknownTopic, WrongMachine
+from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, OffsetTrimmed, UnknownTopic, WrongMachine
 from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.hub import Hub
 from pxrs.log.batch import SCHEMA, Batch
@@ -217,7 +216,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
             spans,
             fences,
             self._options.is_shared,
-            time.time(),
         )
 
 
@@ -271,6 +269,8 @@ def _batches(topic: TopicLog, part: Range, fails_on_loss: bool) -> Iterator[Batc
         except OffsetTrimmed as error:
             offset = _checked_start(topic, number, offset, fails_on_loss, min(error.first_offset, end))
             continue
+        if not batches:
+            raise OffsetOutOfRange(f"{topic.name}/{number}", end, offset)
         for batch in batches:
             batch = batch.within(offset, end)
             if batch.records.num_rows:
@@ -283,16 +283,17 @@ def _batches(topic: TopicLog, part: Range, fails_on_loss: bool) -> Iterator[Batc
 def _gathered(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Small batches together: each that Spark is given has a fixed cost."""
     waiting: list[Batch] = []
-    rows = 0
+    rows = size = 0
     for batch in batches:
-        if waiting and (rows + batch.records.num_rows > BATCH_ROWS or waiting[-1].next_offset != batch.base_offset):
+        rows, size = rows + batch.records.num_rows, size + batch.records.nbytes
+        is_full = rows > BATCH_ROWS or size > _READ_BYTES
+        if waiting and (is_full or waiting[-1].next_offset != batch.base_offset):
             yield _together(waiting)
-            waiting, rows = [], 0
+            waiting, rows, size = [], batch.records.num_rows, batch.records.nbytes
         waiting.append(batch)
-        rows += batch.records.num_rows
         if rows >= _SMALL_ROWS and len(waiting) == 1:
             yield waiting.pop()
-            rows = 0
+            rows = size = 0
     if waiting:
         yield _together(waiting)
 
@@ -314,7 +315,12 @@ def _announce(where: Where, feed: Feed) -> None:
     query = context.getLocalProperty("sql.streaming.queryId") if context else None
     batch = context.getLocalProperty("streaming.sql.batchId") if context else None
     if query is not None and batch is not None:
-        Staging(where.url).announce(query, int(batch), feed)
+        Staging(where.url).announce(query, int(batch), run_of(context), feed)
+
+
+def run_of(context: TaskContext) -> str:
+    """Which start of its streaming query a task is of: Spark makes an id for each, and names its jobs by it."""
+    return context.getLocalProperty("spark.jobGroup.id") or ""
 
 
 def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed: Feed | None = None) -> list[Slice]:
@@ -347,7 +353,14 @@ def _committed(hub: Hub, topic: TopicLog, options: ReadOptions) -> dict[int, int
         partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value).offset
         for entry in hub.registry.scan(f"{keys.checkpoints}{topic.id}/")
     }
-    return {number: found.get(number, topic.start(number)) for number in range(topic.partitions)}
+    starts = {number: found.get(number, topic.start(number)) for number in range(topic.partitions)}
+    for number, start in starts.items():
+        if start > (end := topic.end(number)):
+            raise CheckpointOutOfRange(
+                f"group {keys.group} is at offset {start} of {topic.name}/{number}, which ends at {end}; is this the "
+                "same log? Reset the group if it is"
+            )
+    return starts
 
 
 def _stop_on_sigterm() -> None:

@@ -181,6 +181,9 @@ class Run:
         each.error = None if error is None else short_reason(str(error))
 
     def _stop(self, each: QueryRun) -> None:
+        if each.query.exception() is not None:  # it has failed by itself since it was looked at
+            self._end(each)
+            return
         each.query.stop()  # waits until it has; what its interrupted tasks say of it is no error
         self._count(each)
         each.state = "ended"

@@ -1,11 +1,13 @@
 """Files that the tasks and the driver of a query share, beside the log of a hub in a directory (K5). No Spark in here.
 
     staging/
-      feeds/<query>/<batch>-<group>-<incarnation>.json    what a batch reads, and the fences under which it does
-      <topic id>/<query>/<batch>/<task>-<random>.arrow     rows that a task has made ready for the topic
+      feeds/<query>/<batch>-<run>-<incarnation>.json      what a batch reads, and the fences under which it does
+      <topic id>/<query>/<batch>/<task>-<random>.arrow    rows that a task has made ready for the topic
 
 A feed is how the sink of a query learns what its source has read: both run in processes of their own, and only their
-tasks know the query's id. It is written by the tasks that read, before the rows reach the sink.
+tasks know the query's id. It is written by the tasks that read, before the rows reach the sink. Each start of the query
+is a run with an id of its own: a sink takes the feeds of its own run alone, because what an earlier one has announced
+of the same batch may be fenced off since, or be torn by a power loss.
 
 A staged file is written once under a name of its own, and synced, with its folder, before the task is over: a manifest
 that names it must find it after a power loss. Its batches are in the order in which they are to be appended, each with
@@ -29,7 +31,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pxrs import disk
-from pxrs.log.batch import SCHEMA
+from pxrs.log.batch import SCHEMA, encode
 from pxrs.model import Topic
 from pxrs.partitioner import hash_named, read_table, slices, split_table
 from pxrs.producer import MESSAGE_BYTES_MAX
@@ -55,8 +57,6 @@ class Feed:
     fences: dict[int, int]
     """The version of the owner's key of each partition."""
     is_shared: bool
-    planned_at: float
-    """Wall-clock seconds: of two tries of one batch, the later one counts. A clock that went back makes a refusal."""
 
     def dump(self) -> str:
         parts = {number: [*span, self.fences[number]] for number, span in self.spans.items()}
@@ -79,14 +79,14 @@ class Staging:
 
     # Feeds.
 
-    def announce(self, query: str, batch: int, feed: Feed) -> None:
+    def announce(self, query: str, batch: int, run: str, feed: Feed) -> None:
         """Say what this batch reads. Every task of it does, with the same words; earlier batches are over."""
         folder = self._root / "feeds" / query
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{batch}-{feed.group}-{feed.incarnation}.json"
+        path = folder / f"{batch}-{run}-{feed.incarnation}.json"
         if path.exists():
             return
-        # No sync: after a power loss the batch is read again, and announced again.
+        # No sync: after a power loss the batch is read again by another run, and announced again.
         beside = path.with_suffix(f".{uuid.uuid4().hex}")
         beside.write_text(feed.dump())
         beside.rename(path)
@@ -100,24 +100,23 @@ class Staging:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(folder / other)
 
-    def feeds(self, query: str, batch: int) -> list[Feed]:
-        """What this batch reads of each group, as planned last."""
-        found: dict[tuple[str, str], Feed] = {}
-        feeds = [Feed.load(path.read_text()) for path in (self._root / "feeds" / query).glob(f"{batch}-*.json")]
-        for feed in sorted(feeds, key=lambda feed: feed.planned_at):
-            found[feed.group, feed.topic] = feed
-        return list(found.values())
+    def feeds(self, query: str, batch: int, run: str) -> list[Feed]:
+        """What this batch reads, in this run, of each source."""
+        found = (self._root / "feeds" / query).glob(f"{batch}-{run}-*.json")
+        return [Feed.load(path.read_text()) for path in sorted(found)]
 
     # Staged rows.
 
     def stage(self, topic: Topic, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]) -> Staged:
-        """Write a task's rows for the topic, durable when it returns. Raises InvalidRecord."""
+        """Write a task's rows for the topic, durable when it returns. Raises InvalidRecord if the log would."""
         folder = self._root / topic.id / query / str(batch)
         disk.make_folders(folder)
         name = f"{task:05d}-{uuid.uuid4().hex}.arrow"
         rows = 0
         with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
             for partition, records in _chunks(topic, task, tables):
+                if records.nbytes > 2 * CHUNK_BYTES_MAX:
+                    encode(records, topic.codec)  # one that the log refuses must not get into a manifest
                 writer.write_batch(records, custom_metadata={_PARTITION: str(partition)})
                 rows += records.num_rows
         if not rows:
@@ -192,6 +191,10 @@ def _chunks(topic: Topic, task: int, tables: Iterable[pa.RecordBatch]) -> Iterat
         keyless = (task + number) % topic.partitions
         for piece in slices(rows, CHUNK_ROWS_MAX, CHUNK_BYTES_MAX):
             for partition, records in split_table(piece, hash_of, topic.partitions, keyless):
+                before = sum(part.nbytes for part in waiting.get(partition, ()))
+                if before and before + records.nbytes > CHUNK_BYTES_MAX:
+                    size -= before
+                    yield partition, _joined(waiting.pop(partition))
                 waiting.setdefault(partition, []).append(records)
                 size += records.nbytes
                 parts = waiting[partition]

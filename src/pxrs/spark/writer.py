@@ -22,7 +22,7 @@ from pxrs.hub import Hub
 from pxrs.model import Topic
 from pxrs.spark.manifest import Publisher
 from pxrs.spark.options import Where
-from pxrs.spark.reader import check_machine, open_hub
+from pxrs.spark.reader import check_machine, open_hub, run_of
 from pxrs.spark.staging import Feed, Staged, Staging
 
 _COLUMNS = ("key", "value", "timestamp", "headers", "partition")
@@ -34,6 +34,8 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
 
     query: str
     staged: Staged
+    run: str
+    """Which start of the query it is of."""
 
 
 class _Writer:
@@ -45,9 +47,9 @@ class _Writer:
 
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
         check_machine(self.machine)
-        task = TaskContext.get().partitionId()
-        staged = Staging(self.where.url).stage(self.topic, query, batch, task, rows)
-        return StagedMessage(query, staged)
+        context = TaskContext.get()
+        staged = Staging(self.where.url).stage(self.topic, query, batch, context.partitionId(), rows)
+        return StagedMessage(query, staged, run_of(context))
 
     def check_topic(self, hub: Hub) -> None:
         if hub.topic(self.where.topic).id != self.topic.id:
@@ -91,11 +93,11 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):  # type: ignore[misc]
         return self.stage(query, int(context.getLocalProperty("streaming.sql.batchId")), iterator)
 
     def commit(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
-        queries = {message.query for message in messages if message is not None}
+        queries = {(message.query, message.run) for message in messages if message is not None}
         if len(queries) != 1:
             raise BatchRefused(f"batch {batchId} is of {len(queries)} queries")
-        (query,) = queries
-        feeds = Staging(self.where.url).feeds(query, batchId)
+        ((query, run),) = queries
+        feeds = Staging(self.where.url).feeds(query, batchId, run)
         self._refuse_shared_state(feeds)
         _publisher(self.where, self.topic.id).publish(query, batchId, _files(messages), feeds)
 
