@@ -24,6 +24,8 @@ _LOCAL: Final = {
     # On one machine nobody else has to reach it, and a host name that resolves to nothing does no harm.
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
+    # Between the JVM and Python's workers, a sixth less work than through the loopback.
+    "spark.python.unix.domain.socket.enabled": "true",
 }
 
 
