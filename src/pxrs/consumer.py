@@ -33,7 +33,7 @@ from pxrs.errors import (
     OffsetOutOfRange,
     OffsetTrimmed,
     PartitionLost,
-    PxrsError,
+    PartitionsPaused,
     UsedAfterFork,
 )
 from pxrs.group.lane import Lane
@@ -110,7 +110,9 @@ class Consumer:
         on_error:         what `run` does when a handler raises: "pause" its partition, "retry" it up to `retries_max`
                           times with pauses that double from `retry_pause` and then pause, send it to the topic
                           `dead_letters`, or "raise".
-        on_assigned, on_revoked, on_lost: called with partitions, on another thread; they should be quick.
+        on_assigned, on_revoked, on_lost: called with partitions, on another thread; they should be quick. What comes is
+                          told before its first message; what goes, before it is released, also by `close`; what was
+                          taken, or given up with something in hand, when that is known.
         topic_names:      gives the names of topics by their ids, to be shown; a hub knows those of its own.
         """
         _choose("ack", ack, ("auto", "manual"))
@@ -136,6 +138,14 @@ class Consumer:
         self._version = 0
         """Rises whenever a waiter should look again."""
         self._turn = 0
+        self._loops = 0
+        """How many iterations go on: that have begun, and were not left."""
+        self._polled: Lane | None = None
+        """What the last `poll` was given from."""
+        self._arriving: Sequence[Lane] = ()
+        """To be told of first."""
+        self._calling: int | None = None
+        """The thread that is in a callback."""
         self._lost: set[int] = set()
         """Partitions that were taken away with something undone, until `commit` has told of them."""
         self._stopping = threading.Event()
@@ -164,69 +174,79 @@ class Consumer:
     def __iter__(self) -> Iterator[Message]:
         """Messages as they come, in order within each partition. Ends only with `until="end"`."""
         clock, topic, is_manual = self._clock.now, self.topic, self._is_manual
-        if not is_manual:
-            self._rewind()
-        while (found := self._next()) is not None:
-            lane, batch = found
-            lease = self._member.lease
-            if lease is None:
-                continue
-            position = lane.position
-            for message in messages_of(batch, topic, lane.partition, lane.epoch):
-                if lane.position != position:
-                    break  # somebody has called `seek`
-                lane.handed_at = now = clock()
-                if is_manual:
-                    lane.expect((message[2],))
-                # In hand first, then the look: who stops the lane does it the other way round, so one sees the other.
-                lane.position = position = message[2] + 1
-                if lane.is_halted or now >= lease.deadline:
-                    lane.position = lane.handed
-                    lane.retract(lane.handed)
-                    break
-                lane.handed = position
-                yield message
-                if not is_manual and lane.position == position:
-                    lane.done = position
-            else:
-                self._pass_gap(lane, position, batch)
-            self._after(lane)
+        self._rewind()
+        self._loops += 1
+        try:
+            while (found := self._next()) is not None:
+                lane, batch = found
+                lease = self._member.lease
+                if lease is None:
+                    continue
+                position, seeks = batch.base_offset, lane.seeks
+                for message in messages_of(batch, topic, lane.partition, lane.epoch):
+                    if lane.position != position:
+                        break  # somebody has called `seek`
+                    lane.handed_at = now = clock()
+                    if is_manual:
+                        lane.expect((message[2],))
+                    # In hand first, then the look. Who stops the lane does it the other way round: one sees the other.
+                    lane.position = position = message[2] + 1
+                    if lane.is_halted or now >= lease.deadline or lane.seeks != seeks:
+                        lane.position = lane.handed
+                        self._retract(lane, min(lane.handed, message[2]))
+                        break
+                    lane.handed = position
+                    yield message
+                    if not is_manual and lane.position == position:
+                        lane.done = position
+                else:
+                    self._pass_gap(lane, position, batch)
+                self._after(lane)
+        finally:
+            self._loops -= 1
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
         """Up to so many messages of one partition; none if the time is up. They are done when the next call comes."""
         if max_messages < 1:
             raise InvalidGroup(f"max_messages is {max_messages}: give at least 1")
         self._check_usable()
-        self._finish_all()
-        found = self._next(_seconds(timeout))
-        if found is None:
-            return []
-        lane, batch = found
-        messages: list[Message] = []
-        for message in messages_of(batch, self.topic, lane.partition, lane.epoch):
-            if len(messages) >= max_messages:
-                break
-            messages.append(message)
-        end = batch.next_offset if len(messages) == batch.records.num_rows else messages[-1].offset + 1
-        if not self._hand_out(lane, batch.base_offset, end, batch):
-            return []
-        if end < batch.next_offset:
-            with self._lock:
-                if self._lanes.get(lane.partition) is lane:
-                    self._ready.setdefault(lane, deque()).appendleft(batch)
-        return messages
+        self._finish_polled()
+        until = None if timeout is None else time.monotonic() + (_seconds(timeout) or 0.0)
+        while (found := self._next(None if until is None else until - time.monotonic())) is not None:
+            lane, batch = found
+            messages: list[Message] = []
+            for message in messages_of(batch, self.topic, lane.partition, lane.epoch):
+                if len(messages) >= max_messages:
+                    break
+                messages.append(message)
+            end = batch.next_offset if len(messages) == batch.records.num_rows else messages[-1].offset + 1
+            if not self._hand_out(lane, batch.base_offset, end, batch):
+                self._after(lane)
+                continue
+            if end < batch.next_offset:
+                with self._lock:
+                    if self._lanes.get(lane.partition) is lane:
+                        self._ready.setdefault(lane, deque()).appendleft(batch)
+            self._polled = lane  # last: what an interrupt keeps from the user comes again
+            return messages
+        return []
 
     def batches(self) -> Iterator[ConsumedBatch]:
         """The same as Arrow record batches, each done when the next is asked for."""
-        while (found := self._next()) is not None:
-            lane, batch = found
-            if self._hand_out(lane, batch.base_offset, batch.next_offset, batch):
-                yield ConsumedBatch(
-                    self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch, batch.offsets
-                )
-                if not self._is_manual:
-                    lane.done = lane.handed
-            self._after(lane)
+        self._rewind()
+        self._loops += 1
+        try:
+            while (found := self._next()) is not None:
+                lane, batch = found
+                if self._hand_out(lane, batch.base_offset, batch.next_offset, batch):
+                    yield ConsumedBatch(
+                        self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch, batch.offsets
+                    )
+                    if not self._is_manual:
+                        lane.done = lane.handed
+                self._after(lane)
+        finally:
+            self._loops -= 1
 
     def transactions(self, engine: Engine, max_messages: int = 500) -> Iterator[tuple[list[Message], Connection]]:
         """Messages, each time with a connection whose transaction also writes their checkpoint (X20).
@@ -241,10 +261,12 @@ class Consumer:
     def run(self, handler: Handler, threads: int = 1) -> None:
         """Call the handler with every message: partitions in parallel on so many threads, each in order.
 
-        Returns when `stop` is called, or at the end with `until="end"`. Raises HandlerFailed if `on_error` says so."""
+        Returns when `stop` is called, or at the end with `until="end"`. Raises HandlerFailed if `on_error` says so, and
+        PartitionsPaused if the end is reached but where a message that could not be handled holds its partition up."""
         self._check_usable()
         if self._is_manual:
             raise InvalidGroup("run counts a message as done when its handler returns: ack='manual' is not for it")
+        self._rewind()
         self._is_running = True
         try:
             Runner(self, handler, threads, self._policy, self._stopping).run()
@@ -256,6 +278,7 @@ class Consumer:
         """Let `run` return when what is in hand is done; one that begins later returns at once.
 
         From any thread. A signal handler should leave it to one: it may have interrupted the code that this needs."""
+        self._check_process()
         self._stopping.set()
         self._change()
 
@@ -276,17 +299,22 @@ class Consumer:
     def commit(self) -> None:
         """Write down what is done, now; all that was handed out counts as done unless `ack` is "manual".
 
-        Raises PartitionLost if some of it is owned by others now, when the rest is written."""
-        self._check_usable()
-        self._finish_all()
+        So it is for the thread that reads, when it is through with what it has. In a callback, which is another's, and
+        in a handler of `run`, what is in hand stays undone. Raises PartitionLost if some of it is owned by others now,
+        when the rest is written."""
+        is_callback = self._calling == threading.get_ident()
+        if not is_callback:
+            self._check_usable()
+            self._finish_all()
         lost: set[int] = set()
         try:
             self._member.commit()
         except PartitionLost as error:
             lost.update(error.partitions)
         with self._lock:  # also what was lost before: the member's thread may have been the first to learn of it
-            lost |= self._lost
-            self._lost.clear()
+            if not is_callback:  # that is for the one who reads
+                lost |= self._lost
+                self._lost.clear()
         if lost:
             raise PartitionLost(self.group, sorted(lost))
 
@@ -300,6 +328,15 @@ class Consumer:
     @property
     def name(self) -> str:
         return self._member.name
+
+    @property
+    def timings(self) -> Timings:
+        return self._member.timings
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its partitions were given up, because a handler makes no progress; it comes back when that does."""
+        return self._member.is_away
 
     def pause(self, *partitions: int) -> None:
         """Hand out nothing of these, or of all, until `resume`. They stay owned."""
@@ -356,7 +393,9 @@ class Consumer:
         version = self._version
         if self._member.is_away and not any(lane.is_lost for lane in busy):
             self._member.come_back()
-        lanes = [lane for lane in self._readable() if lane not in busy] if count > 0 else []
+        # By number: one that was lost and came back waits for the handler that still has a message of it.
+        numbers = {lane.partition for lane in busy}
+        lanes = [lane for lane in self._readable() if lane.partition not in numbers] if count > 0 else []
         found: list[tuple[Lane, Batch]] = []
         for lane in lanes:
             batch = self._take(lane) if len(found) < count else None
@@ -375,7 +414,7 @@ class Consumer:
         if self._clock.now() >= self._member.deadline:
             return []
         with self._lock:
-            lanes = [lane for lane in self._lanes.values() if not lane.is_stopping and not lane.is_paused]
+            lanes = [lane for lane in self._lanes.values() if not lane.is_halted and lane not in self._arriving]
             self._turn += 1
         at = self._turn % len(lanes) if lanes else 0
         return lanes[at:] + lanes[:at]
@@ -390,7 +429,8 @@ class Consumer:
                 return None
             batch = batches[0]
             with self._lock:
-                self._ready[lane] = deque(batches[1:])
+                if self._lanes.get(lane.partition) is lane:
+                    self._ready[lane] = deque(batches[1:])
         position = lane.position
         if not batch.base_offset <= position < batch.next_offset:
             with self._lock:
@@ -406,10 +446,11 @@ class Consumer:
         """Nothing more lies before the batch's end: what is done up to here is done up to there."""
         if batch.offsets is None or lane.position != position or lane.is_stopping or batch.next_offset <= position:
             return
-        if lane.is_drained:
-            lane.position = lane.handed = lane.done = batch.next_offset
-        else:
-            lane.position = lane.handed = batch.next_offset
+        with self._lock:  # an `ack` that comes now is for what was before the gap, or for what is behind it
+            if lane.is_drained:
+                lane.position = lane.handed = lane.done = batch.next_offset
+            else:
+                lane.position = lane.handed = batch.next_offset
         self._version += 1  # there may be more behind it: look again before any wait
 
     def _read(self, lane: Lane) -> list[Batch]:
@@ -435,23 +476,38 @@ class Consumer:
 
     def _hand_out(self, lane: Lane, offset: int, end: int, batch: Batch | None = None) -> bool:
         """Take them in hand, unless the lane is not to be handed out; the order of steps is that of `__iter__`."""
+        seeks = lane.seeks
         if lane.position != offset:
             return False
         if self._is_manual and batch is not None:
             lane.expect(number for number in _offsets(batch) if number < end)
         lane.handed_at = now = self._clock.now()
         lane.position = end
-        if lane.is_halted or now >= self._member.deadline:
-            lane.position = offset
-            lane.retract(offset)
+        if lane.is_halted or now >= self._member.deadline or lane.seeks != seeks:
+            lane.position = lane.handed
+            self._retract(lane, min(lane.handed, offset))
             return False
         lane.handed = end
         return True
+
+    def _retract(self, lane: Lane, offset: int) -> None:
+        with self._lock:  # others may acknowledge what came before
+            lane.retract(offset)
 
     def _after(self, lane: Lane) -> None:
         """What was in hand is done, or was not handed out: a lane that is to go can go."""
         if lane.is_stopping and lane.is_drained:
             self._member.wake()
+
+    def _finish_polled(self) -> None:
+        """What the last `poll` gave is done, and what a loop has in hand that goes on; what one left with is not."""
+        if self._loops:
+            self._finish_all()
+            return
+        if self._polled is not None and not self._is_manual:
+            self._polled.done = self._polled.handed
+            self._after(self._polled)
+        self._rewind()
 
     def _finish_all(self) -> None:
         if self._is_manual or self._is_running:
@@ -464,18 +520,24 @@ class Consumer:
 
     def _rewind(self) -> None:
         """A loop that was left has left its message undone: it comes again, unless `commit` was called."""
+        self._polled = None
+        if self._is_manual or self._is_running:
+            return
         with self._lock:
-            for lane in self._lanes.values():
-                if not lane.is_drained and not lane.is_stopping:
-                    self._ready.pop(lane, None)
-                    lane.seek(lane.done)
+            left = [lane for lane in self._lanes.values() if not lane.is_drained]
+            for lane in left:
+                self._ready.pop(lane, None)
+                lane.seek(lane.done)
+        for lane in left:
+            self._after(lane)
 
     def _is_at_end(self) -> bool:
         if self._ends is None:
             return False
         with self._lock:
             mine = dict(self._lanes)
-        if any(lane.position < self._ends[partition] for partition, lane in mine.items() if not lane.is_lost):
+        short = [lane for partition, lane in mine.items() if not lane.is_lost and lane.position < self._ends[partition]]
+        if not all(lane.is_failed for lane in short):
             return False
         protocol = self._member._protocol
         snapshot = protocol.snapshot if protocol is not None else None
@@ -485,7 +547,11 @@ class Consumer:
         if snapshot.assignment is None:
             return False
         targets = (snapshot.assignment[0].target(self._source.id, number) for number in others)
-        return all(target in snapshot.members and target != self._member.incarnation for target in targets)
+        if not all(target in snapshot.members and target != self._member.incarnation for target in targets):
+            return False
+        if short:  # nothing here will move them on
+            raise PartitionsPaused(self.group, sorted(lane.partition for lane in short))
+        return True
 
     def _set_paused(self, partitions: Iterable[int], is_paused: bool) -> None:
         self._check_process()
@@ -514,8 +580,12 @@ class Consumer:
         with self._lock:
             for lane in lanes:
                 self._lanes[lane.partition] = lane
-        self._change()
-        self._call("assigned", [lane.partition for lane in lanes])
+            self._arriving = lanes
+        try:
+            self._call("assigned", [lane.partition for lane in lanes])
+        finally:
+            self._arriving = ()
+            self._change()
 
     def lane_revoked(self, lane: Lane) -> None:
         with self._lock:
@@ -531,10 +601,11 @@ class Consumer:
         self._call("assigned", [lane.partition])
 
     def lane_released(self, lane: Lane) -> None:
-        if not lane.is_drained:
+        self._forget(lane)
+        if lane.has_undone and not self._is_closed:  # given up in the middle of it
             with self._lock:
                 self._lost.add(lane.partition)
-        self._forget(lane)
+            self._call("lost", [lane.partition])
 
     def lane_lost(self, lane: Lane) -> None:
         self._forget(lane)
@@ -555,14 +626,23 @@ class Consumer:
 
     def _call(self, what: str, partitions: list[int]) -> None:
         callback = self._callbacks[what]
-        if callback is not None and partitions:
+        if callback is None or not partitions:
+            return
+        before, self._calling = self._calling, threading.get_ident()
+        try:
             callback(partitions)
+        except Exception as error:  # noqa: BLE001 - raised where the user reads
+            self._member.fail_later(error)
+        finally:
+            self._calling = before
 
     # The end.
 
     def close(self) -> None:
-        """Write down what is done, release the partitions, leave the group. A message in hand is not done."""
-        if os.getpid() != self._pid or self._is_closed:
+        """Write down what is done, release the partitions, leave the group. A message in hand is not done.
+
+        May be called again, from any thread: each call returns when it is over. In a callback it is only begun."""
+        if os.getpid() != self._pid:
             return
         self._is_closed = True
         self._stopping.set()
@@ -570,7 +650,10 @@ class Consumer:
             for lane in self._lanes.values():
                 lane.is_stopping = True
         try:
-            self._member.close()
+            if self._calling == threading.get_ident():
+                self._member.close_later()
+            else:
+                self._member.close()
         finally:
             self._change()
 
@@ -591,7 +674,7 @@ class Consumer:
     ) -> None:
         try:
             self.close()
-        except PxrsError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"pxrs: leaving the group {self.group} failed too: {failure}")

@@ -251,6 +251,22 @@ class CheckpointOutOfRange(GroupError):
     """A checkpoint lies beyond the log's end, or before its start and the group does not skip. Reset the group."""
 
 
+class PartitionsPaused(GroupError):
+    """All is read up to the end, but for partitions that a message holds up. Decide with `pxrs group retry` or `skip`,
+    then read on."""
+
+    def __init__(self, group: str, partitions: Sequence[int]) -> None:
+        self.group, self.partitions = group, tuple(partitions)
+        names = ", ".join(map(str, self.partitions))
+        super().__init__(
+            f"group {group}: a message that could not be handled holds up partition {names}, short of the end; see "
+            f"`pxrs group describe {group}`, then `pxrs group retry` or `skip`"
+        )
+
+    def __reduce__(self) -> tuple[type[PartitionsPaused], tuple[str, tuple[int, ...]]]:
+        return type(self), (self.group, self.partitions)
+
+
 class HandlerFailed(GroupError):
     """A handler raised, and the group's `on_error` is "raise". Its exception is the cause."""
 

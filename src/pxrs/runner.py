@@ -11,7 +11,9 @@ what becomes of the message.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,8 +30,13 @@ from pxrs.producer import Producer
 if TYPE_CHECKING:
     from pxrs.consumer import Consumer
 
+_logger = logging.getLogger(__name__)
+
 ON_ERROR: Final = ("pause", "retry", "dead-letter", "raise")
 DEAD_LETTER_TIMEOUT_S: Final = 60.0
+REASON_CHARACTERS_MAX: Final = 2_000
+LOOK_S: Final = 0.05
+"""How often one that waits to try again looks whether the partition is to go."""
 Handler = Callable[[Message], object]
 
 
@@ -101,7 +108,8 @@ class Runner:
                     break
                 position = message.offset + 1
                 if not self._handle(lane, message):
-                    lane.position = lane.handed = lane.done
+                    if not lane.is_drained:
+                        lane.position = lane.handed = lane.done
                     break
                 lane.done = lane.position
             else:
@@ -124,25 +132,40 @@ class Runner:
                 self._handler(message)
                 return True
             except Exception as error:  # noqa: BLE001 - the policy decides
-                if left and lane.is_stopping:
+                if not left:
+                    return self._decide(lane, message, error)
+                if not self._may_try_again(lane, pause_s):
                     return False  # the next owner tries it
-                if left:
-                    lane.handed_at = self._consumer._clock.now()  # it is being worked on
-                    if self.stopped.wait(pause_s):
-                        return False
-                    pause_s = min(2 * pause_s, 30.0)
-                    continue
-                return self._decide(lane, message, error)
+                pause_s = min(2 * pause_s, 30.0)
         return False
 
+    def _may_try_again(self, lane: Lane, pause_s: float) -> bool:
+        """Wait so long. False if the partition is to go, or may be another's: to try again is to hand it out (G8)."""
+        until = time.monotonic() + pause_s
+        while True:
+            lane.handed_at = self._consumer._clock.now()  # it is being worked on
+            if lane.is_stopping or not self._is_here(lane):
+                return False
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return True
+            if self.stopped.wait(min(left_s, LOOK_S)):
+                return False
+
+    def _is_here(self, lane: Lane) -> bool:
+        return not lane.is_lost and self._consumer._clock.now() < self._consumer._member.deadline
+
     def _decide(self, lane: Lane, message: Message, error: Exception) -> bool:
-        reason = "".join(traceback.format_exception_only(error)).strip()
+        reason = "".join(traceback.format_exception_only(error)).strip()[:REASON_CHARACTERS_MAX]
         where = f"{message.topic}/{message.partition} offset {message.offset}"
         match self._policy.on_error:
             case "raise":
                 raise HandlerFailed(f"{where}: {reason}") from error
             case "dead-letter":
                 assert self._policy.dead_letters is not None
+                if not self._is_here(lane):  # it is the next owner's to handle, or to send away
+                    _logger.warning("group %s has lost %s: %s", self._consumer.group, where, reason)
+                    return False
                 headers = [*(message.headers or []), ("pxrs-reason", reason.encode()), ("pxrs-origin", where.encode())]
                 producer = self._policy.dead_letters()
                 receipt = producer.send(message.value, message.key, headers, message.timestamp)

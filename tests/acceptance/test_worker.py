@@ -17,14 +17,15 @@ import psutil
 import pytest
 
 import pxrs
-from pxrs.cli.worker_process import load_handler
+from pxrs.cli import worker
+from pxrs.cli.worker_process import Settings, load_handler
 from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupHandle
 
 PARTITIONS = 8
 PATIENCE_S = 60.0
 SHOP = """
-import os, time
+import os, sys, time
 
 def note(message):
     line = b"%d %d %d\\n" % (os.getpid(), message.partition, message.offset)
@@ -42,6 +43,10 @@ def hang(message):
 def die(message):
     note(message)
     os._exit(3)
+
+def leave(message):
+    note(message)
+    sys.exit(0)
 
 def reject(message):
     raise ValueError("not this one" if message.value == b"7" else "nor this one")
@@ -353,3 +358,55 @@ def test_a_handler_that_raises_restarts_its_worker_if_so_asked(shop: Shop) -> No
     wait_until(lambda: len(supervisor.events("died")) >= 2, supervisor.events)
     assert "HandlerFailed: t/" in supervisor.events("failed")[0]["text"]
     assert supervisor.end() == 0, supervisor.events()
+
+
+def test_a_signal_of_the_handlers_own_does_not_stop_its_worker(shop: Shop) -> None:
+    (shop.folder / "own.py").write_text(
+        "import signal, os\nfrom shop import note\nsignal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "def handle(message):\n    os.kill(os.getpid(), signal.SIGUSR1)\n    note(message)\n"
+    )
+    supervisor = shop.worker("own:handle")
+    shop.send(80)
+    wait_until(lambda: len(shop.handled()) == 80, supervisor.events)
+    time.sleep(1.0)  # no condition to wait on: nothing must happen
+    shop.send(80)
+    wait_until(lambda: len(shop.handled()) == 160, supervisor.events)
+    assert supervisor.events("ended") == []
+    assert supervisor.end() == 0, supervisor.events()
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    supervisor = worker.Supervisor(Settings("shop:handle", "t", "g", "data", None, 1, 1.0, {}), 2)
+    assert supervisor._start_due()
+    assert supervisor._running() == []
+    assert all(slot.restart_at and slot.pause_s == 2 * worker.RESTART_S[0] for slot in supervisor._slots)
+
+
+def test_a_handler_that_exits_has_not_ended_the_work(shop: Shop) -> None:
+    shop.send(1)
+    supervisor = shop.worker("shop:leave")
+    wait_until(lambda: len(supervisor.events("died")) >= 2, supervisor.events)
+    assert "SystemExit" in supervisor.events("failed")[0]["text"]
+    assert supervisor.end() == 0, supervisor.events()
+
+
+def test_x13_a_worker_that_hangs_on_is_started_again(shop: Shop) -> None:
+    shop.send(1)
+    supervisor = shop.worker("shop:hang", "--progress-timeout", "0.5", "--grace", "0.5")
+    wait_until(lambda: len(supervisor.pids()) >= 2, supervisor.events)
+    (hung, *_) = supervisor.events("hung")
+    assert hung["pid"] == supervisor.pids()[0] == supervisor.events("died")[0]["pid"]
+    supervisor.end()
+
+
+def test_x14_workers_end_at_the_end_and_tell_what_is_paused(shop: Shop) -> None:
+    shop.send(8)
+    supervisor = shop.worker("shop:reject", "--until-end")
+    assert supervisor.process.wait(PATIENCE_S) == 1, supervisor.events()
+    assert len(supervisor.pids()) == 1
+    (told,) = supervisor.events("paused")
+    assert told["partitions"] == list(range(PARTITIONS))

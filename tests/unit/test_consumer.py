@@ -24,7 +24,10 @@ from pxrs.errors import (
     HandlerFailed,
     InvalidGroup,
     OffsetOutOfRange,
+    OutcomeUnknown,
     PartitionLost,
+    PartitionsPaused,
+    RegistryUnavailable,
     UnknownTopic,
     UsedAfterFork,
 )
@@ -141,6 +144,17 @@ def wake(hub: Hub, group: str = "g") -> None:
     assignment = hub.registry.get(Keys(group).assignment)
     assert assignment is not None
     hub.registry.commit(put={assignment.key: assignment.value})
+
+
+def on_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch, act: Callable[[dict[str, Any], list[str]], None]) -> None:
+    """Before each commit, call `act` with what it puts and what it deletes."""
+    commit = hub.registry.commit
+
+    def acting(expect: Any = (), put: Any = (), *rest: Any, delete: Any = (), **named: Any) -> dict[str, int]:
+        act(dict(put), list(delete))
+        return commit(dict(expect), dict(put), *rest, delete=delete, **named)
+
+    monkeypatch.setattr(hub.registry, "commit", acting)
 
 
 def offsets(messages: list[Message]) -> list[int]:
@@ -306,6 +320,67 @@ def test_batches_end_exactly_where_the_topic_ended(hub: Hub) -> None:
         send(hub, {0: 5})
         assert sum(in_time(lambda: [batch.records.num_rows for batch in inbox.batches()])) == 10
     assert checkpoint(hub) == 10
+
+
+@pytest.mark.parametrize("then", ["iterate", "poll", "batches", "run"])
+@pytest.mark.parametrize("way", ["iterate", "batches"])
+def test_what_a_loop_was_left_with_comes_again_however_one_goes_on(hub: Hub, way: str, then: str) -> None:
+    create(hub, count=3)
+    with hub.consumer("t", "g", commit_interval=SOON_S) as inbox:
+        loop: Any = iter(inbox) if way == "iterate" else inbox.batches()
+        take(loop, 1)
+        loop.close()  # as `break` and an exception do
+        if then == "iterate":
+            first = take(iter(inbox), 1)[0].offset
+        elif then == "poll":
+            first = inbox.poll(1, timeout=BOUND_S)[0].offset
+        elif then == "batches":
+            first = take(inbox.batches(), 1)[0].offset
+        else:
+            seen: list[int] = []
+            running = Background(lambda: inbox.run(lambda message: seen.append(message.offset)))
+            first = eventually(lambda: seen[:1])[0]
+            inbox.stop()
+            running.result()
+        assert first == 0
+
+
+def test_a_partition_that_is_asked_for_goes_when_its_loop_was_left_and_another_begins(hub: Hub) -> None:
+    create(hub, partitions=2, count=3)
+    with hub.consumer("t", "g", handover_timeout=3600) as first:
+        settle(first, partitions=2)
+        first.pause(0)
+        loop: Any = iter(first)
+        assert [message.partition for message in take(loop, 1)] == [1]
+        with hub.consumer("t", "g") as second:
+            eventually(lambda: first.assignment == [0])
+            loop.close()
+            going = Background(lambda: next(iter(first)))
+            eventually(lambda: second.assignment == [1])
+            assert offsets(second.poll(1, timeout=BOUND_S)) == [0]
+            first.resume()
+            going.result()
+
+
+def test_a_poll_in_the_body_of_a_loop_goes_on_from_there(hub: Hub) -> None:
+    create(hub, count=5)
+    with hub.consumer("t", "g") as inbox:
+        messages = iter(inbox)
+        assert offsets(take(messages, 1)) == [0]
+        assert offsets(inbox.poll(2, timeout=BOUND_S)) == [1, 2]
+
+
+def test_a_poll_without_a_timeout_returns_no_empty_list(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had found was stopped at the last moment, as by a pause or a rebalance."""
+    create(hub, count=2)
+    hand_out, refusals = Consumer._hand_out, [1]
+
+    def refusing(inbox: Consumer, *given: Any) -> bool:
+        return False if refusals and refusals.pop() else hand_out(inbox, *given)
+
+    monkeypatch.setattr(Consumer, "_hand_out", refusing)
+    with hub.consumer("t", "g") as inbox:
+        assert offsets(in_time(lambda: inbox.poll(5))) == [0, 1]
 
 
 # Acknowledging by hand.
@@ -480,6 +555,26 @@ def test_x9_a_commit_is_refused_also_when_the_loss_was_already_told(hub: Hub) ->
     assert checkpoint(hub) == 0
 
 
+def test_x13_a_commit_that_comes_while_all_is_given_up_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last checkpoint is on its way already when what is in hand is said to be done."""
+    create(hub, count=1)
+    late: list[Background] = []
+
+    with hub.consumer("t", "g", progress_timeout=0.2, commit_interval=SOON_S) as inbox:
+
+        def interrupted(put: dict[str, Any], _: list[str]) -> None:
+            if not late and any("/owners/" in key for key in put):
+                late.append(Background(inbox.commit))
+                eventually(lambda: all(lane.is_drained for lane in inbox._lanes.values()))
+
+        polled(inbox, 1)
+        on_commit(hub, monkeypatch, interrupted)
+        eventually(lambda: late)
+        with pytest.raises(PartitionLost):
+            late[0].result()
+        assert checkpoint(hub) == 0
+
+
 def test_x11_a_lost_lease_loses_everything_and_the_member_comes_back_as_another(hub: Hub) -> None:
     create(hub, partitions=2, count=3)
     lost: list[int] = []
@@ -575,6 +670,47 @@ def test_a_seek_to_the_end_in_the_body_leaves_nothing_in_hand(hub: Hub) -> None:
             assert waiting.result().offset == 6
 
 
+def test_a_seek_just_before_the_hand_out_is_not_forgotten(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(hub, count=6)
+    find, seeks = Consumer._next, [4]
+
+    def interrupted(inbox: Consumer, *given: Any) -> Any:
+        found = find(inbox, *given)
+        if seeks:
+            in_time(lambda: inbox.seek(0, seeks.pop()))
+        return found
+
+    monkeypatch.setattr(Consumer, "_next", interrupted)
+    with hub.consumer("t", "g") as inbox:
+        assert offsets(take(iter(inbox), 1)) == [4]
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("way", ["iterate", "poll"])
+def test_a_seek_in_the_middle_of_a_hand_out_is_not_forgotten(
+    hub: Hub, way: str, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(hub, count=6)
+    expect, seeks = Lane.expect, [offset, -1, -1]
+
+    with hub.consumer("t", "g", ack="manual") as inbox:
+
+        def interrupted(lane: Lane, coming: Any) -> None:
+            expect(lane, coming)
+            if seeks and (to := seeks.pop()) >= 0:
+                in_time(lambda: inbox.seek(0, to))
+
+        monkeypatch.setattr(Lane, "expect", interrupted)
+        messages = iter(inbox)
+        found: list[Message] = []
+        for _ in range(3):
+            found += take(messages, 1) if way == "iterate" else inbox.poll(1, timeout=BOUND_S)
+        assert offsets(found) == [0, 1, offset]
+        inbox.ack(found[2])
+        inbox.commit()
+        assert checkpoint(hub) == offset + 1
+
+
 @pytest.mark.parametrize("offset", [-1, 7])
 def test_a_seek_out_of_range_is_refused_and_spoils_no_checkpoint(hub: Hub, offset: int) -> None:
     create(hub, count=6)
@@ -614,6 +750,31 @@ def test_until_end_with_run_returns_when_all_is_handled(hub: Hub) -> None:
         in_time(lambda: inbox.run(lambda message: seen.append(message.offset), threads=3))
     assert Counter(seen) == Counter(list(range(25)) * 4)
     assert [checkpoint(hub, p) for p in range(4)] == [25] * 4
+
+
+@pytest.mark.parametrize("way", ["run", "iterate", "poll", "batches"])
+def test_x14_until_end_ends_where_a_message_holds_a_partition_up_and_tells_of_it(hub: Hub, way: str) -> None:
+    create(hub, partitions=3, count=3)
+    handle, seen = poison((1, 1))
+    with hub.consumer("t", "g", until="end") as inbox, pytest.raises(PartitionsPaused) as caught:
+        in_time(lambda: inbox.run(handle))
+    assert (caught.value.group, caught.value.partitions) == ("g", (1,))
+    assert [checkpoint(hub, p) for p in range(3)] == [3, 1, 3]
+    if way == "run":
+        admin(hub).skip("t", 1)  # nobody is there: the next one finds it decided
+        with hub.consumer("t", "g", until="end") as inbox:
+            in_time(lambda: inbox.run(handle))
+        assert seen.count((1, 1)) == 1
+        assert [checkpoint(hub, p) for p in range(3)] == [3, 3, 3]
+        return
+    with hub.consumer("t", "g", until="end") as inbox:
+        ways: dict[str, Callable[[], object]] = {
+            "iterate": lambda: list(inbox),
+            "poll": inbox.poll,
+            "batches": lambda: list(inbox.batches()),
+        }
+        with pytest.raises(PartitionsPaused):
+            in_time(ways[way])
 
 
 def test_until_end_with_two_members_ends_for_both_and_reads_everything_once(hub: Hub) -> None:
@@ -726,6 +887,148 @@ def test_an_error_in_a_callback_is_raised_where_the_user_reads(hub: Hub) -> None
     assert members(hub) == []
 
 
+def test_an_error_in_a_callback_of_a_lost_lease_leaves_no_member_behind(hub: Hub) -> None:
+    create(hub, partitions=3, count=1)
+
+    def fail(partitions: Any) -> None:
+        raise ZeroDivisionError
+
+    inbox = hub.consumer("t", "g", on_lost=fail, commit_interval=SOON_S)
+    settle(inbox, partitions=3)
+    lease = inbox._member.lease
+    assert lease is not None
+    lease.expire()
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: next(iter(inbox)))
+    eventually(lambda: members(hub) == [])
+    inbox.close()
+
+
+def test_what_closes_is_told_as_what_goes(hub: Hub) -> None:
+    create(hub, partitions=2, count=1)
+    told: list[tuple[str, int]] = []
+    with hub.consumer(
+        "t",
+        "g",
+        on_revoked=lambda some: told.extend(("revoked", each) for each in some),
+        on_lost=lambda some: told.extend(("lost", each) for each in some),
+    ) as inbox:
+        settle(inbox, partitions=2)
+        inbox.poll(timeout=BOUND_S)
+    assert sorted(told) == [("revoked", 0), ("revoked", 1)]
+
+
+def test_x13_what_is_given_up_is_told_and_as_lost_if_it_was_in_hand(hub: Hub) -> None:
+    create(hub, partitions=2, count=1)
+    told: list[tuple[str, int]] = []
+    with hub.consumer(
+        "t",
+        "g",
+        progress_timeout=0.2,
+        commit_interval=SOON_S,
+        on_revoked=lambda some: told.extend(("revoked", each) for each in some),
+        on_lost=lambda some: told.extend(("lost", each) for each in some),
+    ) as inbox:
+        settle(inbox, partitions=2)
+        (message,) = take(iter(inbox), 1)
+        eventually(lambda: inbox.is_away)
+        assert sorted(told) == [("lost", message.partition), ("revoked", 0), ("revoked", 1)]
+
+
+def test_an_error_in_a_callback_of_close_is_raised_when_all_is_released(hub: Hub) -> None:
+    create(hub, partitions=2)
+
+    def fail(partitions: Any) -> None:
+        raise ZeroDivisionError
+
+    inbox = hub.consumer("t", "g", on_revoked=fail)
+    settle(inbox, partitions=2)
+    with pytest.raises(ZeroDivisionError):
+        inbox.close()
+    assert members(hub) == []
+    assert [owner(hub, p).incarnation for p in range(2)] == [None, None]
+
+
+def test_a_commit_in_a_callback_does_not_count_what_is_in_hand(hub: Hub) -> None:
+    """It would be released, and go on elsewhere, while its message is still being handled."""
+    create(hub, partitions=2, count=3)
+    asked = threading.Event()
+
+    def revoked(partitions: Any) -> None:
+        first.commit()
+        asked.set()
+
+    with hub.consumer("t", "g", on_revoked=revoked) as first:
+        settle(first, partitions=2)
+        first.pause(0)
+        messages = iter(first)
+        assert [message.partition for message in take(messages, 1)] == [1]  # the one that will move
+        with hub.consumer("t", "g"):
+            assert asked.wait(BOUND_S)
+            assert not first._lanes[1].is_drained
+            assert checkpoint(hub, 1) == 0
+
+
+def test_a_commit_in_a_callback_leaves_what_was_lost_before_to_be_told_to_the_reader(hub: Hub) -> None:
+    create(hub, count=3)
+    told = threading.Event()
+
+    def lost(partitions: Any) -> None:
+        inbox.commit()
+        told.set()
+
+    with hub.consumer("t", "g", on_lost=lost, commit_interval=SOON_S) as inbox:
+        messages = iter(inbox)
+        take(messages, 1)
+        steal(hub)
+        wake(hub)
+        assert told.wait(BOUND_S)
+        with pytest.raises(PartitionLost):
+            inbox.commit()
+        assert offsets(take(messages, 1)) == [0]
+
+
+@pytest.mark.parametrize("what", ["assigned", "revoked", "lost"])
+def test_a_callback_may_close_its_consumer(hub: Hub, what: str) -> None:
+    create(hub, partitions=4, count=1)
+    ready = threading.Event()
+
+    def close(partitions: Any) -> None:
+        assert ready.wait(BOUND_S)
+        inbox.close()
+
+    inbox = hub.consumer("t", "g", commit_interval=SOON_S, **{f"on_{what}": close})
+    ready.set()
+    others: list[Consumer] = []
+    if what != "assigned":
+        settle(inbox, partitions=4)
+    if what == "revoked":
+        others.append(hub.consumer("t", "g"))
+    if what == "lost":
+        steal(hub, 0)
+        steal(hub, 1)
+        wake(hub)
+    eventually(lambda: inbox._is_closed and len(members(hub)) == len(others))
+    for other in others:
+        settle(other, partitions=4)
+    in_time(inbox.close)
+    assert inbox._member._error is None
+
+
+def test_a_seek_in_a_callback_comes_before_the_first_message(hub: Hub) -> None:
+    create(hub, count=6)
+    ready = threading.Event()
+
+    def seek(partitions: Any) -> None:
+        assert ready.wait(BOUND_S)
+        assert inbox.poll(timeout=0.05) == []
+        inbox.seek(0, 4)
+
+    with hub.consumer("t", "g", on_assigned=seek) as inbox:
+        ready.set()
+        assert offsets(take(iter(inbox), 1)) == [4]
+
+
 # Handlers on threads.
 
 
@@ -814,6 +1117,34 @@ def test_a_commit_in_a_handler_does_not_count_what_other_threads_have_in_hand(hu
         inbox.stop()
         running.result()
     assert checkpoint(hub, 0) == 0
+
+
+def test_a_partition_that_was_lost_and_comes_back_waits_for_the_handler_that_has_it(hub: Hub) -> None:
+    create(hub, count=3)
+    inside: list[Message] = []
+    together: list[int] = []
+    go = threading.Event()
+
+    def handle(message: Message) -> None:
+        inside.append(message)
+        together.append(len(inside))
+        if message.epoch == 1:
+            assert go.wait(BOUND_S)
+        inside.remove(message)
+
+    with hub.consumer("t", "g", commit_interval=SOON_S) as inbox:
+        running = Background(lambda: inbox.run(handle, threads=2))
+        eventually(lambda: inside)
+        steal(hub)
+        wake(hub)
+        eventually(lambda: [lane.epoch for lane in inbox._lanes.values()] == [3])
+        assert inbox._next_for(set(inbox._lanes.values()), 1, lambda: True) == []  # it is in nobody's way
+        time.sleep(0.1)  # there is nothing to wait on: nothing must happen
+        go.set()
+        eventually(lambda: checkpoint(hub) == 3)
+        inbox.stop()
+        running.result()
+    assert max(together) == 1
 
 
 def test_run_refuses_manual_acknowledgement(hub: Hub) -> None:
@@ -961,6 +1292,95 @@ def test_x14_a_revoke_during_the_retries_leaves_them_to_the_next_owner(hub: Hub)
             assert paused(hub, moved) is None
             assert offsets(second.poll(timeout=BOUND_S)) == [0]
         first.stop()
+        running.result()
+
+
+def test_g8_a_message_is_not_tried_again_once_its_partition_may_be_anothers(hub: Hub) -> None:
+    """To try again is to hand out."""
+    create(hub, count=1)
+    tried: list[int] = []
+
+    def handle(message: Message) -> None:
+        tried.append(message.epoch)
+        raise ValueError("not yet")
+
+    options: dict[str, Any] = {"on_error": "retry", "retries_max": 5, "retry_pause": 0.3}
+    with hub.consumer("t", "g", commit_interval=SOON_S, **options) as inbox:
+        running = Background(lambda: inbox.run(handle))
+        eventually(lambda: tried)
+        lease = inbox._member.lease
+        assert lease is not None
+        lease.expire()  # as when the process has slept
+        eventually(lambda: max(tried) > 1)  # as a new member
+        inbox.stop()
+        running.result()
+    assert tried.count(1) == 1
+
+
+def test_a_dead_letter_is_not_sent_of_a_partition_that_is_lost(hub: Hub) -> None:
+    create(hub, count=1)
+    hub.create_topic("dead", partitions=1)
+    entered, go = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> None:
+        if message.epoch == 1:
+            entered.set()
+            assert go.wait(BOUND_S)
+            raise ValueError("late")
+
+    options: dict[str, Any] = {"on_error": "dead-letter", "dead_letters": "dead"}
+    with hub.consumer("t", "g", commit_interval=SOON_S, **options) as inbox:
+        running = Background(lambda: inbox.run(handle))
+        assert entered.wait(BOUND_S)
+        steal(hub)
+        wake(hub)
+        eventually(lambda: owner(hub).epoch == 3)
+        go.set()
+        eventually(lambda: checkpoint(hub) == 1)
+        inbox.stop()
+        running.result()
+    assert list(hub.topic("dead").messages(0)) == []
+
+
+@pytest.mark.parametrize("error", [RegistryUnavailable("away"), OutcomeUnknown("no answer")], ids=repr)
+def test_x14_a_pause_that_cannot_be_written_is_written_later(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    create(hub, partitions=2, count=3)
+    handle, seen = poison((0, 1))
+    failures = [1, 2, 3]
+
+    def fail(put: dict[str, Any], _: list[str]) -> None:
+        if failures and any("/paused/" in key for key in put):
+            failures.pop()
+            raise error
+
+    on_commit(hub, monkeypatch, fail)
+    with hub.consumer("t", "g", commit_interval=SOON_S) as inbox:
+        running = Background(lambda: inbox.run(handle))
+        assert eventually(lambda: paused(hub, 0)).error == "ValueError: poison 1"
+        eventually(lambda: checkpoint(hub, 1) == 3)
+        inbox.stop()
+        running.result()
+    assert (seen.count((0, 1)), checkpoint(hub, 0)) == (1, 1)
+
+
+def test_x14_a_reset_in_the_middle_of_a_skip_ends_no_member(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(hub, count=3)
+    handle, seen = poison((0, 1))
+    resets = ["earliest"]
+
+    def interrupted(put: dict[str, Any], delete: list[str]) -> None:
+        if resets and not put and any("/paused/" in key for key in delete):
+            admin(hub).reset(resets.pop(), force=True)  # type: ignore[arg-type]
+
+    with hub.consumer("t", "g", commit_interval=SOON_S) as inbox:
+        running = Background(lambda: inbox.run(handle))
+        eventually(lambda: paused(hub))
+        on_commit(hub, monkeypatch, interrupted)
+        admin(hub).skip("t", 0)
+        eventually(lambda: seen.count((0, 0)) == 2)
+        inbox.stop()
         running.result()
 
 
@@ -1151,6 +1571,7 @@ def test_r11_a_forked_child_cannot_use_its_parents_consumer(hub: Hub) -> None:
             "pause": inbox.pause,
             "resume": inbox.resume,
             "assignment": lambda: inbox.assignment,
+            "stop": inbox.stop,
         }
 
         def work() -> None:
@@ -1194,6 +1615,48 @@ def test_a_closed_consumer_says_so(hub: Hub) -> None:
     assert inbox.assignment == []
     assert members(hub) == []
     assert "closed" in repr(inbox)
+
+
+def test_a_close_that_was_interrupted_is_finished_by_the_next(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    create(hub, count=1)
+    inbox = hub.consumer("t", "g")
+    settle(inbox, partitions=1)
+    join, interrupts = threading.Thread.join, [KeyboardInterrupt]
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if interrupts and thread is inbox._member._thread:
+            raise interrupts.pop()
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        inbox.close()
+    inbox.close()
+    assert members(hub) == []
+
+
+def test_a_second_close_waits_for_the_first(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who closes the hub would take the registry away from under the last checkpoint."""
+    create(hub, count=1)
+    inbox = hub.consumer("t", "g", commit_interval=3600)
+    polled(inbox, 1)
+    inbox.poll(timeout=0)
+    inside, go = threading.Event(), threading.Event()
+
+    def slow(put: dict[str, Any], _: list[str]) -> None:
+        if any("/owners/" in key for key in put):
+            inside.set()
+            assert go.wait(BOUND_S)
+
+    on_commit(hub, monkeypatch, slow)
+    first = Background(inbox.close)
+    assert inside.wait(BOUND_S)
+    closing = Background(hub.close)
+    closing._thread.join(0.1)
+    assert closing.is_running
+    go.set()
+    first.result()
+    closing.result()
 
 
 def test_closing_the_hub_closes_its_consumers_and_ends_who_waits(hub: Hub) -> None:

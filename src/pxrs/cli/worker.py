@@ -5,8 +5,12 @@ supervisor itself opens neither log nor registry; it starts, waits and restarts,
 
 On failure:
 - The handler cannot be imported: a trial process says so before any worker starts, and the exit code is 2.
-- A worker dies: it is started again, after pauses that double until it has lived for a while. The group has given its
-  partitions to the others meanwhile.
+- A worker dies, or cannot be started: it is started again, after pauses that double until it has lived for a while.
+  The group has given its partitions to the others meanwhile.
+- A handler hangs: after `--progress-timeout` the others take over, and as long again after that its worker ends itself
+  and is started again.
+- With `--until-end`, a message that could not be handled holds up its partition: its worker ends at the end of the
+  others, and says so; the exit code is 1.
 - SIGTERM or SIGINT: the workers finish what is in hand, write it down and release at once. Who is not done after
   `--grace` is killed; then the exit code is 1, and what was in hand is handled again by the next owner.
 - The supervisor is killed: the workers notice that their pipe has ended, and stop in the same way.
@@ -28,7 +32,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from pxrs.cli.worker_process import Settings, tell
+from pxrs.cli.worker_process import EXIT_PAUSED, Settings, tell
 from pxrs.group.assign import assignor_named
 from pxrs.group.member import Timings
 from pxrs.group.records import Keys
@@ -92,7 +96,8 @@ def worker(
     """Handle a group's messages in several processes, until SIGTERM or Ctrl-C; a second Ctrl-C does not wait.
 
     A process that dies is started again. What it tells is one line an event, on standard error. Exit code: 0 after a
-    graceful end, 1 if a worker had to be killed, 2 if the handler cannot be imported.
+    graceful end, 1 if a worker had to be killed or left a partition paused at the end, 2 if the handler cannot be
+    imported.
     """
     seconds = {
         "lease_ttl": lease_ttl,
@@ -195,10 +200,24 @@ class Supervisor:
             if self._kills_at is not None:
                 slot.restart_at = None
             elif time.monotonic() >= slot.restart_at:
-                slot.process = self._spawn(replace(self._settings, number=slot.number))
-                slot.started_at, slot.restart_at = time.monotonic(), None
-                self._tell_of(slot, "started", "started")
+                self._start(slot)
         return any(slot.restart_at is not None for slot in self._slots)
+
+    def _start(self, slot: _Slot) -> None:
+        try:
+            slot.process = self._spawn(replace(self._settings, number=slot.number))
+        except OSError as error:  # no room for one more, now: the others go on
+            pause_s = self._put_off(slot, slot.pause_s)
+            text = f"worker {slot.number} cannot be started: {error}; trying again in {pause_s:g} s"
+            self._tell("not-started", text, worker=slot.number, restart_s=pause_s)
+            return
+        slot.started_at, slot.restart_at = time.monotonic(), None
+        self._tell_of(slot, "started", "started")
+
+    def _put_off(self, slot: _Slot, pause_s: float) -> float:
+        slot.pause_s = min(2 * pause_s, RESTART_S[1])
+        slot.restart_at = time.monotonic() + pause_s
+        return pause_s
 
     def _running(self) -> list[_Slot]:
         return [slot for slot in self._slots if slot.process is not None]
@@ -243,17 +262,16 @@ class Supervisor:
                 continue
             process = slot.process
             if process.stdin is not None:
-                process.stdin.close()
+                with suppress(BrokenPipeError):  # of one that has not lived to read its settings
+                    process.stdin.close()
             how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
             lived_s = time.monotonic() - slot.started_at
-            is_over = code == 0 or self._kills_at is not None
+            is_over = code in (0, EXIT_PAUSED) or self._kills_at is not None
             if is_over:
                 self._had_to_kill = self._had_to_kill or (code != 0 and code not in _STOPPED_EARLY)
                 self._tell_of(slot, "ended", "has left" if code == 0 else how, code=code)
             else:
-                pause_s = RESTART_S[0] if lived_s >= SETTLED_S else slot.pause_s
-                slot.pause_s = min(2 * pause_s, RESTART_S[1])
-                slot.restart_at = time.monotonic() + pause_s
+                pause_s = self._put_off(slot, RESTART_S[0] if lived_s >= SETTLED_S else slot.pause_s)
                 self._tell_of(slot, "died", f"{how}; starting it again in {pause_s:g} s", code=code, restart_s=pause_s)
             slot.process = None
 

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,11 +27,15 @@ from typing import Any, Final, NoReturn, cast
 import pxrs
 from pxrs.cli.terminal import printable
 from pxrs.consumer import Consumer
-from pxrs.errors import PxrsError
+from pxrs.errors import PartitionsPaused, PxrsError
 from pxrs.runner import Handler
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_HANDLER: Final = 2
+EXIT_PAUSED: Final = 75
+"""At the end, but for partitions that a message holds up: to start again would not help."""
+_STOPS: Final = (signal.SIGTERM, signal.SIGINT)
+_LOOK_S: Final = 1.0
 _STOP_AGAIN_S: Final = 0.05
 
 
@@ -145,14 +150,13 @@ class Process:
 
     def _listen(self) -> None:
         """Signals reach the watching thread through a socket, in whatever code the main thread is."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOPS:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
 
     def _watch(self) -> None:
         settings = self._settings
-        ready, _, _ = select.select([self._lifeline, self._signals.fileno()], [], [])
-        is_orphan = self._lifeline in ready
+        is_orphan = self._wait_for_stop()
         if is_orphan:
             tell(
                 settings.as_json,
@@ -170,6 +174,31 @@ class Process:
             left_s -= _STOP_AGAIN_S
             if is_orphan and left_s <= 0:  # else the supervisor decides when it is enough
                 os._exit(EXIT_FAILED)
+
+    def _wait_for_stop(self) -> bool:
+        """Whether it is because the supervisor has gone."""
+        away_at: float | None = None
+        while True:
+            ready, _, _ = select.select([self._lifeline, self._signals.fileno()], [], [], _LOOK_S)
+            if self._lifeline in ready:
+                return True
+            # The handler's module may have signals of its own, which are told here too.
+            if ready and any(number in _STOPS for number in self._signals.recv(4096)):
+                return False
+            consumer = self._consumer
+            if consumer is None or not consumer.is_away:
+                away_at = None
+                continue
+            away_at = time.monotonic() if away_at is None else away_at
+            limit_s = consumer.timings.progress_timeout
+            if limit_s is not None and time.monotonic() >= away_at + limit_s:
+                self._end_hung(limit_s)
+
+    def _end_hung(self, limit_s: float) -> NoReturn:
+        """Others have its partitions. A thread cannot be ended, and would be missing for good."""
+        text = f"worker {self._settings.number}: its handler hangs, {limit_s:g} s after others took over; ending"
+        tell(self._settings.as_json, "hung", text, **_me(self._settings))
+        os._exit(EXIT_FAILED)
 
 
 class _Lines(logging.Handler):
@@ -216,15 +245,19 @@ def main() -> None:
             _fail(settings, who, error)
         tell(settings.as_json, "bad-handler", f"{who}{error}", **_me(settings))
         sys.exit(EXIT_BAD_HANDLER)
-    except Exception as error:  # noqa: BLE001 - told in one line, and the supervisor decides
+    except PartitionsPaused as error:
+        tell(settings.as_json, "paused", f"{who}{error}", partitions=error.partitions, **_me(settings))
+        sys.exit(EXIT_PAUSED)
+    # Told in one line, and the supervisor decides. Also of a handler that calls `sys.exit`: the work is not at its end.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         _fail(settings, who, error)
 
 
-def _fail(settings: Settings, who: str, error: Exception) -> NoReturn:
+def _fail(settings: Settings, who: str, error: BaseException) -> NoReturn:
     text = "; ".join([str(error) + ("" if isinstance(error, PxrsError) else _place(error)), *_notes(error)])
     tell(settings.as_json, "failed", f"{who}{type(error).__name__}: {text}", **_me(settings))
     sys.exit(EXIT_FAILED)
 
 
-def _notes(error: Exception) -> list[str]:
+def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])

@@ -28,11 +28,14 @@ class Lane:
         "is_lost",
         "partition",
         "position",
+        "seeks",
     )
 
     def __init__(self, partition: int, epoch: int, offset: int) -> None:
         self.partition, self.epoch = partition, epoch
         self.position = self.handed = self.done = offset
+        self.seeks = 0
+        """How often it was set elsewhere: rises before that is done, so that a hand-out under way finds out."""
         self.handed_at = 0.0
         """When what is in hand was handed out, on the registry's clock."""
         self._flags = threading.Lock()
@@ -41,7 +44,7 @@ class Lane:
         """Stopping or paused: what every hand-out asks."""
         self.is_lost = False
         self.has_undone = False
-        """It was lost with something handed out that no checkpoint covers."""
+        """It was lost, or given up, with something handed out that no checkpoint covers."""
         self.is_failed = False
         """A message could not be handled, and holds it up until somebody decides."""
         self._open: deque[int] = deque()
@@ -79,6 +82,7 @@ class Lane:
         self._open.extend(offsets)
 
     def seek(self, offset: int) -> None:
+        self.seeks += 1
         self._open.clear()
         self._acked.clear()
         self.position = self.handed = self.done = offset

@@ -9,7 +9,8 @@ On failure:
 - The lease is lost: everything here is lost at once, and the member joins again as a new incarnation (X11).
 - A handler makes no progress for `progress_timeout`: the member gives everything up and leaves (X13); it joins again
   when the handler comes back.
-- Anything else is fatal: it is raised in the user's thread, and the member leaves.
+- Anything else is fatal, also what a callback of the user's raises: it is raised in the user's thread, and the member
+  leaves. What is under way when a callback raises is finished first, so that it leaves nothing half told.
 """
 
 from __future__ import annotations
@@ -135,9 +136,15 @@ class GroupMember:
         self._told: object = None
         self._adrift: list[Lane] = []
         """Lost with a message in hand, whose handler has not returned."""
+        self._unwritten: dict[Lane, Paused] = {}
+        """Held up by a message that could not be handled, which the store has not been told yet."""
         self._is_away = False
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
+        self._closes_itself = False
+        """It was closed in a callback, in the middle of something: its thread leaves when that is over."""
         self._error: BaseException | None = None
+        self._untold: Exception | None = None
+        """What nobody has been there to raise it to."""
         self._thread = threading.Thread(target=self._run, name=f"pxrs-member-{group}", daemon=True)
 
     # For the consumer.
@@ -147,11 +154,12 @@ class GroupMember:
         with self._mutex:
             try:
                 self._join()
+                self._thread.start()
             except BaseException:
+                self._is_closing = True  # if it was the interrupt of a thread that runs already
                 if self._lease is not None:
                     self._lease.close()
                 raise
-        self._thread.start()
 
     @property
     def deadline(self) -> float:
@@ -188,8 +196,16 @@ class GroupMember:
 
     def check(self) -> None:
         """Raise what has ended this member."""
+        if self._error is None:
+            self._error = self._untold
         if self._error is not None:
             raise self._error
+
+    def fail_later(self, error: Exception) -> None:
+        """A callback has raised, in the middle of something that is to be finished first."""
+        if self._untold is None:
+            self._untold = error
+        self.wake()
 
     def wake(self) -> None:
         """Have the member look: a lane is drained, or a handler has come back."""
@@ -208,45 +224,62 @@ class GroupMember:
             raise PartitionLost(self.keys.group, lost)
 
     def pause(self, lane: Lane, offset: int, error: str) -> None:
-        """Write down that a message could not be handled; its partition stands until somebody decides (X14)."""
+        """Write down that a message could not be handled; its partition stands until somebody decides (X14).
+
+        If the store cannot be reached the partition stands all the same, and the member's thread tries again."""
         with self._mutex:
             lane.is_paused = lane.is_failed = True
-            protocol = self._protocol
-            if (
-                protocol is None
-                or lane.partition not in protocol.held
-                or protocol.held[lane.partition].lane is not lane
-            ):
-                return
-            key = self.keys.pause(protocol.member.topic, lane.partition)
-            paused = Paused(offset, error[:2000], time.time(), self.name)
-            fence = {self.keys.owner(protocol.member.topic, lane.partition): protocol.held[lane.partition].version}
+            lane.seek(lane.done)  # here, for as soon as it is written somebody may decide to go on behind it
+            self._unwritten[lane] = Paused(offset, error[:2000], time.time(), self.name)
             try:
-                self._registry.commit(fence, {key: paused.dump()})
-            except Conflict:
-                self.wake()  # it was taken meanwhile; the look will find out
+                self._write_paused()
+            except (RegistryUnavailable, OutcomeUnknown) as failure:
+                _logger.warning("group %s, member %s: %s; will try again", self.keys.group, self.name, failure)
+        self.wake()
 
     def close(self) -> None:
-        """Write down what is done, release everything, leave. In this order: a release needs the lease's member."""
-        with self._mutex:
-            if self._is_closing:
-                return
-            self._is_closing = True
+        """Write down what is done, release everything, leave. In this order: a release needs the lease's member.
+
+        A second call waits for the first, and finishes it if an interrupt has ended that."""
+        self._is_closing = True
         self.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(self.timings.lease_ttl)
+        with self._mutex:
+            self._end()
+            error, self._untold = self._untold, None
+            if error is not None and error is not self._error:
+                raise error
+
+    def close_later(self) -> None:
+        """Close, but not here: this is a callback, in the middle of something."""
+        self._is_closing = self._closes_itself = True
+        self.wake()
+
+    def _end(self) -> None:
+        if self._is_closed:
+            return
         try:
-            with self._mutex:
-                self._leave()
+            self._leave()
         finally:
             if self._watch is not None:
                 self._watch.close()
             if self._projection is not None:
                 self._projection.close()
+            self._is_closed = True
 
     # The member's thread.
 
     def _run(self) -> None:
+        self._turn_until_closing()
+        if self._closes_itself:
+            with self._mutex:
+                try:
+                    self._end()
+                except Exception as error:  # noqa: BLE001 - raised by `close`, if somebody calls it
+                    self.fail_later(error)
+
+    def _turn_until_closing(self) -> None:
         pause, pause_max = _RETRY_S
         while not self._is_closing:
             try:
@@ -274,6 +307,7 @@ class GroupMember:
         """Look after everything once. How long it may be until the next time if nothing happens."""
         if self._is_closing:
             return 0.0
+        self.check()
         now = self._clock.now()
         if self._is_stuck(now):
             self._give_up()
@@ -287,10 +321,11 @@ class GroupMember:
             self._arm(protocol)
             has_changed = self._drive(protocol.look(self._clock.now()))
             self._hand_over_fresh(protocol)
-            if protocol.is_gone:
+            if protocol.is_gone or self._is_closing:
                 return 0.0
             if not has_changed and self._watched == self._prefixes(protocol):
                 break
+        self._write_paused()
         self._look_at_paused(protocol)
         seen = protocol.snapshot
         if self._projection is not None and protocol.is_leading:
@@ -384,12 +419,28 @@ class GroupMember:
         paused = {partition_of(e.key)[1] for e in self._registry.scan(f"{self.keys.paused}{topic}/")}
         for lane in self._fresh:
             lane.is_paused = lane.is_failed = lane.partition in paused
+        self._look_at_paused(protocol)  # what is decided already holds nobody up
         fresh, self._fresh = [lane for lane in self._fresh if not lane.is_lost], []
         self._listener.lanes_assigned(fresh)
 
+    def _write_paused(self) -> None:
+        """Under the fence: of a partition that is another's now, the next owner finds out for itself."""
+        for lane, paused in list(self._unwritten.items()):
+            protocol = self._protocol
+            holding = None if protocol is None else protocol.held.get(lane.partition)
+            if protocol is not None and holding is not None and holding.lane is lane:
+                topic = protocol.member.topic
+                fence = {self.keys.owner(topic, lane.partition): holding.version}
+                try:
+                    self._registry.commit(fence, {self.keys.pause(topic, lane.partition): paused.dump()})
+                except Conflict:
+                    self.wake()  # it was taken meanwhile; the look will find out
+            del self._unwritten[lane]
+
     def _look_at_paused(self, protocol: MemberProtocol) -> None:
         """Go on with what an admin has decided to try again or to skip."""
-        failed = [holding.lane for holding in protocol.held.values() if holding.lane.is_failed]
+        lanes = [holding.lane for holding in protocol.held.values()]
+        failed = [lane for lane in lanes if lane.is_failed and lane not in self._unwritten]
         if not failed:
             return
         topic = protocol.member.topic
@@ -405,7 +456,11 @@ class GroupMember:
                     continue
                 fence = self.keys.owner(topic, lane.partition)
                 expect = {fence: protocol.held[lane.partition].version, entry.key: entry.version}
-                self._registry.commit(expect, delete=[entry.key])
+                try:
+                    self._registry.commit(expect, delete=[entry.key])
+                except Conflict:
+                    self.wake()  # it was taken, or somebody has decided otherwise: look again
+                    continue
             else:
                 lane.seek(lane.done)
             lane.is_failed = lane.is_paused = False
@@ -452,8 +507,10 @@ class GroupMember:
             self.name,
             self.timings.progress_timeout,
         )
+        self._leave(may_fail=True)
+        # Last: who reads comes back as soon as it sees this, unless it has a message of a lane that is lost.
         self._is_away = True
-        self._leave()
+        self._listener.group_changed()
 
     def come_back(self) -> None:
         """A handler that was given up has returned."""
@@ -465,31 +522,40 @@ class GroupMember:
     def is_away(self) -> bool:
         return self._is_away
 
-    def _leave(self) -> None:
+    def _leave(self, *, may_fail: bool = False) -> None:
         """Release what is held, with what is done of it, and end the lease."""
         protocol, lease = self._protocol, self._lease
-        self._protocol = self._lease = None
-        if protocol is None:
-            return
         try:
-            for holding in protocol.held.values():
-                holding.lane.is_stopping = True
-            if lease is not None and lease.alive:
+            if protocol is not None and lease is not None and lease.alive:
+                self._revoke_all(protocol)
                 drive(protocol.commit(list(protocol.held), is_last=True), self._registry, lease)
         except (PxrsError, OSError) as error:
             _logger.warning("group %s, member %s left without its last commit: %s", self.keys.group, self.name, error)
-            if self._error is None and not self._is_away:
+            if self._error is None and not may_fail:
                 raise
         finally:
-            protocol.lose_all()
-            if lease is not None:
-                lease.close()
+            self._protocol = self._lease = None
+            try:
+                if protocol is not None:
+                    protocol.lose_all()
+            finally:
+                if lease is not None:
+                    lease.close()
+
+    def _revoke_all(self, protocol: MemberProtocol) -> None:
+        holdings = list(protocol.held.values())
+        for holding in holdings:
+            holding.lane.is_stopping = True
+        for holding in holdings:
+            if not holding.is_revoking and holding.lane not in self._fresh:
+                self._listener.lane_revoked(holding.lane)
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        with self._mutex:
-            try:
+        try:
+            with self._mutex:
                 self._leave()
-            except PxrsError as failure:
-                error.add_note(f"pxrs: leaving the group failed too: {failure}")
-        self._listener.member_failed()
+        except Exception as failure:  # noqa: BLE001 - told with the error that came first
+            error.add_note(f"pxrs: leaving the group failed too: {failure}")
+        finally:
+            self._listener.member_failed()

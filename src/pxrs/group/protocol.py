@@ -375,6 +375,8 @@ class MemberProtocol:
                 holding.checkpoint_version = versions[self.keys.checkpoint(self.member.topic, number)]
                 if is_last:
                     del self.held[number]
+                    # By what was written: more may have been done since, which the next owner will do again.
+                    holding.lane.has_undone = holding.lane.handed > holding.checkpoint.offset
                     holding.lane.is_stopping = holding.lane.is_lost = True
                     self.hooks.released(holding.lane)
             break

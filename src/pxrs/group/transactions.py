@@ -102,7 +102,7 @@ class Transactions(Iterator[tuple[list[Message], Connection]]):
 
 def _steps(loop: _Loop) -> Generator[tuple[list[Message], Connection], None, None]:
     consumer = loop.consumer
-    consumer._finish_all()
+    consumer._rewind()
     # Nothing but COMMIT says that a message is done, also not `commit`.
     consumer._is_manual = consumer._is_transactional = True
     try:
