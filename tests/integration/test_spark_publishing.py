@@ -33,6 +33,7 @@ from pxrs import disk
 from pxrs.errors import BatchRefused, Conflict, OutcomeUnknown, PartitionLost, PxrsError
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.batch import Origin
+from pxrs.log.contract import Append
 from pxrs.log.producers import BATCHES_KEPT
 from pxrs.registry.contract import ABSENT
 from pxrs.spark import manifest
@@ -90,6 +91,18 @@ class Watched:
             return result
 
         return call
+
+
+class WatchedLog(Watched):
+    """Each partition of an append is a step: a log may have stored some of them when it fails."""
+
+    def append(self, appends: Sequence[Append]) -> list[int]:
+        numbers = {append.partition for append in appends}
+        found: dict[int, list[int]] = {}
+        for number in sorted(numbers):
+            found[number] = self._inner.append([append for append in appends if append.partition == number])
+            self._hook("log.append")
+        return [found[append.partition].pop(0) for append in appends]
 
 
 @dataclass
@@ -230,7 +243,7 @@ class Driver:
         log = self.hub.topic("out").log
         self.staging: Any = Watched(place.mutation.staging(place.url), hook, "staging", "feeds", "clear")
         self.registry: Any = Watched(self.hub.registry, hook, "registry", "get", "commit")
-        self.publisher = place.mutation.publisher(self.registry, Watched(log, hook, "log", "append"), self.staging)
+        self.publisher = place.mutation.publisher(self.registry, WatchedLog(log, hook, "log"), self.staging)
         self._is_clean = False
         self.fences: dict[int, int] = {}
         self.epochs: dict[int, int] = {}

@@ -275,13 +275,22 @@ class Publisher:
         self._append_all(waiting)
 
     def _append_all(self, waiting: Mapping[int, Sequence[Append]]) -> None:
-        for appends in waiting.values():
-            try:
-                self._topic.append(appends)
-            except UnknownProducer as error:
-                # Stored by one who began to publish this manifest, and went on so far that the log only knows its end.
-                if error.stored is None or error.stored < appends[-1].origin[1:]:
-                    raise
+        """All partitions together, because their syncs then are one wait; where some were made before, one by one."""
+        together = [append for appends in waiting.values() for append in appends]
+        try:
+            if together:
+                self._topic.append(together)
+        except UnknownProducer:
+            for appends in waiting.values():
+                self._append_again(appends)
+
+    def _append_again(self, appends: Sequence[Append]) -> None:
+        try:
+            self._topic.append(appends)
+        except UnknownProducer as error:
+            # Stored by one who began to publish this manifest, and went on so far that the log only knows its end.
+            if error.stored is None or error.stored < appends[-1].origin[1:]:
+                raise
 
 
 def _ranges(feeds: Sequence[Feed]) -> Ranges:
