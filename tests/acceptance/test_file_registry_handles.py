@@ -61,10 +61,13 @@ def commit_after_sleeping_through_compactions(a: Registry, b: Registry) -> Calla
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE], ids=["EIO", "EMFILE"])
 @pytest.mark.parametrize("scene", [commit, commit_and_seal, follow_a_seal, commit_after_sleeping_through_compactions])
 def test_any_call_may_fail_and_the_same_handle_goes_on(
-    scene: Callable[[Registry, Registry], Callable[[], object]], number: int, tmp_path: Path
+    scene: Callable[[Registry, Registry], Callable[[], object]],
+    number: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Every call fails once, those too that seldom do. Then both handles work on, and all see the same."""
-    logging.getLogger("pxrs").setLevel(logging.CRITICAL)
+    caplog.set_level(logging.CRITICAL, "pxrs")
 
     def refuse(name: str) -> None:
         raise OSError(number, os.strerror(number), name)
