@@ -14,7 +14,6 @@ from pxrs.spark.java import java_home
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-SUPPORTED_SPARK: Final = "4.1 to 4.3"
 _DEFAULTS: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
