@@ -59,3 +59,8 @@ def test_journals_tell_of_ownerships_up_to_the_line_that_a_kill_cut_off(tmp_path
     (tmp_path / "w.journal").write_text("\n".join(lines))
     found = read_journals([tmp_path / "w.journal", tmp_path / "never-started.journal"])
     assert found == [Ownership(1, 8, "w", 30, 1.1, [31], [1.2], [30, 32], [1.0, 1.3])]
+
+
+def test_one_that_slept_through_its_ownership_and_did_nothing_is_no_wrong_start() -> None:
+    slept = owned(2, 9, [], at=9.0)  # claimed after the first, and looked when the third had gone on
+    assert account([owned(1, 0, [3, 4]), slept, owned(3, 4, [4, 9, 20, 21])], {0: IDS}).wrong_starts == 0

@@ -151,6 +151,9 @@ def account(
         handled: set[int] = set()
         for at, each in enumerate(mine):
             # Not behind what was handled (a gap), nor before a checkpoint that was there (it went back).
+            # One that was stopped between its claim and its first look wakes to a later checkpoint, and does nothing.
+            if not each.handled and not each.kept:
+                continue
             first = bisect_left(offsets, each.start)
             wrong_starts += each.start < kept or first > bisect_left(offsets, reached)
             kept = max([kept, each.start, *each.kept])
