@@ -15,9 +15,8 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter
 from pyspark.sql.types import StructType
 
-from pxrs.errors import InvalidOption
 from pxrs.spark.options import Where, write_options
-from pxrs.spark.writer import StagedMessage, StreamWriter
+from pxrs.spark.writer import StagedMessage, StreamWriter, refuse_overwrite
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -36,8 +35,7 @@ class UpdateSink(DataSource):  # type: ignore[misc]
         return "pxrs-update"
 
     def writer(self, schema: StructType, overwrite: bool) -> UpdateWriter:
-        if overwrite:
-            raise InvalidOption("mode", "a topic is appended to: write with mode('append')")
+        refuse_overwrite(overwrite)
         options = dict(self.options)
         batch = int(options.pop(_BATCH))
         return UpdateWriter(write_options(options), schema, batch)

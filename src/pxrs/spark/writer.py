@@ -60,8 +60,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):  # type: ignore[misc]
     """`df.write`: all of it becomes part of the topic, or nothing."""
 
     def __init__(self, where: Where, schema: StructType, overwrite: bool) -> None:
-        if overwrite:
-            raise InvalidOption("mode", "a topic is appended to: write with mode('append')")
+        refuse_overwrite(overwrite)
         super().__init__(where, schema)
         self._job = f"job-{uuid.uuid4().hex}"
 
@@ -122,6 +121,11 @@ def _publisher(where: Where, topic_id: str) -> Publisher:
     publisher = Publisher(hub.registry, hub.topic(where.topic).log, Staging(where.url))
     publisher.finish_others()
     return publisher
+
+
+def refuse_overwrite(overwrite: bool) -> None:
+    if overwrite:
+        raise InvalidOption("mode", "a topic is appended to: write with mode('append')")
 
 
 def _files(messages: Sequence[StagedMessage | None]) -> list[str]:

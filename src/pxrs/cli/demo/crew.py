@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+from pxrs.cli.demo.child import end, last_words
 from pxrs.cli.demo.spark import SOURCE
 
 STOP_S = 10.0
@@ -54,8 +55,7 @@ class Worker:
         if self.process.poll() in (None, -signal.SIGKILL):
             return None
         self._reader.join(STOP_S)
-        lines = self._errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        return f"{self.name} ended with exit code {self.process.returncode}: {lines[-1]}"
+        return f"{self.name} ended with exit code {self.process.returncode}: {last_words(self._errors)}"
 
     def ask_to_stop(self) -> None:
         assert self.process.stdin is not None
@@ -66,10 +66,4 @@ class Worker:
     def end(self) -> bool:
         """Let it finish, or make it; whether it left gracefully. All that it has told is here then."""
         self.ask_to_stop()
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(STOP_S)
-        self._reader.join(STOP_S)
-        return self.process.returncode == 0
+        return end(self.process, self._reader, STOP_S)

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlparse
 import pyarrow.parquet as pq
 
 import pxrs
+from pxrs.cli.demo.child import end, last_words
 from pxrs.cli.demo.orders import Totals
 from pxrs.errors import MissingDependency, UnknownGroup
 from pxrs.spark.java import find_java
@@ -111,8 +112,7 @@ class Spark:
         """Why it has ended, if it has."""
         if self.process.poll() is None:
             return None
-        lines = self._errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        return f"Spark ended with exit code {self.process.returncode}: {lines[-1]}"
+        return f"Spark ended with exit code {self.process.returncode}: {last_words(self._errors)}"
 
     def read(self) -> dict[str, int]:
         """How many messages each query has done, as the registry has it."""
@@ -129,14 +129,9 @@ class Spark:
     def end(self) -> bool:
         """Let it finish, or make it; whether it ended gracefully."""
         self.ask_to_stop()
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
-        self._reader.join(10)
+        is_graceful = end(self.process, self._reader, STOP_S)
         self.state = "ended"
-        return self.process.returncode == 0
+        return is_graceful
 
     def _done(self, group: str) -> int:
         try:
