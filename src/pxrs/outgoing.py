@@ -19,12 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pxrs.log.batch import SCHEMA
+from pxrs.partitioner import no_headers
 
 Headers = list[tuple[str, bytes | None]]
 WIDTH: Final = 3
 """How many elements of a chunk are a row."""
 _WAIT_S_MAX: Final = 86_400.0
-_THOUSAND: Final = pa.scalar(1000, pa.int64())
+_MILLION: Final = pa.scalar(1e6)
 _TIME: Final = SCHEMA.field("timestamp").type
 _HEADERS: Final = SCHEMA.field("headers").type
 
@@ -32,7 +33,7 @@ _HEADERS: Final = SCHEMA.field("headers").type
 class Extra(NamedTuple):
     """What stands for the time of a row that has more than that."""
 
-    now: int
+    now: float
     time_us: int | None = None
     headers: Headers | None = None
     partition: int | None = None
@@ -145,7 +146,7 @@ class Chunk:
 
     def __init__(self, done: Bell) -> None:
         self.rows: list[Any] = []
-        """Key, value, time in nanoseconds or an Extra, and so on."""
+        """Key, value, time in seconds or an Extra, and so on."""
         self.fate = Fate(done)
         self.is_sealed = False
         self.is_watched = False
@@ -241,12 +242,13 @@ def columns_of(chunks: Sequence[Chunk], ends: Sequence[int]) -> tuple[pa.RecordB
     if any(chunk.has_extras for chunk in chunks):
         moments = [each for chunk, end in zip(chunks, ends, strict=True) for each in chunk.rows[2:end:WIDTH]]
         extras = [each if isinstance(each, Extra) else Extra(each) for each in moments]
-        times_us = [extra.now // 1000 if extra.time_us is None else extra.time_us for extra in extras]
+        times_us = [int(extra.now * 1e6) if extra.time_us is None else extra.time_us for extra in extras]
         times, headers = pa.array(times_us, _TIME), pa.array([extra.headers for extra in extras], _HEADERS)
         asked = pa.array([extra.partition for extra in extras], pa.int32())
     else:
-        times = pc.divide(_column(chunks, ends, 2, pa.int64()), _THOUSAND).cast(_TIME)
-        headers = pa.nulls(len(keys), _HEADERS)
+        # A float holds the time to a quarter of a microsecond, and becomes an Arrow number in half the time of an int.
+        times = pc.multiply(_column(chunks, ends, 2, pa.float64()), _MILLION).cast(pa.int64(), safe=False).cast(_TIME)
+        headers = no_headers(len(keys))
     if keys.null_count:
         turns = [
             pa.repeat(pa.scalar(chunk.keyless, pa.int32()), end // WIDTH)

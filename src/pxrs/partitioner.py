@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from pxrs.errors import InvalidRecord, InvalidTopic
-from pxrs.log.batch import SCHEMA
+from pxrs.log.batch import HEADERS_TYPE, SCHEMA
 
 Hash = Callable[[bytes], int]
 
@@ -70,6 +70,13 @@ def partitions_of(keys: pa.Array, hash_of: Hash, partitions: int, keyless: int) 
     encoded = keys.dictionary_encode()
     distinct = pa.array([hash_of(key) % partitions for key in encoded.dictionary.to_pylist()], pa.int32())
     return distinct.take(encoded.indices).fill_null(keyless)
+
+
+def no_headers(count: int) -> pa.Array:
+    """So many nulls. Those of `pa.nulls` share buffers as long as all of them, and each slice is stored with these."""
+    zeros = pa.py_buffer(bytes(4 * (count + 1)))
+    nothing = pa.array([], HEADERS_TYPE.value_type)
+    return pa.Array.from_buffers(HEADERS_TYPE, count, [zeros, zeros], null_count=count, children=[nothing])
 
 
 def read_table(table: pa.Table | pa.RecordBatch, partitions: int, row_bytes_max: int) -> pa.Table:
@@ -144,7 +151,11 @@ def sort_by_partition(
     counts = sorted((each["values"], each["counts"]) for each in pc.value_counts(chosen).to_pylist())
     order = pc.array_sort_indices(chosen) if len(counts) > 1 else None
     if order is not None:
-        records = records.take(order)
+        *columns, headers = records.columns
+        columns = [pc.take(column, order, boundscheck=False) for column in columns]
+        has_headers = headers.null_count < len(headers)
+        headers = headers.take(order) if has_headers else no_headers(len(headers))
+        records = pa.RecordBatch.from_arrays([*columns, headers], schema=SCHEMA)
     starts = accumulate((count for _, count in counts), initial=0)
     return order, [
         (number, records.slice(start, count)) for (number, count), start in zip(counts, starts, strict=False)
@@ -188,7 +199,8 @@ def _header_bytes(headers: pa.ListArray) -> pa.Array:
 
 def _read_column(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedArray:
     if name not in table.column_names:
-        return pa.chunked_array([pa.nulls(table.num_rows, wanted)])
+        nulls = no_headers(table.num_rows) if wanted == HEADERS_TYPE else pa.nulls(table.num_rows, wanted)
+        return pa.chunked_array([nulls])
     column = table.column(name)
     given = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     _check_type(name, given, wanted)

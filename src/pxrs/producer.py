@@ -73,7 +73,7 @@ SMALL_COUNTED_BYTES: Final = 512
 _BACKOFF_S: Final = (0.01, 1.0)
 
 _logger: Final = logging.getLogger(__name__)
-_time_ns = time.time_ns
+_time = time.time
 _producers: weakref.WeakSet[Producer] = weakref.WeakSet()
 
 
@@ -223,8 +223,8 @@ class Producer:
             rows = chunk.rows
             at = len(rows)
             if at < self._chunk_end:
-                now = _time_ns()
-                rows += key, value, now
+                now = _time()
+                rows.extend((key, value, now))
                 if rows[at + 2] is not now or chunk.is_watched:
                     return self._look_again(chunk, at, now, key, value)
                 receipt = Receipt()
@@ -317,7 +317,7 @@ class Producer:
                     self._check_sound(self._partition_of(plain_key) if partition is None else partition)
                 chunk = self._chunk_with_room(counted)
                 if chunk is not None:
-                    now = _time_ns()
+                    now = _time()
                     is_plain = time_us is None and header_list is None and partition is None
                     moment = now if is_plain else Extra(now, time_us, header_list, partition)
                     return self._add(chunk, plain_key, plain_value, moment, counted)
@@ -325,7 +325,9 @@ class Producer:
                 self._press()
             self._await_room(settled, until)
 
-    def _add(self, chunk: Chunk, key: bytes | None, value: bytes | None, moment: int | Extra, counted: int) -> Receipt:
+    def _add(
+        self, chunk: Chunk, key: bytes | None, value: bytes | None, moment: float | Extra, counted: int
+    ) -> Receipt:
         """Under the lock."""
         chunk.has_extras = chunk.has_extras or isinstance(moment, Extra)
         at = len(chunk.rows)
@@ -339,7 +341,7 @@ class Producer:
         self._work.ring()
         return receipt
 
-    def _look_again(self, chunk: Chunk, at: int, now: int, key: bytes, value: bytes) -> Receipt:
+    def _look_again(self, chunk: Chunk, at: int, now: float, key: bytes, value: bytes) -> Receipt:
         """A row was added to a chunk that another sender added to or somebody sealed at the same moment."""
         with self._lock:
             receipt = receipt_of(chunk, at, now)

@@ -550,18 +550,47 @@ def test_rows_that_meet_in_a_chunk_are_told_apart(single: tuple[Fickle, Producer
     """The schedules that `send` looks out for: another sender, or a seal, between its look and its row."""
     topic, out = single
     chunk = out._chunk
-    now = time.time_ns()
+    now = time.time()
     chunk.rows += b"k", b"other", now + 1, b"k", b"mine", now
     met = out._look_again(chunk, 0, now, b"k", b"mine")
     with out._lock:
         out._seal()
-    late = time.time_ns()
+    late = time.time()
     chunk.rows += b"k", b"late", late
     sent_again = out._look_again(chunk, len(chunk.rows) - 3, late, b"k", b"late")
     out.flush()
     assert met.result(10) == (0, 1)
     assert sent_again.result(10) == (0, 2)
     assert topic.values(0) == [b"other", b"mine", b"late"]
+
+
+@pytest.mark.parametrize("headers", [None, [("a", b"b")]])
+def test_the_time_of_a_message_is_when_it_was_sent(
+    single: tuple[Fickle, Producer], headers: list[tuple[str, bytes | None]] | None
+) -> None:
+    topic, out = single
+    moments = [time.time_ns() // 1000]
+    for i in range(100):
+        out.send(b"v", b"k", headers if i == 50 else None)  # one with headers, and all of its chunk take another way
+        moments.append(time.time_ns() // 1000)
+    out.flush()
+    times = [int(moment.timestamp() * 1e6 + 0.5) for moment in topic.column("timestamp")]
+    # To the microsecond, in which the float's rounding may be felt.
+    assert all(a - 1 <= t <= b + 1 for a, t, b in zip(moments, times, moments[1:], strict=False))
+    assert len(times) == 100
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+def test_a_batch_is_stored_without_the_nulls_of_its_neighbours(partitions: int) -> None:
+    topic = make(partitions)
+    with Producer(topic, linger_s=60, batch_rows=100) as out:
+        for i in range(5_000):
+            out.send(b"v" * 10, b"%d" % i)
+        out.send_batch(pa.table({"value": [b"v" * 10] * 5_000, "key": [b"%d" % i for i in range(5_000)]}))
+        out.flush()
+    batches = [append.records for call in topic.calls for append in call]
+    assert sum(batch.num_rows for batch in batches) == 10_000
+    assert sum(batch.serialize().size - 1_000 for batch in batches) < 40 * 10_000
 
 
 def test_a_first_row_wakes_the_thread_that_sleeps(topic: Fickle) -> None:
