@@ -319,6 +319,28 @@ class Consumer:
             raise PartitionLost(self.group, sorted(lost))
 
     @property
+    def registry(self) -> Registry:
+        """Where its group is kept."""
+        return self._member._registry
+
+    def commit_with(self, write: Callable[..., dict[str, int]]) -> dict[str, int]:
+        """`commit` in one with something else, for the transactions of work queues; see `GroupMember.commit_with`."""
+        self._check_usable()
+        if self._is_manual or self._is_running or self._is_transactional:
+            raise InvalidGroup(
+                "a checkpoint in a transaction counts what was handed out: read by a loop or `poll`, with ack='auto'"
+            )
+        return self._member.commit_with(self._finish_if_here, write)
+
+    def _finish_if_here(self) -> None:
+        """All that was handed out is done, if all of it is still owned; else none of it may be written with it."""
+        with self._lock:
+            lost, self._lost = sorted(self._lost), set()
+        if lost:
+            raise PartitionLost(self.group, lost)
+        self._finish_all()
+
+    @property
     def assignment(self) -> list[int]:
         """The partitions that are here now."""
         self._check_process()

@@ -271,6 +271,58 @@ class HandlerFailed(GroupError):
     """A handler raised, and the group's `on_error` is "raise". Its exception is the cause."""
 
 
+class QueueError(PxrsError):
+    """The base of every error of work queues."""
+
+
+class UnknownQueue(QueueError, KeyError):
+    """There is no such queue, or no more. Create it, or correct the name; `choices` are those that exist."""
+
+    def __init__(self, queue: str, choices: Sequence[str] = ()) -> None:
+        self.queue, self.choices = queue, tuple(choices)
+        super().__init__(queue, self.choices)
+
+    def __str__(self) -> str:
+        known = f"; there are {', '.join(self.choices[:10])}" if self.choices else ""
+        return f"no queue {self.queue!r}{known}; create it with create_queue or `pxrs queue create`"
+
+
+class QueueExists(QueueError):
+    """A queue of this name is there already. Use it, or choose another name."""
+
+
+class InvalidQueue(QueueError, ValueError):
+    """A queue's name or setting is not allowed; the message says which and what is."""
+
+
+class InvalidItem(QueueError, ValueError):
+    """An item cannot be put as it is: its type, its size, its priority or delay. Nothing was put."""
+
+
+class TransactionTooLarge(QueueError, ValueError):
+    """A transaction takes and puts more than the store changes at once. What it had before this call, it still has."""
+
+
+class TransactionEnded(QueueError):
+    """The transaction was committed or rolled back before this call. Begin another one."""
+
+
+class TransactionLost(QueueError):
+    """The commit was refused, because this process lost its lease or the queue was deleted; nothing of it happened.
+
+    The items that it had taken, `items` by their ids, are given to others, or were."""
+
+    def __init__(self, items: Sequence[str], reason: str) -> None:
+        self.items, self.reason = tuple(items), reason
+        super().__init__(
+            f"the transaction with {len(self.items)} taken items was refused and rolled back: {reason}; "
+            "others get its items"
+        )
+
+    def __reduce__(self) -> tuple[type[TransactionLost], tuple[tuple[str, ...], str]]:
+        return type(self), (self.items, self.reason)
+
+
 class SparkError(PxrsError):
     """The base of every error of the Spark source, sink and pipelines."""
 

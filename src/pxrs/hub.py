@@ -16,41 +16,60 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow as pa
 
 from pxrs import registry as registries
-from pxrs.consumer import Consumer
 from pxrs.errors import Closed, InvalidTopic, InvalidUrl, UsedAfterFork
-from pxrs.group.admin import GroupHandle, groups
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Log, Source, TopicLog
-from pxrs.log.memory import MemoryLog
 from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
-from pxrs.producer import Producer
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
+
+LEASE_TTL_DEFAULT: Final = 10.0
+
+if TYPE_CHECKING:
+    # Imported by those who ask for one: a process of Spark's that opens a hub starts in half the time without them.
+    from pxrs.consumer import Consumer
+    from pxrs.group.admin import GroupHandle
+    from pxrs.producer import Producer
+    from pxrs.queue.handle import QueueHandle
+    from pxrs.queue.policy import Backoff, Policy
+    from pxrs.queue.store import QueueStore
+    from pxrs.queue.transaction import Transaction
 
 TABLE_SCHEMA: Final = pa.schema(
     [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False), *SCHEMA]
 )
 
 
-def open(url: str | os.PathLike[str], registry: str | os.PathLike[str] | None = None) -> Hub:
+def open(
+    url: str | os.PathLike[str],
+    registry: str | os.PathLike[str] | None = None,
+    *,
+    lease_ttl: float | timedelta = LEASE_TTL_DEFAULT,
+) -> Hub:
     """Open a place for messages: a directory, or `memory:` for this process alone.
 
-    registry: the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
-    kept with the messages. A directory is made by the first `create_topic`.
+    registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
+               kept with the messages. A directory is made by the first `create_topic`.
+    lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
     """
+    ttl = lease_ttl.total_seconds() if isinstance(lease_ttl, timedelta) else float(lease_ttl)
+    if not 0.05 <= ttl <= 86_400:
+        raise ValueError(f"lease_ttl is {ttl:g} s: it must be from 0.05 s to a day")
     address = parse(url)
     if registry is not None:
         _check_registry(registry)
     if address.scheme == "memory":
         if address.rest or address.options:
             raise InvalidUrl(f"{address.text}: write memory: and nothing more")
-        return Hub("memory:", MemoryLog(), "memory:" if registry is None else registry)
+        from pxrs.log.memory import MemoryLog
+
+        return Hub("memory:", MemoryLog(), "memory:" if registry is None else registry, ttl)
     if address.scheme != "file":
         raise InvalidUrl(_refusal(address))
     path = address.directory()
@@ -58,7 +77,7 @@ def open(url: str | os.PathLike[str], registry: str | os.PathLike[str] | None = 
         raise InvalidUrl(f"{address.text}: a directory takes no options; unknown: {', '.join(address.options)}")
     from pxrs.log.directory import DirectoryLog
 
-    return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry)
+    return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry, ttl)
 
 
 class TopicHandle:
@@ -131,9 +150,13 @@ class TopicHandle:
 class Hub:
     """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own."""
 
-    def __init__(self, url: str, log: Log, registry: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, url: str, log: Log, registry: str | os.PathLike[str], lease_ttl: float = LEASE_TTL_DEFAULT
+    ) -> None:
         """`pxrs.open` makes it; `registry` is opened when it is first needed."""
         self.url = url
+        self._lease_ttl = lease_ttl
+        self._queues: QueueStore | None = None
         self._log = log
         self._registry_url = registry
         self._registry: Registry | None = None
@@ -192,6 +215,8 @@ class Hub:
 
     def producer(self, topic: str, **options: Any) -> Producer:
         """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic."""
+        from pxrs.producer import Producer
+
         self._check_usable()
         producer = Producer(self._log.topic(topic), **options)
         with self._lock:
@@ -205,6 +230,8 @@ class Hub:
         """A member of the group, which reads the topic; `options` are those of `Consumer`. Raises UnknownTopic.
 
         In place of a topic's name, anything that is a `Source`. `dead_letters` is a topic's name."""
+        from pxrs.consumer import Consumer
+
         self._check_usable()
         source = self._log.topic(topic) if isinstance(topic, str) else topic
         if isinstance(dead_letters := options.get("dead_letters"), str):
@@ -220,6 +247,8 @@ class Hub:
 
     def group(self, name: str, *sources: Source) -> GroupHandle:
         """A group to look at or to administer. Sources that are no topics of this hub are named."""
+        from pxrs.group.admin import GroupHandle
+
         self._check_usable()
         return GroupHandle(self.registry, name, self._log, sources)
 
@@ -228,18 +257,74 @@ class Hub:
 
     def groups(self) -> list[str]:
         """The names of all groups."""
+        from pxrs.group.admin import groups
+
         self._check_usable()
         return groups(self.registry)
 
+    # Work queues.
+
+    def create_queue(
+        self, name: str, policy: Policy | None = None, fifo: bool = False, backoff: Backoff | None = None
+    ) -> QueueHandle:
+        """Make a work queue. Its settings are fixed for good.
+
+        policy:  how often an item may be delivered: AtLeastOnce() (the default), ConsumeTimes(k) or ConsumeOnce().
+        fifo:    strictly first in, first out: one transaction at a time takes, and an item that comes back is the next.
+        backoff: how long an item waits that came back: FixedBackoff(...), ExponentialBackoff(...), or None, not at all.
+        Raises QueueExists, InvalidQueue."""
+        from pxrs.queue.handle import QueueHandle
+        from pxrs.queue.policy import AtLeastOnce
+
+        store = self._queue_store()
+        return QueueHandle(store, store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff))
+
+    def queue(self, name: str) -> QueueHandle:
+        """A queue to put into and to look at. Raises UnknownQueue."""
+        from pxrs.queue.handle import QueueHandle
+
+        store = self._queue_store()
+        return QueueHandle(store, store.queue(name))
+
+    def queues(self) -> list[QueueHandle]:
+        """All queues, in the order of their names."""
+        from pxrs.queue.handle import QueueHandle
+
+        store = self._queue_store()
+        return [QueueHandle(store, queue) for queue in store.queues()]
+
+    def delete_queue(self, name: str) -> None:
+        """Remove a queue and all that is in it. Raises UnknownQueue."""
+        self._queue_store().delete(name)
+
+    def transaction(self) -> Transaction:
+        """Take and put items of queues, all or nothing. Commits on a clean exit, rolls back on an exception."""
+        from pxrs.queue.transaction import Transaction
+
+        return Transaction(self._queue_store())
+
+    def _queue_store(self) -> QueueStore:
+        from pxrs.queue.store import QueueStore
+
+        registry = self.registry
+        with self._lock:
+            if self._is_closed:
+                raise Closed(f"the hub {self.url} was closed")
+            if self._queues is None:
+                self._queues = QueueStore(registry, self._lease_ttl)
+            return self._queues
+
     def close(self) -> None:
-        """Close the consumers, the producers, sending what waits in them, the log and the registry, in this order.
+        """Close the queues, the consumers, the producers, sending what waits in them, the log and the registry, in this
+        order.
 
         Raises the first error, when all are closed."""
         if os.getpid() != self._pid:
             return  # it is the parent's
         with self._lock:
             self._is_closed = True  # what follows is done again if an interrupt ended it the first time
-            closing: list[Callable[[], None]] = [consumer.close for consumer in self._consumers]
+            closing: list[Callable[[], None]] = [] if self._queues is None else [self._queues.close]
+            closing += [consumer.close for consumer in self._consumers]
             closing += [producer.close for producer in self._producers]
             closing.append(self._log.close)
             if self._registry is not None:

@@ -223,6 +223,25 @@ class GroupMember:
         if lost:
             raise PartitionLost(self.keys.group, lost)
 
+    def commit_with(self, finish: Callable[[], None], write: Callable[..., dict[str, int]]) -> dict[str, int]:
+        """Write down what is done in one commit with something else, all or nothing: `write` performs it, given what to
+        expect and to put. `finish` says what is done; if nothing comes of it that is taken back, so that no other
+        commit writes it."""
+        with self._mutex:
+            self.check()
+            protocol = self._protocol
+            if protocol is None:
+                raise PartitionLost(self.keys.group, [])
+            before = [(holding.lane, holding.lane.done, holding.lane.seeks) for holding in protocol.held.values()]
+            finish()
+            try:
+                return self._drive(protocol.commit_with(protocol.due(), write))
+            except BaseException:
+                for lane, done, seeks in before:
+                    if lane.seeks == seeks:
+                        lane.done = done
+                raise
+
     def pause(self, lane: Lane, offset: int, error: str) -> None:
         """Write down that a message could not be handled; its partition stands until somebody decides (X14).
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from pxrs.errors import Conflict, OutcomeUnknown
+from pxrs.errors import Conflict, OutcomeUnknown, PartitionLost
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -369,18 +369,45 @@ class MemberProtocol:
                     self.held[number].checkpoint_version = None
                     self.held[number].may_be_released |= is_last
                 raise
-            for number in partitions:
-                holding = self.held[number]
-                holding.checkpoint, holding.may_be_released = checkpoints[number], False
-                holding.checkpoint_version = versions[self.keys.checkpoint(self.member.topic, number)]
-                if is_last:
-                    del self.held[number]
+            self._note_checkpoints(partitions, checkpoints, versions)
+            if is_last:
+                for number in partitions:
+                    holding = self.held.pop(number)
                     # By what was written: more may have been done since, which the next owner will do again.
                     holding.lane.has_undone = holding.lane.handed > holding.checkpoint.offset
                     holding.lane.is_stopping = holding.lane.is_lost = True
                     self.hooks.released(holding.lane)
             break
         return lost
+
+    def commit_with(self, partitions: list[int], write: Callable[..., dict[str, int]]) -> Steps[dict[str, int]]:
+        """The checkpoints of what is done, fenced as ever, in a commit that `write` makes of them and of more.
+
+        Raises PartitionLost if any of it is owned no more, and what `write` raises."""
+        for number in partitions:
+            if self.held[number].checkpoint_version is None and not (yield from self._learn(number)):
+                raise PartitionLost(self.keys.group, [number])
+        planned, checkpoints = self._checkpoint_write(partitions, is_last=False)
+        try:
+            versions = write(planned.expect, planned.put)
+        except Conflict as conflict:
+            if lost := self._after_conflict(partitions, conflict):
+                raise PartitionLost(self.keys.group, lost) from conflict
+            raise
+        except OutcomeUnknown:
+            for number in partitions:
+                self.held[number].checkpoint_version = None
+            raise
+        self._note_checkpoints(partitions, checkpoints, versions)
+        return versions
+
+    def _note_checkpoints(
+        self, partitions: list[int], checkpoints: Mapping[int, Checkpoint], versions: Mapping[str, int]
+    ) -> None:
+        for number in partitions:
+            holding = self.held[number]
+            holding.checkpoint, holding.may_be_released = checkpoints[number], False
+            holding.checkpoint_version = versions[self.keys.checkpoint(self.member.topic, number)]
 
     def _checkpoint_write(self, partitions: list[int], is_last: bool) -> tuple[Write, dict[int, Checkpoint]]:
         topic, keys = self.member.topic, self.keys

@@ -27,14 +27,12 @@ On failure:
 from __future__ import annotations
 
 import logging
-import re
 import sqlite3
 import time
-from collections.abc import Generator, Iterator, Sequence
-from functools import cache
+from collections.abc import Generator, Iterator
 from typing import Any, Final, Self
 
-from sqlalchemy import Connection, Engine, LargeBinary, TextClause, bindparam, event, text
+from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError
 
 from pxrs.consumer import Consumer
@@ -46,15 +44,13 @@ from pxrs.log.batch import Batch
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
 from pxrs.registry.contract import Commit
-from pxrs.registry.sql.database import Row
+from pxrs.registry.sql.borrowed import DATABASES, SQLITE_WRITE_LOCK, is_autocommit, is_in_transaction, run
 from pxrs.registry.sql.planning import CommitPlan
-from pxrs.registry.sql.statements import Call, Statement
 from pxrs.registry.sql.store import SqlRegistry
 
 _logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_DEFAULT: Final = 500
-_DATABASES: Final = ("postgresql", "sqlite")
 _RETRY_S: Final = 0.05
 _NOT_KNOWN: Final = -1
 """As an expected version: no row has it, so that the row is read."""
@@ -132,7 +128,7 @@ class _Loop:
         self.member = consumer._member
         self.keys = self.member.keys
         registry = self.member._registry
-        if not isinstance(registry, SqlRegistry) or registry.database.dialect not in _DATABASES:
+        if not isinstance(registry, SqlRegistry) or registry.database.dialect not in DATABASES:
             raise InvalidGroup(f"the registry {registry.url} is no PostgreSQL or SQLite database")
         if not isinstance(engine, Engine):
             raise InvalidGroup(f"{engine!r} is no SQLAlchemy Engine; an AsyncEngine has one as its `sync_engine`")
@@ -193,10 +189,9 @@ class _Loop:
         connection.begin()
         if not self.is_sqlite:
             return True
-        raw = connection.connection.dbapi_connection
         try:
-            if getattr(raw, "in_transaction", False):  # begun by a listener of the user's; this write takes the lock
-                connection.exec_driver_sql("UPDATE pxrs_meta SET value = value WHERE name = 'version'")
+            if is_in_transaction(connection):  # begun by a listener of the user's
+                connection.exec_driver_sql(SQLITE_WRITE_LOCK)
             else:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
         except DBAPIError as error:
@@ -215,16 +210,6 @@ class _Loop:
     def leave_room(self, taken: _Taken) -> None:
         if self.is_sqlite:
             time.sleep(min((time.monotonic() - taken.began) * _FREE_PART, _FREE_S_MAX))
-
-    def run(self, connection: Connection, calls: Sequence[Call]) -> list[list[Row]]:
-        """The registry's statements, on the user's connection."""
-        results = []
-        for statement, values in calls:
-            if statement.is_timed:
-                values = {**values, "now_ms": 0}  # only for leases, and nothing here hangs on one
-            result = connection.execute(_clause(statement), values)
-            results.append([tuple(row) for row in result] if result.returns_rows else [])
-        return results
 
     def _is_settled(self, lane: Lane) -> bool:
         """After a lost reply: wait until the transaction is over, and learn from its checkpoint what became of it."""
@@ -270,17 +255,15 @@ class _Loop:
             try:
                 if not self.begin(connection):
                     return False
-                if not self.is_sqlite:
-                    moments = {connection.execute(text("SELECT now()")).scalar_one() for _ in range(2)}
-                    if len(moments) > 1:
-                        raise InvalidGroup(f"the engine {self.engine.url!r} is in AUTOCOMMIT mode")
-                found, _ = self.run(connection, [lock, self.registry._call(statements.next_version)])
+                if not self.is_sqlite and is_autocommit(connection):
+                    raise InvalidGroup(f"the engine {self.engine.url!r} is in AUTOCOMMIT mode")
+                found, _ = run(connection, [lock, self.registry._call(statements.next_version)])
             except DBAPIError as error:
                 if _state(error) in _NOT_THERE or "no such table" in str(error.orig):
                     raise InvalidGroup(f"{mismatch}: {error.orig}") from error
                 raise
             connection.rollback()
-            if getattr(connection.connection.dbapi_connection, "in_transaction", False):
+            if is_in_transaction(connection):
                 raise InvalidGroup(f"the engine {self.engine.url!r} ignores commit and rollback")
         if found and found[0][0] == entry.version:
             return True
@@ -371,7 +354,7 @@ class _Taken:
             expect = {owner: holding.version, key: _NOT_KNOWN if expected is None else expected}
             commit = Commit(expect, {key: checkpoint.dump()}, {}, frozenset(), None, quiet=True)
             plan = CommitPlan(commit, loop.registry._namespace, loop.registry._statements)
-            found = plan.judge(loop.run(connection, plan.locks))
+            found = plan.judge(run(connection, plan.locks))
             try:
                 plan.check_versions(found)
             except Conflict as conflict:
@@ -382,13 +365,13 @@ class _Taken:
                     raise PartitionLost(loop.keys.group, [number]) from conflict
                 expected = found.versions[key]
                 continue
-            loop.run(connection, plan.writes(found))
+            run(connection, plan.writes(found))
             assert found.next_version is not None
             return checkpoint, found.next_version
 
     def _locked_checkpoint(self, key: str) -> Checkpoint:
         registry = self._loop.registry
-        ((row,),) = self._loop.run(self._connection, [registry._call(registry._statements.get, key=key)])
+        ((row,),) = run(self._connection, [registry._call(registry._statements.get, key=key)])
         return Checkpoint.load(key, bytes(row[0]))
 
     def _lose(self) -> None:
@@ -434,15 +417,6 @@ _SETTINGS: Final = text(
 
 def _settings(timeout: float) -> dict[str, str]:
     return {"lock_ms": str(int(750 * timeout)), "idle_ms": str(int(400 * timeout))}
-
-
-@cache
-def _clause(statement: Statement) -> TextClause:
-    """A compiled statement for any driver of its database: its numbers become names again."""
-    # In brackets, because a cast may follow, whose colons would be taken for a part of the name.
-    named = re.sub(r"\$(\d+)", lambda found: f"(:{statement.parameters[int(found[1]) - 1]})", statement.text)
-    clause = text(named)
-    return clause.bindparams(bindparam("the_value", type_=LargeBinary())) if ":the_value" in named else clause
 
 
 def _state(error: DBAPIError) -> str:

@@ -1,0 +1,222 @@
+"""A queue to put into and to look at. Taking is for transactions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from pxrs.errors import Conflict, InvalidItem, MissingDependency
+from pxrs.queue.moves import Changes, Move
+from pxrs.queue.policy import Backoff, Policy
+from pxrs.queue.records import Queue, Record, time_in
+from pxrs.queue.store import SCAN_ITEMS, QueueStore
+from pxrs.queue.transaction import Item, Put, add_puts, check_put, note_numbers
+from pxrs.registry.contract import Entry
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+PEEK_MAX: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How many items a queue has, by where they are."""
+
+    ready: int
+    delayed: int
+    in_flight: int
+    """Taken, and neither committed nor given back."""
+    dead: int
+
+
+class QueueHandle:
+    """What `hub.queue(name)` returns. Threads share it."""
+
+    def __init__(self, store: QueueStore, queue: Queue) -> None:
+        self.store, self.settings = store, queue
+        self._registry = store.registry
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    @property
+    def policy(self) -> Policy:
+        return self.settings.policy
+
+    @property
+    def is_fifo(self) -> bool:
+        return self.settings.is_fifo
+
+    @property
+    def backoff(self) -> Backoff | None:
+        return self.settings.backoff
+
+    def put(
+        self,
+        value: bytes | str,
+        *,
+        priority: int = 0,
+        delay: float | timedelta | None = None,
+        key: bytes | str | None = None,
+        connection: Connection | None = None,
+    ) -> str:
+        """Put an item, durably when this returns; its id.
+
+        priority:   higher ones first, as far as takers see them.
+        delay:      seconds, or a timedelta, before which it is not taken.
+        key:        carried along; the queue does not look at it.
+        connection: of SQLAlchemy, to the database that the registry is in: the item is put when its transaction
+                    commits, and not if it does not.
+        Raises InvalidItem, and OutcomeUnknown if the reply was lost: a transaction can find out."""
+        put = self._checked(value, priority, delay, key)
+        if connection is None:
+            self._put([put])
+        else:
+            try:
+                from pxrs.queue.enlist import put_in
+            except ImportError as error:
+                raise MissingDependency("connection= needs SQLAlchemy: pip install 'pxrs[sql]'") from error
+            put_in(connection, self.store, put)
+        return put.record.id
+
+    def put_many(
+        self, values: Iterable[bytes | str], *, priority: int = 0, delay: float | timedelta | None = None
+    ) -> list[str]:
+        """Put several, as many in a commit as the store takes; their ids. If it raises, the first ones may be there."""
+        limits = self._registry.limits
+        ids: list[str] = []
+        batch: list[Put] = []
+        size = 0
+        for value in values:
+            put = self._checked(value, priority, delay, None)
+            if batch and (len(batch) + 2 > limits.commit_keys_max or size + put.size > limits.commit_bytes_max):
+                self._put(batch)
+                batch, size = [], 0
+            batch.append(put)
+            size += put.size
+            ids.append(put.record.id)
+        if batch:
+            self._put(batch)
+        return ids
+
+    def _checked(
+        self, value: bytes | str, priority: int, delay: float | timedelta | None, key: bytes | str | None
+    ) -> Put:
+        queue = self.store.queue(self.name)
+        return check_put(queue, value, priority, delay, key, self._registry.limits.value_bytes_max)
+
+    def _put(self, puts: list[Put]) -> None:
+        def attempt() -> None:
+            changes = Changes({}, {}, [])
+            numbers = add_puts(self.store, puts, changes.expect, changes.put)
+            note_numbers(self.store, numbers, self.store.combiner.commit(changes))
+
+        self.store.patiently([put.queue for put in puts], (), attempt)
+
+    def peek(self, max_items: int = 1) -> list[Item]:
+        """The items at the head, without taking them."""
+        if not isinstance(max_items, int) or not 1 <= max_items <= PEEK_MAX:
+            raise InvalidItem(f"max_items is {max_items!r}: give from 1 to {PEEK_MAX:,}")
+        queue = self.store.queue(self.name)
+        entries = self._registry.scan(queue.ready, limit=max_items)
+        return [Item.of(queue, Record.load(entry.key, entry.value)) for entry in entries]
+
+    def depth(self) -> Depth:
+        """How many items there are, by where they are. It reads them all: each number is of a moment of its own."""
+        queue = self.store.queue(self.name)
+        folders = (queue.ready, queue.delayed, queue.inflight, queue.dead)
+        return Depth(*(sum(len(page) for page in _pages(self.store, folder)) for folder in folders))
+
+    def dead_letters(self) -> DeadLetters:
+        """The items that were given up."""
+        return DeadLetters(self)
+
+    def __repr__(self) -> str:
+        return f"<QueueHandle {self.name}>"
+
+
+class DeadLetters:
+    """A queue's dead letters: to be listed, tried again, or removed."""
+
+    def __init__(self, handle: QueueHandle) -> None:
+        self._handle, self._store = handle, handle.store
+
+    def list(self, max_items: int = 100) -> list[Item]:
+        """The oldest ones."""
+        found: list[Item] = []
+        for item in self:
+            found.append(item)
+            if len(found) >= max_items:
+                break
+        return found
+
+    def __iter__(self) -> Iterator[Item]:
+        queue = self._store.queue(self._handle.name)
+        for page in _pages(self._store, queue.dead):
+            for entry in page:
+                yield Item.of(queue, Record.load(entry.key, entry.value), time_in(entry.key))
+
+    def __len__(self) -> int:
+        return sum(len(page) for page in _pages(self._store, self._store.queue(self._handle.name).dead))
+
+    def retry(self, *ids: str) -> int:
+        """Put these, or all, back into the queue, as if they had never been delivered; how many that were.
+
+        In a strict queue they come last. It may be called again if it was interrupted."""
+        queue = self._store.queue(self._handle.name)
+        done = 0
+        for page in self._chosen(queue, ids):
+            if queue.is_fifo:
+                done += sum(self._retry_in_order(queue, entry) for entry in page)
+                continue
+            moves = []
+            for entry in page:
+                record = Record.load(entry.key, entry.value).moved(deliveries=0)
+                moves.append(Move(entry.key, entry.version, f"{queue.ready}{record.name}", record.dump()))
+            done += self._store.move_all(moves)
+        return done
+
+    def _retry_in_order(self, queue: Queue, entry: Entry) -> int:
+        record = Record.load(entry.key, entry.value).moved(deliveries=0)
+
+        def attempt() -> None:
+            expect, put = {entry.key: entry.version}, dict[str, bytes]()
+            numbers = add_puts(self._store, [Put(queue, record, 0.0)], expect, put)
+            versions = self._store.registry.commit(expect, put, delete=[entry.key])
+            note_numbers(self._store, numbers, versions)
+
+        try:
+            self._store.patiently([queue], [entry.key], attempt)
+        except Conflict:
+            return 0  # somebody else was faster
+        return 1
+
+    def purge(self, *ids: str) -> int:
+        """Remove these, or all, for good; how many that were."""
+        queue = self._store.queue(self._handle.name)
+        return sum(
+            self._store.move_all([Move(entry.key, entry.version, None) for entry in page])
+            for page in self._chosen(queue, ids)
+        )
+
+    def _chosen(self, queue: Queue, ids: tuple[str, ...]) -> Iterator[Sequence[Entry]]:
+        """Page by page those that were dead when this began."""
+        now = time.time()
+        for page in _pages(self._store, queue.dead):
+            chosen = [e for e in page if not ids or Record.load(e.key, e.value).id in ids]
+            yield [entry for entry in chosen if time_in(entry.key) <= now]
+
+
+def _pages(store: QueueStore, prefix: str) -> Iterator[Sequence[Entry]]:
+    """Page by page, so that no answer is without bound."""
+    after: str | None = None
+    while page := store.registry.scan(prefix, after, SCAN_ITEMS):
+        yield page
+        if len(page) < SCAN_ITEMS:
+            return
+        after = page[-1].key

@@ -1,0 +1,140 @@
+"""The items at the head of a queue that this process may try to take, and the wait for the next ones.
+
+Looking at the head is a request, and so is each take. So a look brings several items, which the threads of this process
+share out: looking is no delivery (Q2). Another process may have the same in its hand, and then one of the two is
+refused. The more often that happens, the further apart the takers choose: at random among the first few (Q1). Alone, a
+process takes them in their order; in a strict queue there is only the first.
+
+One thread at a time waits in the store, for all that wait here."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from pxrs.queue.records import Queue, name_in
+from pxrs.registry.contract import Entry, Registry
+from pxrs.registry.watch import Watch
+
+LOOK_ITEMS: Final = 64
+LOOK_BYTES: Final = 8 << 20
+"""How much a look is to bring; how large items are is known from the look before."""
+LOOK_AGE_S: Final = 0.25
+"""An item of a higher priority is seen after so long at the latest, but looking takes no more than a tenth of the
+time."""
+SPREAD_MAX: Final = 64
+REFUSALS_MAX: Final = 3
+"""After so many in a row what is known of the head is too old."""
+
+
+class Head:
+    """Of one queue, shared by the threads of a process."""
+
+    def __init__(self, registry: Registry, queue: Queue) -> None:
+        self.queue = queue
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._seen: list[Entry] = []
+        self._tried: set[str] = set()
+        """The keys of those that threads of this process are trying to take now."""
+        self._look_items = 1 if queue.is_fifo else LOOK_ITEMS
+        self._good_until = 0.0
+        self._spread = 1
+        self._refusals = 0
+        self._waiting = threading.Lock()
+        self._waiters = 0
+        self._watch: Watch | None = None
+
+    def choose(self, count: int) -> list[Entry]:
+        """Up to so many items to try, looking at the store if none is known here."""
+        with self._lock:
+            if len(self._seen) < count or self._refusals >= REFUSALS_MAX or time.monotonic() > self._good_until:
+                self._look(count)
+            if self.queue.is_fifo:
+                chosen, self._seen = self._seen[:count], []
+                return chosen
+            chosen = [self._pick() for _ in range(min(count, len(self._seen)))]
+            self._tried.update(entry.key for entry in chosen)
+            if self._seen and self._watch is not None:
+                self._watch.wake()  # one that waits does not know of these yet
+            return chosen
+
+    def _look(self, count: int) -> None:
+        began = time.monotonic()
+        limit = max(self._look_items, count) + len(self._tried)
+        found = self._registry.scan(self.queue.ready, limit=limit)
+        self._seen = [entry for entry in found if entry.key not in self._tried]
+        now = time.monotonic()
+        self._good_until = now + max(LOOK_AGE_S, 10 * (now - began))
+        if self._refusals == 0:
+            self._spread = max(1, self._spread // 2)
+        self._refusals = 0
+        if self._seen and not self.queue.is_fifo:
+            size = sum(len(entry.value) for entry in self._seen)
+            self._look_items = max(1, min(LOOK_ITEMS, LOOK_BYTES * len(self._seen) // max(size, 1)))
+
+    def _pick(self) -> Entry:
+        if self._spread == 1:
+            return self._seen.pop(0)
+        priority = name_in(self._seen[0].key)[:4]
+        few = min(self._spread, len(self._seen))
+        while not name_in(self._seen[few - 1].key).startswith(priority):
+            few -= 1
+        return self._seen.pop(random.randrange(few))
+
+    def tried(self, entries: list[Entry], *, was_refused: bool) -> None:
+        """These were chosen here and tried: taken, or somebody else was faster."""
+        with self._lock:
+            self._tried.difference_update(entry.key for entry in entries)
+            if was_refused:
+                self._refusals += 1
+                self._spread = min(SPREAD_MAX, self._spread * 4)
+            else:
+                self._refusals = 0
+
+    def enter(self) -> None:
+        """Begin to wait: from now on nothing that comes is missed. Look again after this (R2)."""
+        with self._lock:
+            self._waiters += 1
+            if self._watch is None:
+                queue = self.queue
+                prefixes = (queue.ready, queue.key, queue.turn) if queue.is_fifo else (queue.ready, queue.key)
+                try:
+                    self._watch = self._registry.watch(*prefixes)
+                except BaseException:
+                    self._waiters -= 1
+                    raise
+            self._good_until = 0.0
+
+    def wait(self, timeout: float | None, is_over: Callable[[], bool]) -> None:
+        """Until there may be items, or something else is to be looked at; at most so long."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self._waiting.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            return
+        try:
+            with self._lock:
+                watch, is_known = self._watch, bool(self._seen)
+            if watch is not None and not is_known and not is_over():
+                watch.wait(None if until is None else max(until - time.monotonic(), 0.0))
+        finally:
+            self._waiting.release()
+
+    def leave(self) -> None:
+        """Wait no more. If this one was woken and did not look, another does."""
+        with self._lock:
+            self._waiters -= 1
+            watch, is_used = self._watch, self._waiters > 0
+            if not is_used:
+                self._watch = None
+        if watch is not None:
+            watch.wake() if is_used else watch.close()
+
+    def wake(self) -> None:
+        """Those who wait here are to look whether they are still to wait."""
+        with self._lock:
+            watch = self._watch
+        if watch is not None:
+            watch.wake()

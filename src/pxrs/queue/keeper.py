@@ -1,0 +1,235 @@
+"""The thread that does what nobody waits for: settle lost replies, give back what dead takers held, end delays.
+
+The problem: an item in flight belongs to a taker for as long as that lives. If a rollback could not reach the store, or
+the reply to a take was lost, nobody might ever ask for the item again though its taker lives. So what could not be
+finished is tried here again until it is, or until the taker's lease is over.
+
+And what belongs to the dead, or waits for its time, belongs to nobody. Of all processes that take from a queue one is
+its sweeper, by an ephemeral key. That is only to spare the others the work: each move expects what it saw, so that
+two sweepers do no harm, nor does one that slept.
+
+It wakes by watches and by the time of the next delayed item, and looks without either once a minute, because clocks can
+be set. A delay is counted on the clocks of those who put and sweep: nothing but the length of a delay depends on them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryUnavailable
+from pxrs.queue import moves
+from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
+from pxrs.queue.taker import Taker, sweep_outcomes
+from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.watch import Watch
+
+if TYPE_CHECKING:
+    from pxrs.queue.store import QueueStore
+
+_logger = logging.getLogger(__name__)
+
+LOOK_S_MAX: Final = 60.0
+RETRY_S: Final = 0.2
+PROMOTE_ITEMS: Final = 100
+CLOSE_S_MAX: Final = 5.0
+_DIED: Final = "the process that had taken it died, or lost its lease"
+Job = Callable[[], None]
+"""Raises an error of ours if it is to be tried again."""
+
+
+class Keeper:
+    def __init__(self, store: QueueStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._jobs: list[Job] = []
+        self._queues: dict[str, Queue] = {}
+        self._swept: dict[str, str] = {}
+        """By queue: the taker as which this process is its sweeper."""
+        self._thread: threading.Thread | None = None
+        self._watch: Watch | None = None
+        self._deaths: Watch | None = None
+        self._woken = threading.Event()
+        self._is_stopping = False
+
+    def look_after(self, queue: Queue) -> None:
+        """This process takes from the queue."""
+        if queue.id in self._queues:
+            return
+        with self._lock:
+            self._queues[queue.id] = queue
+        self._start()
+
+    def forget(self, queue: Queue) -> None:
+        with self._lock:
+            self._queues.pop(queue.id, None)
+            self._swept.pop(queue.id, None)
+        self.wake()
+
+    def finish(self, job: Job) -> None:
+        """Do it here, again and again until it is done."""
+        with self._lock:
+            self._jobs.append(job)
+        self._start()
+
+    def close(self) -> None:
+        """Stop, after one last try at what is unfinished."""
+        self._is_stopping = True
+        self.wake()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_S_MAX)
+        self._do_jobs()
+        for watch in (self._watch, self._deaths):
+            if watch is not None:
+                watch.close()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._is_stopping:
+                self._thread = threading.Thread(target=self._run, name="pxrs-queue-keeper", daemon=True)
+                self._thread.start()
+        self.wake()
+
+    def wake(self) -> None:
+        """Look: something has changed in this process."""
+        self._woken.set()
+        watch = self._watch
+        if watch is not None:
+            watch.wake()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._woken.clear()
+            try:
+                pause_s = self._turn()
+            except Closed:
+                return
+            except (RegistryUnavailable, OutcomeUnknown, LeaseExpired, Conflict) as error:
+                _logger.info("queues of %s: %s; will try again", self._store.registry.url, error)
+                pause_s = RETRY_S
+            except PxrsError as error:  # such as an item that is damaged: it must not keep the others
+                _logger.warning("queues of %s: %s", self._store.registry.url, error)
+                pause_s = LOOK_S_MAX
+            try:
+                if self._watch is None or self._jobs:
+                    self._woken.wait(pause_s)
+                elif not self._woken.is_set():
+                    self._watch.wait(pause_s)
+            except Closed:
+                return
+
+    def _turn(self) -> float:
+        """Look after everything once. How long it may be until the next time if nothing happens."""
+        self._do_jobs()
+        with self._lock:
+            queues = list(self._queues.values())
+        if not queues:
+            return RETRY_S if self._jobs else LOOK_S_MAX
+        # Anew, if the lease was lost while all threads wait: else nobody here would sweep for them.
+        taker = self._store.taker()
+        self._arm(queues, taker)
+        for queue in queues:
+            self._stand_for(queue, taker)
+        mine = [queue for queue in queues if self._swept.get(queue.id) == taker.id]
+        if self._arm(queues, taker) or (self._deaths is not None and self._deaths.wait(0)):
+            self._sweep(mine)
+        # Whether the lease lives is looked at here alone, so often.
+        pause_s = min([LOOK_S_MAX, taker.lease.ttl, *(self._end_delays(queue) for queue in mine)])
+        return RETRY_S if self._jobs else pause_s
+
+    def _do_jobs(self) -> None:
+        with self._lock:
+            jobs, self._jobs = self._jobs, []
+        for number, job in enumerate(jobs):
+            try:
+                job()
+            except PxrsError as error:
+                _logger.info("queues of %s: %s; will try again", self._store.registry.url, error)
+                is_away = isinstance(error, RegistryUnavailable)  # then the others cannot be done either
+                with self._lock:
+                    self._jobs += jobs[number:] if is_away else [job]
+                if is_away:
+                    return
+
+    def _stand_for(self, queue: Queue, taker: Taker) -> None:
+        """Be the queue's sweeper, if nobody is."""
+        if self._swept.get(queue.id) == taker.id:
+            return
+        try:
+            self._store.registry.commit(
+                {queue.sweeper: ABSENT}, ephemeral={queue.sweeper: taker.id.encode()}, lease=taker.lease
+            )
+        except Conflict:
+            return
+        with self._lock:
+            if queue.id in self._queues:
+                self._swept[queue.id] = taker.id
+
+    def _arm(self, queues: list[Queue], taker: Taker) -> bool:
+        """Watch what concerns this process, before it looks (R2). Whether that has changed."""
+        mine = {queue.id for queue in queues if self._swept.get(queue.id) == taker.id}
+        wanted = [queue.delayed if queue.id in mine else queue.sweeper for queue in queues]
+        prefixes = tuple([*wanted, TAKERS] if mine else wanted)
+        if self._watch is not None and self._watch.prefixes == prefixes:
+            return False
+        registry = self._store.registry
+        old, self._watch = self._watch, registry.watch(*prefixes) if prefixes else None
+        if old is not None:
+            old.close()
+        if mine and self._deaths is None:
+            self._deaths = registry.watch(TAKERS)
+        return bool(mine)
+
+    # What a sweeper does.
+
+    def _sweep(self, queues: list[Queue]) -> None:
+        """Give back what dead takers held."""
+        if not queues:
+            return
+        registry = self._store.registry
+        try:
+            # The items first: a taker is there before anything is in its hands.
+            held = {queue.id: registry.scan(queue.inflight) for queue in queues}
+            turns = {queue.id: registry.get(queue.turn) for queue in queues if queue.is_fifo}
+            alive = {entry.key[len(TAKERS) :] for entry in registry.scan(TAKERS)}
+            for queue in queues:
+                turn = turns.get(queue.id)
+                holders = {taker_in(entry.key) for entry in held[queue.id]}
+                if turn is not None and (holder := Turn.load(turn.key, turn.value).holder):
+                    holders.add(holder)
+                for taker in holders - alive:
+                    self._bury(queue, taker, [e for e in held[queue.id] if taker_in(e.key) == taker], turn)
+            sweep_outcomes(registry, alive, time.time())
+        except BaseException:
+            if self._deaths is not None:
+                self._deaths.wake()  # it is not done
+            raise
+
+    def _bury(self, queue: Queue, taker: str, held: list[Entry], turn: Entry | None) -> None:
+        now = time.time()
+        returned = []
+        for entry in held:
+            record = Record.load(entry.key, entry.value)
+            returned.append(moves.give_back(queue, entry.key, entry.version, record, _DIED, now, random.random))
+        last = None
+        if turn is not None and Turn.load(turn.key, turn.value).holder == taker:
+            free = Turn(not_before=max((ready_at for _, ready_at in returned), default=now))
+            last = {turn.key: turn.version}, {turn.key: free.dump()}
+        self._store.move_all([move for move, _ in returned], expect={f"{TAKERS}{taker}": ABSENT}, last=last)
+        _logger.info("queue %s: gave back %d items of taker %s, which is gone", queue.name, len(held), taker)
+
+    def _end_delays(self, queue: Queue) -> float:
+        """Make ready what is due. In how many seconds the next one is."""
+        registry = self._store.registry
+        while entries := registry.scan(queue.delayed, limit=PROMOTE_ITEMS):
+            now = time.time()
+            due = [entry for entry in entries if time_in(entry.key) <= now]
+            self._store.move_all([moves.make_ready(queue, entry) for entry in due])
+            if len(due) < len(entries):
+                return max(0.001, time_in(entries[len(due)].key) - now)
+        return LOOK_S_MAX

@@ -1,0 +1,98 @@
+"""Where an item goes next, decided without a store: taken, given back, due, dead, tried again.
+
+A move takes an item from one key to another in one commit, which expects the first as it was read and the second
+absent. So an item is in one place at every moment, whoever else moves it at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from pxrs.queue.records import ERROR_CHARACTERS_MAX, Queue, Record, timed
+from pxrs.registry.contract import ABSENT, Entry, Limits
+
+EXTRA_KEYS: Final = 4
+"""How many keys beside those of the moves a commit of moves may name."""
+
+
+class Move(NamedTuple):
+    source: str
+    version: int
+    target: str | None
+    """None: it is removed."""
+    value: bytes = b""
+
+    @property
+    def keys_count(self) -> int:
+        return 1 if self.target is None else 2
+
+    @property
+    def size(self) -> int:
+        return len(self.source) + len(self.target or "") + len(self.value)
+
+
+@dataclass(slots=True)
+class Changes:
+    """A commit that is being put together."""
+
+    expect: dict[str, int]
+    put: dict[str, bytes]
+    delete: list[str]
+
+    @classmethod
+    def of(cls, moves: Iterable[Move]) -> Changes:
+        changes = cls({}, {}, [])
+        for source, version, target, value in moves:
+            changes.expect[source] = version
+            changes.delete.append(source)
+            if target is not None:
+                changes.expect[target] = ABSENT
+                changes.put[target] = value
+        return changes
+
+
+def take(queue: Queue, entry: Entry, taker: str) -> Move:
+    """Into the hands of a taker; the delivery is counted in the same commit (Q1)."""
+    record = Record.load(entry.key, entry.value).taken()
+    return Move(entry.key, entry.version, f"{queue.inflight}{record.name}~{taker}", record.dump())
+
+
+def give_back(
+    queue: Queue, source: str, version: int, record: Record, error: str, now: float, random: Callable[[], float]
+) -> tuple[Move, float]:
+    """From a taker's hands, undone: to the others, to the delayed, or to the dead. And from when on the item may be
+    taken: in a strict queue it keeps its place, and the whole queue waits for it."""
+    moved = record.moved(error=error[:ERROR_CHARACTERS_MAX] or record.error)
+    most = queue.policy.deliveries_max
+    if most is not None and record.deliveries >= most:
+        return Move(source, version, timed(queue.dead, now, moved), moved.dump()), now
+    delay_s = 0.0 if queue.backoff is None else queue.backoff.delay_s(record.deliveries, random)
+    if delay_s > 0 and not queue.is_fifo:
+        return Move(source, version, timed(queue.delayed, now + delay_s, moved), moved.dump()), now
+    return Move(source, version, f"{queue.ready}{moved.name}", moved.dump()), now + delay_s
+
+
+def make_ready(queue: Queue, entry: Entry) -> Move:
+    """A delayed item whose time has come."""
+    record = Record.load(entry.key, entry.value).moved()
+    return Move(entry.key, entry.version, f"{queue.ready}{record.name}", record.dump())
+
+
+def in_parts(moves: Sequence[Move], limits: Limits) -> Iterator[list[Move]]:
+    """As many together as one commit may hold."""
+    part: list[Move] = []
+    keys_count = size = 0
+    for move in moves:
+        is_full = keys_count + move.keys_count > limits.commit_keys_max - EXTRA_KEYS
+        if part and (is_full or size + move.size > limits.commit_bytes_max - _EXTRA_BYTES):
+            yield part
+            part, keys_count, size = [], 0, 0
+        part.append(move)
+        keys_count += move.keys_count
+        size += move.size
+    if part:
+        yield part
+
+
+_EXTRA_BYTES: Final = 4_096

@@ -1,0 +1,258 @@
+"""What a queue keeps in the registry: its keys, and the values under them. Nothing here does I/O.
+
+    queues/<name>                       the queue's settings, with its id
+    items/<id>/ready/<name>             to be taken, the first name first
+    items/<id>/inflight/<name>~<taker>  taken by a process, counted as delivered
+    items/<id>/delayed/<due>~<name>     not to be taken before its time
+    items/<id>/dead/<when>~<name>       given up
+    items/<id>/turn                     strict FIFO: whose turn it is, or from when on it is somebody's
+    items/<id>/sequence                 strict FIFO: the number of the last item
+    items/<id>/sweeper                  ephemeral: who brings back what the dead and the delays hold
+    takers/<taker>                      ephemeral: a process that takes items, while it lives
+    outcomes/<taker>-<slot>             which of a taker's transactions was committed last
+
+An item's name is its place in the order, its id, and how often it was moved: `5000.<id>.2`. So no key is ever there
+twice, and a write that lands late finds nothing that it could take for what it expected (R4).
+
+An item's value is a line of JSON and then the bytes as they were put.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from pxrs.errors import InvalidItem, InvalidQueue, RegistryCorrupt
+from pxrs.queue import policy as policies
+from pxrs.queue.policy import Backoff, ExponentialBackoff, FixedBackoff, Policy
+
+QUEUE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+QUEUES: Final = "queues/"
+TAKERS: Final = "takers/"
+OUTCOMES: Final = "outcomes/"
+PRIORITY_MAX: Final = 4_999
+KEY_BYTES_MAX: Final = 1_024
+ERROR_CHARACTERS_MAX: Final = 300
+_ROOM_BYTES: Final = 4_096
+"""What a line of JSON may grow to while the item is moved: counts, and an error in escapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A queue's settings. They belong to it, not to a handle (Q3)."""
+
+    name: str
+    id: str
+    policy: Policy
+    is_fifo: bool
+    backoff: Backoff | None
+    created: float
+    """Wall-clock seconds, to be shown."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if not isinstance(self.policy, Policy):
+            raise InvalidQueue(f"policy is {self.policy!r}: give AtLeastOnce(), ConsumeTimes(k) or ConsumeOnce()")
+        if self.backoff is not None and not isinstance(self.backoff, FixedBackoff | ExponentialBackoff):
+            raise InvalidQueue(f"backoff is {self.backoff!r}: give FixedBackoff(...), ExponentialBackoff(...) or None")
+
+    def dump(self) -> bytes:
+        found = {
+            "id": self.id,
+            "policy": policies.dump(self.policy),
+            "fifo": self.is_fifo,
+            "backoff": None if self.backoff is None else policies.dump(self.backoff),
+            "created": self.created,
+        }
+        return json.dumps(found, separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, key: str, value: bytes) -> Self:
+        try:
+            found = json.loads(value)
+            backoff = None if found["backoff"] is None else policies.load(found["backoff"])
+            policy = policies.load(found["policy"])
+            return cls(key[len(QUEUES) :], found["id"], policy, found["fifo"], backoff, found["created"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise RegistryCorrupt(key, f"it is no queue: {error!r}") from error
+
+    @property
+    def root(self) -> str:
+        return f"items/{self.id}/"
+
+    @property
+    def ready(self) -> str:
+        return f"items/{self.id}/ready/"
+
+    @property
+    def inflight(self) -> str:
+        return f"items/{self.id}/inflight/"
+
+    @property
+    def delayed(self) -> str:
+        return f"items/{self.id}/delayed/"
+
+    @property
+    def dead(self) -> str:
+        return f"items/{self.id}/dead/"
+
+    @property
+    def turn(self) -> str:
+        return f"items/{self.id}/turn"
+
+    @property
+    def sequence(self) -> str:
+        return f"items/{self.id}/sequence"
+
+    @property
+    def sweeper(self) -> str:
+        return f"items/{self.id}/sweeper"
+
+    @property
+    def key(self) -> str:
+        return f"{QUEUES}{self.name}"
+
+
+def check_name(name: str) -> None:
+    if not isinstance(name, str) or not QUEUE_NAME.fullmatch(name):
+        raise InvalidQueue(
+            f"queue name {name!r}: use up to 100 letters, digits, '.', '_' or '-', a letter or digit first"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An item as it is stored."""
+
+    order: str
+    """Where it stands among the ready ones: by priority and age, or by its number if the queue is strict."""
+    id: str
+    moves: int
+    value: bytes
+    put_at: float
+    """Wall-clock seconds."""
+    deliveries: int = 0
+    key: bytes | None = None
+    error: str = ""
+    """What the last delivery failed with."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.order}.{self.id}.{self.moves:x}"
+
+    def dump(self) -> bytes:
+        found: dict[str, Any] = {"put_at": self.put_at, "deliveries": self.deliveries}
+        if self.key is not None:
+            found["key"] = base64.b64encode(self.key).decode()
+        if self.error:
+            found["error"] = self.error
+        return json.dumps(found, separators=(",", ":")).encode() + b"\n" + self.value
+
+    @classmethod
+    def load(cls, key: str, stored: bytes) -> Self:
+        """Of a key in any of the four folders."""
+        try:
+            order, item, moves = name_in(key).split(".")
+            line, _, value = stored.partition(b"\n")
+            found = json.loads(line)
+            carried = base64.b64decode(found["key"]) if "key" in found else None
+            error = found.get("error", "")
+            return cls(order, item, int(moves, 16), value, found["put_at"], found["deliveries"], carried, error)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RegistryCorrupt(key, f"it is no item: {error!r}") from error
+
+    @property
+    def priority(self) -> int:
+        """0 in a strict queue, which knows none."""
+        return PRIORITY_MAX + 1 - int(self.order) if len(self.order) == 4 else 0
+
+    def taken(self) -> Self:
+        return replace(self, deliveries=self.deliveries + 1)
+
+    def moved(self, **changes: Any) -> Self:
+        return replace(self, moves=self.moves + 1, **changes)
+
+
+def new_record(value: bytes | str, key: bytes | str | None, priority: int, now: float, value_bytes_max: int) -> Record:
+    """An item that was never anywhere. Raises InvalidItem, also for one that the store would refuse."""
+    data = _bytes_of("value", value)
+    carried = None if key is None else _bytes_of("key", key)
+    if carried is not None and len(carried) > KEY_BYTES_MAX:
+        raise InvalidItem(f"the key has {len(carried):,} bytes, and {KEY_BYTES_MAX:,} is the most")
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
+        raise InvalidItem(f"priority is {priority!r}: give a whole number from -{PRIORITY_MAX} to {PRIORITY_MAX}")
+    most = value_bytes_max - _ROOM_BYTES - len(carried or b"") * 4 // 3
+    if len(data) > most:
+        raise InvalidItem(
+            f"the item has {len(data):,} bytes, and {most:,} is the most that this store takes: keep the data "
+            "elsewhere and put its address"
+        )
+    # By age within a priority: ids begin with the time.
+    item = f"{int(now * 1e6):014x}{secrets.token_hex(5)}"
+    return Record(f"{PRIORITY_MAX + 1 - priority:04d}", item, 0, data, now, key=carried)
+
+
+def in_sequence(record: Record, number: int) -> Record:
+    """The same with its place in a strict queue."""
+    return replace(record, order=f"{number:016x}")
+
+
+def name_in(key: str) -> str:
+    """The item's name in a key of any of the four folders."""
+    _, folder, last = key.rsplit("/", 2)
+    match folder:
+        case "inflight":
+            return last.partition("~")[0]
+        case "delayed" | "dead":
+            return last.partition("~")[2]
+    return last
+
+
+def taker_in(inflight_key: str) -> str:
+    return inflight_key.rpartition("~")[2]
+
+
+def time_in(key: str) -> float:
+    """When a delayed item is due, or when a dead one died; wall-clock seconds."""
+    return int(key.rpartition("/")[2].partition("~")[0], 16) / 1e6
+
+
+def timed(folder: str, when: float, record: Record) -> str:
+    """The key of a delayed or a dead item."""
+    return f"{folder}{int(when * 1e6):016x}~{record.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Strict FIFO: one transaction at a time. `holder` is a taker, or empty; nobody's before `not_before`."""
+
+    holder: str = ""
+    not_before: float = 0.0
+
+    def dump(self) -> bytes:
+        return json.dumps({"holder": self.holder, "not_before": self.not_before}, separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, key: str, value: bytes) -> Self:
+        try:
+            found = json.loads(value)
+            return cls(found["holder"], found["not_before"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise RegistryCorrupt(key, f"it is no turn: {error!r}") from error
+
+
+def _bytes_of(what: str, value: bytes | str) -> bytes:
+    if isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidItem(f"the {what} cannot be written as UTF-8: {error}") from error
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    raise InvalidItem(f"the {what} is {type(value).__name__}: give bytes, or str, which is taken as UTF-8")

@@ -1,0 +1,218 @@
+"""The queues of a registry as one process sees them: their settings, their heads, and itself as a taker.
+
+One of these belongs to a hub. Transactions, handles and listeners share it; so does the keeper, a thread that begins
+with the first take and does what nobody waits for: see `keeper`."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from pxrs.errors import Closed, Conflict, QueueExists, RegistryUnavailable, UnknownQueue
+from pxrs.queue.combine import Combiner
+from pxrs.queue.head import Head
+from pxrs.queue.keeper import Keeper
+from pxrs.queue.moves import Changes, Move, in_parts
+from pxrs.queue.policy import Backoff, Policy
+from pxrs.queue.records import QUEUES, Queue, check_name
+from pxrs.queue.taker import Taker
+from pxrs.registry.contract import ABSENT, Registry
+
+if TYPE_CHECKING:
+    from pxrs.queue.transaction import Transaction
+
+SETTINGS_AGE_S: Final = 1.0
+"""How old what is known of a queue may be. It can only be deleted meanwhile: what is put in the second after that is
+lost with the queue."""
+ATTEMPTS_MAX: Final = 200
+SCAN_ITEMS: Final = 500
+_PAUSE_S_MAX: Final = 0.02
+
+T = TypeVar("T")
+
+
+class QueueStore:
+    def __init__(self, registry: Registry, lease_ttl: float) -> None:
+        self.registry = registry
+        self.lease_ttl = lease_ttl
+        self.combiner = Combiner(registry)
+        self.keeper = Keeper(self)
+        self._lock = threading.Lock()
+        self._taker_lock = threading.Lock()
+        self._taker: Taker | None = None
+        self._known: dict[str, tuple[Queue, float]] = {}
+        self._heads: dict[str, Head] = {}
+        self._sequences: dict[str, tuple[int, int]] = {}
+        """Of strict queues: the last number and the version of its key, as last seen."""
+        self._open: weakref.WeakSet[Transaction] = weakref.WeakSet()
+        self._is_closed = False
+
+    # Queues.
+
+    def create(self, name: str, policy: Policy, is_fifo: bool, backoff: Backoff | None) -> Queue:
+        queue = Queue(name, uuid.uuid4().hex, policy, bool(is_fifo), backoff, time.time())
+        try:
+            self.registry.commit({queue.key: ABSENT}, {queue.key: queue.dump()})
+        except Conflict:
+            raise QueueExists(f"there is a queue {name!r} already: use it, or choose another name") from None
+        return queue
+
+    def queues(self) -> list[Queue]:
+        return [Queue.load(entry.key, entry.value) for entry in self.registry.scan(QUEUES)]
+
+    def queue(self, name: str) -> Queue:
+        """Its settings. Raises UnknownQueue."""
+        check_name(name)
+        with self._lock:
+            known = self._known.get(name)
+        if known is not None and time.monotonic() < known[1]:
+            return known[0]
+        entry = self.registry.get(f"{QUEUES}{name}")
+        if entry is None:
+            with self._lock:
+                self._known.pop(name, None)
+            if known is not None:
+                self.keeper.forget(known[0])
+            raise UnknownQueue(name, [queue.name for queue in self.queues()])
+        queue = Queue.load(entry.key, entry.value)
+        with self._lock:
+            self._known[name] = queue, time.monotonic() + SETTINGS_AGE_S
+        return queue
+
+    def check_exists(self, queue: Queue) -> None:
+        """Raise UnknownQueue if it was deleted meanwhile, also if there is another of this name."""
+        if self._is_closed:
+            raise Closed(f"the hub of {self.registry.url} was closed")
+        with self._lock:
+            self._known.pop(queue.name, None)
+        if self.queue(queue.name).id != queue.id:
+            raise UnknownQueue(queue.name, [found.name for found in self.queues()])
+
+    def delete(self, name: str) -> None:
+        """The queue with all that is in it. What was taken from it cannot be committed any more."""
+        check_name(name)
+        entry = self.registry.get(f"{QUEUES}{name}")
+        if entry is None:
+            raise UnknownQueue(name, [queue.name for queue in self.queues()])
+        queue = Queue.load(entry.key, entry.value)
+        self.registry.commit({entry.key: entry.version}, delete=[entry.key])
+        with self._lock:
+            self._known.pop(name, None)
+        self.keeper.forget(queue)
+        while entries := self.registry.scan(queue.root, limit=SCAN_ITEMS):
+            self.move_all([Move(entry.key, entry.version, None) for entry in entries])
+
+    def head(self, queue: Queue) -> Head:
+        with self._lock:
+            if queue.id not in self._heads:
+                self._heads[queue.id] = Head(self.registry, queue)
+            return self._heads[queue.id]
+
+    # Items.
+
+    def move_all(
+        self,
+        moves: Sequence[Move],
+        *,
+        expect: Mapping[str, int] | None = None,
+        last: tuple[Mapping[str, int], Mapping[str, bytes]] | None = None,
+    ) -> int:
+        """Make as many of the moves as can be made, several in a commit; how many that were.
+
+        expect: what must hold besides, or Conflict is raised. last: what the last commit expects and writes besides.
+        What was moved meanwhile by others is left alone, so that all this may be done again after a lost reply."""
+        expect = expect or {}
+        done = 0
+        parts = list(in_parts(moves, self.registry.limits)) or [[]]
+        for number, part in enumerate(parts):
+            more, put = last if last is not None and number == len(parts) - 1 else ({}, {})
+            while part or put:
+                changes = Changes.of(part)
+                fixed = {**expect, **more}
+                try:
+                    self.registry.commit({**changes.expect, **fixed}, {**changes.put, **put}, delete=changes.delete)
+                    done += len(part)
+                    break
+                except Conflict as conflict:
+                    differing = set(conflict.keys)
+                    if differing & fixed.keys():
+                        raise
+                    part = [move for move in part if not differing & {move.source, move.target}]
+        return done
+
+    def next_number(self, queue: Queue) -> tuple[int, int]:
+        """The last number of a strict queue and the version of its key, as last seen."""
+        with self._lock:
+            if queue.id in self._sequences:
+                return self._sequences[queue.id]
+        entry = self.registry.get(queue.sequence)
+        found = (0, ABSENT) if entry is None else (int(entry.value), entry.version)
+        with self._lock:
+            self._sequences[queue.id] = found
+        return found
+
+    def numbered(self, queue: Queue, number: int, version: int) -> None:
+        with self._lock:
+            self._sequences[queue.id] = number, version
+
+    def patiently(self, puts: Sequence[Queue], ours: Collection[str], attempt: Callable[[], T]) -> T:
+        """Try a commit again while all that stands against it is what others change at any time: the last number of a
+        strict queue, a checkpoint of one's own that landed late. `ours` are the keys that nobody else may change."""
+        for count in range(ATTEMPTS_MAX):
+            try:
+                return attempt()
+            except BaseException as error:
+                with self._lock:
+                    for queue in puts:
+                        self._sequences.pop(queue.id, None)
+                is_ours = isinstance(error, Conflict) and not set(error.keys).isdisjoint(ours)
+                if not isinstance(error, Conflict) or is_ours:
+                    raise
+            time.sleep(random.random() * min(0.001 * 2**count, _PAUSE_S_MAX))
+        raise RegistryUnavailable(f"{self.registry.url}: others were first {ATTEMPTS_MAX} times; try again")
+
+    # This process.
+
+    def taker(self) -> Taker:
+        """This process as one that takes, made anew if its lease was lost."""
+        with self._taker_lock:
+            if self._is_closed:
+                raise Closed(f"the hub of {self.registry.url} was closed")
+            if self._taker is None or not self._taker.is_alive:
+                former, self._taker = self._taker, None
+                if former is not None:
+                    former.close()
+                self._taker = Taker(self.registry, self.lease_ttl)
+                self.keeper.wake()
+            return self._taker
+
+    def began(self, transaction: Transaction) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise Closed(f"the hub of {self.registry.url} was closed")
+            self._open.add(transaction)
+
+    def ended(self, transaction: Transaction) -> None:
+        with self._lock:
+            self._open.discard(transaction)
+
+    def close(self) -> None:
+        """Roll back what is open, then settle what is left, then leave. In this order: giving back needs the store,
+        and leaving is what gives back the rest."""
+        with self._lock:
+            self._is_closed = True
+            heads, transactions = list(self._heads.values()), list(self._open)
+        for head in heads:
+            head.wake()
+        for transaction in transactions:
+            transaction.abandon()
+        self.keeper.close()
+        with self._taker_lock:
+            taker, self._taker = self._taker, None
+        if taker is not None:
+            taker.close()

@@ -1,0 +1,131 @@
+"""A process that takes items: a lease, a key that lives as long as the lease, and slots for outcomes.
+
+What a taker has in flight hangs on its key: while that is there, nobody else touches it, however long a handler
+works; when it is gone, whoever sweeps the queue gives the items back.
+
+Slots settle what a lost reply leaves open (R5). Each commit of a transaction also writes its id into a slot of its own,
+expecting the slot as it was. Who must know what became of the commit writes "aborted" there, expecting the same: one of
+the two wins, also if the other is still on its way. A slot is used again, so that outcomes leave nothing behind but a
+few keys for each taker, which go with it, or an hour after its death."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryUnavailable
+from pxrs.queue.records import OUTCOMES, TAKERS
+from pxrs.registry.contract import ABSENT, Registry
+
+OUTCOME_KEPT_S: Final = 3_600.0
+SETTLE_ATTEMPTS: Final = 5
+_CLOSE_KEYS_MAX: Final = 50
+
+
+@dataclass(slots=True)
+class Slot:
+    key: str
+    version: int = ABSENT
+
+    def committed(self, transaction: str) -> bytes:
+        return _outcome(transaction, "committed")
+
+
+class Taker:
+    """Made when a process first needs it; made anew when its lease is lost."""
+
+    def __init__(self, registry: Registry, ttl: float) -> None:
+        self.id = uuid.uuid4().hex
+        self.key = f"{TAKERS}{self.id}"
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._free: list[Slot] = []
+        self._slots_count = 0
+        self.lease = registry.lease(ttl)
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+        try:
+            registry.commit({self.key: ABSENT}, ephemeral={self.key: json.dumps(about).encode()}, lease=self.lease)
+        except (OutcomeUnknown, LeaseExpired) as error:  # its lease too may end before that, as after a stop
+            self.lease.close()
+            raise RegistryUnavailable(f"{registry.url}: it is not known whether this process is registered") from error
+        except BaseException:
+            self.lease.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        return self.lease.alive
+
+    def slot(self) -> Slot:
+        """One that no other transaction uses now."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            self._slots_count += 1
+            return Slot(f"{OUTCOMES}{self.id}-{self._slots_count}")
+
+    def give_back(self, slot: Slot) -> None:
+        """Its transaction's outcome is known."""
+        with self._lock:
+            self._free.append(slot)
+
+    def close(self) -> None:
+        """Leave: nothing is in flight here any more, or it is given up."""
+        try:
+            with self._lock:
+                used = [slot for slot in self._free if slot.version != ABSENT]
+            for at in range(0, len(used), _CLOSE_KEYS_MAX):
+                some = used[at : at + _CLOSE_KEYS_MAX]
+                expect = {slot.key: slot.version for slot in some}
+                self._registry.commit(expect, delete=list(expect), lease=self.lease, quiet=True)
+        except PxrsError:
+            pass  # they are swept an hour after this taker's end
+        finally:
+            self.lease.close()
+
+
+def settle(registry: Registry, slot: Slot, transaction: str) -> bool:
+    """Whether the transaction was committed. If it was not, it never will be. Raises OutcomeUnknown if nobody can tell.
+
+    No lease is named: what decides is the slot alone."""
+    for _ in range(SETTLE_ATTEMPTS):
+        found = registry.get(slot.key)
+        version = ABSENT if found is None else found.version
+        if found is not None and version != slot.version:
+            value = json.loads(found.value)
+            if value["transaction"] != transaction:
+                break
+            slot.version = version
+            return bool(value["outcome"] == "committed")
+        if version != slot.version:
+            break
+        try:
+            aborted = _outcome(transaction, "aborted")
+            slot.version = registry.commit({slot.key: version}, {slot.key: aborted}, quiet=True)[slot.key]
+            return False
+        except (Conflict, OutcomeUnknown):
+            continue  # one of the two has just landed: read again
+    raise OutcomeUnknown(f"{registry.url}: what became of transaction {transaction} is not on record any more")
+
+
+def sweep_outcomes(registry: Registry, alive: set[str], now: float) -> None:
+    """Remove the slots of takers that are long gone."""
+    old = []
+    for entry in registry.scan(OUTCOMES):
+        if entry.key[len(OUTCOMES) :].rpartition("-")[0] in alive:
+            continue
+        if now - json.loads(entry.value)["at"] > OUTCOME_KEPT_S:
+            old.append(entry)
+    for at in range(0, len(old), _CLOSE_KEYS_MAX):
+        expect = {entry.key: entry.version for entry in old[at : at + _CLOSE_KEYS_MAX]}
+        registry.commit(expect, delete=list(expect), quiet=True)
+
+
+def _outcome(transaction: str, outcome: str) -> bytes:
+    return json.dumps({"transaction": transaction, "outcome": outcome, "at": time.time()}).encode()

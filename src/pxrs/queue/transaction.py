@@ -1,0 +1,616 @@
+"""Take N items and put K, from and to any queues: all or nothing.
+
+    with hub.transaction() as tx:           # commits on a clean exit, rolls back on an exception
+        item = tx.take("mail", timeout=5)
+        tx.put("sent", item.value)
+
+A take moves the item into this process's hands, and counts it as delivered, in a commit of its own: so nobody else has
+it, and nothing that is held or delayed stands at the head of the queue (Q1). What is put stays in memory. The commit
+removes what was taken, expecting each item as it was taken (Q2), and writes what was put, under the taker's lease.
+
+On failure:
+- The lease was lost: others may have the items already. The commit is refused, with TransactionLost.
+- The reply to the commit was lost: OutcomeUnknown. `outcome` settles it, for good; so does the keeper if nobody asks.
+- The reply to a take was lost: what it left is looked at and made certain before anything else happens.
+- A rollback always succeeds. If the store cannot be reached, the keeper gives the items back when it can be, and the
+  end of the lease does so in any case.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, Literal, NamedTuple, Protocol, Self
+
+from pxrs.errors import (
+    Conflict,
+    InvalidItem,
+    InvalidQueue,
+    LeaseExpired,
+    OutcomeUnknown,
+    PxrsError,
+    RegistryUnavailable,
+    TransactionEnded,
+    TransactionLost,
+    TransactionTooLarge,
+)
+from pxrs.queue import moves
+from pxrs.queue.head import Head
+from pxrs.queue.moves import Changes, Move
+from pxrs.queue.policy import seconds
+from pxrs.queue.records import Queue, Record, Turn, in_sequence, new_record, timed
+from pxrs.queue.store import QueueStore
+from pxrs.queue.taker import SETTLE_ATTEMPTS, Slot, Taker, settle
+from pxrs.registry.contract import ABSENT, Entry, Registry
+
+Outcome = Literal["open", "committed", "rolled back"]
+Write = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
+_KEYS_RESERVED: Final = 2
+_BYTES_PER_KEY: Final = 160
+_KEYS_SPARE: Final = 16
+
+
+class Inbox(Protocol):
+    """What `checkpoint` needs of a consumer."""
+
+    @property
+    def registry(self) -> Registry: ...
+
+    def commit_with(self, write: Write) -> dict[str, int]: ...
+
+
+class Named(Protocol):
+    """A queue's handle, which may stand for its name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An item of a queue, as a value."""
+
+    queue: str
+    id: str
+    value: bytes
+    key: bytes | None
+    """Carried along as it was put; the queue does not look at it."""
+    priority: int
+    deliveries: int
+    """How often it was delivered, this time included."""
+    put_at: float
+    """Seconds since 1970, on the clock of the one who put it."""
+    error: str = ""
+    """What the last delivery failed with, if one did."""
+    died_at: float | None = None
+    """Of a dead letter: when it was given up."""
+
+    @classmethod
+    def of(cls, queue: Queue, record: Record, died_at: float | None = None) -> Item:
+        return cls(
+            queue.name,
+            record.id,
+            record.value,
+            record.key,
+            record.priority,
+            record.deliveries,
+            record.put_at,
+            record.error,
+            died_at,
+        )
+
+
+class Taken(NamedTuple):
+    queue: Queue
+    key: str
+    version: int
+    record: Record
+
+
+class Put(NamedTuple):
+    queue: Queue
+    record: Record
+    delay_s: float
+
+    @property
+    def size(self) -> int:
+        return len(self.record.value) + 2 * _BYTES_PER_KEY
+
+
+def check_put(
+    queue: Queue,
+    value: bytes | str,
+    priority: int,
+    delay: float | timedelta | None,
+    key: bytes | str | None,
+    value_bytes_max: int,
+) -> Put:
+    """What is to be put, checked. Raises InvalidItem."""
+    try:
+        delay_s = 0.0 if delay is None else seconds("delay", delay)
+    except InvalidQueue as error:
+        raise InvalidItem(str(error)) from None
+    if queue.is_fifo and (priority or delay_s):
+        raise InvalidItem(f"queue {queue.name} is strictly first in, first out: no priority or delay can be kept there")
+    return Put(queue, new_record(value, key, priority, time.time(), value_bytes_max), delay_s)
+
+
+def add_puts(
+    store: QueueStore, puts: list[Put], expect: dict[str, int], put: dict[str, bytes]
+) -> dict[str, tuple[Queue, int]]:
+    """Into a commit: each where it belongs, numbered where the queue is strict (Q3). The strict ones' last numbers."""
+    numbers: dict[str, tuple[Queue, int]] = {}
+    now = time.time()
+    for queue, record, delay_s in puts:
+        if queue.is_fifo:
+            if queue.id in numbers:
+                number = numbers[queue.id][1]
+            else:
+                number, expect[queue.sequence] = store.next_number(queue)
+            number += 1
+            numbers[queue.id] = queue, number
+            put[queue.sequence] = str(number).encode()
+            record = in_sequence(record, number)
+        key = timed(queue.delayed, now + delay_s, record) if delay_s > 0 else f"{queue.ready}{record.name}"
+        expect[key], put[key] = ABSENT, record.dump()
+    return numbers
+
+
+def note_numbers(store: QueueStore, numbers: dict[str, tuple[Queue, int]], versions: Mapping[str, int]) -> None:
+    for queue, number in numbers.values():
+        store.numbered(queue, number, versions[queue.sequence])
+
+
+class Transaction:
+    """What `hub.transaction()` returns. Threads may share it; one call at a time is made."""
+
+    def __init__(self, store: QueueStore) -> None:
+        self.id = uuid.uuid4().hex
+        self._store = store
+        self._registry = store.registry
+        self._lock = threading.RLock()
+        self._taker: Taker | None = None
+        self._slot: Slot | None = None
+        self._taken: list[Taken] = []
+        self._puts: list[Put] = []
+        self._turns: dict[str, tuple[Queue, int]] = {}
+        """By queue: of the strict ones taken from, the version of the turn's key as this transaction wrote it."""
+        self._inboxes: list[Inbox] = []
+        self._bytes = 0
+        self._state: Outcome | Literal["unknown"] = "open"
+        store.began(self)
+
+    # Taking and putting.
+
+    def take(self, queue: str | Named, timeout: float | timedelta | None = None) -> Item | None:
+        """The next item, locked for this transaction; None if none came in time. Without a timeout it waits."""
+        items = self.take_many(queue, 1, timeout)
+        return items[0] if items else None
+
+    def take_many(self, queue: str | Named, max_items: int, timeout: float | timedelta | None = None) -> list[Item]:
+        """Up to so many items that are there, at least one if one comes in time."""
+        if not isinstance(max_items, int) or max_items < 1:
+            raise InvalidItem(f"max_items is {max_items!r}: give at least 1")
+        until = None if timeout is None else time.monotonic() + seconds("timeout", timeout)
+        return self._take(_name_of(queue), max_items, until, lambda: False)
+
+    def _take(self, name: str, count: int, until: float | None, is_over: Callable[[], bool]) -> list[Item]:
+        with self._lock:
+            self._check_open()
+            queue = self._store.queue(name)
+            count = min(count, self._room(queue))
+            self._store.keeper.look_after(queue)
+            head = self._store.head(queue)
+            is_waiting = False
+            try:
+                while True:
+                    taken, ready_at = self._try_take(queue, head, self._present(), count)
+                    if taken or is_over():
+                        return [Item.of(queue, each.record) for each in taken]
+                    left_s = None if until is None else until - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        return []
+                    if not is_waiting:
+                        head.enter()
+                        is_waiting = True
+                        continue  # look again: what came before the watch was set woke nobody
+                    if ready_at > 0:
+                        pause_s = max(ready_at - time.time(), 0.001)
+                        left_s = pause_s if left_s is None else min(left_s, pause_s)
+                    head.wait(left_s, is_over)
+                    self._store.check_exists(queue)
+            finally:
+                if is_waiting:
+                    head.leave()
+
+    def _try_take(self, queue: Queue, head: Head, taker: Taker, count: int) -> tuple[list[Taken], float]:
+        """What could be taken, without waiting; and if that is nothing, from when on there may be something."""
+        turn: Entry | None = None
+        if queue.is_fifo and queue.id not in self._turns:
+            turn = self._registry.get(queue.turn)
+            state = Turn() if turn is None else Turn.load(turn.key, turn.value)
+            if state.holder:
+                return [], 0.0
+            if state.not_before > time.time():
+                return [], state.not_before
+        while entries := head.choose(count):
+            taken: list[Taken] = []
+            try:
+                taken = self._take_these(queue, taker, entries, turn)
+            finally:
+                head.tried(entries, was_refused=not taken)
+            if taken or queue.is_fifo:  # if not, it is somebody else's turn
+                return taken, 0.0
+        return [], 0.0
+
+    def _take_these(self, queue: Queue, taker: Taker, entries: list[Entry], turn: Entry | None) -> list[Taken]:
+        """Those of the items that nobody was faster on."""
+        planned = [(moves.take(queue, entry, taker.id), entry) for entry in entries]
+        planned = planned[: self._fitting([move for move, _ in planned])]
+        while planned:
+            changes = Changes.of(move for move, _ in planned)
+            if queue.is_fifo:
+                if queue.id in self._turns:
+                    changes.expect[queue.turn] = self._turns[queue.id][1]
+                else:
+                    changes.expect[queue.turn] = ABSENT if turn is None else turn.version
+                    changes.put[queue.turn] = Turn(holder=taker.id).dump()
+            try:
+                versions = self._store.combiner.commit(changes, taker.lease, quiet=True)
+            except Conflict as conflict:
+                if queue.turn in conflict.keys:
+                    return []
+                planned = [each for each in planned if each[0].source not in conflict.keys]
+                if queue.is_fifo:
+                    return []
+                continue
+            except LeaseExpired as error:
+                if not self._taken:
+                    return []  # with another lease, then
+                raise self._lost(error) from error
+            except OutcomeUnknown:
+                versions = self._settle_take(queue, [move for move, _ in planned], planned[0][1].value)
+                if not versions:
+                    return []
+            except PxrsError:
+                raise  # nothing was taken
+            except BaseException:  # an interrupt: nobody knows whether it was sent
+                self._give_back_later(queue, [move for move, _ in planned], planned[0][1].value)
+                raise
+            return self._note_taken(queue, [move for move, _ in planned], versions)
+        return []
+
+    def _note_taken(self, queue: Queue, planned: list[Move], versions: Mapping[str, int]) -> list[Taken]:
+        taken = _taken(queue, planned, versions)
+        self._taken += taken
+        if queue.turn in versions:
+            self._turns[queue.id] = queue, versions[queue.turn]
+        return taken
+
+    def _settle_take(self, queue: Queue, planned: list[Move], first_value: bytes) -> dict[str, int]:
+        """After a lost reply: the versions of what was taken, empty if nothing was; and then it never will be (R5).
+
+        If that cannot be told now, the keeper finds out, and gives back what was taken."""
+        for _ in range(SETTLE_ATTEMPTS):
+            try:
+                return self._find_out(queue, planned, first_value)
+            except OutcomeUnknown:
+                continue
+            except RegistryUnavailable:
+                break
+        self._give_back_later(queue, planned, first_value)
+        raise RegistryUnavailable(
+            f"{self._registry.url}: the reply to a take was lost; what it took will be given back"
+        )
+
+    def _find_out(self, queue: Queue, planned: list[Move], first_value: bytes) -> dict[str, int]:
+        """Write the first item anew where it was: the take expects it as it was, and cannot land any more. If it is
+        not there as it was, the take has landed, or somebody else was faster."""
+        first = planned[0]
+        try:
+            self._registry.commit({first.source: first.version}, {first.source: first_value}, quiet=True)
+            return {}
+        except Conflict:
+            pass
+        keys = [move.target for move in planned if move.target is not None]
+        if queue.is_fifo and queue.id not in self._turns:
+            keys.append(queue.turn)
+        found = [self._registry.get(key) for key in keys]
+        return {each.key: each.version for each in found if each is not None} if found[0] is not None else {}
+
+    def _give_back_later(self, queue: Queue, planned: list[Move], first_value: bytes) -> None:
+        def give_back() -> None:
+            versions = self._find_out(queue, planned, first_value)
+            if versions:
+                turns = {queue.id: (queue, versions[queue.turn])} if queue.turn in versions else {}
+                _give_back(self._store, _taken(queue, planned, versions), turns, "the reply to the take was lost")
+
+        self._store.keeper.finish(give_back)
+
+    def put(
+        self,
+        queue: str | Named,
+        value: bytes | str,
+        *,
+        priority: int = 0,
+        delay: float | timedelta | None = None,
+        key: bytes | str | None = None,
+    ) -> str:
+        """Put an item when this transaction is committed; its id. Raises InvalidItem, TransactionTooLarge."""
+        with self._lock:
+            self._check_open()
+            found = self._store.queue(_name_of(queue))
+            limits = self._registry.limits
+            new = check_put(found, value, priority, delay, key, limits.value_bytes_max)
+            self._room(found)
+            size = self._bytes + new.size + (len(self._taken) + _KEYS_SPARE) * _BYTES_PER_KEY
+            if size > limits.commit_bytes_max:
+                raise TransactionTooLarge(
+                    f"{size:,} bytes in one transaction, and this store takes {limits.commit_bytes_max:,}: put less in "
+                    "one"
+                )
+            self._puts.append(new)
+            self._bytes += new.size
+            return new.record.id
+
+    def checkpoint(self, inbox: Inbox) -> None:
+        """Also write down, in the same commit, that what the consumer has handed out is done: from topic to queue with
+        nothing lost and nothing doubled. The consumer must be of the same registry."""
+        with self._lock:
+            self._check_open()
+            if inbox.registry is not self._registry:
+                raise InvalidItem("the consumer is of another hub: open it and the transaction from the same one")
+            if inbox not in self._inboxes:
+                self._inboxes.append(inbox)
+
+    # The ends.
+
+    def commit(self) -> None:
+        """All of it, durably, when this returns. Raises TransactionLost if the lease was lost, OutcomeUnknown if the
+        reply was; after another error nothing has happened, and it may be tried again."""
+        with self._lock:
+            self._check_open()
+            if not self._taken and not self._puts and not self._inboxes:
+                self._end("committed")
+                return
+            try:
+                self._commit()
+            except (Conflict, LeaseExpired) as error:
+                raise self._lost(error) from error
+            except OutcomeUnknown as error:
+                self._doubt()
+                error.add_note("pxrs: tx.outcome() finds out what became of it")
+                raise
+            except Exception:
+                raise  # nothing was written
+            except BaseException:  # an interrupt: nobody knows whether it was sent
+                self._doubt()
+                raise
+            self._end("committed")
+
+    def _commit(self) -> None:
+        try:
+            self._commit_as(self._present())
+        except LeaseExpired:
+            if self._taken:
+                raise
+            self._taker = None  # nothing hangs on that lease: with another one, then
+            self._commit_as(self._present())
+
+    def _commit_as(self, taker: Taker) -> None:
+        slot = self._slot = self._slot or taker.slot()
+        queues = [put.queue for put in self._puts]
+        ours = {slot.key, *(each.key for each in self._taken), *(queue.turn for queue, _ in self._turns.values())}
+        self._store.patiently(queues, ours, lambda: self._commit_once(taker, slot))
+
+    def _doubt(self) -> None:
+        self._state = "unknown"
+        taker = self._taker
+
+        def settle_it() -> None:
+            try:
+                self._settle()
+            except OutcomeUnknown:
+                if taker is not None and taker.is_alive:
+                    raise
+                # It is not on record any more. What was taken was given back with the lease's end.
+
+        self._store.keeper.finish(settle_it)
+
+    def _commit_once(self, taker: Taker, slot: Slot) -> dict[str, int]:
+        changes = Changes.of(Move(each.key, each.version, None) for each in self._taken)
+        changes.expect[slot.key] = slot.version
+        changes.put[slot.key] = slot.committed(self.id)
+        for queue, version in self._turns.values():
+            changes.expect[queue.turn] = version
+            changes.put[queue.turn] = Turn().dump()
+        numbers = add_puts(self._store, self._puts, changes.expect, changes.put)
+        inboxes = list(self._inboxes)
+        is_quiet = not self._puts and not self._turns
+
+        def write(expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
+            changes.expect.update(expect)
+            changes.put.update(put)
+            if inboxes:
+                return inboxes.pop().commit_with(write)
+            return self._store.combiner.commit(changes, taker.lease, quiet=is_quiet)
+
+        versions = write({}, {})
+        slot.version = versions[slot.key]
+        note_numbers(self._store, numbers, versions)
+        return versions
+
+    def rollback(self, error: BaseException | str = "") -> None:
+        """Nothing of it happens: what was taken is given back, what was put is dropped. Always succeeds.
+
+        error: why, to be kept with the items and shown with dead letters."""
+        with self._lock:
+            if self._state == "rolled back":
+                return
+            if self._state == "unknown":
+                raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
+            self._check_open()
+            reason = error if isinstance(error, str) else "".join(traceback.format_exception_only(error)).strip()
+            self._give_back(reason)
+            self._end("rolled back")
+
+    def _give_back(self, reason: str) -> None:
+        taken, turns = self._taken, self._turns
+        if not taken and not turns:
+            return
+        taker = self._taker
+
+        def give_back() -> None:
+            if taker is None or taker.is_alive:  # else they are the sweeper's
+                _give_back(self._store, taken, turns, reason)
+
+        try:
+            give_back()
+        except PxrsError:
+            self._store.keeper.finish(give_back)
+        except BaseException:  # an interrupt: done again, it does nothing twice
+            self._store.keeper.finish(give_back)
+            raise
+
+    def outcome(self) -> Outcome:
+        """What became of it. After OutcomeUnknown this settles it: a commit that has not landed by now never will.
+
+        Raises RegistryUnavailable while the store cannot be reached: ask again."""
+        with self._lock:
+            if self._state == "unknown":
+                self._settle()
+            assert self._state != "unknown"
+            return self._state
+
+    def _settle(self) -> None:
+        with self._lock:
+            if self._state != "unknown":
+                return
+            assert self._slot is not None
+            if settle(self._registry, self._slot, self.id):
+                self._end("committed")
+                return
+            self._give_back("the commit did not reach the store")
+            self._end("rolled back")
+
+    def abandon(self) -> None:
+        """The hub is closed: what is still open is rolled back."""
+        if not self._lock.acquire(timeout=1):
+            return  # somebody is in the middle of something; the lease's end does it
+        try:
+            if self._state == "open":
+                self.rollback()
+        except PxrsError:
+            pass  # the same
+        finally:
+            self._lock.release()
+
+    def _end(self, state: Outcome) -> None:
+        self._state = state
+        if self._slot is not None and self._taker is not None:
+            self._taker.give_back(self._slot)
+            self._slot = None
+        self._taken, self._puts, self._turns, self._inboxes = [], [], {}, []
+        self._store.ended(self)
+
+    # What is checked.
+
+    def _check_open(self) -> None:
+        if self._state == "unknown":
+            raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
+        if self._state != "open":
+            raise TransactionEnded(f"this transaction was {self._state}: begin another one")
+
+    def _present(self) -> Taker:
+        """The taker that this transaction is bound to, once it has taken something; before that, any that lives."""
+        taker = self._taker
+        if taker is None or not (taker.is_alive or self._taken):
+            self._taker, self._slot = self._store.taker(), None
+        elif not taker.is_alive:
+            raise self._lost(LeaseExpired(f"lease {taker.lease.id} has ended"))
+        assert self._taker is not None
+        return self._taker
+
+    def _lost(self, error: Exception) -> TransactionLost:
+        """The items may be in other hands by now: nothing of this transaction will happen."""
+        taken = [each.record.id for each in self._taken]
+        self._give_back("the commit was refused")
+        self._end("rolled back")
+        return TransactionLost(taken, str(error))
+
+    def _room(self, queue: Queue) -> int:
+        """How many more items of this queue the transaction may take or put. Raises TransactionTooLarge for none."""
+        strict = {queue.id} | {put.queue.id for put in self._puts if put.queue.is_fifo} | set(self._turns)
+        # A checkpoint names two keys a partition: how many those are is known only when it is written.
+        used = len(self._taken) + len(self._puts) + 2 * len(strict) + _KEYS_RESERVED
+        most = self._registry.limits.commit_keys_max
+        if used >= most:
+            raise TransactionTooLarge(
+                f"{len(self._taken)} items taken and {len(self._puts)} put in one transaction are as many as this "
+                f"store takes: it changes {most} keys at once"
+            )
+        return most - used
+
+    def _fitting(self, planned: list[Move]) -> int:
+        """How many of them one commit takes."""
+        return len(next(moves.in_parts(planned, self._registry.limits)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._state != "open":
+            return
+        if error is not None:
+            self.rollback(error)
+            return
+        try:
+            self.commit()
+        except BaseException as failure:
+            if self._state == "open":
+                self.rollback(failure)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Transaction {self.id} {self._state}: {len(self._taken)} taken, {len(self._puts)} put>"
+
+
+def _taken(queue: Queue, planned: list[Move], versions: Mapping[str, int]) -> list[Taken]:
+    return [
+        Taken(queue, move.target, versions[move.target], Record.load(move.target, move.value))
+        for move in planned
+        if move.target is not None and move.target in versions
+    ]
+
+
+def _give_back(store: QueueStore, taken: list[Taken], turns: Mapping[str, tuple[Queue, int]], reason: str) -> None:
+    """Each queue's items together, and its turn with the last of them. May be done again after a lost reply."""
+    now = time.time()
+    queues = {each.queue.id: each.queue for each in taken} | {queue.id: queue for queue, _ in turns.values()}
+    for queue in queues.values():
+        returned = [
+            moves.give_back(queue, each.key, each.version, each.record, reason, now, random.random)
+            for each in taken
+            if each.queue.id == queue.id
+        ]
+        last = None
+        if queue.id in turns:
+            free = Turn(not_before=max((ready_at for _, ready_at in returned), default=now))
+            last = {queue.turn: turns[queue.id][1]}, {queue.turn: free.dump()}
+        try:
+            store.move_all([move for move, _ in returned], last=last)
+        except Conflict:
+            continue  # it is not this transaction's turn any more: the sweeper has given the items back
+
+
+def _name_of(queue: str | Named) -> str:
+    return queue if isinstance(queue, str) else queue.name

@@ -1,0 +1,885 @@
+"""Work queues in memory: what a transaction, a policy and a listener promise."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import pxrs
+from pxrs import AtLeastOnce, ConsumeOnce, ConsumeTimes, ExponentialBackoff, FixedBackoff, QueueListener
+from pxrs.clock import ManualClock
+from pxrs.consumer import Consumer
+from pxrs.errors import (
+    Closed,
+    Conflict,
+    InvalidGroup,
+    InvalidItem,
+    InvalidQueue,
+    PartitionLost,
+    QueueExists,
+    RegistryUnavailable,
+    TransactionEnded,
+    TransactionLost,
+    TransactionTooLarge,
+    UnknownQueue,
+)
+from pxrs.hub import Hub
+from pxrs.log.memory import MemoryLog
+from pxrs.queue.records import OUTCOMES, TAKERS
+from pxrs.queue.transaction import Transaction
+from pxrs.registry.contract import Commit
+from pxrs.registry.memory import LIMITS, MemoryRegistry, MemoryStore
+
+PATIENCE_S = 10.0
+
+
+class Place:
+    """A store in memory, and hubs on it as so many processes would have them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryStore(self.clock)
+        self._stack = stack
+
+    def open(self, registry: MemoryRegistry | None = None) -> Hub:
+        hub = Hub("memory:", MemoryLog(), "memory:")
+        hub._registry = registry or MemoryRegistry(self.store)
+        return self._stack.enter_context(hub)
+
+    def die(self, hub: Hub) -> None:
+        """The hub's process is stopped, for longer than its lease lives; it does not know yet."""
+        assert hub._queues is not None
+        taker = hub._queues._taker
+        assert taker is not None
+        taker.lease.abandon()
+        for _ in range(8):  # in steps, so that the others renew theirs
+            self.clock.advance(2.4)
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(stack)
+
+
+@pytest.fixture
+def hub(place: Place) -> Hub:
+    return place.open()
+
+
+def eventually(check: Callable[[], Any]) -> Any:
+    until = time.monotonic() + PATIENCE_S
+    while not (found := check()):
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.002)
+    return found
+
+
+def fail(hub: Hub, queue: str, why: str = "it failed", target: str | None = None) -> Transaction:
+    """Take an item, perhaps put it elsewhere, and fail."""
+    tx = hub.transaction()
+
+    def work() -> None:
+        with tx:
+            item = tx.take(queue, timeout=PATIENCE_S)
+            assert item is not None
+            if target is not None:
+                tx.put(target, item.value)
+            raise ZeroDivisionError(why)
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    return tx
+
+
+# Transactions.
+
+
+def test_z1_a_clean_exit_commits_what_was_taken_and_put(hub: Hub) -> None:
+    mail, sent = hub.create_queue("mail"), hub.create_queue("sent")
+    number = mail.put("hello", key=b"k")
+    with hub.transaction() as tx:
+        item = tx.take("mail", timeout=0)
+        assert item is not None
+        assert (item.id, item.value, item.key, item.deliveries, item.queue) == (number, b"hello", b"k", 1, "mail")
+        tx.put(sent, item.value)
+        assert (mail.depth().in_flight, sent.depth().ready) == (1, 0)
+    assert tx.outcome() == "committed"
+    assert (mail.depth().ready, mail.depth().in_flight, sent.depth().ready) == (0, 0, 1)
+
+
+def test_z1_an_exception_rolls_back(hub: Hub) -> None:
+    mail = hub.create_queue("mail")
+    hub.create_queue("sent")
+    mail.put("hello")
+    assert fail(hub, "mail", target="sent").outcome() == "rolled back"
+    assert (mail.depth().ready, hub.queue("sent").depth().ready) == (1, 0)
+    assert [item.error for item in mail.peek()] == ["ZeroDivisionError: it failed"]
+
+
+def test_z1_take_n_and_put_k_of_several_queues(hub: Hub) -> None:
+    for name in "abc":
+        hub.create_queue(name).put_many([name] * 3)
+    tx = hub.transaction()
+    assert len(tx.take_many("a", 2)) == 2
+    assert len(tx.take_many("b", 10)) == 3
+    for _ in range(4):
+        tx.put("c", "new")
+    tx.commit()
+    assert [hub.queue(name).depth().ready for name in "abc"] == [1, 0, 7]
+
+
+def test_z2_an_ended_transaction_says_so(hub: Hub) -> None:
+    hub.create_queue("q").put("x")
+    tx = hub.transaction()
+    tx.take("q")
+    tx.rollback()
+    tx.rollback()  # once more is no harm
+    for use in (tx.commit, lambda: tx.put("q", "y"), lambda: tx.take("q")):
+        with pytest.raises(TransactionEnded, match="rolled back"):
+            use()
+
+
+def test_z2_nobody_else_gets_what_is_taken_and_everybody_what_is_given_back(place: Place, hub: Hub) -> None:
+    hub.create_queue("q").put("x")
+    other = place.open()
+    tx = hub.transaction()
+    assert tx.take("q") is not None
+    with other.transaction() as theirs:
+        assert theirs.take("q", timeout=0) is None
+        tx.rollback()
+        assert theirs.take("q", timeout=0) is not None
+
+
+def test_z2_an_explicit_end_inside_the_block_is_the_end(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    with hub.transaction() as tx:
+        tx.put("q", "x")
+        tx.commit()
+    with hub.transaction() as tx:
+        tx.put("q", "y")
+        tx.rollback()
+    assert queue.depth().ready == 1
+
+
+def test_z3_a_dead_process_loses_its_items_and_its_commit_is_refused(place: Place, hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    queue.put("x")
+    other = place.open()
+    with other.transaction() as theirs:
+        assert theirs.take("q", timeout=0) is not None
+        theirs.rollback()
+    tx = hub.transaction()
+    assert tx.take("q") is not None
+    tx.put("q", "never")
+    place.die(hub)
+    with other.transaction() as theirs:
+        item = theirs.take("q", timeout=PATIENCE_S)
+        assert item is not None
+        assert item.deliveries == 3
+        with pytest.raises(TransactionLost) as caught:
+            tx.commit()
+        assert caught.value.items == (item.id,)
+    assert tx.outcome() == "rolled back"
+    assert queue.depth().ready == queue.depth().in_flight == 0
+    with hub.transaction() as again:  # with a new lease
+        again.put("q", "y")
+    assert queue.depth().ready == 1
+
+
+class Holding(MemoryRegistry):
+    """A store behind a slow network: what is held lands when told."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.is_holding = False
+        self.held: list[Commit] = []
+
+    def _commit(self, commit: Commit) -> dict[str, int]:
+        if self.is_holding and threading.current_thread() is threading.main_thread():
+            self.held.append(commit)
+            raise pxrs.errors.OutcomeUnknown("no reply")
+        return super()._commit(commit)
+
+    def land(self, commit: Commit) -> dict[str, int]:
+        return super()._commit(commit)
+
+
+def test_r3_q2_a_commit_that_lands_after_the_item_went_to_another_is_refused(place: Place) -> None:
+    registry = Holding(place.store)
+    hub, other = place.open(registry), place.open()
+    hub.create_queue("q").put("x")
+    with other.transaction() as theirs:
+        theirs.take("q", timeout=0)
+        theirs.rollback()
+    tx = hub.transaction()
+    tx.take("q")
+    registry.is_holding = True
+    # The keeper must not settle it: this process is stopped.
+    assert hub._queues is not None
+    hub._queues.keeper.close()
+    with pytest.raises(pxrs.errors.OutcomeUnknown, match="no reply"):
+        tx.commit()
+    place.die(hub)
+    with other.transaction() as theirs:
+        assert theirs.take("q", timeout=PATIENCE_S) is not None
+        (held,) = registry.held
+        with pytest.raises((Conflict, pxrs.errors.LeaseExpired)):
+            registry.land(held)
+        # Each of the two fences is enough: the lease's, and the item's own version.
+        with pytest.raises(Conflict):
+            registry.land(Commit(held.expect, held.put, {}, held.delete, None, False))
+        with pytest.raises(pxrs.errors.LeaseExpired):
+            registry.land(Commit({}, held.put, {}, held.delete, held.lease, False))
+    registry.is_holding = False
+    assert tx.outcome() == "rolled back"
+
+
+def test_z3_what_a_closed_hub_had_taken_is_there_at_once(place: Place) -> None:
+    hub = place.open()
+    hub.create_queue("q").put("x")
+    tx = hub.transaction()
+    assert tx.take("q") is not None
+    hub.close()
+    with place.open().transaction() as theirs:
+        assert theirs.take("q", timeout=0) is not None
+    with pytest.raises((TransactionEnded, Closed)):
+        tx.commit()
+
+
+def test_q1_what_the_last_of_all_processes_held_goes_to_the_first_that_comes(place: Place, hub: Hub) -> None:
+    hub.create_queue("q").put("x")
+    tx = hub.transaction()
+    assert tx.take("q") is not None
+    place.die(hub)
+    assert hub._queues is not None
+    hub._queues.keeper.close()  # it sleeps on
+    with place.open().transaction() as theirs:
+        assert theirs.take("q", timeout=PATIENCE_S) is not None
+
+
+def test_q1_one_that_lost_its_lease_while_it_waited_still_gets_what_comes(place: Place, hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    found: list[Any] = []
+
+    def wait() -> None:
+        with hub.transaction() as tx:
+            found.append(tx.take("q", timeout=PATIENCE_S))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: hub.registry.scan(TAKERS))
+    place.die(hub)
+    queue.put("x")
+    thread.join(PATIENCE_S)
+    assert [item.value for item in found] == [b"x"]
+
+
+def test_r5_a_hub_leaves_no_outcomes_behind_and_uses_few(place: Place) -> None:
+    observer = place.open()
+    hub = place.open()
+    hub.create_queue("q")
+    for _ in range(20):
+        with hub.transaction() as tx:
+            tx.put("q", "x")
+    assert len(observer.registry.scan(OUTCOMES)) == 1
+    hub.close()
+    assert observer.registry.scan(OUTCOMES) == observer.registry.scan(TAKERS) == []
+
+
+def test_z2_a_rollback_succeeds_when_the_store_is_away_and_leaves_no_lock(place: Place) -> None:
+    class Away(MemoryRegistry):
+        is_away = False
+
+        def _commit(self, commit: Commit) -> dict[str, int]:
+            if self.is_away:
+                raise RegistryUnavailable("away")
+            return super()._commit(commit)
+
+    registry = Away(place.store)
+    hub = place.open(registry)
+    queue = hub.create_queue("q")
+    queue.put("x")
+    tx = hub.transaction()
+    tx.take("q")
+    registry.is_away = True
+    tx.rollback()
+    assert tx.outcome() == "rolled back"
+    assert queue.depth().in_flight == 1
+    registry.is_away = False
+    eventually(lambda: queue.depth().ready == 1)
+
+
+# Queues and items.
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", "ä", "-a", "x" * 101, None, 7])
+def test_bad_names_of_queues_are_refused(hub: Hub, name: Any) -> None:
+    with pytest.raises(InvalidQueue, match="queue name"):
+        hub.create_queue(name)
+
+
+def test_unknown_and_double_queues_are_errors_at_once(hub: Hub) -> None:
+    hub.create_queue("mail")
+    with pytest.raises(QueueExists, match="mail"):
+        hub.create_queue("mail")
+    for use in (lambda: hub.queue("mial"), lambda: hub.delete_queue("mial"), lambda: hub.transaction().take("mial")):
+        with pytest.raises(UnknownQueue, match=r"no queue 'mial'; there are mail"):
+            use()
+    assert [queue.name for queue in hub.queues()] == ["mail"]
+
+
+def test_q3_the_settings_belong_to_the_queue(place: Place, hub: Hub) -> None:
+    made = hub.create_queue("q", ConsumeTimes(3), fifo=True, backoff=ExponentialBackoff(timedelta(seconds=2), cap=60))
+    found = place.open().queue("q")
+    assert found.settings == made.settings
+    assert found.policy == ConsumeTimes(3)
+    assert found.is_fifo
+    assert found.backoff == ExponentialBackoff(2.0, 2.0, 60.0, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"policy": 3}, "policy"),
+        ({"policy": "once"}, "policy"),
+        ({"backoff": 3}, "backoff"),
+    ],
+)
+def test_bad_settings_are_refused(hub: Hub, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidQueue, match=named):
+        hub.create_queue("q", **settings)
+    assert not hub.queues()
+
+
+def test_bad_policies_are_refused() -> None:
+    for times in (0, -1, 1.5, True, "3"):
+        with pytest.raises(InvalidQueue, match="ConsumeTimes"):
+            ConsumeTimes(times)  # type: ignore[arg-type]
+    for make in (
+        lambda: FixedBackoff(-1),
+        lambda: FixedBackoff("1"),  # type: ignore[arg-type]
+        lambda: ExponentialBackoff(1, factor=0.5),
+        lambda: ExponentialBackoff(1, jitter=2),
+        lambda: ExponentialBackoff(1, cap=float("nan")),
+    ):
+        with pytest.raises(InvalidQueue):
+            make()
+
+
+def test_z8_bad_items_are_refused_and_nothing_is_put(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    strict = hub.create_queue("strict", fifo=True)
+    large = b"x" * (LIMITS.value_bytes_max + 1)
+    for put in (
+        lambda: queue.put(3),  # type: ignore[arg-type]
+        lambda: queue.put(None),  # type: ignore[arg-type]
+        lambda: queue.put("\ud800"),
+        lambda: queue.put("x", priority=1.5),  # type: ignore[arg-type]
+        lambda: queue.put("x", priority=5_000),
+        lambda: queue.put("x", delay=-1),
+        lambda: queue.put("x", delay="1"),  # type: ignore[arg-type]
+        lambda: queue.put("x", key="k" * 2_000),
+        lambda: queue.put(large),
+        lambda: strict.put("x", priority=1),
+        lambda: strict.put("x", delay=1),
+        lambda: hub.transaction().put("q", large),
+        lambda: hub.transaction().take_many("q", 0),
+    ):
+        with pytest.raises(InvalidItem):
+            put()
+    assert queue.depth().ready == queue.depth().delayed == strict.depth().ready == 0
+
+
+def test_z8_the_largest_item_is_put_taken_given_back_and_buried(hub: Hub) -> None:
+    queue = hub.create_queue("q", ConsumeTimes(2))
+    with pytest.raises(InvalidItem, match=r"and ([\d,]+) is the most") as caught:
+        queue.put(b"x" * LIMITS.value_bytes_max)
+    most = int(str(caught.value).partition("bytes, and ")[2].partition(" is")[0].replace(",", ""))
+    queue.put(b"x" * most)
+    for _ in range(2):
+        fail(hub, "q", "\N{PILE OF POO}" * 1_000)
+    assert [len(item.value) for item in queue.dead_letters()] == [most]
+
+
+def test_z8_a_transaction_that_grows_too_large_says_so_and_keeps_what_it_has(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+
+    def put_all(tx: Transaction, count: int, size: int) -> None:
+        for _ in range(count):
+            tx.put("q", b"x" * size)
+
+    def take_all(tx: Transaction) -> None:
+        while tx.take_many("q", 3_000, timeout=0):
+            pass
+
+    with hub.transaction() as tx, pytest.raises(TransactionTooLarge, match="bytes in one transaction"):
+        put_all(tx, 100, 1_000_000)
+    assert queue.depth().ready == LIMITS.commit_bytes_max // 1_000_000
+    with hub.transaction() as tx, pytest.raises(TransactionTooLarge, match="keys at once"):
+        put_all(tx, 10_000, 1)
+    assert queue.depth().ready > 4_000
+    with hub.transaction() as tx:
+        with pytest.raises(TransactionTooLarge):
+            take_all(tx)
+        assert queue.depth().in_flight > 4_000
+    assert queue.depth().in_flight == 0
+
+
+def test_z7_priorities_come_first_and_age_decides_among_equals(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    for value, priority in (("c", 0), ("d", 0), ("a", 9), ("e", -3), ("b", 1)):
+        queue.put(value, priority=priority)
+    with hub.transaction() as tx:
+        taken = [tx.take("q") for _ in range(5)]
+    assert [item.value for item in taken if item] == [b"a", b"b", b"c", b"d", b"e"]
+    assert [item.priority for item in taken if item] == [9, 1, 0, 0, -3]
+
+
+def test_z7_a_delayed_item_comes_when_it_is_due(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    began = time.time()
+    queue.put("later", delay=timedelta(milliseconds=300))
+    queue.put("never", delay=3_600)
+    assert queue.depth().delayed == 2
+    with hub.transaction() as tx:
+        assert tx.take("q", timeout=0) is None
+        item = tx.take("q", timeout=PATIENCE_S)
+        assert item is not None
+        assert item.value == b"later"
+        assert time.time() - began >= 0.3
+
+
+def test_z4_z5_consume_times_ends_in_the_dead_letters_with_the_reason(hub: Hub) -> None:
+    queue = hub.create_queue("q", ConsumeTimes(3))
+    number = queue.put("x")
+    for _ in range(3):
+        fail(hub, "q")
+    with hub.transaction() as tx:
+        assert tx.take("q", timeout=0) is None
+    (dead,) = queue.dead_letters().list()
+    assert (dead.id, dead.value, dead.deliveries) == (number, b"x", 3)
+    assert dead.error == "ZeroDivisionError: it failed"
+    assert dead.died_at is not None
+
+
+def test_z4_consume_once_is_delivered_once(hub: Hub) -> None:
+    queue = hub.create_queue("q", ConsumeOnce())
+    queue.put("x")
+    fail(hub, "q")
+    assert (queue.depth().ready, queue.depth().dead) == (0, 1)
+
+
+def test_z4_at_least_once_never_gives_up(hub: Hub) -> None:
+    queue = hub.create_queue("q", AtLeastOnce())
+    queue.put("x")
+    for _ in range(20):
+        fail(hub, "q")
+    assert (queue.depth().ready, queue.depth().dead) == (1, 0)
+
+
+def test_z5_dead_letters_are_listed_retried_and_purged(hub: Hub) -> None:
+    queue = hub.create_queue("q", ConsumeOnce())
+    ids = queue.put_many("abcd")
+    for _ in range(4):
+        fail(hub, "q")
+    dead = queue.dead_letters()
+    assert [item.id for item in dead.list(2)] == ids[:2]
+    assert len(dead) == 4
+    assert dead.retry(ids[0], "no such id") == 1
+    assert dead.purge(ids[1]) == 1
+    assert [item.id for item in dead] == ids[2:]
+    with hub.transaction() as tx:
+        item = tx.take("q")
+        assert item is not None
+        assert (item.id, item.deliveries) == (ids[0], 1)
+    assert dead.retry() == 2
+    assert dead.purge() == 0
+    assert queue.depth().ready == 2
+
+
+def test_z7_an_item_that_came_back_waits_and_others_do_not(hub: Hub) -> None:
+    queue = hub.create_queue("q", backoff=FixedBackoff(0.2))
+    queue.put("slow")
+    queue.put("quick")
+    began = time.time()
+    fail(hub, "q")
+    assert queue.depth().delayed == 1
+    with hub.transaction() as tx:
+        taken = [tx.take("q", timeout=PATIENCE_S) for _ in range(2)]
+    assert [item.value for item in taken if item] == [b"quick", b"slow"]
+    assert time.time() - began >= 0.2
+
+
+def test_z7_backoff_grows_to_its_cap_with_jitter() -> None:
+    backoff = ExponentialBackoff(first=1, factor=3, cap=50, jitter=0.5)
+    assert [backoff.delay_s(n, lambda: 0.5) for n in (1, 2, 3, 4, 5, 10_000)] == [1, 3, 9, 27, 50, 50]
+    assert backoff.delay_s(2, lambda: 0.0) == 1.5
+    assert backoff.delay_s(2, lambda: 1.0) == 4.5
+    assert FixedBackoff(timedelta(minutes=1)).delay_s(9, lambda: 0.0) == 60
+
+
+# Strict FIFO.
+
+
+def test_z7_strict_fifo_is_one_transaction_at_a_time_in_order(place: Place, hub: Hub) -> None:
+    queue = hub.create_queue("q", fifo=True)
+    queue.put_many("abc")
+    other = place.open()
+    with hub.transaction() as tx, other.transaction() as theirs:
+        assert [item.value for item in tx.take_many("q", 2)] == [b"a", b"b"]
+        assert theirs.take("q", timeout=0) is None
+        tx.rollback()
+        assert [item.value for item in theirs.take_many("q", 1)] == [b"a"]
+        assert [item.value for item in theirs.take_many("q", 5)] == [b"b", b"c"]
+
+
+def test_z7_in_a_strict_queue_an_item_that_came_back_is_the_next_and_all_wait_for_it(hub: Hub) -> None:
+    queue = hub.create_queue("q", ConsumeTimes(2), fifo=True, backoff=FixedBackoff(0.2))
+    queue.put_many("abc")
+    began = time.time()
+    fail(hub, "q")
+    with hub.transaction() as tx:
+        assert tx.take("q", timeout=0) is None
+    fail(hub, "q")
+    assert time.time() - began >= 0.2
+    assert [item.value for item in queue.dead_letters()] == [b"a"]
+    with hub.transaction() as tx:
+        assert [item.value for item in tx.take_many("q", 3)] == [b"b", b"c"]
+        queue.dead_letters().retry()
+        tx.put("q", "d")
+    with hub.transaction() as tx:
+        assert [item.value for item in tx.take_many("q", 3)] == [b"a", b"d"]
+
+
+def test_z7_the_turn_of_a_dead_process_goes_to_the_next_with_its_items_first(place: Place, hub: Hub) -> None:
+    hub.create_queue("q", fifo=True).put_many("abc")
+    other = place.open()
+    with other.transaction() as theirs:
+        assert theirs.take("q") is not None
+        theirs.rollback()
+    tx = hub.transaction()
+    assert len(tx.take_many("q", 2)) == 2
+    place.die(hub)
+    with other.transaction() as theirs:
+        assert [theirs.take("q", timeout=PATIENCE_S).value for _ in range(3)] == [b"a", b"b", b"c"]  # type: ignore[union-attr]
+        with pytest.raises(TransactionLost):
+            tx.commit()
+
+
+def test_q3_the_order_of_a_strict_queue_is_that_of_the_commits(place: Place, hub: Hub) -> None:
+    queue = hub.create_queue("q", fifo=True)
+    other = place.open()
+    first, second = hub.transaction(), other.transaction()
+    first.put("q", "put first, committed last")
+    second.put("q", "put last, committed first")
+    second.commit()
+    first.commit()
+    assert [item.value for item in queue.peek(2)] == [b"put last, committed first", b"put first, committed last"]
+
+
+def test_q3_many_putters_of_a_strict_queue_leave_no_gap(place: Place) -> None:
+    hubs = [place.open() for _ in range(4)]
+    hubs[0].create_queue("q", fifo=True)
+
+    def put(hub: Hub, number: int) -> None:
+        for count in range(25):
+            hub.queue("q").put(f"{number}-{count}")
+
+    threads = [threading.Thread(target=put, args=(hub, number)) for number, hub in enumerate(hubs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    values = [item.value.decode() for item in hubs[0].queue("q").peek(200)]
+    assert len(values) == 100
+    for number in range(4):
+        assert [value for value in values if value.startswith(f"{number}-")] == [f"{number}-{n}" for n in range(25)]
+
+
+# Waiting.
+
+
+def test_a_waiting_taker_wakes_when_something_is_put(place: Place, hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    other = place.open()
+    found: list[Any] = []
+
+    def wait() -> None:
+        with other.transaction() as tx:
+            found.append((tx.take("q", timeout=PATIENCE_S), time.monotonic()))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: other._queues is not None and other._queues._heads and _waiters(other) == 1)
+    began = time.monotonic()
+    queue.put("x")
+    thread.join(PATIENCE_S)
+    ((item, at),) = found
+    assert item.value == b"x"
+    assert at - began < 1
+    assert _waiters(other) == 0
+
+
+def _waiters(hub: Hub) -> int:
+    assert hub._queues is not None
+    return sum(head._waiters for head in hub._queues._heads.values())
+
+
+def test_several_waiting_threads_get_one_each(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    found: list[bytes] = []
+
+    def wait() -> None:
+        with hub.transaction() as tx:
+            item = tx.take("q", timeout=PATIENCE_S)
+            assert item is not None
+            found.append(item.value)
+
+    threads = [threading.Thread(target=wait) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: hub._queues is not None and hub._queues._heads and _waiters(hub) == 8)
+    queue.put_many("abcdefgh")
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sorted(found) == [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"h"]
+
+
+def test_a_deleted_queue_ends_the_wait_and_refuses_what_was_taken(place: Place, hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    queue.put("x")
+    hub.create_queue("other").put("y")
+    tx = hub.transaction()
+    tx.take("q")
+    tx.take("other")
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            place.open().transaction().take("q", timeout=PATIENCE_S)
+        except UnknownQueue as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: len(hub.registry.scan(TAKERS)) == 2)
+    hub.delete_queue("q")
+    thread.join(PATIENCE_S)
+    assert len(caught) == 1
+    with pytest.raises(TransactionLost):
+        tx.commit()
+    assert hub.queue("other").depth().ready == 1
+    assert hub.create_queue("q").depth().ready == 0
+
+
+# Listeners.
+
+
+def test_z6_a_listener_commits_what_its_handlers_put(hub: Hub) -> None:
+    queue, done = hub.create_queue("q"), hub.create_queue("done")
+    queue.put_many(str(n) for n in range(50))
+    with QueueListener(queue, lambda tx, item: tx.put("done", item.value), threads=4) as listener:
+        eventually(lambda: done.depth().ready == 50)
+    assert (listener.committed, listener.failed) == (50, 0)
+    assert sorted(int(item.value) for item in done.peek(50)) == list(range(50))
+
+
+def test_z6_an_exception_of_a_handler_gives_back_and_ends_in_the_dead_letters(hub: Hub) -> None:
+    queue = hub.create_queue("q", ConsumeTimes(2))
+    hub.create_queue("done")
+    queue.put("poison")
+
+    def handle(tx: Any, item: Any) -> None:
+        tx.put("done", "never")
+        raise ValueError(item.deliveries)
+
+    with QueueListener(queue, handle) as listener:
+        eventually(lambda: queue.depth().dead == 1)
+    assert (listener.committed, listener.failed) == (0, 2)
+    assert hub.queue("done").depth().ready == 0
+    assert queue.dead_letters().list()[0].error == "ValueError: 2"
+
+
+def test_z6_closing_wakes_those_who_wait_and_lets_handlers_finish(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    began, may_end = threading.Event(), threading.Event()
+
+    def handle(tx: Any, item: Any) -> None:
+        began.set()
+        may_end.wait(PATIENCE_S)
+
+    listener = QueueListener(queue, handle, threads=8).start()
+    queue.put("x")
+    assert began.wait(PATIENCE_S)
+    closing = threading.Thread(target=listener.close)
+    closing.start()
+    assert listener.committed == 0
+    may_end.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert (listener.committed, queue.depth().in_flight) == (1, 0)
+
+
+def test_z6_a_listener_survives_an_outage(place: Place) -> None:
+    class Flaky(MemoryRegistry):
+        is_away = False
+
+        def _check(self) -> None:
+            if self.is_away:
+                raise RegistryUnavailable("away")
+
+        def _commit(self, commit: Commit) -> dict[str, int]:
+            self._check()
+            return super()._commit(commit)
+
+        def _scan(self, *arguments: Any) -> Any:
+            self._check()
+            return super()._scan(*arguments)
+
+    registry = Flaky(place.store)
+    hub, observer = place.open(registry), place.open()
+    queue = hub.create_queue("q")
+    done = hub.create_queue("done")
+    with QueueListener(queue, lambda tx, item: tx.put("done", item.value), threads=2):
+        observer.queue("q").put("before")
+        eventually(lambda: observer.queue("done").depth().ready == 1)
+        registry.is_away = True
+        observer.queue("q").put_many(["during"] * 3)
+        registry.is_away = False
+        eventually(lambda: observer.queue("done").depth().ready == 4)
+    assert done.depth().ready == 4
+
+
+def test_z6_a_handler_keeps_its_item_for_as_long_as_it_takes(place: Place, hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    other = place.open()
+    queue.put("x")
+    began, may_end = threading.Event(), threading.Event()
+
+    def handle(tx: Any, item: Any) -> None:
+        began.set()
+        may_end.wait(PATIENCE_S)
+
+    with QueueListener(queue, handle) as listener:
+        assert began.wait(PATIENCE_S)
+        for _ in range(12):  # more than one lease, and it is renewed
+            place.clock.advance(2.4)
+            time.sleep(0.01)
+        with other.transaction() as tx:
+            assert tx.take("q", timeout=0) is None
+        may_end.set()
+        eventually(lambda: listener.committed == 1)
+
+
+def test_z6_a_handler_may_commit_or_roll_back_by_itself(hub: Hub) -> None:
+    queue = hub.create_queue("q", ConsumeTimes(2))
+    queue.put_many(["commit", "rollback"])
+    with QueueListener(queue, lambda tx, item: getattr(tx, item.value.decode())()) as listener:
+        eventually(lambda: queue.depth().dead == 1 and listener.committed == 1)
+    assert listener.failed == 2
+
+
+def test_bad_listeners_are_refused(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    for threads in (0, 1.5, True, 2_000):
+        with pytest.raises(InvalidQueue, match="threads"):
+            QueueListener(queue, print, threads=threads)  # type: ignore[arg-type]
+    with pytest.raises(InvalidQueue, match="handler"):
+        QueueListener(queue, "handler")  # type: ignore[arg-type]
+
+
+# From topic to queue.
+
+
+@pytest.fixture
+def topic(hub: Hub) -> Hub:
+    hub.create_topic("t", partitions=1)
+    hub.create_queue("jobs")
+    with hub.producer("t") as out:
+        for number in range(5):
+            out.send(b"%d" % number)
+    return hub
+
+
+def checkpoint_of(hub: Hub) -> int:
+    return hub.group("g").describe().partitions[0].checkpoint
+
+
+def test_z1_a_checkpoint_and_a_put_are_one(topic: Hub) -> None:
+    with topic.consumer("t", "g", until="end", commit_interval=3_600) as inbox:
+        for message in inbox:
+            with topic.transaction() as tx:
+                tx.put("jobs", message.value)
+                tx.checkpoint(inbox)
+            assert topic.queue("jobs").depth().ready == message.offset + 1 == checkpoint_of(topic)
+            if message.offset == 2:
+                break
+    with topic.consumer("t", "g", until="end") as inbox:
+        assert [message.offset for message in inbox] == [3, 4]
+
+
+def test_z1_a_rolled_back_transaction_leaves_the_message_undone(topic: Hub) -> None:
+    def read(inbox: Consumer) -> None:
+        for message in inbox:
+            with topic.transaction() as tx:
+                tx.put("jobs", message.value)
+                tx.checkpoint(inbox)
+                if message.offset == 2:
+                    raise ZeroDivisionError
+
+    with topic.consumer("t", "g", until="end", commit_interval=0.001) as inbox, pytest.raises(ZeroDivisionError):
+        read(inbox)
+    assert (topic.queue("jobs").depth().ready, checkpoint_of(topic)) == (2, 2)
+
+
+def test_z1_a_commit_that_fails_takes_the_checkpoint_back(topic: Hub) -> None:
+    with topic.consumer("t", "g", until="end", commit_interval=0.001) as inbox:
+        messages = inbox.poll(2, timeout=PATIENCE_S)
+        tx = topic.transaction()
+        tx.put("jobs", messages[0].value)
+        tx.checkpoint(inbox)
+        registry = topic.registry
+        original = registry.commit
+
+        def refuse(*arguments: Any, **named: Any) -> Any:
+            if len(arguments) > 1 and any(key.startswith("items/") for key in arguments[1]):
+                raise RegistryUnavailable("away")
+            return original(*arguments, **named)
+
+        registry.commit = refuse  # type: ignore[method-assign]
+        with pytest.raises(RegistryUnavailable):
+            tx.commit()
+        registry.commit = original  # type: ignore[method-assign]
+        inbox._member.commit()  # what the member's thread does by itself
+        assert checkpoint_of(topic) == 0
+        tx.commit()
+        assert checkpoint_of(topic) == 2
+
+
+def test_z1_a_lost_partition_refuses_the_transaction(topic: Hub) -> None:
+    with topic.consumer("t", "g", until="end", commit_interval=3_600) as inbox:
+        message = inbox.poll(1, timeout=PATIENCE_S)[0]
+        topic.group("g").reset("earliest", force=True)
+        tx = topic.transaction()
+        tx.put("jobs", message.value)
+        tx.checkpoint(inbox)
+        with pytest.raises(PartitionLost):
+            tx.commit()
+        tx.rollback()
+    assert topic.queue("jobs").depth().ready == 0
+
+
+def test_z1_a_checkpoint_needs_the_same_hub_and_automatic_acknowledgement(place: Place, topic: Hub) -> None:
+    with topic.consumer("t", "g", ack="manual") as inbox:
+        with pytest.raises(InvalidItem, match="another hub"):
+            place.open().transaction().checkpoint(inbox)
+        with pytest.raises(InvalidGroup, match="ack='auto'"), topic.transaction() as tx:
+            tx.checkpoint(inbox)
