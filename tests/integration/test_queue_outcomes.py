@@ -1,0 +1,197 @@
+"""The connection is cut between a transaction's commit and its reply, on real servers; and requests land late."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+import pxrs
+from pxrs.errors import OutcomeUnknown, PxrsError, RegistryUnavailable
+from pxrs.hub import Hub
+from pxrs.queue.taker import settle
+from pxrs.queue.transaction import Transaction
+from pxrs.registry.sql.postgresql import PostgresSession
+from pxrs.testing.proxy import Proxy
+from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
+
+TIMEOUT_S = 2.0
+PATIENCE_S = 30.0
+LEASE_S = 20.0
+
+
+class Place:
+    """A server, and a network before it that loses and delays on demand."""
+
+    def __init__(self, kind: str, url: str, proxy: Proxy) -> None:
+        self.kind, self.url, self.proxy = kind, url, proxy
+        self.namespace = f"n{uuid.uuid4().hex[:8]}"
+
+    def open(self, *, through: bool) -> Hub:
+        address = f"{self.proxy.host}:{self.proxy.port}"
+        match self.kind:
+            case "postgresql":
+                host = self.url.rpartition("@")[2].partition("/")[0]
+                url = self.url.replace(host, address) if through else self.url
+                mark = "&" if "?" in url else "?"
+            case _:
+                url = f"{self.kind}://{address}" if through else self.url
+                mark = "?"
+        registry = f"{url}{mark}namespace={self.namespace}&timeout={TIMEOUT_S}"
+        return pxrs.open("memory:", registry=registry, lease_ttl=LEASE_S)
+
+
+SERVERS: dict[str, Any] = {"postgresql": PostgresServer, "etcd": EtcdServer, "zookeeper": ZooKeeperServer}
+
+
+@pytest.fixture(scope="module", params=list(SERVERS))
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, Any]]:
+    settings = {"session_ms_max": 40_000} if request.param == "zookeeper" else {}
+    with SERVERS[request.param](**settings) as server:
+        yield request.param, server
+
+
+@pytest.fixture
+def place(server: tuple[str, Any]) -> Iterator[Place]:
+    kind, running = server
+    with Proxy(running.host, running.port) as proxy:
+        yield Place(kind, running.url, proxy)
+
+
+@contextmanager
+def story(place: Place) -> Iterator[tuple[Hub, Transaction]]:
+    """An observer, and a transaction through the network that has taken an item and will put another."""
+    with ExitStack() as stack:
+        observer = stack.enter_context(place.open(through=False))
+        observer.create_queue("a")
+        observer.create_queue("b")
+        hub = stack.enter_context(place.open(through=True))
+        stack.callback(place.proxy.restore)  # before the hub is closed
+        with hub.transaction() as first:  # so that ZooKeeper has all folders: else a commit is answered, and sent again
+            first.put("a", "x")
+            first.put("b", "first")
+        tx = hub.transaction()
+        assert tx.take("a", timeout=PATIENCE_S) is not None
+        tx.put("b", "y")
+        yield observer, tx
+
+
+def at_commit(place: Place, monkeypatch: pytest.MonkeyPatch, fault: Callable[[], None]) -> None:
+    """Let it happen just before the commit is sent: on PostgreSQL that is COMMIT alone, the second round trip."""
+    if place.kind != "postgresql":
+        fault()
+        return
+    original = PostgresSession.commit
+    happened = threading.Event()
+
+    def commit(self: PostgresSession, calls: Any) -> None:
+        # Of the one that puts into b, and not of a renewal or of the keeper.
+        if not happened.is_set() and any("/ready/" in str(call.values.get("the_key")) for call in calls):
+            happened.set()
+            fault()
+        original(self, calls)
+
+    monkeypatch.setattr(PostgresSession, "commit", commit)
+
+
+def depths(hub: Hub) -> tuple[int, int, int]:
+    a, b = hub.queue("a").depth(), hub.queue("b").peek(10)
+    return a.ready, a.in_flight, sum(item.value == b"y" for item in b)
+
+
+def eventually(check: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not check():
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.01)
+
+
+def patiently(ask: Callable[[], str]) -> str:
+    """The network is well again, and the clients find out."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return ask()
+        except (RegistryUnavailable, OutcomeUnknown):
+            assert time.monotonic() < until
+
+
+def test_z2_a_lost_reply_is_unknown_and_turns_out_to_be_committed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with story(place) as (observer, tx):
+        at_commit(place, monkeypatch, lambda: place.proxy.drop_replies(close_after=0.2))
+        with pytest.raises(OutcomeUnknown):
+            tx.commit()
+        place.proxy.restore()
+        assert patiently(tx.outcome) == "committed"
+        assert depths(observer) == (0, 0, 1)
+
+
+def test_z2_a_lost_request_is_unknown_and_turns_out_to_be_rolled_back(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with story(place) as (observer, tx):
+        _commit_into_the_void(place, monkeypatch, tx)
+        place.proxy.cut()  # what was held is lost
+        place.proxy.restore()
+        assert patiently(tx.outcome) == "rolled back"
+        eventually(lambda: depths(observer) == (1, 0, 0))
+
+
+def test_r5_a_request_that_lands_after_it_was_settled_does_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with story(place) as (observer, tx):
+        _commit_into_the_void(place, monkeypatch, tx)
+        assert tx._slot is not None
+        slot = tx._slot
+        # By the same steps as `outcome`, from where the network is well.
+        assert patiently(lambda: str(settle(observer.registry, _copy(slot), tx.id))) == "False"
+        place.proxy.release_requests()
+        assert patiently(tx.outcome) == "rolled back"
+        eventually(lambda: depths(observer) == (1, 0, 0))
+        with observer.transaction() as other:
+            item = other.take("a", timeout=PATIENCE_S)
+            assert item is not None
+            assert item.deliveries == 2
+        assert depths(observer) == (0, 0, 0)
+
+
+def test_r5_a_request_that_lands_before_it_is_settled_counts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with story(place) as (observer, tx):
+        tx._store.keeper.close()  # it would settle it, perhaps first
+        _commit_into_the_void(place, monkeypatch, tx)
+        place.proxy.release_requests()
+        eventually(lambda: depths(observer) == (0, 0, 1))
+        assert patiently(tx.outcome) == "committed"
+
+
+def _commit_into_the_void(place: Place, monkeypatch: pytest.MonkeyPatch, tx: Transaction) -> None:
+    """The commit is under way when the connection breaks; it may land later."""
+    at_commit(place, monkeypatch, place.proxy.hold_requests)
+    caught: list[BaseException] = []
+
+    def commit() -> None:
+        try:
+            tx.commit()
+        except PxrsError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    eventually(lambda: place.proxy._mode.name == "HOLD_REQUESTS")
+    place.proxy.wait_for_request(PATIENCE_S)
+    time.sleep(0.05)  # the rest of the request, which may be several packets
+    place.proxy.reset_connections()
+    thread.join(PATIENCE_S)
+    assert [type(error) for error in caught] == [OutcomeUnknown]
+
+
+def _copy(slot: Any) -> Any:
+    return type(slot)(slot.key, slot.version)
