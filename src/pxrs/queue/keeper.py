@@ -160,12 +160,13 @@ class Keeper:
         """Be the queue's sweeper, if nobody is."""
         if self._swept.get(queue.id) == taker.id:
             return
+        registry, me = self._store.registry, taker.id.encode()
         try:
-            self._store.registry.commit(
-                {queue.sweeper: ABSENT}, ephemeral={queue.sweeper: taker.id.encode()}, lease=taker.lease
-            )
+            registry.commit({queue.sweeper: ABSENT}, ephemeral={queue.sweeper: me}, lease=taker.lease)
         except Conflict:
-            return
+            found = registry.get(queue.sweeper)
+            if found is None or found.value != me:  # it is, if the reply to the last try was lost
+                return
         with self._lock:
             if queue.id in self._queues:
                 self._swept[queue.id] = taker.id
