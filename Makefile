@@ -58,6 +58,7 @@ bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.registry
 	$(BIN)/python -m benchmarks.log --gigabytes $(BENCH_GB)
 	$(BIN)/python -m benchmarks.groups
+	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.spark
 
 clean: ## Remove .venv and caches

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import pyarrow as pa
 
 from pxrs import registry as registries
-from pxrs.errors import Closed, InvalidTopic, InvalidUrl, UsedAfterFork
+from pxrs.errors import Closed, InvalidQueue, InvalidTopic, InvalidUrl, UsedAfterFork
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Log, Source, TopicLog
 from pxrs.log.messages import messages_of
@@ -60,7 +60,7 @@ def open(
     """
     ttl = lease_ttl.total_seconds() if isinstance(lease_ttl, timedelta) else float(lease_ttl)
     if not 0.05 <= ttl <= 86_400:
-        raise ValueError(f"lease_ttl is {ttl:g} s: it must be from 0.05 s to a day")
+        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from 0.05 s to a day")
     address = parse(url)
     if registry is not None:
         _check_registry(registry)

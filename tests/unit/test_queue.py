@@ -505,6 +505,21 @@ def test_z5_dead_letters_are_listed_retried_and_purged(hub: Hub) -> None:
     assert queue.depth().ready == 2
 
 
+def test_z5_a_dead_letter_of_a_machine_whose_clock_is_ahead_can_be_retried(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = hub.create_queue("q", ConsumeOnce())
+    queue.put_many("ab")
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3_600)
+    fail(hub, "q")
+    fail(hub, "q")
+    monkeypatch.undo()
+    dead = queue.dead_letters()
+    assert dead.retry(dead.list()[0].id) == 1
+    assert dead.purge() == 1
+
+
 def test_z7_an_item_that_came_back_waits_and_others_do_not(hub: Hub) -> None:
     queue = hub.create_queue("q", backoff=FixedBackoff(0.2))
     queue.put("slow")
@@ -785,6 +800,18 @@ def test_z6_a_handler_may_commit_or_roll_back_by_itself(hub: Hub) -> None:
     with QueueListener(queue, lambda tx, item: getattr(tx, item.value.decode())()) as listener:
         eventually(lambda: queue.depth().dead == 1 and listener.committed == 1)
     assert listener.failed == 2
+
+
+def test_z6_a_handler_that_ends_the_process_ends_the_listener(hub: Hub) -> None:
+    queue = hub.create_queue("q")
+    queue.put("x")
+
+    def handle(tx: Any, item: Any) -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        QueueListener(queue, handle, threads=4).run()
+    assert queue.depth().ready == 1
 
 
 def test_bad_listeners_are_refused(hub: Hub) -> None:

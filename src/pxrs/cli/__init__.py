@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import pxrs
-from pxrs.cli import demo, group, pipeline, registry, topic, worker
+from pxrs.cli import demo, group, pipeline, queue, registry, topic, worker
 from pxrs.cli.terminal import tell_error
 from pxrs.errors import PxrsError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.add_typer(registry.app, name="registry", help="Look into a registry, and print the SQL that it needs.")
 app.add_typer(topic.app, name="topic", help="Make, list, describe and delete topics.")
 app.add_typer(group.app, name="group", help="Look at consumer groups, move them, forget them.")
+app.add_typer(queue.app, name="queue", help="Make work queues, put into them, take from them, look at them.")
 app.add_typer(pipeline.app, name="pipeline", help="Run the Spark pipelines of a file.")
 app.command("send")(topic.send)
 app.command("tail")(topic.tail)

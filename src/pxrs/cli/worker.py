@@ -6,13 +6,13 @@ supervisor itself opens neither log nor registry; it starts, waits and restarts,
 On failure:
 - The handler cannot be imported: a trial process says so before any worker starts, and the exit code is 2.
 - A worker dies, or cannot be started: it is started again, after pauses that double until it has lived for a while.
-  The group has given its partitions to the others meanwhile.
+  The group has given its partitions to the others meanwhile; of a queue, the others are given what it had taken.
 - A handler hangs: after `--progress-timeout` the others take over, and as long again after that its worker ends itself
-  and is started again.
+  and is started again. An item of a queue is its worker's for as long as that lives.
 - With `--until-end`, a message that could not be handled holds up its partition: its worker ends at the end of the
   others, and says so; the exit code is 1.
-- SIGTERM or SIGINT: the workers finish what is in hand, write it down and release at once. Who is not done after
-  `--grace` is killed; then the exit code is 1, and what was in hand is handled again by the next owner.
+- SIGTERM or SIGINT: the workers finish what is in hand, write it down and release at once; they take nothing more. Who
+  is not done after `--grace` is killed; then the exit code is 1, and what was in hand is handled again by another.
 - The supervisor is killed: the workers notice that their pipe has ended, and stop in the same way.
 """
 
@@ -32,10 +32,12 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from pxrs.cli.group import _open
 from pxrs.cli.worker_process import EXIT_PAUSED, Settings, tell
 from pxrs.group.assign import assignor_named
 from pxrs.group.member import Timings
 from pxrs.group.records import Keys
+from pxrs.queue.records import check_name
 from pxrs.registry.address import parse
 
 PROCESSES_MAX: Final = 1_000
@@ -44,6 +46,11 @@ RESTART_S: Final = (0.2, 30.0)
 SETTLED_S: Final = 10.0
 """A worker that has lived so long starts with the first pause again."""
 GRACE_S_DEFAULT: Final = 30.0
+OF_GROUPS: Final = (
+    *("topic", "group", "on_error", "retries", "dead_letters", "start", "until_end", "assignor"),
+    *("handover_timeout", "progress_timeout", "commit_interval"),
+)
+"""The options that mean nothing to a queue."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _STOPPED_EARLY: Final = {-number for number in _SIGNALS}
 
@@ -61,15 +68,21 @@ class Start(StrEnum):
 
 
 def worker(
+    context: typer.Context,
     handler: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:HANDLER", help="A function of a message; the current directory is searched first."
+            metavar="MODULE:HANDLER",
+            help="A function of a message, or, of a queue, of a transaction and an item; the current directory is "
+            "searched first.",
         ),
     ],
-    topic: Annotated[str, typer.Option(metavar="TOPIC")],
-    group: Annotated[str, typer.Option(metavar="GROUP")],
     at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")],
+    topic: Annotated[str | None, typer.Option(metavar="TOPIC", help="What the group reads.")] = None,
+    group: Annotated[str | None, typer.Option(metavar="GROUP")] = None,
+    queue: Annotated[
+        str | None, typer.Option(metavar="QUEUE", help="Take items from a queue, in place of --topic and --group.")
+    ] = None,
     registry: Annotated[
         str | None,
         typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
@@ -93,7 +106,8 @@ def worker(
     ] = GRACE_S_DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
 ) -> None:
-    """Handle a group's messages in several processes, until SIGTERM or Ctrl-C; a second Ctrl-C does not wait.
+    """Handle a group's messages, or the items of a queue, in several processes, until SIGTERM or Ctrl-C; a second
+    Ctrl-C does not wait.
 
     A process that dies is started again. What it tells is one line an event, on standard error. Exit code: 0 after a
     graceful end, 1 if a worker had to be killed or left a partition paused at the end, 2 if the handler cannot be
@@ -107,12 +121,21 @@ def worker(
     }
     given = {name: value for name, value in seconds.items() if value is not None}
     # What can be known to be wrong is said here, once, and not by every worker.
-    Timings(**given)
-    Keys(group)
-    assignor_named(assignor)
     for url in (at, registry):
         if url is not None and parse(url).scheme == "memory":
             raise typer.BadParameter("memory: is one process's own; the workers are several")
+    if queue is not None:
+        _refuse_with_queue(context)
+        check_name(queue)
+        with _open(at, registry):
+            pass  # a wrong path is told here; nothing is asked of log or registry
+        _supervise(Settings(handler, None, None, at, registry, threads, grace, given, as_json, queue=queue), processes)
+        return
+    if topic is None or group is None:
+        raise typer.BadParameter("give --topic and --group, or --queue")
+    Timings(**given)
+    Keys(group)
+    assignor_named(assignor)
     if (on_error is OnError.DEAD_LETTER) != (dead_letters is not None):
         raise typer.BadParameter("--on-error dead-letter and --dead-letters TOPIC go together")
     options: dict[str, Any] = {
@@ -126,7 +149,18 @@ def worker(
         options["dead_letters"] = dead_letters
     if until_end:
         options["until"] = "end"
-    settings = Settings(handler, topic, group, at, registry, threads, grace, options, as_json)
+    _supervise(Settings(handler, topic, group, at, registry, threads, grace, options, as_json), processes)
+
+
+def _refuse_with_queue(context: typer.Context) -> None:
+    for name in OF_GROUPS:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} is for topics and their groups: leave it out with --queue")
+
+
+def _supervise(settings: Settings, processes: int) -> None:
     code = Supervisor(settings, processes).run()
     if code:
         raise typer.Exit(code)

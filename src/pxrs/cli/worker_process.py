@@ -1,9 +1,10 @@
-"""One process of `pxrs worker`: imports the handler, joins the group, handles until it is told to stop.
+"""One process of `pxrs worker`: imports the handler, joins the group or takes from the queue, handles until it is told
+to stop.
 
 Its settings come as one line on standard input, so that no password is seen in a list of processes. The same pipe
 stays open for as long as the supervisor lives: its end is how a worker learns that it is an orphan, on every system
-and however the supervisor died. Whatever tells it to stop, the end is the same: finish what is in hand, write it down,
-release, leave.
+and however the supervisor died. Whatever tells it to stop, the end is the same: finish what is in hand, write it down
+or commit it, release, leave.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pxrs
 from pxrs.cli.terminal import printable
 from pxrs.consumer import Consumer
 from pxrs.errors import PartitionsPaused, PxrsError
-from pxrs.runner import Handler
+
+if TYPE_CHECKING:
+    from pxrs.queue.listener import QueueListener
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_HANDLER: Final = 2
 EXIT_PAUSED: Final = 75
 """At the end, but for partitions that a message holds up: to start again would not help."""
+OF_A_MESSAGE: Final = ("one message",)
+OF_AN_ITEM: Final = ("a transaction", "an item")
+"""What handlers are called with."""
 _STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 _LOOK_S: Final = 1.0
 _STOP_AGAIN_S: Final = 0.05
@@ -43,19 +50,21 @@ _STOP_AGAIN_S: Final = 0.05
 class Settings:
     handler: str
     """MODULE:HANDLER."""
-    topic: str
-    group: str
+    topic: str | None
+    group: str | None
     at: str
     registry: str | None
     threads: int
     grace_s: float
     """How long an orphan may go on with what is in hand."""
     options: dict[str, Any]
-    """Of `Hub.consumer`."""
+    """Of `Hub.consumer`; with a queue, of `pxrs.open`."""
     as_json: bool = False
     number: int = 0
     is_trial: bool = False
-    """Only see whether the handler can be imported and the topic and the registry be opened."""
+    """Only see whether the handler can be imported and the topic or queue and the registry be opened."""
+    queue: str | None = None
+    """In place of topic and group."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -68,8 +77,9 @@ def tell(as_json: bool, event: str, text: str, **fields: Any) -> None:
         os.write(2, line.encode(errors="backslashreplace") + b"\n")
 
 
-def load_handler(path: str) -> Handler:
-    """The function that MODULE:HANDLER names. Raises ImportError, which says what is wrong and where."""
+def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
+    """The function that MODULE:HANDLER names, to be called with these. Raises ImportError, which says what is wrong and
+    where."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ImportError(f"{path!r} names no handler: write MODULE:HANDLER, such as shop.billing:handle")
@@ -83,13 +93,14 @@ def load_handler(path: str) -> Handler:
             where = getattr(found, "__file__", None) or module_name
             raise ImportError(f"{path}: there is no {part!r} in {where}")
         found = getattr(found, part)
-    _check_handler(path, found)
-    return cast(Handler, found)
+    _check_handler(path, found, of)
+    return found
 
 
-def _check_handler(path: str, found: Any) -> None:
+def _check_handler(path: str, found: Any, of: Sequence[str]) -> None:
+    words = " and ".join(of)
     if not callable(found):
-        raise ImportError(f"{path} is {type(found).__name__}, and not a function of a message")
+        raise ImportError(f"{path} is {type(found).__name__}, and not a function of {words}")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         raise ImportError(
             f"{path} does nothing when it is called: give a plain function, neither async nor a generator"
@@ -99,9 +110,9 @@ def _check_handler(path: str, found: Any) -> None:
     except ValueError:  # of C code, which may have none
         return
     try:
-        signature.bind(None)
+        signature.bind(*(None for _ in of))
     except TypeError as error:
-        raise ImportError(f"{path}{signature} cannot be called with one message: {error}") from error
+        raise ImportError(f"{path}{signature} cannot be called with {words}: {error}") from error
 
 
 def _place(error: BaseException) -> str:
@@ -118,6 +129,7 @@ class Process:
         """lifeline: the pipe that ends with the supervisor."""
         self._settings, self._lifeline = settings, lifeline
         self._consumer: Consumer | None = None
+        self._listener: QueueListener | None = None
         self._is_stopping = False
         self._finished = threading.Event()
         self._signals, self._signalled = socket.socketpair()
@@ -127,21 +139,37 @@ class Process:
         settings = self._settings
         self._listen()
         threading.Thread(target=self._watch, name="pxrs-worker-watch", daemon=True).start()
-        handler = load_handler(settings.handler)
+        handler = load_handler(settings.handler, OF_A_MESSAGE if settings.queue is None else OF_AN_ITEM)
         self._listen()  # the module may have thought that the signals are its own
         if not logging.getLogger().handlers:
             logging.getLogger().addHandler(_Lines(settings))
-        with pxrs.open(settings.at, registry=settings.registry) as hub:
+        options = {} if settings.queue is None else settings.options
+        with pxrs.open(settings.at, registry=settings.registry, **options) as hub:
             if settings.is_trial:
                 self._try(hub)
                 return
-            with hub.consumer(settings.topic, settings.group, **settings.options) as consumer:
-                self._consumer = consumer
+            if settings.queue is None:
+                self._consume(hub, handler)
+            else:
+                self._listener = pxrs.QueueListener(hub.queue(settings.queue), handler, settings.threads)
                 if not self._is_stopping:
-                    consumer.run(handler, settings.threads)
+                    self._listener.run()
         self._finished.set()
 
+    def _consume(self, hub: pxrs.Hub, handler: Any) -> None:
+        settings = self._settings
+        assert settings.topic is not None
+        assert settings.group is not None
+        with hub.consumer(settings.topic, settings.group, **settings.options) as consumer:
+            self._consumer = consumer
+            if not self._is_stopping:
+                consumer.run(handler, settings.threads)
+
     def _try(self, hub: pxrs.Hub) -> None:
+        if self._settings.queue is not None:
+            hub.queue(self._settings.queue)
+            return
+        assert self._settings.topic is not None
         hub.topic(self._settings.topic)
         dead_letters = self._settings.options.get("dead_letters")
         if dead_letters is not None:
@@ -168,8 +196,9 @@ class Process:
         left_s = settings.grace_s
         # Again and again: a stop that comes just before `run` begins would be forgotten.
         while not self._finished.wait(_STOP_AGAIN_S):
-            if self._consumer is not None:
-                self._consumer.stop()
+            for at_work in (self._consumer, self._listener):
+                if at_work is not None:
+                    at_work.stop()
             is_orphan = is_orphan or bool(select.select([self._lifeline], [], [], 0)[0])
             left_s -= _STOP_AGAIN_S
             if is_orphan and left_s <= 0:  # else the supervisor decides when it is enough

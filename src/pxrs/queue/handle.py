@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -205,11 +204,13 @@ class DeadLetters:
         )
 
     def _chosen(self, queue: Queue, ids: tuple[str, ...]) -> Iterator[Sequence[Entry]]:
-        """Page by page those that were dead when this began."""
-        now = time.time()
+        """Page by page, and no more than there are now: what is tried again may soon be dead again."""
+        left = len(self)
         for page in _pages(self._store, queue.dead):
-            chosen = [e for e in page if not ids or Record.load(e.key, e.value).id in ids]
-            yield [entry for entry in chosen if time_in(entry.key) <= now]
+            yield [entry for entry in page[:left] if not ids or Record.load(entry.key, entry.value).id in ids]
+            left -= len(page)
+            if left <= 0:
+                return
 
 
 def _pages(store: QueueStore, prefix: str) -> Iterator[Sequence[Entry]]:

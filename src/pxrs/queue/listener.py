@@ -101,8 +101,9 @@ class QueueListener:
             if not self._stopping.is_set():
                 self._failure = self._failure or error
         except BaseException as error:  # noqa: BLE001 - raised by `run`
-            _logger.error("queue %s: a worker thread has ended: %r", self.queue.name, error)
+            _logger.error("queue %s: a worker thread has ended, and the others will: %r", self.queue.name, error)
             self._failure = self._failure or error
+            self.stop()
         finally:
             with self._lock:
                 self._running -= 1

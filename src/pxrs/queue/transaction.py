@@ -182,6 +182,8 @@ class Transaction:
         self._puts: list[Put] = []
         self._turns: dict[str, tuple[Queue, int]] = {}
         """By queue: of the strict ones taken from, the version of the turn's key as this transaction wrote it."""
+        self._strict: set[str] = set()
+        """The strict queues that it takes from or puts into: each has two keys of its own."""
         self._inboxes: list[Inbox] = []
         self._bytes = 0
         self._state: Outcome | Literal["unknown"] = "open"
@@ -547,9 +549,10 @@ class Transaction:
 
     def _room(self, queue: Queue) -> int:
         """How many more items of this queue the transaction may take or put. Raises TransactionTooLarge for none."""
-        strict = {queue.id} | {put.queue.id for put in self._puts if put.queue.is_fifo} | set(self._turns)
+        if queue.is_fifo:
+            self._strict.add(queue.id)
         # A checkpoint names two keys a partition: how many those are is known only when it is written.
-        used = len(self._taken) + len(self._puts) + 2 * len(strict) + _KEYS_RESERVED
+        used = len(self._taken) + len(self._puts) + 2 * len(self._strict) + _KEYS_RESERVED
         most = self._registry.limits.commit_keys_max
         if used >= most:
             raise TransactionTooLarge(

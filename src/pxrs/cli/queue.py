@@ -1,0 +1,432 @@
+"""`pxrs queue`: make work queues, put into them, take from them, look at them, decide about their dead letters."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import pxrs
+from pxrs.cli.group import At, Json, RegistryUrl, Yes, _confirm, _console, _open, _time
+from pxrs.cli.group import _text as _cell
+from pxrs.cli.terminal import echo, is_terminal, printable, tell_error
+from pxrs.cli.topic import _field, _key, _text
+from pxrs.errors import InvalidItem, InvalidRecord, OutcomeUnknown, PxrsError, TransactionTooLarge, UnknownQueue
+from pxrs.queue.handle import Depth, QueueHandle
+from pxrs.queue.policy import Backoff, Policy
+from pxrs.queue.policy import dump as plain_setting
+from pxrs.queue.transaction import Item, Transaction
+
+app = typer.Typer(no_args_is_help=True)
+dead = typer.Typer(no_args_is_help=True)
+app.add_typer(dead, name="dead", help="The items that were given up: list them, try them again, remove them.")
+
+Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Only these; by default all.")]
+READ_BYTES: Final = 1 << 20
+PUT_ITEMS: Final = 500
+"""In one transaction, or as many as the store takes."""
+TAKE_ITEMS: Final = 100
+
+
+class PolicyName(StrEnum):
+    AT_LEAST_ONCE = "at-least-once"
+    CONSUME_ONCE = "consume-once"
+    CONSUME_TIMES = "consume-times"
+
+
+class BackoffName(StrEnum):
+    FIXED = "fixed"
+    EXPONENTIAL = "exponential"
+
+
+@app.command()
+def create(
+    queue: Name,
+    at: At,
+    policy: Annotated[PolicyName, typer.Option(help="How often an item may be delivered.")] = PolicyName.AT_LEAST_ONCE,
+    times: Annotated[int | None, typer.Option(help="With --policy consume-times: then it is a dead letter.")] = None,
+    fifo: Annotated[
+        bool, typer.Option("--fifo", help="Strictly first in, first out: one transaction at a time.")
+    ] = False,
+    backoff: Annotated[
+        BackoffName | None, typer.Option(help="How long an item waits that came back; by default not at all.")
+    ] = None,
+    pause: Annotated[float | None, typer.Option(help="With --backoff fixed: seconds.")] = None,
+    first: Annotated[float | None, typer.Option(help="With --backoff exponential: seconds the first time.")] = None,
+    factor: Annotated[float | None, typer.Option(help="With --backoff exponential: so much longer each time.")] = None,
+    cap: Annotated[float | None, typer.Option(help="With --backoff exponential: never more seconds.")] = None,
+    jitter: Annotated[
+        float | None,
+        typer.Option(help="With --backoff exponential: up to this part of it shorter or longer, at random."),
+    ] = None,
+    registry: RegistryUrl = None,
+) -> None:
+    """Make a work queue. Its settings are fixed for good."""
+    rule = _policy(policy, times)
+    wait = _backoff(backoff, {"pause": pause, "first": first, "factor": factor, "cap": cap, "jitter": jitter})
+    with pxrs.open(at, registry) as hub:
+        hub.create_queue(queue, rule, fifo, wait)
+    typer.echo(f"made queue {queue}")
+
+
+@app.command("list")
+def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+    """List the queues, and how many items each holds, by where they are."""
+    with _open(at, registry) as hub:
+        found = list(_depths(hub))
+    if as_json:
+        for handle, depth in found:
+            typer.echo(json.dumps({"queue": handle.name, **asdict(depth)}))
+        return
+    table = Table("queue", box=None, header_style="bold")
+    _add_depth_columns(table)
+    for handle, depth in found:
+        table.add_row(handle.name, *_depth_cells(depth))
+    _console().print(table)
+
+
+@app.command()
+def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+    """Show a queue's settings, and how many items it holds."""
+    with _open(at, registry) as hub:
+        handle = hub.queue(queue)
+        depth = handle.depth()
+    if as_json:
+        typer.echo(json.dumps({**_plain_settings(handle), **asdict(depth)}))
+        return
+    settings = {
+        "queue": handle.name,
+        "id": handle.settings.id,
+        "policy": _words(handle.policy),
+        "order": "strictly first in, first out" if handle.is_fifo else "by priority, then by age; best effort",
+        "backoff": "none" if handle.backoff is None else _words(handle.backoff),
+        "created": _time(handle.settings.created),
+    }
+    console = _console()
+    console.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()))
+    console.print(_depth_table(depth))
+
+
+@app.command()
+def depth(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+    """Show how many items a queue holds: ready, delayed, in flight and dead."""
+    with _open(at, registry) as hub:
+        found = hub.queue(queue).depth()
+    if as_json:
+        typer.echo(json.dumps({"queue": queue, **asdict(found)}))
+    else:
+        _console().print(_depth_table(found))
+
+
+@app.command()
+def put(
+    queue: Name,
+    at: At,
+    values: Annotated[
+        list[str] | None, typer.Argument(metavar="[VALUE]...", help="By default each line of standard input.")
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="Values are JSON objects; this field is each item's key.")
+    ] = None,
+    priority: Annotated[int, typer.Option(help="Higher ones are taken first.")] = 0,
+    delay: Annotated[float | None, typer.Option(help="Seconds before which they are not taken.")] = None,
+    registry: RegistryUrl = None,
+) -> None:
+    """Put each value as an item; all are durable when it ends.
+
+    Lines are put as they arrive. A field that is null is no key. A value that cannot be put ends it, when those before
+    it are durable.
+    """
+    options: dict[str, Any] = {"priority": priority, "delay": delay}
+    if not values and sys.stdin is None:
+        raise InvalidItem("standard input is closed; give it the lines to put, or give values")
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} items"), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with _open(at, registry) as hub:
+        limit = hub.registry.limits.value_bytes_max
+        batches = [[os.fsencode(value) for value in values]] if values else _lines(limit)
+        putter = _Putter(hub, hub.queue(queue), key, options, "value" if values else "line")
+        with bar:
+            task = bar.add_task("putting", total=None)
+            for batch in batches:
+                for at_row in range(0, len(batch), PUT_ITEMS):
+                    putter.put(batch[at_row : at_row + PUT_ITEMS])
+                    bar.update(task, completed=putter.count)
+    typer.echo(f"put {_count(putter.count, 'item')} into {queue}")
+
+
+@app.command()
+def take(
+    queue: Name,
+    at: At,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many.")] = 1,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds to wait for so many; by default not at all.")
+    ] = None,
+    peek: Annotated[bool, typer.Option("--peek", help="Only show the first ones, and leave them there.")] = False,
+    registry: RegistryUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Take items, print them, and remove them from the queue once they are printed.
+
+    On a terminal control characters are shown escaped, such as \\x07. With --json nothing is lost: key and value are
+    text if their bytes are UTF-8; if not, key_base64 or value_base64 stands in their place.
+    """
+    if peek and timeout is not None:
+        raise typer.BadParameter("--peek does not wait: leave --timeout out")
+    with _open(at, registry) as hub:
+        if peek:
+            _print_all(hub.queue(queue).peek(count), as_json)
+            return
+        hub.queue(queue)  # an unknown queue is told before this process registers as a taker
+        until, left = time.monotonic() + (timeout or 0.0), count
+        while left:
+            with hub.transaction() as tx:
+                left_s = max(0.0, until - time.monotonic())
+                items = tx.take_many(queue, min(left, TAKE_ITEMS), left_s)
+                _print_all(items, as_json)
+            if not items:
+                return
+            left -= len(items)
+
+
+@app.command()
+def delete(queue: Name, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
+    """Remove a queue and all its items, dead letters too."""
+    with _open(at, registry) as hub:
+        items = _count(sum(asdict(hub.queue(queue).depth()).values()), "item")
+        _confirm(f"Remove queue {queue} and its {items} for good?", yes)
+        hub.delete_queue(queue)
+    typer.echo(f"removed queue {queue} and its {items}")
+
+
+@dead.command("list")
+def list_dead(
+    queue: Name,
+    at: At,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many, the oldest first.")] = 100,
+    registry: RegistryUrl = None,
+    as_json: Json = False,
+) -> None:
+    """List dead letters: when and after how many deliveries each was given up, and what the last one failed with."""
+    with _open(at, registry) as hub:
+        found = hub.queue(queue).dead_letters().list(count + 1)
+    if as_json:
+        _print_all(found[:count], as_json)
+    else:
+        table = Table("id", "died", box=None, header_style="bold")
+        table.add_column("deliveries", justify="right")
+        for column in ("error", "key", "value"):
+            table.add_column(column, no_wrap=True, overflow="ellipsis")
+        for item in found[:count]:
+            cells = (_cell(item.error), _cell(_text(item.key)), _cell(_text(item.value)))
+            table.add_row(item.id, _time(item.died_at), str(item.deliveries), *cells)
+        _console().print(table)
+    if len(found) > count:
+        typer.echo(f"these are the first {count:,}; there are more: give --count", err=True)
+
+
+@dead.command()
+def retry(queue: Name, at: At, ids: Ids = None, registry: RegistryUrl = None) -> None:
+    """Put dead letters back into the queue, as if they had never been delivered."""
+    with _open(at, registry) as hub:
+        done = hub.queue(queue).dead_letters().retry(*ids or ())
+    typer.echo(f"{_count(done, 'dead letter')} of {queue} will be tried again")
+    _tell_missing(queue, ids, done)
+
+
+@dead.command()
+def purge(queue: Name, at: At, ids: Ids = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
+    """Remove dead letters for good."""
+    with _open(at, registry) as hub:
+        letters = hub.queue(queue).dead_letters()
+        if not ids:
+            _confirm(f"Remove {_count(len(letters), 'dead letter')} of {queue} for good?", yes)
+        done = letters.purge(*ids or ())
+    typer.echo(f"removed {_count(done, 'dead letter')} of {queue}")
+    _tell_missing(queue, ids, done)
+
+
+def _policy(name: PolicyName, times: int | None) -> Policy:
+    if (name is PolicyName.CONSUME_TIMES) != (times is not None):
+        raise typer.BadParameter("--policy consume-times and --times K go together")
+    if times is not None:
+        return pxrs.ConsumeTimes(times)
+    return pxrs.ConsumeOnce() if name is PolicyName.CONSUME_ONCE else pxrs.AtLeastOnce()
+
+
+def _backoff(name: BackoffName | None, options: dict[str, float | None]) -> Backoff | None:
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
+        kind = BackoffName.FIXED if option == "pause" else BackoffName.EXPONENTIAL
+        if kind is not name:
+            raise typer.BadParameter(f"--{option} goes with --backoff {kind}")
+    if name is None:
+        return None
+    if name is BackoffName.EXPONENTIAL:
+        return pxrs.ExponentialBackoff(**given)
+    if not given:
+        raise typer.BadParameter("--backoff fixed needs --pause SECONDS")
+    return pxrs.FixedBackoff(**given)
+
+
+class _Putter:
+    """Puts values, several in a transaction, and knows at every moment how many of them are in the queue."""
+
+    def __init__(self, hub: pxrs.Hub, queue: QueueHandle, key: str | None, options: dict[str, Any], what: str) -> None:
+        """what: what a value is called when something is wrong with it."""
+        self._hub, self._queue, self._field, self._options, self._what = hub, queue, key, options, what
+        self.count = 0
+
+    def put(self, values: list[bytes]) -> None:
+        while values:
+            try:
+                tx, fitting, refusal = self._fill(values)
+                is_committed = self._commit(tx, fitting)
+            except PxrsError as error:
+                error.add_note(f"{self._said('were', 'was')} put before")
+                raise
+            if is_committed:
+                self.count += fitting
+                values = values[fitting:]
+                if refusal is not None:
+                    said = f"{self._said('before it were', 'before it was')} put"
+                    raise InvalidItem(f"{self._what} {self.count + 1:,}: {refusal}; {said}") from refusal
+
+    def _fill(self, values: list[bytes]) -> tuple[Transaction, int, PxrsError | None]:
+        """A transaction with as many of them as one may hold, and why the next one can never be put, if that is so."""
+        tx = self._hub.transaction()
+        for number, value in enumerate(values):
+            try:
+                key = None if self._field is None else _key(value, self._field)
+                tx.put(self._queue, value, key=key, **self._options)
+            except (InvalidItem, InvalidRecord) as error:
+                return tx, number, error
+            except TransactionTooLarge as error:
+                return tx, number, None if number else error
+        return tx, len(values), None
+
+    def _commit(self, tx: Transaction, count: int) -> bool:
+        """Whether it was committed; if not, it is to be done again."""
+        try:
+            tx.commit()
+        except OutcomeUnknown:
+            try:
+                return tx.outcome() == "committed"
+            except PxrsError as error:
+                error.add_note(f"whether the last {_count(count, self._what)} are in the queue could not be found out")
+                raise
+        return True
+
+    def _said(self, several: str, one: str) -> str:
+        verb = one if self.count == 1 else several
+        return f"{_count(self.count, self._what)} {verb}"
+
+
+def _lines(line_bytes_max: int) -> Iterator[list[bytes]]:
+    """The lines of standard input, as many at a time as have come: nobody waits for a batch to be full."""
+    rest = b""
+    while piece := os.read(sys.stdin.fileno(), READ_BYTES):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield [line.removesuffix(b"\r") for line in lines]
+        if len(rest) > line_bytes_max:
+            break  # it is refused for its size; what follows is never looked at
+    if rest:
+        yield [rest.removesuffix(b"\r")]
+
+
+def _print_all(items: Iterable[Item], as_json: bool) -> None:
+    """And make sure that they have left this process: what was taken is committed after this."""
+    for item in items:
+        if as_json:
+            typer.echo(json.dumps(_plain(item)))
+            continue
+        place = f"{item.id} {_time(item.put_at)}"
+        key, value = _text(item.key), _text(item.value)
+        if is_terminal():
+            key, value = printable(key), printable(value)
+            if not os.environ.get("NO_COLOR"):
+                place, key = typer.style(place, dim=True), typer.style(key, fg=typer.colors.CYAN)
+        echo(f"{place} {value}" if item.key is None else f"{place} {key} {value}")
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _plain(item: Item) -> dict[str, Any]:
+    """For machines: every item can be put again from it."""
+    found: dict[str, Any] = {
+        "queue": item.queue,
+        "id": item.id,
+        **_field("key", item.key),
+        **_field("value", item.value),
+        "priority": item.priority,
+        "deliveries": item.deliveries,
+        "put_at": item.put_at,
+        "error": item.error,
+    }
+    return found if item.died_at is None else {**found, "died_at": item.died_at}
+
+
+def _plain_settings(handle: QueueHandle) -> dict[str, Any]:
+    return {
+        "queue": handle.name,
+        "id": handle.settings.id,
+        "policy": plain_setting(handle.policy),
+        "fifo": handle.is_fifo,
+        "backoff": None if handle.backoff is None else plain_setting(handle.backoff),
+        "created": handle.settings.created,
+    }
+
+
+def _words(setting: Policy | Backoff) -> str:
+    found = plain_setting(setting)
+    kind = found.pop("kind")
+    return f"{kind} ({', '.join(f'{key} {value:g}' for key, value in found.items())})" if found else str(kind)
+
+
+def _depths(hub: pxrs.Hub) -> Iterator[tuple[QueueHandle, Depth]]:
+    for handle in hub.queues():
+        try:
+            yield handle, handle.depth()
+        except UnknownQueue:  # deleted just now
+            continue
+
+
+def _depth_table(found: Depth) -> Table:
+    table = Table(box=None, header_style="bold")
+    _add_depth_columns(table)
+    table.add_row(*_depth_cells(found))
+    return table
+
+
+def _add_depth_columns(table: Table) -> None:
+    for column in asdict(Depth(0, 0, 0, 0)):
+        table.add_column(column.replace("_", " "), justify="right")
+
+
+def _depth_cells(found: Depth) -> list[str]:
+    return [f"{count:,}" for count in asdict(found).values()]
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def _tell_missing(queue: str, ids: list[str] | None, done: int) -> None:
+    missing = len(set(ids or ())) - done
+    if ids and missing:
+        what = "is no dead letter" if missing == 1 else "are no dead letters"
+        tell_error("InvalidItem", f"{missing} of these {what} of {queue}: see `pxrs queue dead list {queue}`")
+        raise typer.Exit(1)
