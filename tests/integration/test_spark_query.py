@@ -34,6 +34,16 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
+@pytest.fixture
+def single() -> Iterator[Hub]:
+    """One partition with a hundred messages."""
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("orders", partitions=1)
+        with hub.producer("orders") as out:
+            out.send_batch(pa.table({"value": [b"v"] * 100}))
+        yield hub
+
+
 def send(hub: Hub, count: int) -> None:
     with hub.producer("orders") as out:
         out.send_batch(pa.table({"value": [b"v"] * count, "partition": [i % 4 for i in range(count)]}))
@@ -49,6 +59,10 @@ def run_batch(query: Query, start: Spans, rows_max: int | None = None) -> tuple[
     spans, fences = query.ranges(start, end)
     assert spans.keys() == fences.keys()
     return end, spans
+
+
+def read(query: Query, start: Spans, end: Spans) -> list[tuple[int, int]]:
+    return [(span.start, span.end) for span in query.ranges(start, end)[0].values()]
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -132,13 +146,14 @@ def test_a_group_that_was_reset_counts_more_than_what_spark_remembers(hub: Hub) 
 
 
 def test_k4_a_second_query_and_a_consumer_are_kept_out(hub: Hub) -> None:
+    second = replace(OPTIONS, lease_ttl=0.3)  # it waits for two of them
     with Query(hub, OPTIONS):
         with pytest.raises(GroupActive, match="alone"):
-            Query(hub, OPTIONS)
+            Query(hub, second)
         with pytest.raises(GroupActive, match="alone"):
             hub.consumer("orders", "g")
     with hub.consumer("orders", "g", name="worker-7"), pytest.raises(GroupActive, match="worker-7"):
-        Query(hub, OPTIONS)
+        Query(hub, second)
 
 
 def test_a_query_waits_for_one_that_is_leaving(hub: Hub) -> None:
@@ -327,3 +342,30 @@ def test_available_now_does_not_end_because_the_lease_has(hub: Hub, monkeypatch:
         is_over = lambda member: float("-inf") if time.monotonic() < resumed_at else deadline(member)  # noqa: E731
         monkeypatch.setattr(GroupMember, "deadline", property(is_over))
         assert {span.end for span in query.latest({}, None, None).values()} == {100}
+
+
+def test_k3_what_a_repeated_batch_leaves_out_is_not_passed_over_by_a_later_restart(single: Hub) -> None:
+    with Query(single, SHARED) as query:
+        planned = query.latest({}, None, None)
+        assert read(query, {}, planned) == [(0, 100)]
+    with single.consumer("orders", "g", ack="manual") as inbox:  # the driver died, and a consumer does a part of it
+        messages = inbox.poll(500, 10)
+        while len(messages) < 50:
+            messages += inbox.poll(500, 10)
+        for message in messages[:50]:
+            inbox.ack(message)
+    with Query(single, SHARED) as query:
+        assert read(query, {}, planned) == []  # and Spark counts the batch as finished
+    with Query(single, SHARED) as query:
+        assert read(query, planned, query.latest(planned, None, None)) == [(50, 100)]
+
+
+def test_k3_what_was_lost_between_plan_and_batch_is_not_passed_over(single: Hub) -> None:
+    with Query(single, replace(SHARED, lease_ttl=5.0)) as query:
+        planned = query.latest({}, None, None)
+        lease = query._member.lease
+        assert lease is not None
+        lease.close()
+        until(lambda: query._member.lease is not lease and query._member.is_settled)
+        assert read(query, {}, planned) == []
+        assert read(query, planned, query.latest(planned, None, None)) == [(0, 100)]

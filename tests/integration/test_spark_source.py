@@ -1,11 +1,19 @@
-"""S1, S2, S3, S6, K5: `format("pxrs")` in a real Spark session, found with no registration."""
+"""S1, S2, S3, S6, K3, K4, K5: `format("pxrs")` in a real Spark session, found with no registration. One for them all.
+
+In the end a query and Python consumers share a group under load, and hand its partitions over both ways. Both write
+what they have done into one topic, and say in a header who did it: the account of that topic shows what was lost, done
+twice, or brought out of order at a hand-over.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +21,48 @@ import pyarrow as pa
 import pytest
 
 import pxrs
+from pxrs.consumer import Consumer
+from pxrs.errors import SharedState
 from pxrs.hub import Hub
+from pxrs.spark import pipeline, session
+from pxrs.spark.pipeline import Pipeline, Place
+from pxrs.spark.run import Run
+from pxrs.testing.transfer import Row, transfer
 
 pyspark = pytest.importorskip("pyspark")
 
-from pxrs.spark import session  # noqa: E402
-
 N = 2_000
+PARTITIONS = 4
+ROUNDS = 20 if os.environ.get("PXRS_SOAK") else 2
+"""How often a consumer comes and goes."""
+KEYS = 50
+WAITING_MAX = 2_000
+"""So many messages at most wait to be done: what is left when the load ends is soon done."""
+STEP = 300
+"""So many messages are done by each before the next thing happens."""
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[Any]:
-    found = session("tests", "local[2]")
+    found = session("tests", "local[2]", {"spark.sql.shuffle.partitions": "1"})
     found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
+def empty(tmp_path: Path) -> Iterator[Hub]:
     with pxrs.open(tmp_path / "hub") as hub:
-        hub.create_topic("in", partitions=4)
+        hub.create_topic("in", partitions=PARTITIONS)
         hub.create_topic("out", partitions=3)
-        send(hub, 0, N)
         yield hub
+
+
+@pytest.fixture
+def hub(empty: Hub) -> Hub:
+    send(empty, 0, N)
+    return empty
 
 
 def send(hub: Hub, first: int, end: int) -> None:
@@ -66,6 +92,14 @@ def writes(frame: Any, hub: Hub, folder: Path) -> Any:
     query = out.trigger(availableNow=True).start()
     query.awaitTermination()
     return query
+
+
+def wait_for_leaving(hub: Hub) -> None:
+    """The group has no member: Spark does not wait for the end of the process that it stops."""
+    deadline = time.monotonic() + 30
+    while hub.group("g").describe().members:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_s1_a_topic_is_a_table(spark: Any, hub: Hub) -> None:
@@ -101,6 +135,18 @@ def test_s1_offsets_and_times_bound_a_batch(spark: Any, hub: Hub) -> None:
     assert topic.end(0) > 20
 
 
+def test_s1_a_batch_and_a_stream_bring_the_columns_that_are_asked_for(spark: Any, hub: Hub, tmp_path: Path) -> None:
+    frame = reads(spark, hub, columns="offset,key,headers", includeHeaders="true").load()
+    assert frame.columns == ["offset", "key", "headers"]
+    found = [(row.offset, bytes(row.key), bytes(row.headers[0].value)) for row in frame.collect()]
+    table = hub.topic("in").to_arrow().to_pylist()
+    assert sorted(found) == sorted((each["offset"], each["key"], each["value"]) for each in table)
+    query = writes(streams(spark, hub, columns="value"), hub, tmp_path / "checkpoint")
+    assert query.lastProgress.numInputRows == N
+    assert values(hub, "out") == list(range(N))
+    assert set(hub.topic("out").to_arrow()["key"].to_pylist()) == {None}
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -108,6 +154,7 @@ def test_s1_offsets_and_times_bound_a_batch(spark: Any, hub: Hub) -> None:
         ({"minPartitions": "x"}, "option minPartitions: 'x'; give a whole number"),
         ({"startingOffsets": '{"0": 1}'}, "option startingOffsets: in has the partitions 0 to 3: name each"),
         ({"topic": "missing"}, "no topic 'missing'; there are in, out"),
+        ({"columns": "key,values"}, "option columns: 'values' is none; give some of key, value, partition"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(spark: Any, hub: Hub, options: dict[str, str], says: str) -> None:
@@ -145,8 +192,8 @@ def test_s2_s3_a_stream_copies_once_and_its_lag_is_seen_outside(spark: Any, hub:
     query = writes(frame, hub, tmp_path / "checkpoint")
     assert [progress.numInputRows for progress in query.recentProgress] == [700, 700, 600]
     assert values(hub, "out") == list(range(N))
-    described = hub.group("g").describe()
-    assert (described.lag, len(described.members)) == (0, 0)
+    assert hub.group("g").describe().lag == 0
+    wait_for_leaving(hub)
 
     send(hub, N, 2 * N)
     assert hub.group("g").describe().lag == N
@@ -187,9 +234,160 @@ def test_a_query_that_runs_is_a_member_and_leaves_when_it_is_stopped(spark: Any,
             other.awaitTermination(60)
     finally:
         query.stop()
-    deadline = time.monotonic() + 30  # Spark does not wait for the end of the process that it stops
-    while hub.group("g").describe().members:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_leaving(hub)
     assert hub.group("g").describe().lag == 0
     assert values(hub, "out") == list(range(N))
+
+
+# A group that a query shares with consumers.
+
+
+class Shared(ExitStack):
+    """A producer that never pauses for long, a query, and consumers of one group."""
+
+    def __init__(self, spark: Any, hub: Hub, folder: Path) -> None:
+        super().__init__()
+        self.spark, self.hub, self.folder = spark, hub, folder
+        self.out = hub.topic("out")
+        self.sent: list[Row] = []
+        self.query: Any = None
+        self.python = 0
+        self.is_loading = True
+        self._loader = threading.Thread(target=self._load)
+        self.callback(self.end_load)
+        self.callback(self.stop_query)
+        self._loader.start()
+
+    def _load(self) -> None:
+        with self.hub.producer("in") as producer:
+            while self.is_loading:
+                if len(self.sent) - self.done() < WAITING_MAX:
+                    for number in range(len(self.sent), len(self.sent) + 20):
+                        row = b"key-%d" % (number % KEYS), b"%d" % number
+                        producer.send(row[1], row[0])
+                        self.sent.append(row)
+                    producer.flush()
+                time.sleep(0.02)
+
+    def end_load(self) -> None:
+        self.is_loading = False
+        self._loader.join()
+
+    def done(self) -> int:
+        """By both."""
+        return sum(self.out.end(number) for number in range(self.out.partitions))
+
+    def by_spark(self) -> int:
+        return self.done() - self.python
+
+    def start_query(self) -> None:
+        source = {"url": self.hub.url, "topic": "in", "group": "g", "shareGroup": "true", "maxRowsPerTrigger": "500"}
+        rows = self.spark.readStream.format("pxrs").options(**source).load()
+        who = "array(named_struct('key', 'by', 'value', CAST('spark' AS BINARY))) AS headers"
+        sink = {"url": self.hub.url, "topic": "out", "checkpointLocation": str(self.folder / "checkpoint")}
+        self.query = rows.selectExpr("key", "value", who).writeStream.format("pxrs").options(**sink).start()
+
+    def stop_query(self) -> None:
+        if self.query is not None:
+            self.query.stop()
+            self.query = None
+
+    def work(self, inbox: Consumer, until: Callable[[], bool], what: str) -> None:
+        """As a Python worker: what was polled is done when it is in the other topic, before the next poll."""
+        with self.hub.producer("out") as producer:
+            for _ in self.turns(until, what):
+                messages = inbox.poll(100, 0.1)
+                for message in messages:
+                    assert message.value is not None
+                    producer.send(message.value, message.key, headers=[("by", b"python")])
+                producer.flush()
+                self.python += len(messages)
+
+    def wait(self, until: Callable[[], bool], what: str) -> None:
+        for _ in self.turns(until, what):
+            time.sleep(0.02)
+
+    def turns(self, until: Callable[[], bool], what: str) -> Iterator[None]:
+        deadline = time.monotonic() + PATIENCE_S
+        while not until():
+            if self.query is not None and not self.query.isActive:
+                raise AssertionError(f"the query ended while {what}: {self.query.exception()}")
+            assert time.monotonic() < deadline, f"{what}\n{self.hub.group('g').describe()}"
+            yield
+
+    def owners(self) -> set[str | None]:
+        return {each.owner for each in self.hub.group("g").describe().partitions}
+
+
+def test_k3_each_message_is_done_by_one_of_them_and_partitions_move_both_ways(
+    spark: Any, empty: Hub, tmp_path: Path
+) -> None:
+    with Shared(spark, empty, tmp_path) as shared:
+        shared.start_query()
+        shared.wait(lambda: shared.by_spark() >= STEP, "Spark begins alone")
+        for turn in range(ROUNDS):
+            with empty.consumer("in", "g", name=f"worker-{turn}") as inbox:
+                spark_had, python_had = shared.by_spark(), shared.python
+                shared.work(
+                    inbox,
+                    lambda: shared.python >= python_had + STEP and shared.by_spark() >= spark_had + STEP,  # noqa: B023
+                    "both are at work",
+                )
+                assert 0 < len(inbox.assignment) < PARTITIONS, "they share it"
+                if turn % 2:  # the query goes, and the worker has everything; then it comes back
+                    shared.stop_query()
+                    shared.work(inbox, lambda: len(inbox.assignment) == PARTITIONS, "the worker takes all")
+                    python_had = shared.python
+                    shared.work(inbox, lambda: shared.python >= python_had + STEP, "the worker is alone")  # noqa: B023
+                    shared.start_query()
+                    shared.work(inbox, lambda: len(inbox.assignment) < PARTITIONS, "the query is back")
+                inbox.commit()
+            spark_had = shared.by_spark()
+            name = f"worker-{turn}"
+            shared.wait(lambda: name not in shared.owners() and None not in shared.owners(), "Spark has it all")  # noqa: B023
+            shared.wait(lambda: shared.by_spark() >= spark_had + STEP, "Spark is alone again")  # noqa: B023
+        shared.end_load()
+        shared.wait(lambda: empty.group("g").describe().lag == 0 and shared.done() >= len(shared.sent), "the end")
+        shared.stop_query()
+        account = transfer(shared.sent, shared.out)
+        assert account.is_exact, account
+        by = Counter(
+            dict(message.headers or [])["by"] for number in range(3) for message in shared.out.messages(number)
+        )
+        assert by[b"python"] == shared.python >= ROUNDS * STEP
+        assert by[b"spark"] == len(shared.sent) - shared.python >= ROUNDS * STEP
+
+
+def test_k4_the_sink_refuses_a_query_with_state_in_a_shared_group(spark: Any, empty: Hub, tmp_path: Path) -> None:
+    from pyspark.errors import StreamingQueryException
+
+    send(empty, 0, 40)
+    rows = spark.readStream.format("pxrs").options(url=empty.url, topic="in", group="g", shareGroup="true").load()
+    sink = {"url": empty.url, "topic": "out", "checkpointLocation": str(tmp_path / "checkpoint")}
+    once = rows.select("key", "value").dropDuplicates(["key"]).writeStream.format("pxrs").options(**sink)
+    query = once.trigger(availableNow=True).start()
+    with pytest.raises(StreamingQueryException, match="option shareGroup: the query keeps state, and partitions of"):
+        query.awaitTermination()
+    assert sum(empty.topic("out").end(number) for number in range(3)) == 0
+    assert empty.group("g").describe().lag == 40
+
+
+def test_k4_a_pipeline_with_state_in_a_shared_group_is_refused_before_it_starts(
+    spark: Any, empty: Hub, tmp_path: Path
+) -> None:
+    def planned(each: Pipeline) -> Run:
+        return Run(spark, empty, [each], Place(empty.url), tmp_path / "checkpoints")
+
+    @pipeline(source="in", sink="out", share_group=True, output_mode="update")
+    def totals(rows: Any) -> Any:
+        return rows.groupBy("key").count()
+
+    with pytest.raises(SharedState, match=r"totals: it keeps state \(an aggregation\).*Give it a group of its own"):
+        planned(totals)
+
+    @pipeline(source="in", sink="out", share_group=True)
+    def copies(rows: Any) -> Any:
+        return rows.select("key", "value")
+
+    assert planned(copies).queries, "without state it may"
+    assert empty.groups() == []

@@ -83,6 +83,21 @@ def test_large_messages_are_put_together_up_to_a_size(hub: Hub) -> None:
     assert offsets([part]) == list(range(12))
 
 
+def test_only_the_columns_that_were_asked_for_are_brought(hub: Hub) -> None:
+    with hub.producer("t", linger_s=0) as out:
+        for number in range(50):  # each stored by itself, to be put together
+            out.send(b"v%d" % number, key=b"k", headers=[("h", b"1")]).result()
+    (part,) = slices(hub)
+    (everything,) = read_slice(part)
+    for columns in ("value", "offset", "partition,offset", "timestamp,value,key", "headers,offset"):
+        (part,) = slices(hub, columns=columns, includeHeaders="true")
+        (batch,) = read_slice(part)
+        assert batch.schema.names == columns.split(",")
+        for name in columns.replace("headers,", "").split(","):
+            assert batch.column(name).equals(everything.column(name))
+    assert batch.column("headers").to_pylist() == [[{"key": "h", "value": b"1"}]] * 50
+
+
 def test_g7_a_task_beyond_the_end_says_so(hub: Hub) -> None:
     """A log that was restored from an older copy, and a batch of before."""
     send_old(hub)

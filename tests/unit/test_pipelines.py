@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -73,6 +74,7 @@ def test_name_and_group_are_those_of_the_function() -> None:
         ({"sink": "orders"}, "sink is the source"),
         ({"dead_letters": "orders", "parse": JSON}, "dead_letters is the source"),
         ({"options": {"Topic": "x", "maxRowsPerTrigger": 1}}, "options: Topic cannot"),
+        ({"options": {"Columns": "value"}, "parse": JSON}, "columns is for functions without a parse step"),
     ],
 )
 def test_a_definition_that_cannot_be_is_refused(more: dict[str, Any], words: str) -> None:
@@ -87,6 +89,17 @@ def test_a_sink_that_is_a_topic_is_given_by_its_name_and_on_bad_by_its_words() -
         parse_json("a INT", on_bad="ignore")  # type: ignore[arg-type]
     with pytest.raises(InvalidPipeline, match="before a function"):
         pipeline("a", "b")(make())
+
+
+def test_a_batch_of_history_has_the_columns_that_the_stream_has() -> None:
+    spark = Mock()
+    for made in (spark.read.format, spark.read.options):
+        made.return_value = spark.read
+    options = {"columns": "key,value", "includeHeaders": "true", "maxRowsPerTrigger": 9}
+    make(options=options).messages(spark, Place("hub"), endingTimestamp="7")
+    given = {name: value for call in spark.read.options.call_args_list for name, value in call.kwargs.items()}
+    expected = {"columns": "key,value", "includeHeaders": "true", "endingTimestamp": "7"}
+    assert given == {**expected, "url": "hub", "topic": "orders"}
 
 
 def test_two_of_one_name_or_one_group_are_refused() -> None:

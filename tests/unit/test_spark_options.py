@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pxrs.errors import InvalidOption
-from pxrs.spark.options import read_options, stream_options, write_options
+from pxrs.spark.options import columns_of, read_options, stream_options, write_options
 
 WHERE = {"url": "data", "topic": "orders"}
 STREAM = {**WHERE, "group": "g"}
@@ -52,6 +52,23 @@ def test_a_time_in_milliseconds_or_as_text(text: str, microseconds: int) -> None
 
 
 @pytest.mark.parametrize(
+    ("more", "columns"),
+    [
+        ({}, ("key", "value", "partition", "offset", "timestamp")),
+        ({"includeHeaders": "true"}, ("key", "value", "partition", "offset", "timestamp", "headers")),
+        ({"columns": "value, key"}, ("value", "key")),
+        ({"COLUMNS": "offset"}, ("offset",)),
+        ({"columns": "key,headers", "includeHeaders": "true"}, ("key", "headers")),
+        ({"columns": "key", "includeHeaders": "true"}, ("key",)),
+    ],
+)
+def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str], columns: tuple[str, ...]) -> None:
+    assert read_options({**WHERE, **more}).columns == columns
+    assert stream_options({**STREAM, **more}).columns == columns
+    assert columns_of({**WHERE, **more}) == columns
+
+
+@pytest.mark.parametrize(
     ("changes", "option", "says"),
     [
         ({"url": None}, "url", "missing"),
@@ -77,6 +94,17 @@ def test_a_time_in_milliseconds_or_as_text(text: str, microseconds: int) -> None
         ({"url": "memory:"}, "url", "directory"),
         ({"url": "postgresql://h/d"}, "url", "directory"),
         ({"registry": "memory:"}, "registry", "in memory"),
+        (
+            {"columns": "key,vlaue"},
+            "columns",
+            "'vlaue' is none; give some of key, value, partition, offset, timestamp,",
+        ),
+        ({"columns": "Key"}, "columns", "'Key' is none; give some of key"),
+        ({"columns": "key,value, key"}, "columns", "'key' is there twice; give some of key"),
+        ({"columns": ""}, "columns", "'' is none; give some of key"),
+        ({"columns": "key,"}, "columns", "'' is none; give some of key"),
+        ({"columns": "headers"}, "columns", "only there with includeHeaders=true; else give some of key"),
+        ({"columns": "x", "includeHeaders": "true"}, "columns", "timestamp, headers, with commas"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_choices(changes: dict[str, str | None], option: str, says: str) -> None:

@@ -12,7 +12,6 @@ import uuid
 from typing import Final, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
 
 from pxrs.errors import DamagedFrame, InvalidRecord
@@ -122,6 +121,8 @@ class Batch(NamedTuple):
             if first == 0 and last == count:
                 return self
             return Batch(self.base_offset + first, self.records.slice(first, last - first))
+        import pyarrow.compute as pc
+
         first = pc.sum(pc.less(self.offsets, start)).as_py() or 0
         last = len(self.offsets) if end is None else pc.sum(pc.less(self.offsets, end)).as_py() or 0
         until = self.next_offset if end is None else max(start, min(end, self.next_offset))
@@ -141,6 +142,9 @@ def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:
     data = records.serialize() if codec == "none" else _serialize(records, codec)
     if _padded(HEADER_BYTES + data.size) > FRAME_BYTES_MAX:
         raise InvalidRecord(f"the batch has {data.size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
+    # Here, because its import takes longer than that of all the rest, and whoever only reads needs none of it.
+    import pyarrow.compute as pc
+
     times = pc.min_max(records.column("timestamp"))
     return Payload(
         data,

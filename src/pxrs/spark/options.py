@@ -20,10 +20,14 @@ EARLIEST: Final = -2
 LATEST: Final = -1
 """In the JSON of offsets, as Kafka's source has them."""
 
+COLUMNS: Final = ("key", "value", "partition", "offset", "timestamp")
+HEADERS: Final = "headers"
+"""Of a topic's rows, the last only with includeHeaders."""
+
 _SPARKS_OWN: Final = ("checkpointlocation", "path", "queryname")
 _PLACE: Final = ("url", "registry", "topic")
 _READ: Final = (*_PLACE, "subscribe", "group", "startingOffsets", "startingTimestamp", "minPartitions")
-_READ_MORE: Final = ("failOnDataLoss", "includeHeaders")
+_READ_MORE: Final = ("failOnDataLoss", "includeHeaders", "columns")
 _BATCH: Final = (*_READ, "endingOffsets", "endingTimestamp", *_READ_MORE)
 _STREAM: Final = (
     *_READ,
@@ -58,7 +62,7 @@ class ReadOptions:
     rows_max: int | None = None
     bytes_max: int | None = None
     fails_on_loss: bool = True
-    has_headers: bool = False
+    columns: tuple[str, ...] = COLUMNS
     is_shared: bool = False
     lease_ttl: float | None = None
     handover_timeout: float | None = None
@@ -84,7 +88,7 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
         given.time("endingTimestamp", "endingOffsets"),
         given.count("minPartitions"),
         fails_on_loss=given.flag("failOnDataLoss", True),
-        has_headers=given.flag("includeHeaders", False),
+        columns=given.columns(),
     )
 
 
@@ -106,7 +110,7 @@ def stream_options(options: Mapping[str, str]) -> ReadOptions:
         rows_max=rows[0] or rows[1],
         bytes_max=given.count("maxBytesPerTrigger"),
         fails_on_loss=given.flag("failOnDataLoss", True),
-        has_headers=given.flag("includeHeaders", False),
+        columns=given.columns(),
         is_shared=given.flag("shareGroup", False),
         lease_ttl=given.seconds("leaseTtl"),
         handover_timeout=given.seconds("handoverTimeout"),
@@ -118,9 +122,9 @@ def write_options(options: Mapping[str, str]) -> Where:
     return _Given(options, _WRITE, "a write", ()).where()
 
 
-def has_headers(options: Mapping[str, str]) -> bool:
-    """Asked for before it is known whether a batch or a stream will be read."""
-    return _Given(options, (*_BATCH, *_STREAM), "pxrs", ()).flag("includeHeaders", False)
+def columns_of(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Asked for before it is known whether a batch or a stream will be read. Raises InvalidOption."""
+    return _Given(options, (*_BATCH, *_STREAM), "pxrs", ()).columns()
 
 
 class _Given:
@@ -180,6 +184,23 @@ class _Given:
         if value.strip().lower() not in ("true", "false"):
             raise InvalidOption(name, f"{value!r}; give true or false")
         return value.strip().lower() == "true"
+
+    def columns(self) -> tuple[str, ...]:
+        """The columns to bring, in the order in which they are asked for."""
+        known = (*COLUMNS, HEADERS) if self.flag("includeHeaders", False) else COLUMNS
+        value = self._values.get("columns")
+        if value is None:
+            return known
+        names = tuple(name.strip() for name in value.split(","))
+        choices = f"give some of {_listed(known)}, with commas between them"
+        for place, name in enumerate(names):
+            if name == HEADERS and name not in known:
+                raise InvalidOption("columns", f"headers are only there with includeHeaders=true; else {choices}")
+            if name not in known:
+                raise InvalidOption("columns", f"{name!r} is none; {choices}")
+            if name in names[:place]:
+                raise InvalidOption("columns", f"{name!r} is there twice; {choices}")
+        return names
 
     def seconds(self, name: str) -> float | None:
         value = self.text(name)

@@ -31,6 +31,8 @@ DEAD_LETTERS: Final = ".dead-letters"
 _OUTPUT_MODES: Final = ("append", "update", "complete")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 _OURS: Final = ("url", "registry", "topic", "subscribe", "group", "sharegroup", "endingoffsets", "endingtimestamp")
+_SHAPE: Final = ("includeheaders", "columns")
+"""Options that say which columns there are, in a stream and in a batch of its history."""
 _MESSAGE: Final = ("key", "value", "timestamp", "headers")
 _collected: ContextVar[list[Pipeline] | None] = ContextVar("_collected", default=None)
 
@@ -135,8 +137,8 @@ class Pipeline:
 
     def messages(self, spark: SparkSession, place: Place, **options: Any) -> DataFrame:
         """What the source holds now, for `over`; `options` of `spark.read` say from when to when."""
-        has_headers = {name: value for name, value in self.options.items() if name.lower() == "includeheaders"}
-        reader = spark.read.format("pxrs").options(**{**has_headers, **options})
+        shape = {name: value for name, value in self.options.items() if name.lower() in _SHAPE}
+        reader = spark.read.format("pxrs").options(**{**shape, **options})
         return reader.options(**place.options(self.source)).load()
 
     def topics(self) -> list[str]:
@@ -227,6 +229,8 @@ def _check(made: Pipeline) -> None:
             raise InvalidPipeline(f"{name}: {what} is the source, {topic}: it would feed itself for ever")
     if given := [option for option in made.options if option.lower() in _OURS]:
         raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be given here")
+    if made.parse is not None and "columns" in map(str.lower, made.options):
+        raise InvalidPipeline(f"{name}: options: columns is for functions without a parse step, which needs them all")
 
 
 def check_together(pipelines: Sequence[Pipeline]) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
@@ -47,7 +46,7 @@ from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
 from pxrs.log.directory import DirectoryLog
 from pxrs.spark.manifest import fingerprint
-from pxrs.spark.options import ReadOptions, Where
+from pxrs.spark.options import HEADERS, ReadOptions, Where
 from pxrs.spark.planning import Range, Spans, dump_offset, gather, load_offset, split
 from pxrs.spark.query import Query, resolve_offsets, start_offsets
 from pxrs.spark.staging import Feed, Staging
@@ -60,31 +59,26 @@ _SMALL_ROWS: Final = BATCH_ROWS // 4
 _TASK_ROWS_MIN: Final = 20_000
 """Fewer than these of several partitions are read by one task, unless minPartitions is given."""
 _READ_BYTES: Final = 4 << 20
-_FIELDS: Final = [
-    StructField("key", BinaryType()),
-    StructField("value", BinaryType()),
-    StructField("partition", IntegerType(), False),
-    StructField("offset", LongType(), False),
-    StructField("timestamp", TimestampType(), False),
-]
 _HEADER: Final = StructType([StructField("key", StringType(), False), StructField("value", BinaryType())])
-_ROWS: Final = pa.schema(
-    [
-        SCHEMA.field("key"),
-        SCHEMA.field("value"),
-        pa.field("partition", pa.int32(), False),
-        pa.field("offset", pa.int64(), False),
-        SCHEMA.field("timestamp"),
-    ]
-)
-_ROWS_AND_HEADERS: Final = _ROWS.append(SCHEMA.field("headers"))
+_IN_SPARK: Final = {
+    "key": StructField("key", BinaryType()),
+    "value": StructField("value", BinaryType()),
+    "partition": StructField("partition", IntegerType(), False),
+    "offset": StructField("offset", LongType(), False),
+    "timestamp": StructField("timestamp", TimestampType(), False),
+    HEADERS: StructField(HEADERS, ArrayType(_HEADER, False)),
+}
+_IN_ARROW: Final = {
+    **{field.name: field for field in SCHEMA},
+    "partition": pa.field("partition", pa.int32(), False),
+    "offset": pa.field("offset", pa.int64(), False),
+}
 _COUNTING: Final = pa.array(range(BATCH_ROWS), pa.int64())
 
 
-def row_schema(has_headers: bool) -> StructType:
-    """The columns of a topic in Spark."""
-    headers = [StructField("headers", ArrayType(_HEADER, False))] if has_headers else []
-    return StructType([*_FIELDS, *headers])
+def row_schema(columns: Sequence[str]) -> StructType:
+    """These columns of a topic, in Spark."""
+    return StructType([_IN_SPARK[name] for name in columns])
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,7 @@ class Slice(InputPartition):  # type: ignore[misc]
     topic_id: str
     machine: str
     ranges: tuple[Range, ...]
-    has_headers: bool
+    columns: tuple[str, ...]
     fails_on_loss: bool
     feed: Feed | None = None
 
@@ -245,23 +239,32 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
         topic = _topic(part.where.url, part.where.topic)
         if topic.id != part.topic_id:
             raise UnknownTopic(part.where.topic)
+    stored = [name for name in part.columns if name in SCHEMA.names]
     for each in part.ranges:
-        for batch in _gathered(_batches(topic, each, part.fails_on_loss)):
-            yield from _rows(batch, each.partition, part.has_headers)
+        for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
+            yield from _rows(batch, each.partition, part.columns)
 
 
-def _rows(batch: Batch, partition: int, has_headers: bool) -> Iterator[pa.RecordBatch]:
-    schema = _ROWS_AND_HEADERS if has_headers else _ROWS
+def _rows(batch: Batch, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    schema = pa.schema([_IN_ARROW[name] for name in columns])
     for at in range(0, batch.records.num_rows, BATCH_ROWS):
         piece = batch.records.slice(at, BATCH_ROWS)
-        offsets = pc.add(_COUNTING.slice(0, piece.num_rows), batch.base_offset + at)
-        place = pa.repeat(pa.scalar(partition, pa.int32()), piece.num_rows)
-        key, value, timestamp, headers = piece.columns
-        columns = [key, value, place, offsets, timestamp]
-        yield pa.RecordBatch.from_arrays([*columns, headers] if has_headers else columns, schema=schema)
+        arrays = [_column(name, piece, partition, batch.base_offset + at) for name in columns]
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _batches(topic: TopicLog, part: Range, fails_on_loss: bool) -> Iterator[Batch]:
+def _column(name: str, records: pa.RecordBatch, partition: int, offset: int) -> pa.Array:
+    if name == "partition":
+        return pa.repeat(pa.scalar(partition, pa.int32()), records.num_rows)
+    if name == "offset":
+        # Here, because the process that plans a stream has no use for it, and each query waits for its imports.
+        import pyarrow.compute as pc
+
+        return pc.add(_COUNTING.slice(0, records.num_rows), offset)
+    return records.column(name)
+
+
+def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool) -> Iterator[Batch]:
     number, offset, end = part
     while offset < end:
         try:
@@ -274,7 +277,7 @@ def _batches(topic: TopicLog, part: Range, fails_on_loss: bool) -> Iterator[Batc
         for batch in batches:
             batch = batch.within(offset, end)
             if batch.records.num_rows:
-                yield batch
+                yield batch._replace(records=batch.records.select(columns))
             offset = batch.next_offset
             if offset >= end:
                 break
@@ -329,8 +332,7 @@ def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed
     # Tasks need no registry, and its address may hold a password.
     where = replace(options.where, registry=None)
     return [
-        Slice(where, topic.id, boot_id(), tuple(each), options.has_headers, options.fails_on_loss, feed)
-        for each in tasks
+        Slice(where, topic.id, boot_id(), tuple(each), options.columns, options.fails_on_loss, feed) for each in tasks
     ]
 
 

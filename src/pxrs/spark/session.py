@@ -1,4 +1,5 @@
-"""A Spark session that works: it finds or brings Java, and runs Python's own interpreter in the workers."""
+"""A Spark session that works: it finds or brings Java, and runs Python's own interpreter in the workers, which start
+quickly."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import MissingDependency
+from pxrs.spark.home import quick_home
 from pxrs.spark.java import java_home
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ def session(name: str, master: str | None = None, config: Mapping[str, str] | No
     settings = {**_DEFAULTS, **(_LOCAL if master.startswith("local") else {}), **_sockets(master), **given}
     for key, value in settings.items():
         builder = builder.config(key, value)
-    return builder.master(master).getOrCreate()
+    with quick_home(master):
+        return builder.master(master).getOrCreate()
 
 
 def _sockets(master: str) -> dict[str, str]:

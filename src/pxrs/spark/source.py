@@ -8,7 +8,7 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from pxrs.errors import InvalidOption
-from pxrs.spark.options import has_headers, read_options, stream_options, write_options
+from pxrs.spark.options import columns_of, read_options, stream_options, write_options
 from pxrs.spark.reader import BatchReader, StreamReader, row_schema
 from pxrs.spark.writer import BatchWriter, StreamWriter
 
@@ -24,7 +24,7 @@ class PxrsSource(DataSource):  # type: ignore[misc]
         return "pxrs"
 
     def schema(self) -> StructType:
-        return row_schema(has_headers(self.options))
+        return row_schema(columns_of(self.options))
 
     def reader(self, schema: StructType) -> BatchReader:
         return BatchReader(read_options(self.options))

@@ -33,8 +33,6 @@ import pyarrow as pa
 from pxrs import disk
 from pxrs.log.batch import SCHEMA, encode
 from pxrs.model import Topic
-from pxrs.partitioner import hash_named, read_table, slices, split_table
-from pxrs.producer import MESSAGE_BYTES_MAX
 from pxrs.spark.planning import Span, Spans
 
 CHUNK_ROWS_MAX: Final = 10_000
@@ -183,6 +181,10 @@ class Staged(NamedTuple):
 
 def _chunks(topic: Topic, task: int, tables: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
     """The rows of each partition in their order, in pieces of a good size; what waits to grow is bounded."""
+    # Only tasks that write need these, and each stream that reads waits for its imports.
+    from pxrs.partitioner import hash_named, read_table, slices, split_table
+    from pxrs.producer import MESSAGE_BYTES_MAX
+
     hash_of = hash_named(topic.partitioner)
     waiting: dict[int, list[pa.RecordBatch]] = {}
     size = 0

@@ -1,0 +1,73 @@
+"""A home for Spark whose Python parts are folders instead of archives.
+
+Spark puts two archives first in the path of every Python process that it starts, and they hold sources alone: each
+process compiles them anew, for half a second. That is at the start of every streaming query, and for the first worker
+of each kind. What is installed has the same sources, and the byte code that Python keeps of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+_PARTS: Final = ("bin", "conf", "jars", "sbin")
+
+
+@contextmanager
+def quick_home(master: str) -> Iterator[None]:
+    """Spark's home while a session starts: one with folders, for a Spark of this machine that has no other home yet.
+
+    Only meanwhile: it ends with this process, and others that are started from here must not take it for theirs."""
+    home = _linked() if master.startswith("local") and "SPARK_HOME" not in os.environ else None
+    if home is None:
+        yield
+        return
+    os.environ["SPARK_HOME"] = str(home)
+    try:
+        yield
+    finally:
+        del os.environ["SPARK_HOME"]
+
+
+@functools.cache
+def _linked() -> Path | None:
+    folder = Path(tempfile.mkdtemp(prefix="pxrs-spark-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        return folder if link_home(folder) else None
+    except OSError:  # a file system without links: Spark works without this home too, only slower
+        return None
+
+
+def link_home(folder: Path) -> bool:
+    """Make the folder a home of the installed Spark, by links. False if pyspark was not installed with all of it."""
+    spark = _installed("pyspark")
+    if spark is None or not (spark / "jars").is_dir():
+        return False
+    for part in _PARTS:
+        if (spark / part).exists():
+            (folder / part).symlink_to(spark / part)
+    for archive in (spark / "python" / "lib").glob("*.zip"):
+        name = archive.stem.partition("-")[0]
+        place = folder / "python" / "lib" / archive.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        package = _installed(name)
+        if package is None:
+            place.symlink_to(archive)
+        else:
+            place.mkdir()
+            (place / name).symlink_to(package)
+    return True
+
+
+def _installed(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
