@@ -90,8 +90,8 @@ def at_commit(place: Place, monkeypatch: pytest.MonkeyPatch, fault: Callable[[],
     happened = threading.Event()
 
     def commit(self: PostgresSession, calls: Any) -> None:
-        # Of the one that puts into b, and not of a renewal or of the keeper.
-        if not happened.is_set() and any("/ready/" in str(call.values.get("the_key")) for call in calls):
+        # Of the one that puts into b, as its notification says, and not of a renewal or of the keeper.
+        if not happened.is_set() and any("/ready/" in str(call.values) for call in calls):
             happened.set()
             fault()
         original(self, calls)

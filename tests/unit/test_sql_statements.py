@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import oracledb
@@ -40,7 +40,7 @@ ALL = [
     pytest.param(dialect, field.name, id=f"{dialect}-{field.name}")
     for dialect in DIALECTS
     for field in dataclasses.fields(Statements)
-    if field.name != "dialect"
+    if field.name not in ("dialect", "direct")
 ]
 
 
@@ -62,6 +62,33 @@ class TestStatements:
         assert len(used) == len(statement.parameters) if dialect == "postgresql" else not statement.parameters
         assert statement.returns_rows == statement.text.startswith("SELECT")
         assert statement.is_timed == (":now_ms" in statement.text)
+
+    def test_where_one_statement_does_it_all_it_compares_and_tells(self) -> None:
+        assert statements_for("sqlite").direct is statements_for("oracle").direct is None
+        direct = statements_for("postgresql").direct
+        assert direct is not None
+        for statement in (direct.check, direct.update, direct.delete):
+            assert "pxrs_entry.version = $" in statement.text
+            assert "pxrs_entry.lease IS NULL" in statement.text
+        assert direct.check.text.endswith("FOR UPDATE")
+        for statement in (direct.insert, direct.update, direct.delete):
+            assert statement.text.endswith("RETURNING pxrs_entry.version")
+
+    def test_a_commit_that_expects_all_its_keys_is_one_statement_a_key(self) -> None:
+        def names(expect: dict[str, int], put: dict[str, bytes], delete: Iterable[str] = ()) -> list[str]:
+            commit = Commit(expect, put, {}, frozenset(delete), None, False)
+            return [call.statement.name for call in CommitPlan(commit, "n", statements_for("postgresql")).direct]
+
+        assert names({"a": 3, "b": ABSENT, "c": 4, "d": 5}, {"a": b"", "b": b""}, ["c"]) == [
+            "direct_update",
+            "direct_insert",
+            "direct_delete",
+            "direct_check",
+        ]
+        assert names({"a": 3}, {"a": b"", "b": b""}) == [], "b is written whatever it is"
+        assert names({"a": 3, "b": ABSENT}, {"a": b""}) == [], "b needs a row to lock"
+        assert names({"a": 3}, {}) == [], "it writes nothing"
+        assert names({"a": 2**63}, {"a": b""}) == [], "no key has such a version"
 
     def test_rows_are_locked_where_others_can_write_at_the_same_time(self) -> None:
         for dialect in ("oracle", "postgresql"):

@@ -213,12 +213,15 @@ class Transaction:
             is_waiting = False
             try:
                 while True:
-                    taken, ready_at = self._try_take(queue, head, self._present(), count)
+                    taker = self._present()
+                    taken, ready_at = self._try_take(queue, head, taker, count)
                     if taken or is_over():
                         return [Item.of(queue, each.record) for each in taken]
                     left_s = None if until is None else until - time.monotonic()
                     if left_s is not None and left_s <= 0:
                         return []
+                    if not taker.is_alive:
+                        continue  # with another lease: what was refused to this one may still be there
                     if not is_waiting:
                         head.enter()
                         is_waiting = True
@@ -248,7 +251,8 @@ class Transaction:
                 taken = self._take_these(queue, taker, entries, turn)
             finally:
                 head.tried(entries, was_refused=not taken)
-            if taken or queue.is_fifo:  # if not, it is somebody else's turn
+            # Nothing, in a strict queue: it is another's turn. And without a lease all other items are refused too.
+            if taken or queue.is_fifo or not taker.is_alive:
                 return taken, 0.0
         return [], 0.0
 
@@ -275,7 +279,8 @@ class Transaction:
                 continue
             except LeaseExpired as error:
                 if not self._taken:
-                    return []  # with another lease, then
+                    taker.lease.expire()  # also if it was the store that said so
+                    return []
                 raise self._lost(error) from error
             except OutcomeUnknown:
                 versions = self._settle_take(queue, [move for move, _ in planned], planned[0][1].value)
@@ -525,6 +530,7 @@ class Transaction:
     # What is checked.
 
     def _check_open(self) -> None:
+        self._registry._check_usable()  # also that this is no forked child's copy of it
         if self._state == "unknown":
             raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
         if self._state != "open":

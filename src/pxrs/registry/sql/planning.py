@@ -12,12 +12,20 @@ is written over or deleted before the commit ends, or rolled back with it: nobod
     rows = run(plan.locks)            # in a transaction
     found = plan.judge(rows)          # may raise: Conflict, LeaseExpired, LeasesDue, TransactionAborted
     run(plan.writes(found))           # and commit
+
+Most commits expect every key that they name, and are as they expect. Where the database can lock, compare and write by
+one statement, such a commit is tried by one a key, in the same order; if a single one finds something else, all of it
+is rolled back, and the plan above finds out what.
+
+    rows = run(plan.direct)           # in a transaction, if there is such a plan
+    versions = plan.judge_direct(rows)    # None: roll back, and do as above
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pxrs.errors import Conflict, LeaseExpired
 from pxrs.registry.contract import ABSENT, Commit
@@ -26,6 +34,9 @@ from pxrs.registry.sql.statements import Call, Statements
 
 PAYLOAD_BYTES_MAX = 2000
 """PostgreSQL takes 8,000, and keeps all of them in a queue that every listener reads."""
+
+
+VERSION_MAX = 2**63 - 1
 
 
 class LeasesDue(Exception):
@@ -52,11 +63,39 @@ class CommitPlan:
     def __init__(self, commit: Commit, namespace: str, statements: Statements, channel: str = "") -> None:
         self._commit, self._namespace, self._statements, self._channel = commit, namespace, statements, channel
         self._keys = commit.keys
+        self.changed = commit.changed
+        """Every key that it writes or deletes, if it comes to that."""
         self._lease = None if commit.lease is None else commit.lease.id
         self._needs_version = bool(commit.put or commit.ephemeral) or (
             bool(commit.delete) and statements.store_version is not None
         )
         self.locks = self._lock_calls()
+        self.direct = self._direct_calls()
+        """One statement a key, or none if the commit cannot be made like that."""
+
+    def judge_direct(self, results: Sequence[list[Row]]) -> dict[str, int] | None:
+        """The new versions, if each statement of `direct` found what it expected."""
+        rows = iter(results)
+        if self._lease is not None:
+            found = next(rows)
+            if not found or found[0][0]:
+                return None
+        versions: dict[str, int] = {}
+        for key in self._keys:
+            found = next(rows)
+            if not found:
+                return None
+            if key not in self._commit.delete:
+                versions[key] = found[0][0]
+        return {key: versions[key] for key in self._commit.written}
+
+    def notification(self, changed: list[str]) -> list[Call]:
+        """What tells the listeners, if there are any and they are to be told."""
+        commit, statements = self._commit, self._statements
+        if statements.notify is None or not self._channel or commit.quiet:
+            return []
+        ttl = commit.lease.ttl if commit.lease is not None and commit.ephemeral else 0.0
+        return [Call(statements.notify, {"the_channel": self._channel, "the_payload": payload(changed, ttl)})]
 
     def judge(self, results: Sequence[list[Row]]) -> Found:
         """Decide on the rows that `locks` gave, in their order."""
@@ -114,10 +153,7 @@ class CommitPlan:
             return []
         if statements.store_version is not None:
             calls.append(Call(statements.store_version, {"the_version": str(found.next_version)}))
-        if statements.notify is not None and self._channel and not commit.quiet:
-            ttl = commit.lease.ttl if commit.lease is not None and commit.ephemeral else 0.0
-            calls.append(Call(statements.notify, {"the_channel": self._channel, "the_payload": payload(changed, ttl)}))
-        return calls
+        return calls + self.notification(changed)
 
     def versions(self, found: Found) -> dict[str, int]:
         """What the commit returns."""
@@ -137,6 +173,35 @@ class CommitPlan:
             calls.append(Call(statements.lock_entry, values))
         if self._needs_version:
             calls.append(Call(statements.next_version, {}))
+        return calls
+
+    def _direct_calls(self) -> list[Call]:
+        commit, direct = self._commit, self._statements.direct
+        if direct is None or not commit.changed or commit.expect.keys() != set(self._keys):
+            return []
+        if max(commit.expect.values()) > VERSION_MAX:
+            return []  # no key can have it, and the database would take it for a mistake
+        calls: list[Call] = []
+        if self._lease is not None:
+            of_lease = {"the_namespace": self._namespace, "the_lease": self._lease}
+            calls.append(Call(self._statements.lock_lease, of_lease))
+        for key in self._keys:
+            values: dict[str, Any] = {"the_namespace": self._namespace, "the_key": key}
+            expected = commit.expect[key]
+            if key in commit.put:
+                values |= {"the_value": commit.put[key], "the_lease": None}
+            elif key in commit.ephemeral:
+                values |= {"the_value": commit.ephemeral[key], "the_lease": self._lease}
+            elif expected == ABSENT:
+                return []  # that takes a placeholder
+            if expected == ABSENT:
+                calls.append(Call(direct.insert, values))
+                continue
+            values["the_expected"] = expected
+            if "the_value" in values:
+                calls.append(Call(direct.update, values))
+            else:
+                calls.append(Call(direct.delete if key in commit.delete else direct.check, values))
         return calls
 
     def _may_be_absent(self, key: str) -> bool:

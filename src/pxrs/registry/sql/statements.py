@@ -72,6 +72,17 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class DirectStatements:
+    """One for each key of a commit that expects them all; a row comes back only if the key is as expected. None of them
+    finds a key that hangs on a lease."""
+
+    check: Statement
+    insert: Statement
+    update: Statement
+    delete: Statement
+
+
+@dataclass(frozen=True, slots=True)
 class Statements:
     """All of them, for one dialect."""
 
@@ -87,6 +98,8 @@ class Statements:
     lock_entry: Statement
     write_entry: Statement
     delete_entry: Statement
+    direct: DirectStatements | None
+    """Only where one statement can lock, compare, write and tell: on PostgreSQL."""
     next_version: Statement
     store_version: Statement | None
     """Only where no sequence counts: makes the version that `next_version` gave the last one."""
@@ -180,6 +193,7 @@ class _Builder:
                 .values(value=_named("value", LargeBinary()), version=_named("version", number), lease=_named("lease")),
             ),
             delete_entry=self._compile("delete_entry", delete(entry).where(*this_entry)),
+            direct=self._direct() if self.dialect == "postgresql" else None,
             next_version=self._compile("next_version", self._next_version()),
             store_version=(
                 None
@@ -237,6 +251,30 @@ class _Builder:
                 if self.dialect == "postgresql"
                 else None
             ),
+        )
+
+    def _direct(self) -> DirectStatements:
+        entry, sequence = self.schema.entry, self.schema.version
+        assert sequence is not None
+        as_expected = (
+            entry.c.namespace == _named("namespace"),
+            entry.c.key == _named("key"),
+            entry.c.version == _named("expected", BigInteger()),
+            entry.c.lease.is_(None),
+        )
+        written = {
+            "value": _named("value", LargeBinary()),
+            "version": sequence.next_value(),
+            "lease": _named("lease"),
+        }
+        insert_new = postgresql.insert(entry).values(namespace=_named("namespace"), key=_named("key"), **written)
+        return DirectStatements(
+            check=self._compile("direct_check", select(entry.c.version).where(*as_expected).with_for_update()),
+            insert=self._compile("direct_insert", insert_new.on_conflict_do_nothing().returning(entry.c.version)),
+            update=self._compile(
+                "direct_update", update(entry).where(*as_expected).values(**written).returning(entry.c.version)
+            ),
+            delete=self._compile("direct_delete", delete(entry).where(*as_expected).returning(entry.c.version)),
         )
 
     def _compile(self, name: str, clause: Executable, *, forgives_duplicates: bool = False) -> Statement:
