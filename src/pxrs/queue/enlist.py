@@ -38,9 +38,9 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import Connection, TwoPhaseTransaction, text
 
 from pxrs.errors import InvalidItem, RegistryUnavailable
+from pxrs.queue.items import Put
 from pxrs.queue.records import Queue, in_sequence, timed
 from pxrs.queue.store import QueueStore
-from pxrs.queue.transaction import Put
 from pxrs.registry.contract import ABSENT, Commit, Registry
 from pxrs.registry.sql.borrowed import DATABASES, SQLITE_WRITE_LOCK, is_autocommit, is_in_transaction, run
 from pxrs.registry.sql.planning import CommitPlan

@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import Conflict, InvalidItem, MissingDependency
+from pxrs.queue.items import Item, Put, add_puts, check_put, note_numbers
 from pxrs.queue.moves import Changes, Move
 from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.records import Queue, Record, time_in
 from pxrs.queue.store import SCAN_ITEMS, QueueStore
-from pxrs.queue.transaction import Item, Put, add_puts, check_put, note_numbers
 from pxrs.registry.contract import Entry
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class QueueHandle:
     def _put(self, puts: list[Put]) -> None:
         def attempt() -> None:
             changes = Changes({}, {}, [])
-            numbers = add_puts(self.store, puts, changes.expect, changes.put)
+            numbers = add_puts(self.store, puts, changes)
             note_numbers(self.store, numbers, self.store.combiner.commit(changes))
 
         self.store.patiently([put.queue for put in puts], (), attempt)
@@ -184,10 +184,9 @@ class DeadLetters:
         record = Record.load(entry.key, entry.value).moved(deliveries=0)
 
         def attempt() -> None:
-            expect, put = {entry.key: entry.version}, dict[str, bytes]()
-            numbers = add_puts(self._store, [Put(queue, record, 0.0)], expect, put)
-            versions = self._store.registry.commit(expect, put, delete=[entry.key])
-            note_numbers(self._store, numbers, versions)
+            changes = Changes.of([Move(entry.key, entry.version, None)])
+            numbers = add_puts(self._store, [Put(queue, record, 0.0)], changes)
+            note_numbers(self._store, numbers, self._store.combiner.commit(changes))
 
         try:
             self._store.patiently([queue], [entry.key], attempt)

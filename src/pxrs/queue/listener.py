@@ -23,7 +23,8 @@ from typing import Final, Self
 
 from pxrs.errors import Closed, InvalidQueue, OutcomeUnknown, PxrsError, TransactionLost, UnknownQueue
 from pxrs.queue.handle import QueueHandle
-from pxrs.queue.transaction import Item, Outcome, Transaction
+from pxrs.queue.items import Item
+from pxrs.queue.transaction import Outcome, Transaction
 
 _logger = logging.getLogger(__name__)
 

@@ -24,15 +24,13 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Protocol, Self
+from typing import Final, Literal, Protocol, Self
 
 from pxrs.errors import (
     Conflict,
     InvalidItem,
-    InvalidQueue,
     LeaseExpired,
     OutcomeUnknown,
     PxrsError,
@@ -43,9 +41,10 @@ from pxrs.errors import (
 )
 from pxrs.queue import moves
 from pxrs.queue.head import Head
+from pxrs.queue.items import BYTES_PER_KEY, Item, Put, Taken, add_puts, check_put, note_numbers
 from pxrs.queue.moves import Changes, Move
 from pxrs.queue.policy import seconds
-from pxrs.queue.records import Queue, Record, Turn, in_sequence, new_record, timed
+from pxrs.queue.records import Queue, Record, Turn
 from pxrs.queue.store import QueueStore
 from pxrs.queue.taker import SETTLE_ATTEMPTS, Slot, Taker, settle
 from pxrs.registry.contract import ABSENT, Entry, Registry
@@ -53,7 +52,6 @@ from pxrs.registry.contract import ABSENT, Entry, Registry
 Outcome = Literal["open", "committed", "rolled back"]
 Write = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
 _KEYS_RESERVED: Final = 2
-_BYTES_PER_KEY: Final = 160
 _KEYS_SPARE: Final = 16
 
 
@@ -71,101 +69,6 @@ class Named(Protocol):
 
     @property
     def name(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """An item of a queue, as a value."""
-
-    queue: str
-    id: str
-    value: bytes
-    key: bytes | None
-    """Carried along as it was put; the queue does not look at it."""
-    priority: int
-    deliveries: int
-    """How often it was delivered, this time included."""
-    put_at: float
-    """Seconds since 1970, on the clock of the one who put it."""
-    error: str = ""
-    """What the last delivery failed with, if one did."""
-    died_at: float | None = None
-    """Of a dead letter: when it was given up."""
-
-    @classmethod
-    def of(cls, queue: Queue, record: Record, died_at: float | None = None) -> Item:
-        return cls(
-            queue.name,
-            record.id,
-            record.value,
-            record.key,
-            record.priority,
-            record.deliveries,
-            record.put_at,
-            record.error,
-            died_at,
-        )
-
-
-class Taken(NamedTuple):
-    queue: Queue
-    key: str
-    version: int
-    record: Record
-
-
-class Put(NamedTuple):
-    queue: Queue
-    record: Record
-    delay_s: float
-
-    @property
-    def size(self) -> int:
-        return len(self.record.value) + 2 * _BYTES_PER_KEY
-
-
-def check_put(
-    queue: Queue,
-    value: bytes | str,
-    priority: int,
-    delay: float | timedelta | None,
-    key: bytes | str | None,
-    value_bytes_max: int,
-) -> Put:
-    """What is to be put, checked. Raises InvalidItem."""
-    try:
-        delay_s = 0.0 if delay is None else seconds("delay", delay)
-    except InvalidQueue as error:
-        raise InvalidItem(str(error)) from None
-    if queue.is_fifo and (priority or delay_s):
-        raise InvalidItem(f"queue {queue.name} is strictly first in, first out: no priority or delay can be kept there")
-    return Put(queue, new_record(value, key, priority, time.time(), value_bytes_max), delay_s)
-
-
-def add_puts(
-    store: QueueStore, puts: list[Put], expect: dict[str, int], put: dict[str, bytes]
-) -> dict[str, tuple[Queue, int]]:
-    """Into a commit: each where it belongs, numbered where the queue is strict (Q3). The strict ones' last numbers."""
-    numbers: dict[str, tuple[Queue, int]] = {}
-    now = time.time()
-    for queue, record, delay_s in puts:
-        if queue.is_fifo:
-            if queue.id in numbers:
-                number = numbers[queue.id][1]
-            else:
-                number, expect[queue.sequence] = store.next_number(queue)
-            number += 1
-            numbers[queue.id] = queue, number
-            put[queue.sequence] = str(number).encode()
-            record = in_sequence(record, number)
-        key = timed(queue.delayed, now + delay_s, record) if delay_s > 0 else f"{queue.ready}{record.name}"
-        expect[key], put[key] = ABSENT, record.dump()
-    return numbers
-
-
-def note_numbers(store: QueueStore, numbers: dict[str, tuple[Queue, int]], versions: Mapping[str, int]) -> None:
-    for queue, number in numbers.values():
-        store.numbered(queue, number, versions[queue.sequence])
 
 
 class Transaction:
@@ -357,7 +260,7 @@ class Transaction:
             limits = self._registry.limits
             new = check_put(found, value, priority, delay, key, limits.value_bytes_max)
             self._room(found)
-            size = self._bytes + new.size + (len(self._taken) + _KEYS_SPARE) * _BYTES_PER_KEY
+            size = self._bytes + new.size + (len(self._taken) + _KEYS_SPARE) * BYTES_PER_KEY
             if size > limits.commit_bytes_max:
                 raise TransactionTooLarge(
                     f"{size:,} bytes in one transaction, and this store takes {limits.commit_bytes_max:,}: put less in "
@@ -438,7 +341,7 @@ class Transaction:
         for queue, version in self._turns.values():
             changes.expect[queue.turn] = version
             changes.put[queue.turn] = Turn().dump()
-        numbers = add_puts(self._store, self._puts, changes.expect, changes.put)
+        numbers = add_puts(self._store, self._puts, changes)
         inboxes = list(self._inboxes)
         is_quiet = not self._puts and not self._turns
 
