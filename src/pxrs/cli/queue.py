@@ -25,7 +25,8 @@ from pxrs.errors import InvalidItem, InvalidRecord, OutcomeUnknown, PxrsError, T
 from pxrs.queue.handle import Depth, QueueHandle
 from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.policy import dump as plain_setting
-from pxrs.queue.transaction import Item, Transaction
+from pxrs.queue.items import Item
+from pxrs.queue.transaction import Transaction
 
 app = typer.Typer(no_args_is_help=True)
 dead = typer.Typer(no_args_is_help=True)
