@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, Final
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 import pxrs
-from pxrs.cli.terminal import is_terminal, printable, tell_error
-from pxrs.errors import InvalidUrl, UnknownGroup
+from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.terminal import cell, console, is_terminal, printable, time_text
+from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupDescription, GroupHandle, PartitionDescription, To, groups
 from pxrs.group.records import Keys
-from pxrs.registry.address import parse
 
 app = typer.Typer(no_args_is_help=True)
-At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")]
-RegistryUrl = Annotated[
-    str | None,
-    typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Name = Annotated[str, typer.Argument(metavar="GROUP", help="The group's name.")]
 Pairs = Annotated[
     list[str] | None,
@@ -41,13 +32,12 @@ REFRESH_S: Final = 1.0
 """How old a lag on the screen may get: messages that arrive wake nobody here."""
 PAUSE_S: Final = 0.1
 """Between two looks, however much changes."""
-PIPE_WIDTH: Final = 1000
 
 
 @app.command("list")
 def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the groups, how many members each has, and how far behind they are."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         found = list(_describe_all(hub))
     if as_json:
         for each in found:
@@ -59,7 +49,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
         table.add_column(column, justify="right")
     for each in found:
         table.add_row(each.name, str(len(each.members)), str(len(each.partitions)), f"{each.lag:,}")
-    _console().print(table)
+    console().print(table)
 
 
 @app.command()
@@ -76,7 +66,7 @@ def describe(
 
     With --watch and --json, one line for each change.
     """
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         handle = GroupHandle(hub.registry, group, hub)
         if watch:
             _follow(hub, handle, as_json)
@@ -111,11 +101,11 @@ def reset(
     if (to is None) == (not partition):
         raise typer.BadParameter("give either --to or --partition")
     target: To = _where(to) if to is not None else _pairs(partition or [])
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         handle = GroupHandle(hub.registry, group, hub)
         handle.describe()  # an unknown group is told before anything is asked
         where = to if to is not None else ", ".join(partition or [])
-        _confirm(f"Reset group {group}{f', topic {topic}' if topic else ''} to {where}?", yes)
+        confirm(f"Reset group {group}{f', topic {topic}' if topic else ''} to {where}?", yes)
         offsets = handle.reset(target, topic, force)
     _tell_offsets(offsets, as_json)
 
@@ -129,10 +119,10 @@ def delete(
     registry: RegistryUrl = None,
 ) -> None:
     """Forget a group and its checkpoints. Who consumes under its name later starts afresh."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         handle = GroupHandle(hub.registry, group, hub)
         count = len(handle.describe().partitions)
-        _confirm(f"Forget group {group} and its checkpoints of {count} partitions for good?", yes)
+        confirm(f"Forget group {group} and its checkpoints of {count} partitions for good?", yes)
         handle.delete(force)
     typer.echo(f"removed group {group}")
 
@@ -158,9 +148,9 @@ def import_checkpoint(
     """
     if (offset is None) == (not partition):
         raise typer.BadParameter("give either OFFSET or --partition")
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         if force:
-            _confirm(f"Replace the checkpoints that group {group} has of {topic}?", yes)
+            confirm(f"Replace the checkpoints that group {group} has of {topic}?", yes)
         source = offset if offset is not None else _pairs(partition or [])
         offsets = GroupHandle(hub.registry, group, hub).import_checkpoint(source, topic, force)
     _tell_offsets({topic: offsets}, as_json)
@@ -169,7 +159,7 @@ def import_checkpoint(
 @app.command()
 def retry(group: Name, topic: str, partition: int, at: At, registry: RegistryUrl = None) -> None:
     """Have a paused partition try its message again."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         GroupHandle(hub.registry, group, hub).retry(topic, partition)
     typer.echo(f"group {group} tries {topic}/{partition} again")
 
@@ -177,11 +167,11 @@ def retry(group: Name, topic: str, partition: int, at: At, registry: RegistryUrl
 @app.command()
 def skip(group: Name, topic: str, partition: int, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Have a paused partition go on behind its message, which is never handled then."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         handle = GroupHandle(hub.registry, group, hub)
         paused = handle.paused(topic, partition)
         question = f"Leave out {topic}/{partition} offset {paused.offset}, which failed with {printable(paused.error)}?"
-        _confirm(question, yes)
+        confirm(question, yes)
         handle.skip(topic, partition, paused.offset)
     typer.echo(f"group {group} leaves out {topic}/{partition} offset {paused.offset}")
 
@@ -192,25 +182,6 @@ def _describe_all(hub: pxrs.Hub) -> Iterator[GroupDescription]:
             yield GroupHandle(hub.registry, name, hub).describe()
         except UnknownGroup:  # deleted just now
             continue
-
-
-@contextmanager
-def _open(at: str, registry: str | None) -> Iterator[pxrs.Hub]:
-    address = parse(at)
-    # The registry is made by its first use: a wrong path would leave an empty one behind.
-    if registry is None and address.scheme == "file" and not address.directory().is_dir():
-        raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")
-    with pxrs.open(at, registry) as hub:
-        yield hub
-
-
-def _confirm(question: str, yes: bool) -> None:
-    if yes:
-        return
-    if sys.stdin is None or not sys.stdin.isatty():
-        tell_error("Refused", "standard input is no terminal to ask at; give --yes to do it")
-        raise typer.Exit(2)
-    typer.confirm(question, abort=True, err=True)
 
 
 def _where(to: str) -> To:
@@ -255,14 +226,14 @@ def _tell_offsets(offsets: dict[str, dict[int, int]], as_json: bool) -> None:
         table.add_column(column, justify="right")
     for topic, number, offset in rows:
         table.add_row(Text(printable(topic)), str(number), f"{offset:,}")
-    _console().print(table)
+    console().print(table)
 
 
 def _show(found: GroupDescription, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(found)))
     else:
-        _console().print(_picture(found))
+        console().print(_picture(found))
 
 
 def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
@@ -270,7 +241,7 @@ def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
     with hub.registry.watch(Keys(handle.name).root) as watch:
         found = handle.describe()
         if not as_json and is_terminal():
-            with Live(_picture(found), console=_console(), auto_refresh=False) as live:
+            with Live(_picture(found), console=console(), auto_refresh=False) as live:
                 while True:
                     live.update(_picture(handle.describe()), refresh=True)
                     time.sleep(PAUSE_S)
@@ -299,10 +270,10 @@ def _picture(found: GroupDescription) -> RenderableType:
     for member in found.members:
         is_leader = member.incarnation == found.leader
         members.add_row(
-            _text(f"{member.name} (leader)" if is_leader else member.name),
-            _text(member.host),
-            _text(member.topic),
-            _time(member.since),
+            cell(f"{member.name} (leader)" if is_leader else member.name),
+            cell(member.host),
+            cell(member.topic),
+            time_text(member.since),
             str(member.pid),
             str(member.partitions),
         )
@@ -315,12 +286,12 @@ def _picture(found: GroupDescription) -> RenderableType:
     for row in found.partitions:
         numbers = (row.epoch, row.checkpoint, row.end, row.lag)
         partitions.add_row(
-            _text(row.topic),
+            cell(row.topic),
             str(row.partition),
             *("-" if number is None else f"{number:,}" for number in numbers),
             _owner(row, names),
-            _time(row.when),
-            _text(row.by or ""),
+            time_text(row.when),
+            cell(row.by or ""),
         )
     held = [
         Text.assemble((f"{printable(row.topic)}/{row.partition} ", "bold red"), printable(_why(row)))
@@ -337,28 +308,10 @@ def _owner(row: PartitionDescription, names: dict[str, str]) -> Text:
     else:
         has = (row.owner_name or row.owner) if row.is_owner_there else f"{row.owner_name or row.owner} (gone)"
     moves = row.target in names and row.target != row.owner
-    return _text(f"{has} -> {names[row.target]}" if moves and row.target is not None else has)
+    return cell(f"{has} -> {names[row.target]}" if moves and row.target is not None else has)
 
 
 def _why(row: PartitionDescription) -> str:
     assert row.paused is not None
     state = "is left out" if row.paused.skip else "holds it up"
     return f"offset {row.paused.offset} {state}: {row.paused.error}"
-
-
-def _console() -> Console:
-    """Lines in a pipe are as long as they need to be."""
-    return Console(highlight=False, emoji=False, width=None if is_terminal() else PIPE_WIDTH)
-
-
-def _text(text: str) -> Text:
-    return Text(printable(text))
-
-
-def _time(seconds: float | None) -> str:
-    if not seconds:
-        return "-"
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
-    except (ValueError, OverflowError, OSError):
-        return f"{seconds:g}s"

@@ -17,15 +17,24 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pxrs
-from pxrs.cli.group import At, Json, RegistryUrl, Yes, _confirm, _console, _open, _time
-from pxrs.cli.group import _text as _cell
-from pxrs.cli.terminal import echo, is_terminal, printable, tell_error
-from pxrs.cli.topic import _field, _key, _text
+from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.terminal import (
+    cell,
+    console,
+    data_field,
+    data_text,
+    echo,
+    is_terminal,
+    printable,
+    tell_error,
+    time_text,
+)
+from pxrs.cli.topic import key_in
 from pxrs.errors import InvalidItem, InvalidRecord, OutcomeUnknown, PxrsError, TransactionTooLarge, UnknownQueue
 from pxrs.queue.handle import Depth, QueueHandle
+from pxrs.queue.items import Item
 from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.policy import dump as plain_setting
-from pxrs.queue.items import Item
 from pxrs.queue.transaction import Transaction
 
 app = typer.Typer(no_args_is_help=True)
@@ -84,7 +93,7 @@ def create(
 @app.command("list")
 def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the queues, and how many items each holds, by where they are."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         found = list(_depths(hub))
     if as_json:
         for handle, depth in found:
@@ -94,13 +103,13 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     _add_depth_columns(table)
     for handle, depth in found:
         table.add_row(handle.name, *_depth_cells(depth))
-    _console().print(table)
+    console().print(table)
 
 
 @app.command()
 def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show a queue's settings, and how many items it holds."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         handle = hub.queue(queue)
         depth = handle.depth()
     if as_json:
@@ -112,22 +121,22 @@ def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = 
         "policy": _words(handle.policy),
         "order": "strictly first in, first out" if handle.is_fifo else "by priority, then by age; best effort",
         "backoff": "none" if handle.backoff is None else _words(handle.backoff),
-        "created": _time(handle.settings.created),
+        "created": time_text(handle.settings.created),
     }
-    console = _console()
-    console.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()))
-    console.print(_depth_table(depth))
+    out = console()
+    out.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()))
+    out.print(_depth_table(depth))
 
 
 @app.command()
 def depth(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show how many items a queue holds: ready, delayed, in flight and dead."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         found = hub.queue(queue).depth()
     if as_json:
         typer.echo(json.dumps({"queue": queue, **asdict(found)}))
     else:
-        _console().print(_depth_table(found))
+        console().print(_depth_table(found))
 
 
 @app.command()
@@ -155,7 +164,7 @@ def put(
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} items"), TimeElapsedColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         limit = hub.registry.limits.value_bytes_max
         batches = [[os.fsencode(value) for value in values]] if values else _lines(limit)
         putter = _Putter(hub, hub.queue(queue), key, options, "value" if values else "line")
@@ -187,7 +196,7 @@ def take(
     """
     if peek and timeout is not None:
         raise typer.BadParameter("--peek does not wait: leave --timeout out")
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         if peek:
             _print_all(hub.queue(queue).peek(count), as_json)
             return
@@ -206,9 +215,9 @@ def take(
 @app.command()
 def delete(queue: Name, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Remove a queue and all its items, dead letters too."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         items = _count(sum(asdict(hub.queue(queue).depth()).values()), "item")
-        _confirm(f"Remove queue {queue} and its {items} for good?", yes)
+        confirm(f"Remove queue {queue} and its {items} for good?", yes)
         hub.delete_queue(queue)
     typer.echo(f"removed queue {queue} and its {items}")
 
@@ -222,7 +231,7 @@ def list_dead(
     as_json: Json = False,
 ) -> None:
     """List dead letters: when and after how many deliveries each was given up, and what the last one failed with."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         found = hub.queue(queue).dead_letters().list(count + 1)
     if as_json:
         _print_all(found[:count], as_json)
@@ -232,9 +241,9 @@ def list_dead(
         for column in ("error", "key", "value"):
             table.add_column(column, no_wrap=True, overflow="ellipsis")
         for item in found[:count]:
-            cells = (_cell(item.error), _cell(_text(item.key)), _cell(_text(item.value)))
-            table.add_row(item.id, _time(item.died_at), str(item.deliveries), *cells)
-        _console().print(table)
+            cells = (cell(item.error), cell(data_text(item.key)), cell(data_text(item.value)))
+            table.add_row(item.id, time_text(item.died_at), str(item.deliveries), *cells)
+        console().print(table)
     if len(found) > count:
         typer.echo(f"these are the first {count:,}; there are more: give --count", err=True)
 
@@ -242,7 +251,7 @@ def list_dead(
 @dead.command()
 def retry(queue: Name, at: At, ids: Ids = None, registry: RegistryUrl = None) -> None:
     """Put dead letters back into the queue, as if they had never been delivered."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         done = hub.queue(queue).dead_letters().retry(*ids or ())
     typer.echo(f"{_count(done, 'dead letter')} of {queue} will be tried again")
     _tell_missing(queue, ids, done)
@@ -251,10 +260,10 @@ def retry(queue: Name, at: At, ids: Ids = None, registry: RegistryUrl = None) ->
 @dead.command()
 def purge(queue: Name, at: At, ids: Ids = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Remove dead letters for good."""
-    with _open(at, registry) as hub:
+    with open_hub(at, registry) as hub:
         letters = hub.queue(queue).dead_letters()
         if not ids:
-            _confirm(f"Remove {_count(len(letters), 'dead letter')} of {queue} for good?", yes)
+            confirm(f"Remove {_count(len(letters), 'dead letter')} of {queue} for good?", yes)
         done = letters.purge(*ids or ())
     typer.echo(f"removed {_count(done, 'dead letter')} of {queue}")
     _tell_missing(queue, ids, done)
@@ -311,7 +320,7 @@ class _Putter:
         tx = self._hub.transaction()
         for number, value in enumerate(values):
             try:
-                key = None if self._field is None else _key(value, self._field)
+                key = None if self._field is None else key_in(value, self._field)
                 tx.put(self._queue, value, key=key, **self._options)
             except (InvalidItem, InvalidRecord) as error:
                 return tx, number, error
@@ -354,8 +363,8 @@ def _print_all(items: Iterable[Item], as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(_plain(item)))
             continue
-        place = f"{item.id} {_time(item.put_at)}"
-        key, value = _text(item.key), _text(item.value)
+        place = f"{item.id} {time_text(item.put_at)}"
+        key, value = data_text(item.key), data_text(item.value)
         if is_terminal():
             key, value = printable(key), printable(value)
             if not os.environ.get("NO_COLOR"):
@@ -370,8 +379,8 @@ def _plain(item: Item) -> dict[str, Any]:
     found: dict[str, Any] = {
         "queue": item.queue,
         "id": item.id,
-        **_field("key", item.key),
-        **_field("value", item.value),
+        **data_field("key", item.key),
+        **data_field("value", item.value),
         "priority": item.priority,
         "deliveries": item.deliveries,
         "put_at": item.put_at,

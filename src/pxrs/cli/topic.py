@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import sys
@@ -17,14 +16,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 import pxrs
-from pxrs.cli.terminal import echo, is_terminal, printable
+from pxrs.cli.options import At, Json
+from pxrs.cli.terminal import data_field, data_text, echo, is_terminal, printable
 from pxrs.errors import InvalidRecord
 from pxrs.model import CODECS, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
 from pxrs.producer import MESSAGE_BYTES_MAX
 
 app = typer.Typer(no_args_is_help=True)
-At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 SEND_ROWS = 5_000
 LINE_BYTES_MAX = MESSAGE_BYTES_MAX + 2
 """No more of a line is read than a message may have, and its end; the rest of a longer one is never looked at."""
@@ -132,7 +130,7 @@ def send(
         for line in iter(lambda: sys.stdin.buffer.readline(LINE_BYTES_MAX), b""):
             try:
                 value = line.removesuffix(b"\n").removesuffix(b"\r")
-                out.send(value, key=None if key is None else _key(value, key))
+                out.send(value, key=None if key is None else key_in(value, key))
             except InvalidRecord as error:
                 out.flush()  # so that what is said of the lines before it is true
                 before = "1 line before it was sent" if count == 1 else f"{count:,} lines before it were sent"
@@ -145,7 +143,7 @@ def send(
     typer.echo(f"sent {count:,} messages to {topic}")
 
 
-def _key(line: bytes, field: str) -> bytes | None:
+def key_in(line: bytes, field: str) -> bytes | None:
     try:
         found = json.loads(line)[field]
         text = found if isinstance(found, str) or found is None else json.dumps(found)
@@ -203,7 +201,7 @@ def _print(message: Message, as_json: bool) -> None:
         typer.echo(json.dumps(_plain(message)))
         return
     place = f"{message.partition}/{message.offset} {_time(message.timestamp)}"
-    key, value = _text(message.key), _text(message.value)
+    key, value = data_text(message.key), data_text(message.value)
     if is_terminal():
         key, value = printable(key), printable(value)
         if not os.environ.get("NO_COLOR"):
@@ -218,21 +216,10 @@ def _plain(message: Message) -> dict[str, Any]:
         "partition": message.partition,
         "offset": message.offset,
         "timestamp": message.timestamp,
-        **_field("key", message.key),
-        **_field("value", message.value),
-        "headers": None if headers is None else [{"key": name, **_field("value", data)} for name, data in headers],
+        **data_field("key", message.key),
+        **data_field("value", message.value),
+        "headers": None if headers is None else [{"key": name, **data_field("value", data)} for name, data in headers],
     }
-
-
-def _field(name: str, data: bytes | None) -> dict[str, str | None]:
-    try:
-        return {name: None if data is None else data.decode()}
-    except UnicodeDecodeError:
-        return {f"{name}_base64": base64.b64encode(data or b"").decode()}
-
-
-def _text(data: bytes | None) -> str:
-    return "" if data is None else data.decode(errors="backslashreplace")
 
 
 def _time(timestamp: int) -> str:

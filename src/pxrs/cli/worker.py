@@ -32,7 +32,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from pxrs.cli.group import _open
+from pxrs.cli.options import open_hub
 from pxrs.cli.worker_process import EXIT_PAUSED, Settings, tell
 from pxrs.group.assign import assignor_named
 from pxrs.group.member import Timings
@@ -127,7 +127,7 @@ def worker(
     if queue is not None:
         _refuse_with_queue(context)
         check_name(queue)
-        with _open(at, registry):
+        with open_hub(at, registry):
             pass  # a wrong path is told here; nothing is asked of log or registry
         _supervise(Settings(handler, None, None, at, registry, threads, grace, given, as_json, queue=queue), processes)
         return
