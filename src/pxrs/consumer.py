@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self
 
 import pyarrow as pa
 
@@ -52,6 +52,15 @@ if TYPE_CHECKING:
 PREFETCH_BYTES_DEFAULT: Final = 8 << 20
 Start = Literal["earliest", "latest"] | datetime
 Callback = Callable[[Sequence[int]], None]
+
+
+class Settling(Protocol):
+    """A transaction of work queues, as far as a consumer knows it."""
+
+    id: str
+    was_doubted: bool
+
+    def outcome(self) -> str: ...
 
 
 class ConsumedBatch(NamedTuple):
@@ -148,6 +157,10 @@ class Consumer:
         """The thread that is in a callback."""
         self._lost: set[int] = set()
         """Partitions that were taken away with something undone, until `commit` has told of them."""
+        self._settling: Settling | None = None
+        """The transaction of work queues that has the checkpoint of what was handed out, until it is over."""
+        self._done_by: str | None = None
+        """Such a one that was committed though its reply was lost, until more is handed out."""
         self._stopping = threading.Event()
         self._is_running = self._is_transactional = False
         self.skipped = 0
@@ -174,7 +187,7 @@ class Consumer:
     def __iter__(self) -> Iterator[Message]:
         """Messages as they come, in order within each partition. Ends only with `until="end"`."""
         clock, topic, is_manual = self._clock.now, self.topic, self._is_manual
-        self._rewind()
+        self._begin_reading()
         self._loops += 1
         try:
             while (found := self._next()) is not None:
@@ -197,6 +210,8 @@ class Consumer:
                         break
                     lane.handed = position
                     yield message
+                    if self._settling is not None and self._is_held():
+                        continue
                     if not is_manual and lane.position == position:
                         lane.done = position
                 else:
@@ -210,7 +225,8 @@ class Consumer:
         if max_messages < 1:
             raise InvalidGroup(f"max_messages is {max_messages}: give at least 1")
         self._check_usable()
-        self._finish_polled()
+        if not self._is_held():
+            self._finish_polled()
         until = None if timeout is None else time.monotonic() + (_seconds(timeout) or 0.0)
         while (found := self._next(None if until is None else until - time.monotonic())) is not None:
             lane, batch = found
@@ -233,7 +249,7 @@ class Consumer:
 
     def batches(self) -> Iterator[ConsumedBatch]:
         """The same as Arrow record batches, each done when the next is asked for."""
-        self._rewind()
+        self._begin_reading()
         self._loops += 1
         try:
             while (found := self._next()) is not None:
@@ -242,7 +258,7 @@ class Consumer:
                     yield ConsumedBatch(
                         self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch, batch.offsets
                     )
-                    if not self._is_manual:
+                    if not self._is_held() and not self._is_manual:
                         lane.done = lane.handed
                 self._after(lane)
         finally:
@@ -305,6 +321,8 @@ class Consumer:
         is_callback = self._calling == threading.get_ident()
         if not is_callback:
             self._check_usable()
+            if self._is_held():
+                raise InvalidGroup("a transaction has the checkpoint of what was handed out: commit that")
             self._finish_all()
         lost: set[int] = set()
         try:
@@ -330,7 +348,41 @@ class Consumer:
             raise InvalidGroup(
                 "a checkpoint in a transaction counts what was handed out: read by a loop or `poll`, with ack='auto'"
             )
+        if self._calling == threading.get_ident():
+            raise InvalidGroup("a checkpoint in a transaction is for the thread that reads, not for a callback")
         return self._member.commit_with(self._finish_if_here, write)
+
+    def settle_with(self, transaction: Settling) -> None:
+        """What was handed out is done when this transaction is committed, and comes again if it is rolled back."""
+        if self._settling is not transaction:
+            if self._is_held():
+                raise InvalidGroup("another transaction that is still open has the checkpoint of what was handed out")
+            if self._done_by is not None:
+                raise InvalidGroup(
+                    f"what was handed out is done: transaction {self._done_by}, whose reply was lost, was committed; "
+                    "read on"
+                )
+            self._settling = transaction
+
+    def _is_held(self) -> bool:
+        """Whether what was handed out waits for a transaction. If that is over by now, what it says is so."""
+        transaction = self._settling
+        if transaction is None:
+            return False
+        became = transaction.outcome()
+        if became == "open":
+            return True
+        self._settling = None
+        if became == "committed":
+            self._finish_all()
+            self._done_by = transaction.id if transaction.was_doubted else None
+        else:
+            self._rewind()
+        return False
+
+    def _begin_reading(self) -> None:
+        if not self._is_held():
+            self._rewind()
 
     def _finish_if_here(self) -> None:
         """All that was handed out is done, if all of it is still owned; else none of it may be written with it."""
@@ -386,6 +438,7 @@ class Consumer:
 
     def _next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
         """A lane, and messages from its position on. None when the time is up, or all is read with `until="end"`."""
+        self._done_by = None
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             self._check_usable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import uuid
@@ -152,7 +153,7 @@ def test_r5_a_request_that_lands_after_it_was_settled_does_nothing(
         assert tx._slot is not None
         slot = tx._slot
         # By the same steps as `outcome`, from where the network is well.
-        assert patiently(lambda: str(settle(observer.registry, _copy(slot), tx.id))) == "False"
+        assert patiently(lambda: str(settle(observer.registry, copy.copy(slot), tx.id))) == "False"
         place.proxy.release_requests()
         assert patiently(tx.outcome) == "rolled back"
         eventually(lambda: depths(observer) == (1, 0, 0))
@@ -191,7 +192,3 @@ def _commit_into_the_void(place: Place, monkeypatch: pytest.MonkeyPatch, tx: Tra
     place.proxy.reset_connections()
     thread.join(PATIENCE_S)
     assert [type(error) for error in caught] == [OutcomeUnknown]
-
-
-def _copy(slot: Any) -> Any:
-    return type(slot)(slot.key, slot.version)

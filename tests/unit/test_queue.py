@@ -493,8 +493,9 @@ def test_z5_dead_letters_are_listed_retried_and_purged(hub: Hub) -> None:
     dead = queue.dead_letters()
     assert [item.id for item in dead.list(2)] == ids[:2]
     assert len(dead) == 4
-    assert dead.retry(ids[0], "no such id") == 1
-    assert dead.purge(ids[1]) == 1
+    assert dead.retry([ids[0], "no such id"]) == 1
+    assert dead.purge([ids[1]]) == 1
+    assert dead.purge([]) == dead.retry(iter(())) == 0
     assert [item.id for item in dead] == ids[2:]
     with hub.transaction() as tx:
         item = tx.take("q")

@@ -252,7 +252,7 @@ def list_dead(
 def retry(queue: Name, at: At, ids: Ids = None, registry: RegistryUrl = None) -> None:
     """Put dead letters back into the queue, as if they had never been delivered."""
     with open_hub(at, registry) as hub:
-        done = hub.queue(queue).dead_letters().retry(*ids or ())
+        done = hub.queue(queue).dead_letters().retry(ids or None)
     typer.echo(f"{_count(done, 'dead letter')} of {queue} will be tried again")
     _tell_missing(queue, ids, done)
 
@@ -264,7 +264,7 @@ def purge(queue: Name, at: At, ids: Ids = None, yes: Yes = False, registry: Regi
         letters = hub.queue(queue).dead_letters()
         if not ids:
             confirm(f"Remove {_count(len(letters), 'dead letter')} of {queue} for good?", yes)
-        done = letters.purge(*ids or ())
+        done = letters.purge(ids or None)
     typer.echo(f"removed {_count(done, 'dead letter')} of {queue}")
     _tell_missing(queue, ids, done)
 

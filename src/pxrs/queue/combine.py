@@ -22,6 +22,7 @@ from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
 
 TOGETHER_MAX: Final = 64
+_LOOK_S: Final = 1.0
 _BYTES_MAX: Final = 1 << 20
 """More at once would keep the small ones waiting for the large."""
 
@@ -49,27 +50,35 @@ class Combiner:
         self._registry = registry
         self._changed = threading.Condition()
         self._waiting: deque[_Request] = deque()
-        self._is_busy = False
+        self._leader: _Request | None = None
 
     def commit(self, changes: Changes, lease: Lease | None = None, *, quiet: bool = False) -> dict[str, int]:
         """As `Registry.commit`."""
+        self._registry._check_usable()  # a forked child: the leader is the parent's
         request = _Request(changes, lease, quiet)
-        with self._changed:
-            self._waiting.append(request)
-        while not request.is_done:
+        together: list[_Request] = []
+        try:
             with self._changed:
-                while self._is_busy and not request.is_done:
-                    self._changed.wait()
-                if request.is_done:
-                    break
-                self._is_busy = True
-                together = self._next()
-            try:
-                self._perform(together)
-            finally:
+                self._waiting.append(request)
+            while not request.is_done:
                 with self._changed:
-                    self._is_busy = False
+                    while self._leader is not None and not request.is_done:
+                        self._changed.wait(_LOOK_S)  # an interrupt may have kept the leader from telling
+                    if request.is_done:
+                        break
+                    self._leader = request
+                    together = self._next()
+                self._perform(together)
+                self._leader = None
+                with self._changed:
                     self._changed.notify_all()
+        except BaseException:
+            if self._leader is request:
+                self._waiting.extendleft([each for each in reversed(together) if not each.is_done])  # never sent
+                self._leader = None
+            if not request.is_done and request in self._waiting:  # never sent
+                self._waiting.remove(request)
+            raise
         if request.error is not None:
             raise request.error
         return request.versions
@@ -77,14 +86,15 @@ class Combiner:
     def _next(self) -> list[_Request]:
         """The first that waits, and those behind it that go well with it. Others keep their places."""
         limits = self._registry.limits
-        first = self._waiting.popleft()
+        waiting = list(self._waiting)
+        first, *behind = waiting
         together, others = [first], []
         keys, size = set(first.keys), first.size
         bytes_max = min(limits.commit_bytes_max, _BYTES_MAX)
-        while self._waiting and len(together) < TOGETHER_MAX:
-            request = self._waiting.popleft()
+        for request in behind:
             if (
-                request.lease is first.lease
+                len(together) < TOGETHER_MAX
+                and request.lease is first.lease
                 and size + request.size <= bytes_max
                 and len(keys) + len(request.keys) <= limits.commit_keys_max
                 and keys.isdisjoint(request.keys)
@@ -94,7 +104,7 @@ class Combiner:
                 size += request.size
             else:
                 others.append(request)
-        self._waiting.extendleft(reversed(others))
+        self._waiting = deque(others)  # last, and at once: an interrupt leaves all where they are
         return together
 
     def _perform(self, together: list[_Request]) -> None:
@@ -111,7 +121,9 @@ class Combiner:
                 return
         except Exception as error:  # noqa: BLE001 - each raises it in its own thread
             for request in together:
-                request.end(copy.copy(error))
+                told = copy.copy(error)
+                told.__cause__ = error
+                request.end(told)
         except BaseException:  # an interrupt of this thread: the others only know that they do not know
             for request in together:
                 request.end(OutcomeUnknown(f"{self._registry.url}: the thread that committed was interrupted"))

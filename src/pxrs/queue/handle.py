@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import Conflict, InvalidItem, MissingDependency
@@ -147,12 +148,7 @@ class DeadLetters:
 
     def list(self, max_items: int = 100) -> list[Item]:
         """The oldest ones."""
-        found: list[Item] = []
-        for item in self:
-            found.append(item)
-            if len(found) >= max_items:
-                break
-        return found
+        return [*islice(self, max_items)]
 
     def __iter__(self) -> Iterator[Item]:
         queue = self._store.queue(self._handle.name)
@@ -163,8 +159,8 @@ class DeadLetters:
     def __len__(self) -> int:
         return sum(len(page) for page in _pages(self._store, self._store.queue(self._handle.name).dead))
 
-    def retry(self, *ids: str) -> int:
-        """Put these, or all, back into the queue, as if they had never been delivered; how many that were.
+    def retry(self, ids: Iterable[str] | None = None) -> int:
+        """Put those with these ids, or all, back into the queue, as if never delivered; how many that were.
 
         In a strict queue they come last. It may be called again if it was interrupted."""
         queue = self._store.queue(self._handle.name)
@@ -194,19 +190,20 @@ class DeadLetters:
             return 0  # somebody else was faster
         return 1
 
-    def purge(self, *ids: str) -> int:
-        """Remove these, or all, for good; how many that were."""
+    def purge(self, ids: Iterable[str] | None = None) -> int:
+        """Remove those with these ids, or all, for good; how many that were."""
         queue = self._store.queue(self._handle.name)
         return sum(
             self._store.move_all([Move(entry.key, entry.version, None) for entry in page])
             for page in self._chosen(queue, ids)
         )
 
-    def _chosen(self, queue: Queue, ids: tuple[str, ...]) -> Iterator[Sequence[Entry]]:
+    def _chosen(self, queue: Queue, ids: Iterable[str] | None) -> Iterator[Sequence[Entry]]:
         """Page by page, and no more than there are now: what is tried again may soon be dead again."""
+        wanted = None if ids is None else {ids} if isinstance(ids, str) else set(ids)
         left = len(self)
         for page in _pages(self._store, queue.dead):
-            yield [entry for entry in page[:left] if not ids or Record.load(entry.key, entry.value).id in ids]
+            yield [entry for entry in page[:left] if wanted is None or Record.load(entry.key, entry.value).id in wanted]
             left -= len(page)
             if left <= 0:
                 return

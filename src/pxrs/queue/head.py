@@ -9,17 +9,21 @@ One thread at a time waits in the store, for all that wait here."""
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
+from pxrs.errors import PxrsError
 from pxrs.queue.records import Queue, name_in
 from pxrs.registry.contract import Entry, Registry
 from pxrs.registry.watch import Watch
 
 LOOK_ITEMS: Final = 64
+UNKNOWN_ITEMS_MAX: Final = 500
+"""How many a look is to bring at most while it is not known how large they are."""
 LOOK_BYTES: Final = 8 << 20
 """How much a look is to bring; how large items are is known from the look before."""
 LOOK_AGE_S: Final = 0.25
@@ -40,33 +44,57 @@ class Head:
         self._seen: list[Entry] = []
         self._tried: set[str] = set()
         """The keys of those that threads of this process are trying to take now."""
+        self._hidden: set[str] = set()
+        """Those that are damaged."""
         self._look_items = 1 if queue.is_fifo else LOOK_ITEMS
+        self._look_items_max = UNKNOWN_ITEMS_MAX
         self._good_until = 0.0
         self._spread = 1
         self._refusals = 0
+        self._looking = threading.Lock()
+        self._failed: tuple[float, PxrsError] | None = None
         self._waiting = threading.Lock()
         self._waiters = 0
         self._watch: Watch | None = None
 
     def choose(self, count: int) -> list[Entry]:
         """Up to so many items to try, looking at the store if none is known here."""
-        with self._lock:
+        came = time.monotonic()
+        with self._looking:  # and not `_lock`: who wants to wake those who wait must not wait for the store
             if len(self._seen) < count or self._refusals >= REFUSALS_MAX or time.monotonic() > self._good_until:
-                self._look(count)
+                if self._failed is not None and self._failed[0] >= came:
+                    raise copy.copy(self._failed[1])  # the look that this one has waited for: not one after the other
+                try:
+                    self._look(count)
+                except PxrsError as error:
+                    self._failed = time.monotonic(), error
+                    raise
+            return self._share_out(count)
+
+    def _share_out(self, count: int) -> list[Entry]:
+        with self._lock:
             if self.queue.is_fifo:
                 chosen, self._seen = self._seen[:count], []
                 return chosen
             chosen = [self._pick() for _ in range(min(count, len(self._seen)))]
-            self._tried.update(entry.key for entry in chosen)
+            self._tried |= {entry.key for entry in chosen}
             if self._seen and self._watch is not None:
                 self._watch.wake()  # one that waits does not know of these yet
             return chosen
 
     def _look(self, count: int) -> None:
         began = time.monotonic()
-        limit = max(self._look_items, count) + len(self._tried)
+        with self._lock:
+            tried = self._tried | self._hidden  # one that was taken meanwhile may still be in what is found
+        limit = max(self._look_items, min(count, self._look_items_max)) + len(tried)
         found = self._registry.scan(self.queue.ready, limit=limit)
-        self._seen = [entry for entry in found if entry.key not in self._tried]
+        if self.queue.is_fifo and found:
+            # A scan may see a later item and not an earlier one that came meanwhile (R1). What the first scan has seen
+            # was there before the second, and so was all that is before it.
+            last = found[-1].key
+            found = [entry for entry in self._registry.scan(self.queue.ready, limit=limit) if entry.key <= last]
+        with self._lock:
+            self._seen = [entry for entry in found if entry.key not in tried and entry.key not in self._tried]
         now = time.monotonic()
         self._good_until = now + max(LOOK_AGE_S, 10 * (now - began))
         if self._refusals == 0:
@@ -74,7 +102,8 @@ class Head:
         self._refusals = 0
         if self._seen and not self.queue.is_fifo:
             size = sum(len(entry.value) for entry in self._seen)
-            self._look_items = max(1, min(LOOK_ITEMS, LOOK_BYTES * len(self._seen) // max(size, 1)))
+            self._look_items_max = max(1, LOOK_BYTES * len(self._seen) // max(size, 1))
+            self._look_items = min(LOOK_ITEMS, self._look_items_max)
 
     def _pick(self) -> Entry:
         if self._spread == 1:
@@ -85,7 +114,12 @@ class Head:
             few -= 1
         return self._seen.pop(random.randrange(few))
 
-    def tried(self, entries: list[Entry], *, was_refused: bool) -> None:
+    def hide(self, entry: Entry) -> None:
+        """It is damaged: nobody here is to try it again."""
+        with self._lock:
+            self._hidden |= {entry.key}
+
+    def tried(self, entries: list[Entry], *, was_refused: bool, are_left: bool = False) -> None:
         """These were chosen here and tried: taken, or somebody else was faster."""
         with self._lock:
             self._tried.difference_update(entry.key for entry in entries)
@@ -94,6 +128,8 @@ class Head:
                 self._spread = min(SPREAD_MAX, self._spread * 4)
             else:
                 self._refusals = 0
+            if are_left and self._watch is not None:
+                self._watch.wake()  # one that waits looked while these were kept from it
 
     def enter(self) -> None:
         """Begin to wait: from now on nothing that comes is missed. Look again after this (R2)."""

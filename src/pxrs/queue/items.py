@@ -70,6 +70,14 @@ class Put(NamedTuple):
         return len(self.record.value) + 2 * len(self.record.key or b"") + 2 * BYTES_PER_KEY
 
 
+def duration(name: str, value: float | timedelta) -> float:
+    """In seconds. Raises InvalidItem."""
+    try:
+        return seconds(name, value)
+    except InvalidQueue as error:
+        raise InvalidItem(str(error)) from None
+
+
 def check_put(
     queue: Queue,
     value: bytes | str,
@@ -79,10 +87,7 @@ def check_put(
     value_bytes_max: int,
 ) -> Put:
     """What is to be put, checked. Raises InvalidItem."""
-    try:
-        delay_s = 0.0 if delay is None else seconds("delay", delay)
-    except InvalidQueue as error:
-        raise InvalidItem(str(error)) from None
+    delay_s = 0.0 if delay is None else duration("delay", delay)
     if queue.is_fifo and (priority or delay_s):
         raise InvalidItem(f"queue {queue.name} is strictly first in, first out: no priority or delay can be kept there")
     return Put(queue, new_record(value, key, priority, time.time(), value_bytes_max), delay_s)

@@ -15,13 +15,14 @@ be set. A delay is counted on the clocks of those who put and sweep: nothing but
 from __future__ import annotations
 
 import logging
+import queue as queue_
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryUnavailable
+from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
 from pxrs.queue import moves
 from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
 from pxrs.queue.taker import Taker, sweep_outcomes
@@ -47,6 +48,7 @@ class Keeper:
         self._store = store
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
+        self._dropped: queue_.SimpleQueue[Job] = queue_.SimpleQueue()
         self._queues: dict[str, Queue] = {}
         self._swept: dict[str, str] = {}
         """By queue: the taker as which this process is its sweeper."""
@@ -76,14 +78,14 @@ class Keeper:
             self._jobs.append(job)
         self._start()
 
-    def close(self) -> None:
-        """Stop, after one last try at what is unfinished."""
+    def close(self, until: float = float("inf")) -> None:
+        """Stop, after one last try at what is unfinished, begun before `until` (`time.monotonic`)."""
         self._is_stopping = True
         self.wake()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(CLOSE_S_MAX)
-        self._do_jobs()
+            thread.join(max(0.0, min(CLOSE_S_MAX, until - time.monotonic())))
+        self._do_jobs(until)
         for watch in (self._watch, self._deaths):
             if watch is not None:
                 watch.close()
@@ -115,6 +117,9 @@ class Keeper:
             except PxrsError as error:  # such as an item that is damaged: it must not keep the others
                 _logger.warning("queues of %s: %s", self._store.registry.url, error)
                 pause_s = LOOK_S_MAX
+            except Exception:
+                _logger.exception("queues of %s", self._store.registry.url)
+                pause_s = LOOK_S_MAX
             try:
                 if self._watch is None or self._jobs:
                     self._woken.wait(pause_s)
@@ -142,10 +147,18 @@ class Keeper:
         pause_s = min([LOOK_S_MAX, taker.lease.ttl, *(self._end_delays(queue) for queue in mine)])
         return RETRY_S if self._jobs else pause_s
 
-    def _do_jobs(self) -> None:
+    def drop(self, job: Job) -> None:
+        """As `finish`, from a finalizer: no lock, for this thread may have it. Done at the next turn."""
+        self._dropped.put(job)
+
+    def _do_jobs(self, until: float = float("inf")) -> None:
         with self._lock:
             jobs, self._jobs = self._jobs, []
+        while not self._dropped.empty():
+            jobs.append(self._dropped.get())
         for number, job in enumerate(jobs):
+            if time.monotonic() >= until:
+                return  # the lease's end does it
             try:
                 job()
             except PxrsError as error:
@@ -161,8 +174,13 @@ class Keeper:
         if self._swept.get(queue.id) == taker.id:
             return
         registry, me = self._store.registry, taker.id.encode()
+        settings = registry.get(queue.key)
+        if settings is None or Queue.load(settings.key, settings.value).id != queue.id:
+            self.forget(queue)  # it was deleted: nothing is to be made there any more
+            return
+        expect = {queue.sweeper: ABSENT, queue.key: settings.version}
         try:
-            registry.commit({queue.sweeper: ABSENT}, ephemeral={queue.sweeper: me}, lease=taker.lease)
+            registry.commit(expect, ephemeral={queue.sweeper: me}, lease=taker.lease)
         except Conflict:
             found = registry.get(queue.sweeper)
             if found is None or found.value != me:  # it is, if the reply to the last try was lost
@@ -203,8 +221,14 @@ class Keeper:
                 holders = {taker_in(entry.key) for entry in held[queue.id]}
                 if turn is not None and (holder := Turn.load(turn.key, turn.value).holder):
                     holders.add(holder)
-                for taker in holders - alive:
-                    self._bury(queue, taker, [e for e in held[queue.id] if taker_in(e.key) == taker], turn)
+                dead = holders - alive
+                if queue.is_fifo and dead:  # what they took since: the turn goes with the last of it
+                    held[queue.id] = registry.scan(queue.inflight)
+                for taker in dead:
+                    try:
+                        self._bury(queue, taker, [e for e in held[queue.id] if taker_in(e.key) == taker], turn)
+                    except Conflict:
+                        continue  # somebody else does it
             sweep_outcomes(registry, alive, time.time())
         except BaseException:
             if self._deaths is not None:
@@ -215,11 +239,15 @@ class Keeper:
         now = time.time()
         returned = []
         for entry in held:
-            record = Record.load(entry.key, entry.value)
+            try:
+                record = Record.load(entry.key, entry.value)
+            except RegistryCorrupt as error:
+                _logger.error("queue %s: %s; it is left where it is", queue.name, error)
+                continue
             returned.append(moves.give_back(queue, entry.key, entry.version, record, _DIED, now, random.random))
         last = None
         if turn is not None and Turn.load(turn.key, turn.value).holder == taker:
-            free = Turn(not_before=max((ready_at for _, ready_at in returned), default=now))
+            free = Turn(not_before=max((ready_at for _, ready_at in returned), default=0.0))
             last = {turn.key: turn.version}, {turn.key: free.dump()}
         self._store.move_all([move for move, _ in returned], expect={f"{TAKERS}{taker}": ABSENT}, last=last)
         _logger.info("queue %s: gave back %d items of taker %s, which is gone", queue.name, len(held), taker)
@@ -227,10 +255,20 @@ class Keeper:
     def _end_delays(self, queue: Queue) -> float:
         """Make ready what is due. In how many seconds the next one is."""
         registry = self._store.registry
-        while entries := registry.scan(queue.delayed, limit=PROMOTE_ITEMS):
+        after: str | None = None
+        while entries := registry.scan(queue.delayed, after, PROMOTE_ITEMS):
             now = time.time()
             due = [entry for entry in entries if time_in(entry.key) <= now]
-            self._store.move_all([moves.make_ready(queue, entry) for entry in due])
+            self._store.move_all(list(_ready(queue, due)))
             if len(due) < len(entries):
                 return max(0.001, time_in(entries[len(due)].key) - now)
+            after = entries[-1].key  # not from the start: one that is damaged stays
         return LOOK_S_MAX
+
+
+def _ready(queue: Queue, due: list[Entry]) -> Iterator[moves.Move]:
+    for entry in due:
+        try:
+            yield moves.make_ready(queue, entry)
+        except RegistryCorrupt as error:
+            _logger.error("queue %s: %s; it is left where it is", queue.name, error)

@@ -32,7 +32,6 @@ Handler = Callable[[Transaction, Item], object]
 THREADS_MAX: Final = 1_000
 PAUSE_S: Final = (0.05, 5.0)
 """The first and the longest pause of a thread whose handler fails, or that cannot reach the store."""
-LOOK_S: Final = 60.0
 
 
 class QueueListener:
@@ -58,8 +57,10 @@ class QueueListener:
         """How many times a handler raised, or what it did could not be committed."""
 
     def start(self) -> Self:
-        """Begin. Raises UnknownQueue."""
+        """Begin, once. Raises UnknownQueue."""
         with self._lock:
+            if self._stopping.is_set():
+                raise Closed(f"the listener of queue {self.queue.name} was stopped: make another one")
             if self._threads:
                 return self
             self.queue.store.queue(self.queue.name)
@@ -86,7 +87,7 @@ class QueueListener:
     def stop(self) -> None:
         """Take nothing more. What is in hand is finished; `close` waits for that."""
         self._stopping.set()
-        self.queue.store.head(self.queue.settings).wake()
+        self.queue.store.wake(self.queue.name)
 
     def close(self) -> None:
         """Stop, and wait until every handler has returned."""

@@ -52,10 +52,11 @@ class Changes:
         return changes
 
 
-def take(queue: Queue, entry: Entry, taker: str) -> Move:
-    """Into the hands of a taker; the delivery is counted in the same commit (Q1)."""
+def take(queue: Queue, entry: Entry, taker: str, transaction: str) -> Move:
+    """Into the hands of a taker's transaction; the delivery is counted in the same commit (Q1)."""
     record = Record.load(entry.key, entry.value).taken()
-    return Move(entry.key, entry.version, f"{queue.inflight}{record.name}~{taker}", record.dump())
+    target = f"{queue.inflight}{record.name}~{transaction}~{taker}"
+    return Move(entry.key, entry.version, target, record.dump())
 
 
 def give_back(
@@ -66,11 +67,11 @@ def give_back(
     moved = record.moved(error=error[:ERROR_CHARACTERS_MAX] or record.error)
     most = queue.policy.deliveries_max
     if most is not None and record.deliveries >= most:
-        return Move(source, version, timed(queue.dead, now, moved), moved.dump()), now
+        return Move(source, version, timed(queue.dead, now, moved), moved.dump()), 0.0
     delay_s = 0.0 if queue.backoff is None else queue.backoff.delay_s(record.deliveries, random)
     if delay_s > 0 and not queue.is_fifo:
-        return Move(source, version, timed(queue.delayed, now + delay_s, moved), moved.dump()), now
-    return Move(source, version, f"{queue.ready}{moved.name}", moved.dump()), now + delay_s
+        return Move(source, version, timed(queue.delayed, now + delay_s, moved), moved.dump()), 0.0
+    return Move(source, version, f"{queue.ready}{moved.name}", moved.dump()), now + delay_s if delay_s > 0 else 0.0
 
 
 def make_ready(queue: Queue, entry: Entry) -> Move:

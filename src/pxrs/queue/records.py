@@ -2,7 +2,7 @@
 
     queues/<name>                       the queue's settings, with its id
     items/<id>/ready/<name>             to be taken, the first name first
-    items/<id>/inflight/<name>~<taker>  taken by a process, counted as delivered
+    items/<id>/inflight/<name>~<transaction>~<taker>    taken by a process, counted as delivered
     items/<id>/delayed/<due>~<name>     not to be taken before its time
     items/<id>/dead/<when>~<name>       given up
     items/<id>/turn                     strict FIFO: whose turn it is, or from when on it is somebody's
@@ -218,7 +218,10 @@ def taker_in(inflight_key: str) -> str:
 
 def time_in(key: str) -> float:
     """When a delayed item is due, or when a dead one died; wall-clock seconds."""
-    return int(key.rpartition("/")[2].partition("~")[0], 16) / 1e6
+    try:
+        return int(key.rpartition("/")[2].partition("~")[0], 16) / 1e6
+    except ValueError as error:
+        raise RegistryCorrupt(key, "it names no time") from error
 
 
 def timed(folder: str, when: float, record: Record) -> str:

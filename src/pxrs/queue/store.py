@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from pxrs.errors import Closed, Conflict, QueueExists, RegistryUnavailable, UnknownQueue
 from pxrs.queue.combine import Combiner
 from pxrs.queue.head import Head
-from pxrs.queue.keeper import Keeper
+from pxrs.queue.keeper import CLOSE_S_MAX, Keeper
 from pxrs.queue.moves import Changes, Move, in_parts
 from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.records import QUEUES, Queue, check_name
@@ -77,12 +77,18 @@ class QueueStore:
             with self._lock:
                 self._known.pop(name, None)
             if known is not None:
-                self.keeper.forget(known[0])
-            raise UnknownQueue(name, [queue.name for queue in self.queues()])
+                self._forget(known[0])
+            raise self.unknown(name)
         queue = Queue.load(entry.key, entry.value)
+        if known is not None and known[0].id != queue.id:
+            self._forget(known[0])
         with self._lock:
             self._known[name] = queue, time.monotonic() + SETTINGS_AGE_S
         return queue
+
+    def unknown(self, name: str) -> UnknownQueue:
+        """There is none, or no more: one that was made again is another one."""
+        return UnknownQueue(name, [queue.name for queue in self.queues() if queue.name != name])
 
     def check_exists(self, queue: Queue) -> None:
         """Raise UnknownQueue if it was deleted meanwhile, also if there is another of this name."""
@@ -91,27 +97,42 @@ class QueueStore:
         with self._lock:
             self._known.pop(queue.name, None)
         if self.queue(queue.name).id != queue.id:
-            raise UnknownQueue(queue.name, [found.name for found in self.queues()])
+            raise self.unknown(queue.name)
 
     def delete(self, name: str) -> None:
         """The queue with all that is in it. What was taken from it cannot be committed any more."""
         check_name(name)
         entry = self.registry.get(f"{QUEUES}{name}")
         if entry is None:
-            raise UnknownQueue(name, [queue.name for queue in self.queues()])
+            raise self.unknown(name)
         queue = Queue.load(entry.key, entry.value)
         self.registry.commit({entry.key: entry.version}, delete=[entry.key])
         with self._lock:
             self._known.pop(name, None)
-        self.keeper.forget(queue)
+        self._forget(queue)
         while entries := self.registry.scan(queue.root, limit=SCAN_ITEMS):
             self.move_all([Move(entry.key, entry.version, None) for entry in entries])
+
+    def _forget(self, queue: Queue) -> None:
+        with self._lock:
+            self._sequences.pop(queue.id, None)
+            head = self._heads.pop(queue.id, None)
+        if head is not None:
+            head.wake()
+        self.keeper.forget(queue)
 
     def head(self, queue: Queue) -> Head:
         with self._lock:
             if queue.id not in self._heads:
                 self._heads[queue.id] = Head(self.registry, queue)
             return self._heads[queue.id]
+
+    def wake(self, name: str) -> None:
+        """Those who wait for items of a queue of this name, whichever it is, are to look whether they still wait."""
+        with self._lock:
+            heads = [head for head in self._heads.values() if head.queue.name == name]
+        for head in heads:
+            head.wake()
 
     # Items.
 
@@ -209,9 +230,10 @@ class QueueStore:
             heads, transactions = list(self._heads.values()), list(self._open)
         for head in heads:
             head.wake()
+        until = time.monotonic() + CLOSE_S_MAX
         for transaction in transactions:
-            transaction.abandon()
-        self.keeper.close()
+            transaction.abandon(gives_back=time.monotonic() < until)
+        self.keeper.close(until)
         with self._taker_lock:
             taker, self._taker = self._taker, None
         if taker is not None:

@@ -32,6 +32,10 @@ _CLOSE_KEYS_MAX: Final = 50
 class Slot:
     key: str
     version: int = ABSENT
+    is_doubted: bool = False
+    """A request may be on its way that expects it as it once was: it is not deleted while the lease lives."""
+    sent_at: float = 0.0
+    """When a commit that writes it was last sent, on the registry's clock."""
 
     def committed(self, transaction: str) -> bytes:
         return _outcome(transaction, "committed")
@@ -79,7 +83,7 @@ class Taker:
         """Leave: nothing is in flight here any more, or it is given up."""
         try:
             with self._lock:
-                used = [slot for slot in self._free if slot.version != ABSENT]
+                used = [slot for slot in self._free if slot.version != ABSENT and not slot.is_doubted]
             for at in range(0, len(used), _CLOSE_KEYS_MAX):
                 some = used[at : at + _CLOSE_KEYS_MAX]
                 expect = {slot.key: slot.version for slot in some}
@@ -94,6 +98,7 @@ def settle(registry: Registry, slot: Slot, transaction: str) -> bool:
     """Whether the transaction was committed. If it was not, it never will be. Raises OutcomeUnknown if nobody can tell.
 
     No lease is named: what decides is the slot alone."""
+    slot.is_doubted = True
     for _ in range(SETTLE_ATTEMPTS):
         found = registry.get(slot.key)
         version = ABSENT if found is None else found.version
@@ -103,8 +108,9 @@ def settle(registry: Registry, slot: Slot, transaction: str) -> bool:
                 break
             slot.version = version
             return bool(value["outcome"] == "committed")
-        if version != slot.version:
-            break
+        is_old = registry.clock.now() - slot.sent_at > OUTCOME_KEPT_S / 2
+        if version != slot.version or (found is None and is_old):
+            break  # it was swept, or may have been
         try:
             aborted = _outcome(transaction, "aborted")
             slot.version = registry.commit({slot.key: version}, {slot.key: aborted}, quiet=True)[slot.key]
@@ -120,7 +126,11 @@ def sweep_outcomes(registry: Registry, alive: set[str], now: float) -> None:
     for entry in registry.scan(OUTCOMES):
         if entry.key[len(OUTCOMES) :].rpartition("-")[0] in alive:
             continue
-        if now - json.loads(entry.value)["at"] > OUTCOME_KEPT_S:
+        try:
+            is_old = now - json.loads(entry.value)["at"] > OUTCOME_KEPT_S
+        except (ValueError, KeyError, TypeError):
+            is_old = False
+        if is_old:
             old.append(entry)
     for at in range(0, len(old), _CLOSE_KEYS_MAX):
         expect = {entry.key: entry.version for entry in old[at : at + _CLOSE_KEYS_MAX]}

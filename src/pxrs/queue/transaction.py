@@ -18,11 +18,13 @@ On failure:
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -33,26 +35,31 @@ from pxrs.errors import (
     InvalidItem,
     LeaseExpired,
     OutcomeUnknown,
+    PartitionLost,
     PxrsError,
+    RegistryCorrupt,
     RegistryUnavailable,
     TransactionEnded,
     TransactionLost,
     TransactionTooLarge,
+    UnknownQueue,
 )
 from pxrs.queue import moves
 from pxrs.queue.head import Head
-from pxrs.queue.items import BYTES_PER_KEY, Item, Put, Taken, add_puts, check_put, note_numbers
+from pxrs.queue.items import BYTES_PER_KEY, Item, Put, Taken, add_puts, check_put, duration, note_numbers
 from pxrs.queue.moves import Changes, Move
-from pxrs.queue.policy import seconds
 from pxrs.queue.records import Queue, Record, Turn
 from pxrs.queue.store import QueueStore
 from pxrs.queue.taker import SETTLE_ATTEMPTS, Slot, Taker, settle
 from pxrs.registry.contract import ABSENT, Entry, Registry
 
+_logger = logging.getLogger(__name__)
+
 Outcome = Literal["open", "committed", "rolled back"]
 Write = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
 _KEYS_RESERVED: Final = 2
 _KEYS_SPARE: Final = 16
+_AGAIN_S: Final = 0.02
 
 
 class Inbox(Protocol):
@@ -62,6 +69,8 @@ class Inbox(Protocol):
     def registry(self) -> Registry: ...
 
     def commit_with(self, write: Write) -> dict[str, int]: ...
+
+    def settle_with(self, transaction: Transaction) -> None: ...
 
 
 class Named(Protocol):
@@ -89,6 +98,8 @@ class Transaction:
         """The strict queues that it takes from or puts into: each has two keys of its own."""
         self._inboxes: list[Inbox] = []
         self._bytes = 0
+        self.was_doubted = False
+        """Whether the reply to its commit was lost."""
         self._state: Outcome | Literal["unknown"] = "open"
         store.began(self)
 
@@ -103,7 +114,7 @@ class Transaction:
         """Up to so many items that are there, at least one if one comes in time."""
         if not isinstance(max_items, int) or max_items < 1:
             raise InvalidItem(f"max_items is {max_items!r}: give at least 1")
-        until = None if timeout is None else time.monotonic() + seconds("timeout", timeout)
+        until = None if timeout is None else time.monotonic() + duration("timeout", timeout)
         return self._take(_name_of(queue), max_items, until, lambda: False)
 
     def _take(self, name: str, count: int, until: float | None, is_over: Callable[[], bool]) -> list[Item]:
@@ -128,7 +139,9 @@ class Transaction:
                     if not is_waiting:
                         head.enter()
                         is_waiting = True
-                        continue  # look again: what came before the watch was set woke nobody
+                        # Look again: what came before the watch was set woke nobody, nor did the end of the queue.
+                        self._store.check_exists(queue)
+                        continue
                     if ready_at > 0:
                         pause_s = max(ready_at - time.time(), 0.001)
                         left_s = pause_s if left_s is None else min(left_s, pause_s)
@@ -150,19 +163,38 @@ class Transaction:
                 return [], state.not_before
         while entries := head.choose(count):
             taken: list[Taken] = []
+            is_through = False
             try:
-                taken = self._take_these(queue, taker, entries, turn)
+                taken = self._take_these(queue, taker, self._whole(queue, head, entries), turn)
+                is_through = not taken or len(taken) == len(entries)
             finally:
-                head.tried(entries, was_refused=not taken)
-            # Nothing, in a strict queue: it is another's turn. And without a lease all other items are refused too.
-            if taken or queue.is_fifo or not taker.is_alive:
+                head.tried(entries, was_refused=not taken, are_left=not is_through)
+            if taken:
                 return taken, 0.0
+            if queue.is_fifo or not taker.is_alive:
+                # It is somebody else's turn, or nobody's: a lost lease or reply, an item that was written anew. Nothing
+                # tells which, and the last ones wake nobody.
+                return [], time.time() + _AGAIN_S
         return [], 0.0
+
+    def _whole(self, queue: Queue, head: Head, entries: list[Entry]) -> list[Entry]:
+        """Those that are not damaged. In a strict queue one that is holds up the others, as nobody knows what it is."""
+        whole = []
+        for entry in entries:
+            try:
+                Record.load(entry.key, entry.value)
+                whole.append(entry)
+            except RegistryCorrupt as error:
+                if queue.is_fifo:
+                    raise
+                head.hide(entry)
+                _logger.error("queue %s: %s; it is left where it is", queue.name, error)
+        return whole
 
     def _take_these(self, queue: Queue, taker: Taker, entries: list[Entry], turn: Entry | None) -> list[Taken]:
         """Those of the items that nobody was faster on."""
-        planned = [(moves.take(queue, entry, taker.id), entry) for entry in entries]
-        planned = planned[: self._fitting([move for move, _ in planned])]
+        planned = [(moves.take(queue, entry, taker.id, self.id[:12]), entry) for entry in entries]
+        planned = planned[: self._fitting([move for move, _ in planned])] if planned else []
         while planned:
             changes = Changes.of(move for move, _ in planned)
             if queue.is_fifo:
@@ -173,6 +205,7 @@ class Transaction:
                     changes.put[queue.turn] = Turn(holder=taker.id).dump()
             try:
                 versions = self._store.combiner.commit(changes, taker.lease, quiet=True)
+                return self._note_taken(queue, [move for move, _ in planned], versions)
             except Conflict as conflict:
                 if queue.turn in conflict.keys:
                     return []
@@ -199,9 +232,9 @@ class Transaction:
 
     def _note_taken(self, queue: Queue, planned: list[Move], versions: Mapping[str, int]) -> list[Taken]:
         taken = _taken(queue, planned, versions)
-        self._taken += taken
-        if queue.turn in versions:
-            self._turns[queue.id] = queue, versions[queue.turn]
+        turn = {queue.id: (queue, versions[queue.turn])} if queue.turn in versions else {}
+        both = self._taken + taken, self._turns | turn
+        self._taken, self._turns = both  # no call in between: an interrupt finds both or none
         return taken
 
     def _settle_take(self, queue: Queue, planned: list[Move], first_value: bytes) -> dict[str, int]:
@@ -277,6 +310,7 @@ class Transaction:
             self._check_open()
             if inbox.registry is not self._registry:
                 raise InvalidItem("the consumer is of another hub: open it and the transaction from the same one")
+            inbox.settle_with(self)
             if inbox not in self._inboxes:
                 self._inboxes.append(inbox)
 
@@ -298,10 +332,15 @@ class Transaction:
                 self._doubt()
                 error.add_note("pxrs: tx.outcome() finds out what became of it")
                 raise
+            except (PartitionLost, UnknownQueue) as error:  # what was put came of messages that are others' now
+                self._give_back(str(error))
+                self._end("rolled back")
+                raise
             except Exception:
                 raise  # nothing was written
             except BaseException:  # an interrupt: nobody knows whether it was sent
-                self._doubt()
+                if self._slot is not None:  # else it was not
+                    self._doubt()
                 raise
             self._end("committed")
 
@@ -315,13 +354,17 @@ class Transaction:
             self._commit_as(self._present())
 
     def _commit_as(self, taker: Taker) -> None:
+        for put in self._puts:
+            if self._store.queue(put.queue.name).id != put.queue.id:
+                raise self._store.unknown(put.queue.name)
         slot = self._slot = self._slot or taker.slot()
+        slot.sent_at = self._registry.clock.now()
         queues = [put.queue for put in self._puts]
         ours = {slot.key, *(each.key for each in self._taken), *(queue.turn for queue, _ in self._turns.values())}
         self._store.patiently(queues, ours, lambda: self._commit_once(taker, slot))
 
     def _doubt(self) -> None:
-        self._state = "unknown"
+        self._state, self.was_doubted = "unknown", True
         taker = self._taker
 
         def settle_it() -> None:
@@ -342,7 +385,7 @@ class Transaction:
             changes.expect[queue.turn] = version
             changes.put[queue.turn] = Turn().dump()
         numbers = add_puts(self._store, self._puts, changes)
-        inboxes = list(self._inboxes)
+        inboxes = sorted(self._inboxes, key=id)  # in one order: each holds its member's mutex
         is_quiet = not self._puts and not self._turns
 
         def write(expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
@@ -410,13 +453,15 @@ class Transaction:
             self._give_back("the commit did not reach the store")
             self._end("rolled back")
 
-    def abandon(self) -> None:
+    def abandon(self, *, gives_back: bool = True) -> None:
         """The hub is closed: what is still open is rolled back."""
-        if not self._lock.acquire(timeout=1):
+        if not self._lock.acquire(timeout=1 if gives_back else 0):
             return  # somebody is in the middle of something; the lease's end does it
         try:
-            if self._state == "open":
+            if self._state == "open" and gives_back:
                 self.rollback()
+            elif self._state == "open":
+                self._end("rolled back")  # the lease's end gives back
         except PxrsError:
             pass  # the same
         finally:
@@ -492,6 +537,18 @@ class Transaction:
                 self.rollback(failure)
             raise
 
+    def __del__(self) -> None:
+        if getattr(self, "_state", "") != "open" or not self._taken:
+            return
+        warnings.warn(f"{self!r} was neither committed nor rolled back", ResourceWarning, stacklevel=2, source=self)
+        store, taker, taken, turns = self._store, self._taker, self._taken, self._turns
+
+        def give_back() -> None:
+            if taker is None or taker.is_alive:
+                _give_back(store, taken, turns, "the transaction was dropped")
+
+        store.keeper.drop(give_back)
+
     def __repr__(self) -> str:
         return f"<Transaction {self.id} {self._state}: {len(self._taken)} taken, {len(self._puts)} put>"
 
@@ -516,7 +573,7 @@ def _give_back(store: QueueStore, taken: list[Taken], turns: Mapping[str, tuple[
         ]
         last = None
         if queue.id in turns:
-            free = Turn(not_before=max((ready_at for _, ready_at in returned), default=now))
+            free = Turn(not_before=max((ready_at for _, ready_at in returned), default=0.0))
             last = {queue.turn: turns[queue.id][1]}, {queue.turn: free.dump()}
         try:
             store.move_all([move for move, _ in returned], last=last)
