@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import statistics
 import tempfile
 import threading
@@ -39,6 +40,7 @@ Drain = Callable[[int], None]
 
 
 def main() -> None:
+    logging.getLogger("procrastinate").setLevel(logging.ERROR)  # it warns of apps that are made in a script
     console = Console()
     with ExitStack() as stack:
         urls = {name: stack.enter_context(store(name)) for name in STORES}

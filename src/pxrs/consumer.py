@@ -210,7 +210,8 @@ class Consumer:
                         break
                     lane.handed = position
                     yield message
-                    if self._settling is not None and self._is_held():
+                    self._done_by = None
+                    if self._settling is not None and self._is_held(is_over=True):
                         continue
                     if not is_manual and lane.position == position:
                         lane.done = position
@@ -225,7 +226,7 @@ class Consumer:
         if max_messages < 1:
             raise InvalidGroup(f"max_messages is {max_messages}: give at least 1")
         self._check_usable()
-        if not self._is_held():
+        if not self._is_held(is_over=True):
             self._finish_polled()
         until = None if timeout is None else time.monotonic() + (_seconds(timeout) or 0.0)
         while (found := self._next(None if until is None else until - time.monotonic())) is not None:
@@ -258,7 +259,8 @@ class Consumer:
                     yield ConsumedBatch(
                         self.topic, lane.partition, batch.base_offset, batch.records, lane.epoch, batch.offsets
                     )
-                    if not self._is_held() and not self._is_manual:
+                    self._done_by = None
+                    if not self._is_held(is_over=True) and not self._is_manual:
                         lane.done = lane.handed
                 self._after(lane)
         finally:
@@ -364,8 +366,10 @@ class Consumer:
                 )
             self._settling = transaction
 
-    def _is_held(self) -> bool:
-        """Whether what was handed out waits for a transaction. If that is over by now, what it says is so."""
+    def _is_held(self, *, is_over: bool = False) -> bool:
+        """Whether what was handed out waits for a transaction. If that is over by now, what it says is so.
+
+        is_over: the reader is through with what was handed out, and asks for more."""
         transaction = self._settling
         if transaction is None:
             return False
@@ -375,7 +379,7 @@ class Consumer:
         self._settling = None
         if became == "committed":
             self._finish_all()
-            self._done_by = transaction.id if transaction.was_doubted else None
+            self._done_by = transaction.id if transaction.was_doubted and not is_over else None
         else:
             self._rewind()
         return False

@@ -17,7 +17,6 @@ from pxrs.errors import OutcomeUnknown, PxrsError, RegistryUnavailable
 from pxrs.hub import Hub
 from pxrs.queue.taker import settle
 from pxrs.queue.transaction import Transaction
-from pxrs.registry.sql.postgresql import PostgresSession
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
@@ -82,24 +81,6 @@ def story(place: Place) -> Iterator[tuple[Hub, Transaction]]:
         yield observer, tx
 
 
-def at_commit(place: Place, monkeypatch: pytest.MonkeyPatch, fault: Callable[[], None]) -> None:
-    """Let it happen just before the commit is sent: on PostgreSQL that is COMMIT alone, the second round trip."""
-    if place.kind != "postgresql":
-        fault()
-        return
-    original = PostgresSession.commit
-    happened = threading.Event()
-
-    def commit(self: PostgresSession, calls: Any) -> None:
-        # Of the one that puts into b, as its notification says, and not of a renewal or of the keeper.
-        if not happened.is_set() and any("/ready/" in str(call.values) for call in calls):
-            happened.set()
-            fault()
-        original(self, calls)
-
-    monkeypatch.setattr(PostgresSession, "commit", commit)
-
-
 def depths(hub: Hub) -> tuple[int, int, int]:
     a, b = hub.queue("a").depth(), hub.queue("b").peek(10)
     return a.ready, a.in_flight, sum(item.value == b"y" for item in b)
@@ -122,11 +103,9 @@ def patiently(ask: Callable[[], str]) -> str:
             assert time.monotonic() < until
 
 
-def test_z2_a_lost_reply_is_unknown_and_turns_out_to_be_committed(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_z2_a_lost_reply_is_unknown_and_turns_out_to_be_committed(place: Place) -> None:
     with story(place) as (observer, tx):
-        at_commit(place, monkeypatch, lambda: place.proxy.drop_replies(close_after=0.2))
+        place.proxy.drop_replies(close_after=0.2)
         with pytest.raises(OutcomeUnknown):
             tx.commit()
         place.proxy.restore()
@@ -134,22 +113,18 @@ def test_z2_a_lost_reply_is_unknown_and_turns_out_to_be_committed(
         assert depths(observer) == (0, 0, 1)
 
 
-def test_z2_a_lost_request_is_unknown_and_turns_out_to_be_rolled_back(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_z2_a_lost_request_is_unknown_and_turns_out_to_be_rolled_back(place: Place) -> None:
     with story(place) as (observer, tx):
-        _commit_into_the_void(place, monkeypatch, tx)
+        _commit_into_the_void(place, tx)
         place.proxy.cut()  # what was held is lost
         place.proxy.restore()
         assert patiently(tx.outcome) == "rolled back"
         eventually(lambda: depths(observer) == (1, 0, 0))
 
 
-def test_r5_a_request_that_lands_after_it_was_settled_does_nothing(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_r5_a_request_that_lands_after_it_was_settled_does_nothing(place: Place) -> None:
     with story(place) as (observer, tx):
-        _commit_into_the_void(place, monkeypatch, tx)
+        _commit_into_the_void(place, tx)
         assert tx._slot is not None
         slot = tx._slot
         # By the same steps as `outcome`, from where the network is well.
@@ -164,18 +139,18 @@ def test_r5_a_request_that_lands_after_it_was_settled_does_nothing(
         assert depths(observer) == (0, 0, 0)
 
 
-def test_r5_a_request_that_lands_before_it_is_settled_counts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r5_a_request_that_lands_before_it_is_settled_counts(place: Place) -> None:
     with story(place) as (observer, tx):
         tx._store.keeper.close()  # it would settle it, perhaps first
-        _commit_into_the_void(place, monkeypatch, tx)
+        _commit_into_the_void(place, tx)
         place.proxy.release_requests()
         eventually(lambda: depths(observer) == (0, 0, 1))
         assert patiently(tx.outcome) == "committed"
 
 
-def _commit_into_the_void(place: Place, monkeypatch: pytest.MonkeyPatch, tx: Transaction) -> None:
+def _commit_into_the_void(place: Place, tx: Transaction) -> None:
     """The commit is under way when the connection breaks; it may land later."""
-    at_commit(place, monkeypatch, place.proxy.hold_requests)
+    place.proxy.hold_requests()
     caught: list[BaseException] = []
 
     def commit() -> None:
@@ -186,7 +161,6 @@ def _commit_into_the_void(place: Place, monkeypatch: pytest.MonkeyPatch, tx: Tra
 
     thread = threading.Thread(target=commit)
     thread.start()
-    eventually(lambda: place.proxy._mode.name == "HOLD_REQUESTS")
     place.proxy.wait_for_request(PATIENCE_S)
     time.sleep(0.05)  # the rest of the request, which may be several packets
     place.proxy.reset_connections()

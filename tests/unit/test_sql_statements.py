@@ -70,9 +70,12 @@ class TestStatements:
         for statement in (direct.check, direct.update, direct.delete):
             assert "pxrs_entry.version = $" in statement.text
             assert "pxrs_entry.lease IS NULL" in statement.text
-        assert direct.check.text.endswith("FOR UPDATE")
-        for statement in (direct.insert, direct.update, direct.delete):
-            assert statement.text.endswith("RETURNING pxrs_entry.version")
+        assert "FOR UPDATE" in direct.check.text
+        assert "FOR KEY SHARE" in direct.lease.text
+        assert "expires_ms >" in direct.lease.text
+        for statement in (direct.lease, direct.check, direct.update, direct.delete):
+            assert "1 / (SELECT count(*)" in statement.text, "it fails if it finds nothing"
+        assert "ON CONFLICT" not in direct.insert.text, "it fails if the key is there"
 
     def test_a_commit_that_expects_all_its_keys_is_one_statement_a_key(self) -> None:
         def names(expect: dict[str, int], put: dict[str, bytes], delete: Iterable[str] = ()) -> list[str]:

@@ -133,11 +133,11 @@ class Head:
 
     def enter(self) -> None:
         """Begin to wait: from now on nothing that comes is missed. Look again after this (R2)."""
+        queue = self.queue
+        prefixes = (queue.ready, queue.key, queue.turn) if queue.is_fifo else (queue.ready, queue.key)
         with self._lock:
             self._waiters += 1
             if self._watch is None:
-                queue = self.queue
-                prefixes = (queue.ready, queue.key, queue.turn) if queue.is_fifo else (queue.ready, queue.key)
                 try:
                     self._watch = self._registry.watch(*prefixes)
                 except BaseException:

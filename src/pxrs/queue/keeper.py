@@ -258,17 +258,22 @@ class Keeper:
         after: str | None = None
         while entries := registry.scan(queue.delayed, after, PROMOTE_ITEMS):
             now = time.time()
-            due = [entry for entry in entries if time_in(entry.key) <= now]
-            self._store.move_all(list(_ready(queue, due)))
-            if len(due) < len(entries):
-                return max(0.001, time_in(entries[len(due)].key) - now)
+            due: list[moves.Move] = []
+            for entry, due_at in _timed(queue, entries):
+                if due_at > now:
+                    self._store.move_all(due)
+                    return max(0.001, due_at - now)
+                due.append(moves.make_ready(queue, entry))
+            self._store.move_all(due)
             after = entries[-1].key  # not from the start: one that is damaged stays
         return LOOK_S_MAX
 
 
-def _ready(queue: Queue, due: list[Entry]) -> Iterator[moves.Move]:
-    for entry in due:
+def _timed(queue: Queue, entries: list[Entry]) -> Iterator[tuple[Entry, float]]:
+    """When each is due, without those that are damaged."""
+    for entry in entries:
         try:
-            yield moves.make_ready(queue, entry)
+            Record.load(entry.key, entry.value)
+            yield entry, time_in(entry.key)
         except RegistryCorrupt as error:
             _logger.error("queue %s: %s; it is left where it is", queue.name, error)

@@ -52,11 +52,21 @@ class Changes:
         return changes
 
 
-def take(queue: Queue, entry: Entry, taker: str, transaction: str) -> Move:
-    """Into the hands of a taker's transaction; the delivery is counted in the same commit (Q1)."""
+class Take(NamedTuple):
+    """An item on its way into the hands of a transaction."""
+
+    move: Move
+    target: str
+    record: Record
+    before: bytes
+    """Its value as it was."""
+
+
+def take(queue: Queue, entry: Entry, taker: str, transaction: str) -> Take:
+    """The delivery is counted in the same commit (Q1). Raises RegistryCorrupt."""
     record = Record.load(entry.key, entry.value).taken()
     target = f"{queue.inflight}{record.name}~{transaction}~{taker}"
-    return Move(entry.key, entry.version, target, record.dump())
+    return Take(Move(entry.key, entry.version, target, record.dump()), target, record, entry.value)
 
 
 def give_back(

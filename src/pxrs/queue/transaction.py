@@ -47,8 +47,8 @@ from pxrs.errors import (
 from pxrs.queue import moves
 from pxrs.queue.head import Head
 from pxrs.queue.items import BYTES_PER_KEY, Item, Put, Taken, add_puts, check_put, duration, note_numbers
-from pxrs.queue.moves import Changes, Move
-from pxrs.queue.records import Queue, Record, Turn
+from pxrs.queue.moves import Changes, Move, Take
+from pxrs.queue.records import Queue, Turn
 from pxrs.queue.store import QueueStore
 from pxrs.queue.taker import SETTLE_ATTEMPTS, Slot, Taker, settle
 from pxrs.registry.contract import ABSENT, Entry, Registry
@@ -165,7 +165,7 @@ class Transaction:
             taken: list[Taken] = []
             is_through = False
             try:
-                taken = self._take_these(queue, taker, self._whole(queue, head, entries), turn)
+                taken = self._take_these(queue, taker, self._planned(queue, head, entries, taker), turn)
                 is_through = not taken or len(taken) == len(entries)
             finally:
                 head.tried(entries, was_refused=not taken, are_left=not is_through)
@@ -177,26 +177,25 @@ class Transaction:
                 return [], time.time() + _AGAIN_S
         return [], 0.0
 
-    def _whole(self, queue: Queue, head: Head, entries: list[Entry]) -> list[Entry]:
-        """Those that are not damaged. In a strict queue one that is holds up the others, as nobody knows what it is."""
-        whole = []
+    def _planned(self, queue: Queue, head: Head, entries: list[Entry], taker: Taker) -> list[Take]:
+        """As many as one commit takes, without those that are damaged. In a strict queue such a one holds up the
+        others, as nobody knows what it is."""
+        planned = []
         for entry in entries:
             try:
-                Record.load(entry.key, entry.value)
-                whole.append(entry)
+                planned.append(moves.take(queue, entry, taker.id, self.id[:12]))
             except RegistryCorrupt as error:
                 if queue.is_fifo:
                     raise
                 head.hide(entry)
                 _logger.error("queue %s: %s; it is left where it is", queue.name, error)
-        return whole
+        parts = moves.in_parts([each.move for each in planned], self._registry.limits)
+        return planned[: len(next(parts, []))]
 
-    def _take_these(self, queue: Queue, taker: Taker, entries: list[Entry], turn: Entry | None) -> list[Taken]:
+    def _take_these(self, queue: Queue, taker: Taker, planned: list[Take], turn: Entry | None) -> list[Taken]:
         """Those of the items that nobody was faster on."""
-        planned = [(moves.take(queue, entry, taker.id, self.id[:12]), entry) for entry in entries]
-        planned = planned[: self._fitting([move for move, _ in planned])] if planned else []
         while planned:
-            changes = Changes.of(move for move, _ in planned)
+            changes = Changes.of(each.move for each in planned)
             if queue.is_fifo:
                 if queue.id in self._turns:
                     changes.expect[queue.turn] = self._turns[queue.id][1]
@@ -205,11 +204,11 @@ class Transaction:
                     changes.put[queue.turn] = Turn(holder=taker.id).dump()
             try:
                 versions = self._store.combiner.commit(changes, taker.lease, quiet=True)
-                return self._note_taken(queue, [move for move, _ in planned], versions)
+                return self._note_taken(queue, planned, versions)
             except Conflict as conflict:
                 if queue.turn in conflict.keys:
                     return []
-                planned = [each for each in planned if each[0].source not in conflict.keys]
+                planned = [each for each in planned if each.move.source not in conflict.keys]
                 if queue.is_fifo:
                     return []
                 continue
@@ -219,58 +218,58 @@ class Transaction:
                     return []
                 raise self._lost(error) from error
             except OutcomeUnknown:
-                versions = self._settle_take(queue, [move for move, _ in planned], planned[0][1].value)
+                versions = self._settle_take(queue, planned)
                 if not versions:
                     return []
             except PxrsError:
                 raise  # nothing was taken
             except BaseException:  # an interrupt: nobody knows whether it was sent
-                self._give_back_later(queue, [move for move, _ in planned], planned[0][1].value)
+                self._give_back_later(queue, planned)
                 raise
-            return self._note_taken(queue, [move for move, _ in planned], versions)
+            return self._note_taken(queue, planned, versions)
         return []
 
-    def _note_taken(self, queue: Queue, planned: list[Move], versions: Mapping[str, int]) -> list[Taken]:
+    def _note_taken(self, queue: Queue, planned: list[Take], versions: Mapping[str, int]) -> list[Taken]:
         taken = _taken(queue, planned, versions)
         turn = {queue.id: (queue, versions[queue.turn])} if queue.turn in versions else {}
         both = self._taken + taken, self._turns | turn
         self._taken, self._turns = both  # no call in between: an interrupt finds both or none
         return taken
 
-    def _settle_take(self, queue: Queue, planned: list[Move], first_value: bytes) -> dict[str, int]:
+    def _settle_take(self, queue: Queue, planned: list[Take]) -> dict[str, int]:
         """After a lost reply: the versions of what was taken, empty if nothing was; and then it never will be (R5).
 
         If that cannot be told now, the keeper finds out, and gives back what was taken."""
         for _ in range(SETTLE_ATTEMPTS):
             try:
-                return self._find_out(queue, planned, first_value)
+                return self._find_out(queue, planned)
             except OutcomeUnknown:
                 continue
             except RegistryUnavailable:
                 break
-        self._give_back_later(queue, planned, first_value)
+        self._give_back_later(queue, planned)
         raise RegistryUnavailable(
             f"{self._registry.url}: the reply to a take was lost; what it took will be given back"
         )
 
-    def _find_out(self, queue: Queue, planned: list[Move], first_value: bytes) -> dict[str, int]:
+    def _find_out(self, queue: Queue, planned: list[Take]) -> dict[str, int]:
         """Write the first item anew where it was: the take expects it as it was, and cannot land any more. If it is
         not there as it was, the take has landed, or somebody else was faster."""
-        first = planned[0]
+        first, before = planned[0].move, planned[0].before
         try:
-            self._registry.commit({first.source: first.version}, {first.source: first_value}, quiet=True)
+            self._registry.commit({first.source: first.version}, {first.source: before}, quiet=True)
             return {}
         except Conflict:
             pass
-        keys = [move.target for move in planned if move.target is not None]
+        keys = [each.target for each in planned]
         if queue.is_fifo and queue.id not in self._turns:
             keys.append(queue.turn)
         found = [self._registry.get(key) for key in keys]
         return {each.key: each.version for each in found if each is not None} if found[0] is not None else {}
 
-    def _give_back_later(self, queue: Queue, planned: list[Move], first_value: bytes) -> None:
+    def _give_back_later(self, queue: Queue, planned: list[Take]) -> None:
         def give_back() -> None:
-            versions = self._find_out(queue, planned, first_value)
+            versions = self._find_out(queue, planned)
             if versions:
                 turns = {queue.id: (queue, versions[queue.turn])} if queue.turn in versions else {}
                 _give_back(self._store, _taken(queue, planned, versions), turns, "the reply to the take was lost")
@@ -515,10 +514,6 @@ class Transaction:
             )
         return most - used
 
-    def _fitting(self, planned: list[Move]) -> int:
-        """How many of them one commit takes."""
-        return len(next(moves.in_parts(planned, self._registry.limits)))
-
     def __enter__(self) -> Self:
         return self
 
@@ -553,11 +548,9 @@ class Transaction:
         return f"<Transaction {self.id} {self._state}: {len(self._taken)} taken, {len(self._puts)} put>"
 
 
-def _taken(queue: Queue, planned: list[Move], versions: Mapping[str, int]) -> list[Taken]:
+def _taken(queue: Queue, planned: list[Take], versions: Mapping[str, int]) -> list[Taken]:
     return [
-        Taken(queue, move.target, versions[move.target], Record.load(move.target, move.value))
-        for move in planned
-        if move.target is not None and move.target in versions
+        Taken(queue, each.target, versions[each.target], each.record) for each in planned if each.target in versions
     ]
 
 

@@ -69,6 +69,11 @@ class Session(ABC):
     def commit(self, calls: Sequence[Call]) -> None:
         """Run the statements and commit. OutcomeUnknown if the answer to COMMIT does not come."""
 
+    def commit_at_once(self, calls: Sequence[Call]) -> list[list[Row]] | None:
+        """Run the statements as a transaction, sent with its end; the rows of each. None if one has not found what it
+        expects, or this session cannot do that: nothing was written. OutcomeUnknown if the answer does not come."""
+        return None
+
     @abstractmethod
     def rollback(self) -> None: ...
 

@@ -13,12 +13,12 @@ is written over or deleted before the commit ends, or rolled back with it: nobod
     found = plan.judge(rows)          # may raise: Conflict, LeaseExpired, LeasesDue, TransactionAborted
     run(plan.writes(found))           # and commit
 
-Most commits expect every key that they name, and are as they expect. Where the database can lock, compare and write by
-one statement, such a commit is tried by one a key, in the same order; if a single one finds something else, all of it
-is rolled back, and the plan above finds out what.
+Most commits expect every key that they name, and find what they expect. Where one statement can lock, compare, write
+and fail if it does not find that, such a commit is one statement a key, in the same order, all of them and their end
+sent at once (R7). If one fails nothing has happened, and the plan above finds out why.
 
-    rows = run(plan.direct)           # in a transaction, if there is such a plan
-    versions = plan.judge_direct(rows)    # None: roll back, and do as above
+    rows = run(plan.direct)           # as one transaction, if there is such a plan
+    plan.direct_versions(rows)
 """
 
 from __future__ import annotations
@@ -63,33 +63,20 @@ class CommitPlan:
     def __init__(self, commit: Commit, namespace: str, statements: Statements, channel: str = "") -> None:
         self._commit, self._namespace, self._statements, self._channel = commit, namespace, statements, channel
         self._keys = commit.keys
-        self.changed = commit.changed
-        """Every key that it writes or deletes, if it comes to that."""
         self._lease = None if commit.lease is None else commit.lease.id
         self._needs_version = bool(commit.put or commit.ephemeral) or (
             bool(commit.delete) and statements.store_version is not None
         )
-        self.locks = self._lock_calls()
         self.direct = self._direct_calls()
         """One statement a key, or none if the commit cannot be made like that."""
 
-    def judge_direct(self, results: Sequence[list[Row]]) -> dict[str, int] | None:
-        """The new versions, if each statement of `direct` found what it expected."""
-        rows = iter(results)
-        if self._lease is not None:
-            found = next(rows)
-            if not found or found[0][0]:
-                return None
-        versions: dict[str, int] = {}
-        for key in self._keys:
-            found = next(rows)
-            if not found:
-                return None
-            if key not in self._commit.delete:
-                versions[key] = found[0][0]
-        return {key: versions[key] for key in self._commit.written}
+    def direct_versions(self, results: Sequence[list[Row]]) -> dict[str, int]:
+        """What the commit returns, if it was made directly: each statement has found what it expected."""
+        of_keys = results[self._lease is not None :]
+        found = {key: rows[0][0] for key, rows in zip(self._keys, of_keys, strict=False)}
+        return {key: found[key] for key in self._commit.written}
 
-    def notification(self, changed: list[str]) -> list[Call]:
+    def _notification(self, changed: list[str]) -> list[Call]:
         """What tells the listeners, if there are any and they are to be told."""
         commit, statements = self._commit, self._statements
         if statements.notify is None or not self._channel or commit.quiet:
@@ -153,7 +140,7 @@ class CommitPlan:
             return []
         if statements.store_version is not None:
             calls.append(Call(statements.store_version, {"the_version": str(found.next_version)}))
-        return calls + self.notification(changed)
+        return calls + self._notification(changed)
 
     def versions(self, found: Found) -> dict[str, int]:
         """What the commit returns."""
@@ -161,7 +148,9 @@ class CommitPlan:
             return {}
         return dict.fromkeys(self._commit.written, found.next_version)
 
-    def _lock_calls(self) -> list[Call]:
+    @property
+    def locks(self) -> list[Call]:
+        """What is run first, where the commit is not made directly."""
         statements = self._statements
         calls: list[Call] = []
         if self._lease is not None:
@@ -183,8 +172,7 @@ class CommitPlan:
             return []  # no key can have it, and the database would take it for a mistake
         calls: list[Call] = []
         if self._lease is not None:
-            of_lease = {"the_namespace": self._namespace, "the_lease": self._lease}
-            calls.append(Call(self._statements.lock_lease, of_lease))
+            calls.append(Call(direct.lease, {"the_namespace": self._namespace, "the_lease": self._lease}))
         for key in self._keys:
             values: dict[str, Any] = {"the_namespace": self._namespace, "the_key": key}
             expected = commit.expect[key]
@@ -202,7 +190,7 @@ class CommitPlan:
                 calls.append(Call(direct.update, values))
             else:
                 calls.append(Call(direct.delete if key in commit.delete else direct.check, values))
-        return calls
+        return calls + self._notification(commit.changed)
 
     def _may_be_absent(self, key: str) -> bool:
         """Whether the commit can pass with the key absent and depends on it, so that a row is needed to lock."""

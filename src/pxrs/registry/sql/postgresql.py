@@ -1,7 +1,8 @@
 """The registry in a PostgreSQL database.
 
-A commit is two round trips, however many keys it names: BEGIN and all locks together, then all writes, the notification
-and COMMIT together. Reads are one statement and one round trip. Statements are prepared once for each connection.
+A commit that expects every key it names is one round trip, any other two, however many keys it names: BEGIN and all
+locks together, then all writes, the notification and COMMIT together. Reads are one statement and one round trip.
+Statements are prepared once for each connection.
 
 The session's settings say what happens to a client that stops in the middle: `idle_in_transaction_session_timeout` ends
 it before those who wait for its rows give up, so that one stopped client does not fail the others.
@@ -59,6 +60,7 @@ _RESERVED: Final = frozenset(
     {"user", "password", "hostaddr", "dbname", "connect_timeout", "client_encoding", "replication"}
     | {"target_session_attrs", "fallback_application_name"}
 )
+_NOT_AS_EXPECTED: Final = ("22012", "23505")  # a division by zero, as the statements make one; and a key that is there
 _IDLE_TOO_LONG: Final = "25P03"  # the server ended the transaction before it had read any more
 _CREATION_LOCK: Final = 0x70787273  # "pxrs": any number that others do not use
 
@@ -183,6 +185,21 @@ class PostgresSession(Session):
         else:  # an aborted transaction answers COMMIT with ROLLBACK
             raise TransactionAborted(f"{self._database.url}: COMMIT was answered with {tag}")
 
+    def commit_at_once(self, calls: Sequence[Call]) -> list[list[Row]] | None:
+        if self._database.is_pooled:
+            return None  # the settings would need a transaction that lasts
+        if self._wire.is_stale:
+            raise ConnectionLost(f"{self._database.url}: the server has closed the connection")
+        reply = self._wire.run([Command.of(call) for call in calls], self._deadline)
+        if not reply.has_failed():
+            return [reply.rows(i) for i in range(len(calls))]
+        if not reply.is_lost and reply.state in _NOT_AS_EXPECTED:
+            return None
+        # One that failed has taken all with it. If none did, or nobody knows, nothing is known of the end either.
+        if reply.is_lost and reply.may_be_done(len(calls)):
+            raise OutcomeUnknown(f"{self._database.url}: the answer to a commit was lost: {reply.message}")
+        raise self._database.translate(reply)
+
     def rollback(self) -> None:
         self.in_transaction = False
         # If it fails the connection is not idle, and is closed: then the server rolls back.
@@ -248,6 +265,7 @@ def _settings(timeout: float, *, local: bool) -> str:
     # Off would mean that a commit is answered before it is on disk. Other settings are left as they are.
     now = "current_setting('synchronous_commit')"
     settings["synchronous_commit"] = f"CASE {now} WHEN 'off' THEN 'on' ELSE {now} END"
+    settings["default_transaction_isolation"] = "'read committed'"  # for those that begin by themselves
     parts = [f"set_config('{name}', {value}, {str(local).lower()})" for name, value in settings.items()]
     return f"SELECT {', '.join(parts)}"
 

@@ -73,9 +73,10 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DirectStatements:
-    """One for each key of a commit that expects them all; a row comes back only if the key is as expected. None of them
-    finds a key that hangs on a lease."""
+    """One for each key of a commit that expects them all. Each fails, and with it the transaction, unless the key is as
+    expected and hangs on no lease, or the lease is alive."""
 
+    lease: Statement
     check: Statement
     insert: Statement
     update: Statement
@@ -254,7 +255,7 @@ class _Builder:
         )
 
     def _direct(self) -> DirectStatements:
-        entry, sequence = self.schema.entry, self.schema.version
+        entry, lease, sequence = self.schema.entry, self.schema.lease, self.schema.version
         assert sequence is not None
         as_expected = (
             entry.c.namespace == _named("namespace"),
@@ -262,19 +263,32 @@ class _Builder:
             entry.c.version == _named("expected", BigInteger()),
             entry.c.lease.is_(None),
         )
+        alive = (
+            lease.c.namespace == _named("namespace"),
+            lease.c.id == _named("lease"),
+            lease.c.expires_ms > self._now_ms(),
+        )
         written = {
             "value": _named("value", LargeBinary()),
             "version": sequence.next_value(),
             "lease": _named("lease"),
         }
+        version = entry.c.version
+        held = select(lease.c.ttl_ms).where(*alive).with_for_update(read=True, key_share=True)
         insert_new = postgresql.insert(entry).values(namespace=_named("namespace"), key=_named("key"), **written)
         return DirectStatements(
-            check=self._compile("direct_check", select(entry.c.version).where(*as_expected).with_for_update()),
-            insert=self._compile("direct_insert", insert_new.on_conflict_do_nothing().returning(entry.c.version)),
-            update=self._compile(
-                "direct_update", update(entry).where(*as_expected).values(**written).returning(entry.c.version)
+            lease=self._compile("direct_lease", _unless_none(held.cte("found"))),
+            check=self._compile(
+                "direct_check", _unless_none(select(version).where(*as_expected).with_for_update().cte("found"))
             ),
-            delete=self._compile("direct_delete", delete(entry).where(*as_expected).returning(entry.c.version)),
+            insert=self._compile("direct_insert", insert_new.returning(version)),
+            update=self._compile(
+                "direct_update",
+                _unless_none(update(entry).where(*as_expected).values(**written).returning(version).cte("found")),
+            ),
+            delete=self._compile(
+                "direct_delete", _unless_none(delete(entry).where(*as_expected).returning(version).cte("found"))
+            ),
         )
 
     def _compile(self, name: str, clause: Executable, *, forgives_duplicates: bool = False) -> Statement:
@@ -328,6 +342,12 @@ class _Builder:
             return select(self.schema.version.next_value())
         meta = self.schema.meta
         return select(cast(meta.c.value, BigInteger()) + _ONE).where(meta.c.name == _VERSION)
+
+
+def _unless_none(found: Any) -> Executable:
+    """The first column of what was found. Divides by zero if that is nothing, which ends the transaction."""
+    count = select(func.count()).select_from(found).scalar_subquery()
+    return select(select(found.c[0]).scalar_subquery(), _ONE.op("/")(count))
 
 
 _ZERO: Any = literal_column("0", Integer())

@@ -163,12 +163,8 @@ class SqlRegistry(Registry):
 
     def _try_commit(self, plan: CommitPlan, deadline: float) -> dict[str, int]:
         with self.database.session(deadline) as session:
-            if plan.direct:
-                versions = plan.judge_direct(session.begin(plan.direct))
-                if versions is not None:
-                    session.commit(plan.notification(plan.changed))
-                    return versions
-                session.rollback()
+            if plan.direct and (results := session.commit_at_once(plan.direct)) is not None:
+                return plan.direct_versions(results)
             found = plan.judge(session.begin(plan.locks))
             if found.foreign_leases:
                 leases = sorted(found.foreign_leases)

@@ -83,6 +83,10 @@ class Reply:
     def has_failed(self) -> bool:
         return self.is_lost or bool(self.state)
 
+    def may_be_done(self, count: int) -> bool:
+        """Whether none of the first `count` commands is known to have failed: they were done, or nobody knows."""
+        return all(result.status != pq.ExecStatus.FATAL_ERROR for result in self.results[:count])
+
     def rows(self, index: int) -> list[Row]:
         return _rows(self.results[index])
 
@@ -158,6 +162,11 @@ class Wire:
             and self._pgconn.status == pq.ConnStatus.OK
             and self._pgconn.transaction_status == pq.TransactionStatus.IDLE
         )
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether something has come that nobody asked for: between two calls that is the end of the connection."""
+        return bool(self._events.poll(0))
 
     def fileno(self) -> int:
         return self._fileno
