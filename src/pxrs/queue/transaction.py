@@ -353,9 +353,9 @@ class Transaction:
             self._commit_as(self._present())
 
     def _commit_as(self, taker: Taker) -> None:
-        for put in self._puts:
-            if self._store.queue(put.queue.name).id != put.queue.id:
-                raise self._store.unknown(put.queue.name)
+        for queue in {put.queue.id: put.queue for put in self._puts}.values():
+            if self._store.queue(queue.name).id != queue.id:
+                raise self._store.unknown(queue.name)
         slot = self._slot = self._slot or taker.slot()
         slot.sent_at = self._registry.clock.now()
         queues = [put.queue for put in self._puts]
