@@ -84,10 +84,14 @@ class MemoryStore:
     def attach(self, handle: MemoryRegistry) -> None:
         with self._lock:
             self._handles.add(handle)
+            if self._expiry:
+                self._time_expiry()
 
     def detach(self, handle: MemoryRegistry) -> None:
         with self._lock:
             self._handles.discard(handle)
+            if not self._handles:
+                self._begun.set()  # nobody is left to be told of anything
 
     def _apply(self, change: Change) -> int:
         self._version += 1
@@ -106,7 +110,8 @@ class MemoryStore:
             self._apply(Change(leases_end=(lease,)))
 
     def _time_expiry(self) -> None:
-        """Ends leases on time while there are any, so that watchers learn of it; the thread goes with the last one."""
+        """Ends leases on time while there are any, so that watchers learn of it; the thread goes with the last one, or
+        with the last handle."""
         if self._timer is None:
             self._timer = threading.Thread(target=self._expire_loop, name="pxrs-memory-expiry", daemon=True)
             self._timer.start()
@@ -115,7 +120,7 @@ class MemoryStore:
         while True:
             with self._lock:
                 self._end_expired()
-                if not self._expiry:
+                if not self._expiry or not self._handles:
                     self._timer = None
                     return
                 pause = min(self._expiry.values()) - self.clock.now()
