@@ -14,6 +14,9 @@ BENCH_READY := $(VENV)/.bench-ready
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
+# In this order, so that the files that take longest are not the last: one process would do them while the other waits.
+SUITES := tests/acceptance tests/integration tests/contract tests/simulation tests/unit
+
 .PHONY: help demo test check lint types unit sim soak bench clean
 
 help: ## List the targets
@@ -34,7 +37,7 @@ demo: $(READY) ## Show what it does: a kill, a zombie, a Spark pipeline, an exac
 
 # Two at a time, a file each: most of them wait for a server, a lease or a disk.
 test: lint types $(READY) ## Run every test, with real servers
-	$(PYTEST) --numprocesses 2 --dist loadfile tests
+	$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SUITES)
 
 check: lint types unit ## Lint, types and unit tests: under a minute
 
