@@ -23,9 +23,7 @@ from pxrs.cli.terminal import (
     console,
     data_field,
     data_text,
-    echo,
-    is_terminal,
-    printable,
+    echo_data,
     tell_error,
     time_text,
 )
@@ -363,13 +361,7 @@ def _print_all(items: Iterable[Item], as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(_plain(item)))
             continue
-        place = f"{item.id} {time_text(item.put_at)}"
-        key, value = data_text(item.key), data_text(item.value)
-        if is_terminal():
-            key, value = printable(key), printable(value)
-            if not os.environ.get("NO_COLOR"):
-                place, key = typer.style(place, dim=True), typer.style(key, fg=typer.colors.CYAN)
-        echo(f"{place} {value}" if item.key is None else f"{place} {key} {value}")
+        echo_data(f"{item.id} {time_text(item.put_at)}", item.key, item.value)
     if sys.stdout is not None:
         sys.stdout.flush()
 

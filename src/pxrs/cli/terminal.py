@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 import sys
 from datetime import UTC, datetime
@@ -63,6 +64,16 @@ def time_text(seconds: float | None) -> str:
 def data_text(data: bytes | None) -> str:
     """Bytes to be read by people."""
     return "" if data is None else data.decode(errors="backslashreplace")
+
+
+def echo_data(place: str, key: bytes | None, value: bytes | None) -> None:
+    """A line: where something is, its key if it has one, and what it says."""
+    key_text, text = data_text(key), data_text(value)
+    if is_terminal():
+        key_text, text = printable(key_text), printable(text)
+        if not os.environ.get("NO_COLOR"):
+            place, key_text = typer.style(place, dim=True), typer.style(key_text, fg=typer.colors.CYAN)
+    echo(f"{place} {text}" if key is None else f"{place} {key_text} {text}")
 
 
 def data_field(name: str, data: bytes | None) -> dict[str, str | None]:

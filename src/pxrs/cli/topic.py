@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,7 +16,7 @@ from rich.table import Table
 
 import pxrs
 from pxrs.cli.options import At, Json
-from pxrs.cli.terminal import data_field, data_text, echo, is_terminal, printable
+from pxrs.cli.terminal import data_field, echo, echo_data, printable
 from pxrs.errors import InvalidRecord
 from pxrs.model import CODECS, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
 from pxrs.producer import MESSAGE_BYTES_MAX
@@ -201,12 +200,7 @@ def _print(message: Message, as_json: bool) -> None:
         typer.echo(json.dumps(_plain(message)))
         return
     place = f"{message.partition}/{message.offset} {_time(message.timestamp)}"
-    key, value = data_text(message.key), data_text(message.value)
-    if is_terminal():
-        key, value = printable(key), printable(value)
-        if not os.environ.get("NO_COLOR"):
-            place, key = typer.style(place, dim=True), typer.style(key, fg=typer.colors.CYAN)
-    echo(f"{place} {value}" if message.key is None else f"{place} {key} {value}")
+    echo_data(place, message.key, message.value)
 
 
 def _plain(message: Message) -> dict[str, Any]:

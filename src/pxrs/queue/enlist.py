@@ -39,7 +39,7 @@ from sqlalchemy import Connection, TwoPhaseTransaction, text
 
 from pxrs.errors import InvalidItem, RegistryUnavailable
 from pxrs.queue.items import Put
-from pxrs.queue.records import Queue, in_sequence, timed
+from pxrs.queue.records import Queue, first_key, in_sequence
 from pxrs.queue.store import QueueStore
 from pxrs.registry.contract import ABSENT, Commit, Registry
 from pxrs.registry.sql.borrowed import DATABASES, SQLITE_WRITE_LOCK, is_autocommit, is_in_transaction, run
@@ -154,7 +154,7 @@ def _write(connection: Connection, registry: SqlRegistry, put: Put) -> None:
         number, expect[queue.sequence] = _lock_number(connection, registry, queue)
         values[queue.sequence] = str(number + 1).encode()
         record = in_sequence(record, number + 1)
-    key = timed(queue.delayed, time.time() + delay_s, record) if delay_s > 0 else f"{queue.ready}{record.name}"
+    key = first_key(queue, record, delay_s, time.time())
     expect[key], values[key] = ABSENT, record.dump()
     commit = Commit(expect, values, {}, frozenset(), None, quiet=False)
     plan = CommitPlan(commit, registry._namespace, registry._statements, registry._channel)

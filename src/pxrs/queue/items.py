@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from pxrs.errors import InvalidItem, InvalidQueue
 from pxrs.queue.moves import Changes
 from pxrs.queue.policy import seconds
-from pxrs.queue.records import Queue, Record, in_sequence, new_record, timed
+from pxrs.queue.records import Queue, Record, first_key, in_sequence, new_record
 from pxrs.queue.store import QueueStore
 from pxrs.registry.contract import ABSENT
 
@@ -107,7 +107,7 @@ def add_puts(store: QueueStore, puts: list[Put], changes: Changes) -> dict[str, 
             numbers[queue.id] = queue, number
             changes.put[queue.sequence] = str(number).encode()
             record = in_sequence(record, number)
-        key = timed(queue.delayed, now + delay_s, record) if delay_s > 0 else f"{queue.ready}{record.name}"
+        key = first_key(queue, record, delay_s, now)
         changes.expect[key], changes.put[key] = ABSENT, record.dump()
     return numbers
 

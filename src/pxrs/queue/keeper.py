@@ -236,20 +236,16 @@ class Keeper:
             raise
 
     def _bury(self, queue: Queue, taker: str, held: list[Entry], turn: Entry | None) -> None:
-        now = time.time()
-        returned = []
+        whole = []
         for entry in held:
             try:
-                record = Record.load(entry.key, entry.value)
+                whole.append((entry.key, entry.version, Record.load(entry.key, entry.value)))
             except RegistryCorrupt as error:
                 _logger.error("queue %s: %s; it is left where it is", queue.name, error)
-                continue
-            returned.append(moves.give_back(queue, entry.key, entry.version, record, _DIED, now, random.random))
-        last = None
-        if turn is not None and Turn.load(turn.key, turn.value).holder == taker:
-            free = Turn(not_before=max((ready_at for _, ready_at in returned), default=0.0))
-            last = {turn.key: turn.version}, {turn.key: free.dump()}
-        self._store.move_all([move for move, _ in returned], expect={f"{TAKERS}{taker}": ABSENT}, last=last)
+        has_turn = turn is not None and Turn.load(turn.key, turn.value).holder == taker
+        version = turn.version if turn is not None and has_turn else None
+        returned, last = moves.give_back_all(queue, whole, _DIED, version, random.random, time.time())
+        self._store.move_all(returned, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
         _logger.info("queue %s: gave back %d items of taker %s, which is gone", queue.name, len(held), taker)
 
     def _end_delays(self, queue: Queue) -> float:

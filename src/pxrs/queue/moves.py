@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from pxrs.queue.records import ERROR_CHARACTERS_MAX, Queue, Record, timed
+from pxrs.queue.records import ERROR_CHARACTERS_MAX, Queue, Record, Turn, timed
 from pxrs.registry.contract import ABSENT, Entry, Limits
 
 EXTRA_KEYS: Final = 4
@@ -82,6 +82,23 @@ def give_back(
     if delay_s > 0 and not queue.is_fifo:
         return Move(source, version, timed(queue.delayed, now + delay_s, moved), moved.dump()), 0.0
     return Move(source, version, f"{queue.ready}{moved.name}", moved.dump()), now + delay_s if delay_s > 0 else 0.0
+
+
+Held = tuple[str, int, Record]
+"""The key of an item in flight, its version, and the item."""
+
+
+def give_back_all(
+    queue: Queue, held: Iterable[Held], error: str, turn_version: int | None, random: Callable[[], float], now: float
+) -> tuple[list[Move], tuple[dict[str, int], dict[str, bytes]] | None]:
+    """Several items of one queue; and with a strict queue's turn, of this version, what the last commit of them expects
+    and writes to free it."""
+    returned = [give_back(queue, key, version, record, error, now, random) for key, version, record in held]
+    found = [move for move, _ in returned]
+    if turn_version is None:
+        return found, None
+    free = Turn(not_before=max((ready_at for _, ready_at in returned), default=0.0))
+    return found, ({queue.turn: turn_version}, {queue.turn: free.dump()})
 
 
 def make_ready(queue: Queue, entry: Entry) -> Move:

@@ -229,6 +229,11 @@ def timed(folder: str, when: float, record: Record) -> str:
     return f"{folder}{int(when * 1e6):016x}~{record.name}"
 
 
+def first_key(queue: Queue, record: Record, delay_s: float, now: float) -> str:
+    """Where an item begins that is put now."""
+    return timed(queue.delayed, now + delay_s, record) if delay_s > 0 else f"{queue.ready}{record.name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """Strict FIFO: one transaction at a time. `holder` is a taker, or empty; nobody's before `not_before`."""

@@ -559,17 +559,11 @@ def _give_back(store: QueueStore, taken: list[Taken], turns: Mapping[str, tuple[
     now = time.time()
     queues = {each.queue.id: each.queue for each in taken} | {queue.id: queue for queue, _ in turns.values()}
     for queue in queues.values():
-        returned = [
-            moves.give_back(queue, each.key, each.version, each.record, reason, now, random.random)
-            for each in taken
-            if each.queue.id == queue.id
-        ]
-        last = None
-        if queue.id in turns:
-            free = Turn(not_before=max((ready_at for _, ready_at in returned), default=0.0))
-            last = {queue.turn: turns[queue.id][1]}, {queue.turn: free.dump()}
+        held = [(each.key, each.version, each.record) for each in taken if each.queue.id == queue.id]
+        version = turns[queue.id][1] if queue.id in turns else None
+        returned, last = moves.give_back_all(queue, held, reason, version, random.random, now)
         try:
-            store.move_all([move for move, _ in returned], last=last)
+            store.move_all(returned, last=last)
         except Conflict:
             continue  # it is not this transaction's turn any more: the sweeper has given the items back
 
