@@ -16,7 +16,7 @@ ALONE = ("--no-spark", "--messages", "150")
 
 def demo(folder: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
     """before: Python that spoils something first."""
-    code = f"import sys; {before}\nfrom pxrs.cli import main; main()"
+    code = f"import sys; {before}\nfrom pxrs.cli.app import main; main()"
     command = [sys.executable, "-c", code, "demo", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
 

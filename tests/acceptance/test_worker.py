@@ -131,6 +131,11 @@ class Supervisor:
         self.process.send_signal(number)
         return self.process.wait(PATIENCE_S)
 
+    def interrupt(self) -> int:
+        """As a terminal does: the supervisor and its workers, all at once."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(PATIENCE_S)
+
     def close(self) -> None:
         """End exactly what was started here."""
         self.process.kill()
@@ -187,18 +192,19 @@ def test_a_terminal_interrupts_the_supervisor_and_its_workers_together(shop: Sho
     shop.send(4_000)
     supervisor = shop.worker("shop:handle", "--processes", "2")
     wait_until(lambda: len(shop.handled()) > 50, supervisor.events)
-    os.killpg(supervisor.process.pid, signal.SIGINT)
-    assert supervisor.process.wait(PATIENCE_S) == 0, supervisor.events()
+    assert supervisor.interrupt() == 0, supervisor.events()
     assert sum(offset or 0 for offset in shop.checkpoints().values()) == len(shop.handled())
 
 
-def test_a_stop_while_the_workers_are_starting_is_not_forgotten(shop: Shop) -> None:
+@pytest.mark.parametrize("stop", [Supervisor.end, Supervisor.interrupt])
+def test_a_stop_while_the_workers_are_starting_is_not_forgotten(shop: Shop, stop: Callable[[Supervisor], int]) -> None:
     shop.send(4_000)
-    for moment_s in (0.0, 0.05, 0.1, 0.2, 0.4):
+    for moment_s in (0.0, 0.1, 0.3):
         supervisor = shop.worker("shop:handle", "--processes", "2")
         wait_until(lambda told=supervisor: len(told.pids()) == 2, supervisor.events)
         time.sleep(moment_s)  # no condition to wait on: any moment of a start will do
-        assert supervisor.end() == 0, supervisor.events()
+        assert stop(supervisor) == 0, supervisor.events()
+        assert [event["code"] for event in supervisor.events("ended")] == [0, 0]
     wait_until(lambda: not shop.members(), shop.members)
     assert max(shop.places().values(), default=1) == 1, "nothing was redone"
 

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 import pxrs
-from pxrs.cli import main
+from pxrs.cli.app import main
 from pxrs.cli.pipeline import _stderr_into
 from pxrs.errors import SharedState
 from pxrs.spark import parse_json, pipeline, session, stateful_operators

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 import pxrs
-from pxrs.cli import app
+from pxrs.cli.app import app
 from pxrs.cli.pipeline import Signals, _Lines, load
 from pxrs.errors import InvalidPipeline, MissingDependency
 from pxrs.spark import Pipeline, parquet, parse_json, pipeline, to
@@ -45,7 +45,7 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_importing_the_command_line_and_the_decorator_needs_no_pyspark() -> None:
-    code = "import sys, pxrs.cli, pxrs.spark, pxrs.spark.run; sys.exit('pyspark' in sys.modules)"
+    code = "import sys, pxrs.cli.app, pxrs.spark, pxrs.spark.run; sys.exit('pyspark' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -1,5 +1,5 @@
 """`python -m pxrs.cli`, for where the `pxrs` script is not on the path."""
 
-from pxrs.cli import main
+from pxrs.cli.app import main
 
 main()

@@ -33,7 +33,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pxrs.cli.options import open_hub
-from pxrs.cli.worker_process import EXIT_PAUSED, Settings, tell
+from pxrs.cli.worker_process import EXIT_PAUSED, STOPS, Settings, tell
 from pxrs.group.assign import assignor_named
 from pxrs.group.member import Timings
 from pxrs.group.records import Keys
@@ -51,8 +51,6 @@ OF_GROUPS: Final = (
     *("handover_timeout", "progress_timeout", "commit_interval"),
 )
 """The options that mean nothing to a queue."""
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-_STOPPED_EARLY: Final = {-number for number in _SIGNALS}
 
 
 class OnError(StrEnum):
@@ -219,7 +217,12 @@ class Supervisor:
 
     def _spawn(self, settings: Settings) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-c", "from pxrs.cli.worker_process import main; main()"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        # A terminal's Ctrl-C reaches it too, and it can act on that only when it is ready: till then the signal waits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has died already, which is found out by waiting for it
             process.stdin.write(settings.dump())
@@ -302,7 +305,7 @@ class Supervisor:
             lived_s = time.monotonic() - slot.started_at
             is_over = code in (0, EXIT_PAUSED) or self._kills_at is not None
             if is_over:
-                self._had_to_kill = self._had_to_kill or (code != 0 and code not in _STOPPED_EARLY)
+                self._had_to_kill = self._had_to_kill or code != 0
                 self._tell_of(slot, "ended", "has left" if code == 0 else how, code=code)
             else:
                 pause_s = self._put_off(slot, RESTART_S[0] if lived_s >= SETTLED_S else slot.pause_s)
@@ -323,7 +326,7 @@ class Supervisor:
         woken, waker = socket.socketpair()
         woken.setblocking(False)
         waker.setblocking(False)
-        handlers = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        handlers = {number: signal.signal(number, self._note) for number in STOPS}
         handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         old = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         try:

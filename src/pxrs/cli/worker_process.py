@@ -41,7 +41,8 @@ EXIT_PAUSED: Final = 75
 OF_A_MESSAGE: Final = ("one message",)
 OF_AN_ITEM: Final = ("a transaction", "an item")
 """What handlers are called with."""
-_STOPS: Final = (signal.SIGTERM, signal.SIGINT)
+STOPS: Final = (signal.SIGTERM, signal.SIGINT)
+"""The supervisor starts a worker with these blocked; they come once it listens."""
 _LOOK_S: Final = 1.0
 _STOP_AGAIN_S: Final = 0.05
 
@@ -138,6 +139,7 @@ class Process:
     def run(self) -> None:
         settings = self._settings
         self._listen()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         threading.Thread(target=self._watch, name="pxrs-worker-watch", daemon=True).start()
         handler = load_handler(settings.handler, OF_A_MESSAGE if settings.queue is None else OF_AN_ITEM)
         self._listen()  # the module may have thought that the signals are its own
@@ -178,7 +180,7 @@ class Process:
 
     def _listen(self) -> None:
         """Signals reach the watching thread through a socket, in whatever code the main thread is."""
-        for number in _STOPS:
+        for number in STOPS:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
 
@@ -212,7 +214,7 @@ class Process:
             if self._lifeline in ready:
                 return True
             # The handler's module may have signals of its own, which are told here too.
-            if ready and any(number in _STOPS for number in self._signals.recv(4096)):
+            if ready and any(number in STOPS for number in self._signals.recv(4096)):
                 return False
             consumer = self._consumer
             if consumer is None or not consumer.is_away:

@@ -187,7 +187,7 @@ def main() -> None:
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    from pxrs.cli import main as run
+    from pxrs.cli.app import main as run
 
     threading.Thread(target=watch, daemon=True).start()
     run()

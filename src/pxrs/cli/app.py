@@ -1,0 +1,48 @@
+"""`pxrs`: all its commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import pxrs
+from pxrs.cli import group, pipeline, queue, registry, topic, worker
+from pxrs.cli.demo.command import demo
+from pxrs.cli.terminal import tell_error
+from pxrs.errors import PxrsError
+
+app = typer.Typer(
+    name="pxrs",
+    help="A partitioned message log with fenced consumer groups, on the coordination store you already have.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.add_typer(registry.app, name="registry", help="Look into a registry, and print the SQL that it needs.")
+app.add_typer(topic.app, name="topic", help="Make, list, describe and delete topics.")
+app.add_typer(group.app, name="group", help="Look at consumer groups, move them, forget them.")
+app.add_typer(queue.app, name="queue", help="Make work queues, put into them, take from them, look at them.")
+app.add_typer(pipeline.app, name="pipeline", help="Run the Spark pipelines of a file.")
+app.command("send")(topic.send)
+app.command("tail")(topic.tail)
+app.command("check")(topic.check)
+app.command("worker")(worker.worker)
+app.command("demo")(demo)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"pxrs {pxrs.__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command. An error of pxrs is one line on stderr that says what to do, and exit code 1."""
+    try:
+        app()
+    except PxrsError as error:
+        tell_error(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
+        sys.exit(1)

@@ -1,0 +1,37 @@
+"""`pxrs demo`: the whole story. Producers, a topic, workers of which one is killed and one a zombie, a Spark pipeline
+over the same topic, an exact account of it all, and a chart of the run.
+
+Here is what every `pxrs` loads of it; the rest is loaded when it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pxrs.registry.address import parse
+
+
+def demo(
+    url: Annotated[
+        str | None, typer.Option("--registry", help="Any registry; by default one of files, in a temporary directory.")
+    ] = None,
+    has_spark: Annotated[bool, typer.Option("--spark/--no-spark", help="With a Spark pipeline, or without.")] = True,
+    messages: Annotated[
+        int, typer.Option(min=150, max=2000, help="How many are sent; more if Spark starts slowly.")
+    ] = 900,
+    picture: Annotated[
+        Path, typer.Option("--chart", metavar="PATH", help="Where the picture of the run is saved.")
+    ] = Path("pxrs-demo.png"),
+) -> None:
+    """Show a consumer group, a kill -9, a take-over, a refused zombie and a Spark pipeline, with real processes.
+
+    At the end there is an account of every message, and a chart of the run. Exit code: 1 if the account is not exact.
+    """
+    if url is not None and parse(url).scheme == "memory":
+        raise typer.BadParameter("memory: is one process's own; the workers are several", param_hint="--registry")
+    from pxrs.cli.demo.show import show
+
+    if code := show(url, has_spark, messages, picture):
+        raise typer.Exit(code)

@@ -1,0 +1,86 @@
+"""The demo from its beginning to its end: what is set up, told, drawn and forgotten again."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+import pxrs
+from pxrs.cli.demo import chart
+from pxrs.cli.demo.spark import groups_of, missing
+from pxrs.cli.demo.story import PARTITIONS, WORKERS, Demo, Ending, Stuck
+from pxrs.cli.demo.view import account_table
+from pxrs.errors import MissingDependency
+from pxrs.group.records import Keys
+
+
+def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
+    """The exit code: 1 if it did not come to its end, or the account is not exact."""
+    console = Console()
+    if has_spark and (reason := missing()) is not None:
+        _say(console, f"[yellow]without Spark[/]: {escape(reason)}")
+        has_spark = False
+    group = f"demo-{uuid.uuid4().hex[:6]}"
+    with tempfile.TemporaryDirectory(prefix="pxrs-demo-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
+        with pxrs.open(folder / "data", registry=url) as hub:
+            hub.registry.get("groups")  # its tables are made before the workers race to make them
+            who = f"{len(WORKERS)} workers{' and Spark' if has_spark else ''}, {PARTITIONS} partitions"
+            _say(console, f"[bold]pxrs[/] demo on {escape(hub.registry.url)}: {who}\n")
+            try:
+                story = Demo(hub, url or "", group, folder, console, messages, has_spark)
+                ending = story.run()
+            except Stuck as error:
+                _say(console, f"[red]{escape(str(error))}[/]")
+                return 1
+            finally:
+                _forget(hub, [group, *groups_of(group).values()])
+    _tell(console, ending)
+    _draw(console, picture, story, ending, has_spark)
+    return 0 if ending.is_exact else 1
+
+
+def _tell(console: Console, ending: Ending) -> None:
+    console.print()
+    console.print(account_table(ending.lines))
+    when = "when a worker was killed or stopped" if ending.has_zombie else "when a worker was killed"
+    _say(console, f"[dim]handled again: {ending.redone}, in hand and not yet written down {when}[/]")
+    if ending.dead_letters:
+        why = ", ".join(f"{escape(reason)} ({count})" for reason, count in ending.dead_letters.items())
+        _say(console, f"[dim]dead letters: {why}[/]")
+    verdict = "[bold green]exact[/]" if ending.is_exact else "[bold red]not exact[/]"
+    _say(console, f"the account is {verdict}")
+
+
+def _draw(console: Console, path: Path, story: Demo, ending: Ending, has_spark: bool) -> None:
+    who = f"{len(WORKERS)} workers{' and a Spark pipeline' if has_spark else ''}"
+    title = f"pxrs demo: {ending.messages:,} messages, {PARTITIONS} partitions, {who}"
+    subtitle = "the account is not exact"
+    if ending.is_exact:
+        totals = "; Spark's totals right to the cent" if has_spark else ""
+        subtitle = f"nothing lost, in order, nothing done twice beyond the last checkpoint{totals}"
+    try:
+        chart.draw(path, title, subtitle, story.samples, story.marks)
+    except MissingDependency as error:
+        _say(console, f"no chart: {escape(str(error))}")
+    except OSError as error:
+        _say(console, f"no chart: {path} cannot be written: {error.strerror}")
+    else:
+        _say(console, f"a chart of the run: {escape(str(path))}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def _forget(hub: pxrs.Hub, groups: list[str]) -> None:
+    """Leave nothing in somebody's registry. No name or id of this is ever used again, so no guard is needed (R4)."""
+    prefixes = [Keys(group).root for group in groups] + [f"spark/{topic.id}/" for topic in hub.topics()]
+    keys = [entry.key for prefix in prefixes for entry in hub.registry.scan(prefix)]
+    size = hub.registry.limits.commit_keys_max
+    for at in range(0, len(keys), size):
+        hub.registry.commit(delete=keys[at : at + size])
