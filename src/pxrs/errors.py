@@ -6,7 +6,7 @@ what to do about it. Messages never contain secrets: addresses are shown with th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -196,14 +196,23 @@ class ReadFailed(LogError):
 class UnknownProducer(LogError):
     """The log has forgotten this producer, so it cannot tell a retry from a new batch. Open a new producer.
 
-    `stored` is the epoch and the number of the last batch that it knows of this producer, if it knows any."""
+    `stored` is the epoch and the number of the last batch that it knows of this producer, if it knows any; `partitions`
+    are those that refused for this reason: of them nothing was stored."""
 
-    def __init__(self, what: str, stored: tuple[int, int] | None = None) -> None:
-        self.what, self.stored = what, stored
+    def __init__(
+        self, what: str, stored: tuple[int, int] | None = None, partitions: frozenset[int] = frozenset()
+    ) -> None:
+        self.what, self.stored, self.partitions = what, stored, partitions
         super().__init__(what)
 
-    def __reduce__(self) -> tuple[type[UnknownProducer], tuple[str, tuple[int, int] | None]]:
-        return type(self), (self.what, self.stored)
+    @classmethod
+    def of(cls, topic: str, refused: Mapping[int, UnknownProducer]) -> UnknownProducer:
+        """One for all partitions of an append; it says what the first of them said."""
+        partition, error = next(iter(refused.items()))
+        return cls(f"{topic}/{partition}: {error.what}", error.stored, frozenset(refused))
+
+    def __reduce__(self) -> tuple[type[UnknownProducer], tuple[str, tuple[int, int] | None, frozenset[int]]]:
+        return type(self), (self.what, self.stored, self.partitions)
 
 
 class SequenceGap(LogError):

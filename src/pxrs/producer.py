@@ -5,10 +5,7 @@ another when it has lingered. It hashes the keys, each once, sorts the rows by p
 While an append is under way more is collected, so a slow disk makes larger batches, not a longer queue; `buffer_bytes`
 bounds what waits, and `send` blocks beyond it (X16).
 
-Every batch carries the producer's id and its number in the partition, so a retry is stored once (L4). No more batches
-of a partition go into one append than the log remembers: whatever became of it, the retry can be answered. When the
-tries are used up, the batch fails, and with it every later one of its partition: leaving one out would break the order.
-No error is lost: the receipts of the messages raise it, and `flush` and `close` do.
+No error of an append is lost: the receipts of the messages raise it, and `flush` and `close` do.
 
 `send` is the hot path and takes no lock. A chunk is one flat list to which a sender adds key, value and time in one
 step that nothing can divide, neither another thread nor an interrupt. Then it looks whether the row is where it must
@@ -36,10 +33,10 @@ from typing import Final, Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pxrs.errors import AppendFailed, BufferFull, Closed, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
-from pxrs.log.batch import FRAME_BYTES_MAX, Origin
-from pxrs.log.contract import Append, TopicLog
-from pxrs.log.producers import BATCHES_KEPT
+from pxrs.appender import Appender, Outcome
+from pxrs.errors import BufferFull, Closed, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
+from pxrs.log.batch import FRAME_BYTES_MAX
+from pxrs.log.contract import TopicLog
 from pxrs.model import microseconds_of
 from pxrs.outgoing import (
     WIDTH,
@@ -70,7 +67,6 @@ RETAIN_EVERY_S: Final = 60.0
 SMALL_BYTES: Final = 448
 """A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size."""
 SMALL_COUNTED_BYTES: Final = 512
-_BACKOFF_S: Final = (0.01, 1.0)
 
 _logger: Final = logging.getLogger(__name__)
 _time = time.time
@@ -92,6 +88,7 @@ class Producer:
     # Slots: an object with so many attributes would else be slow to look them up, and `send` needs two.
     __slots__ = (
         "__weakref__",
+        "_appender",
         "_batch_bytes",
         "_batch_rows",
         "_broken",
@@ -120,13 +117,10 @@ class Producer:
         "_rounds_begun",
         "_rounds_done",
         "_sealed_bytes_max",
-        "_sequences",
         "_settled",
         "_since",
         "_thread",
-        "_tries_max",
         "_work",
-        "id",
     )
 
     def __init__(
@@ -155,8 +149,6 @@ class Producer:
         self._batch_bytes = _whole("batch_bytes", batch_bytes, 1, FRAME_BYTES_MAX // 2)
         self._buffer_bytes = _whole("buffer_bytes", buffer_bytes, 1 << 10, 1 << 40)
         self._buffer_timeout = _seconds("buffer_timeout", buffer_timeout, 86_400)
-        self._tries_max = _whole("tries_max", tries_max, 1, 1_000)
-        self.id = uuid.uuid4()
         self._is_forked = False
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
@@ -183,8 +175,8 @@ class Producer:
         topic = log.topic
         has_retention = topic.retention_s is not None or topic.retention_bytes is not None
         self._retains_at = 0.0 if has_retention else None
-        self._sequences = [0] * self._partitions
-        self._broken: dict[int, BaseException] = {}
+        self._appender = Appender(log, _whole("tries_max", tries_max, 1, 1_000))
+        self._broken = self._appender.broken
         self._error: BaseException | None = None
         self._error_is_known = False
         self._keyless = uuid.uuid4().int % self._partitions
@@ -562,15 +554,8 @@ class Producer:
         return batches
 
     def _store(self, batches: list[SentBatch]) -> None:
-        """Append them, in order, no more of a partition at once than the log remembers."""
         self._in_hand = list(batches)
-        counts = [0] * self._partitions
-        groups: dict[int, list[SentBatch]] = {}
-        for batch in batches:
-            groups.setdefault(counts[batch.partition] // BATCHES_KEPT, []).append(batch)
-            counts[batch.partition] += 1
-        for group in groups.values():
-            outcomes = self._store_group(group)
+        for outcomes in self._appender.store(batches):
             with self._lock:
                 self._settle(outcomes)
         with self._lock:
@@ -584,50 +569,7 @@ class Producer:
             except PxrsError as error:  # what was sent is stored; the next producer tries again
                 _logger.warning("retention of %s failed: %s", self._log.name, error)
 
-    def _store_group(self, batches: list[SentBatch]) -> list[tuple[SentBatch, int | BaseException]]:
-        outcomes: list[tuple[SentBatch, int | BaseException]] = []
-        sound: list[tuple[SentBatch, Origin]] = []
-        for batch in batches:
-            if batch.partition in self._broken:
-                outcomes.append((batch, self._broken[batch.partition]))
-                continue
-            sound.append((batch, Origin(self.id, 0, self._sequences[batch.partition])))
-            self._sequences[batch.partition] += 1
-        try:
-            return outcomes + self._append(sound, self._tries_max)
-        except Exception:  # noqa: BLE001 - tried again below, where each partition gets its own error
-            return outcomes + self._store_apart(sound)
-
-    def _store_apart(self, batches: list[tuple[SentBatch, Origin]]) -> list[tuple[SentBatch, int | BaseException]]:
-        """One append for each partition, so that one that fails does not fail the others. A retry is stored once."""
-        outcomes: list[tuple[SentBatch, int | BaseException]] = []
-        for partition in dict.fromkeys(batch.partition for batch, _ in batches):
-            mine = [each for each in batches if each[0].partition == partition]
-            try:
-                outcomes += self._append(mine, 1)
-            except Exception as error:  # noqa: BLE001 - raised by the receipts, flush and close
-                self._broken[partition] = error
-                outcomes += [(batch, error) for batch, _ in mine]
-        return outcomes
-
-    def _append(
-        self, batches: list[tuple[SentBatch, Origin]], tries_max: int
-    ) -> list[tuple[SentBatch, int | BaseException]]:
-        """Try until it is stored; the same origins each time. Raises the last AppendFailed, and any other error."""
-        appends = [Append(batch.partition, batch.records, origin) for batch, origin in batches]
-        wait_s, wait_s_max = _BACKOFF_S
-        for last in (number == tries_max for number in range(1, tries_max + 1)):
-            try:
-                offsets = self._log.append(appends) if appends else []
-                return [(batch, offset) for (batch, _), offset in zip(batches, offsets, strict=True)]
-            except AppendFailed:
-                if last:
-                    raise
-            time.sleep(wait_s)
-            wait_s = min(wait_s * 2, wait_s_max)
-        raise AssertionError("tries_max is at least 1")
-
-    def _settle(self, outcomes: Sequence[tuple[SentBatch, int | BaseException]]) -> None:
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
         """Under the lock: tell those who wait, and give the buffer back."""
         for batch, outcome in outcomes:
             if isinstance(outcome, BaseException):

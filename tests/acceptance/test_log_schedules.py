@@ -18,7 +18,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pxrs.errors import AppendFailed, Closed, DamagedFrame, LogBusy, LogError, OffsetTrimmed, PxrsError, UnknownTopic
+from pxrs.errors import (
+    AppendFailed,
+    Closed,
+    DamagedFrame,
+    LogBusy,
+    LogError,
+    OffsetTrimmed,
+    PxrsError,
+    UnknownProducer,
+    UnknownTopic,
+)
 from pxrs.inotify import Notifier
 from pxrs.log import directory as directory_module
 from pxrs.log import partition as partition_module
@@ -436,6 +446,32 @@ def test_l4_a_lost_state_of_producers_is_found_again_in_the_segments(harm: str, 
     assert [late.append(one(b"again", producer, sequence)) for sequence in (28, 30, 31)] == [[29], [31], [32]]
     assert late.append(one(b"next", producer, 32)) == [33]
     assert late.end(0) == 34
+
+
+def test_l4_a_silent_producer_is_forgotten_at_a_roll_and_found_in_the_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition_module, "SILENT_S_MAX", -3600.0)
+    topic, silent, other = new_topic(tmp_path), uuid.uuid4(), uuid.uuid4()
+    topic.append(one(b"before"))
+    assert topic.append(one(b"once", silent)) == [1]
+    for _ in range(3):
+        topic.append(one(b"x" * 7000))
+    assert len(segments(tmp_path)) > 2
+    retry, begin = one(b"once", silent)[0], one(b"begin", other)[0]
+    for log in (topic, opened(tmp_path)):
+        for since in (None, 0, 1):
+            if since is None:
+                with pytest.raises(UnknownProducer):
+                    log.append([retry])
+            else:
+                assert log.append([retry._replace(since=since)]) == [1]
+    assert topic.append([begin._replace(since=topic.end(0))]) == [5]
+    for path in segments(tmp_path)[0].parent.glob(f"{segments(tmp_path)[0].stem}.*"):
+        path.unlink()  # as retention does
+    with pytest.raises(UnknownProducer):
+        opened(tmp_path).append([retry._replace(since=1)])
+    assert topic.end(0) == 6
 
 
 def test_f5_a_missing_tail_is_an_error_and_never_an_end(tmp_path: Path) -> None:

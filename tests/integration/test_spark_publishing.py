@@ -34,7 +34,7 @@ from pxrs.errors import BatchRefused, Conflict, OutcomeUnknown, PartitionLost, P
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
-from pxrs.log.producers import BATCHES_KEPT
+from pxrs.log.producers import BATCHES_KEPT, Producers
 from pxrs.registry.contract import ABSENT
 from pxrs.spark import manifest
 from pxrs.spark.manifest import Manifest, Publisher, fingerprint
@@ -406,6 +406,13 @@ def next_driver(number: int) -> Callable[[Place], None]:
 @pytest.mark.parametrize("is_one_hub", [True, False], ids=["one hub", "two hubs"])
 def test_k1_a_driver_may_die_at_every_step(places: Places, is_one_hub: bool) -> None:
     assert try_every_crash(places, None, is_one_hub) > 20
+
+
+def test_k1_a_driver_may_die_at_every_step_with_a_log_that_forgets_every_producer_at_once(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Producers.__init__, "__defaults__", (0, -1))
+    assert try_every_crash(places) > 20
 
 
 def test_k3_another_member_goes_on_exactly_where_a_dead_driver_was(places: Places) -> None:
@@ -986,7 +993,7 @@ class Direct(Publisher):
     """No manifest: the driver's commit appends what its tasks have staged."""
 
     def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
-        self._append(query, Manifest(batch, list(files)))
+        self._append(query, Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS))
         expect: dict[str, int] = {}
         put: dict[str, bytes] = {}
         for feed in feeds:
@@ -1001,7 +1008,7 @@ class OwnFiles(Publisher):
     def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
         entry = self._registry.get(self._prefix + query)
         if entry is not None and (last := Manifest.load(entry)).batch == batch and not last.is_published:
-            mine = Manifest(batch, list(files), last.ranges)
+            mine = Manifest(batch, list(files), last.ranges, ends=last.ends or [0] * TARGET_PARTITIONS)
             self._finish(
                 query, mine, self._registry.commit({entry.key: entry.version}, {entry.key: mine.dump()})[entry.key]
             )
@@ -1028,7 +1035,7 @@ class Overwriting(Publisher):
     """What is there when the last batch is finished is written over, whatever it is by then."""
 
     def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
-        ours = Manifest(batch, list(files))
+        ours = Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS)
         entry = self._registry.get(self._prefix + query)
         if entry is not None:
             last = Manifest.load(entry)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -17,9 +18,21 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pxrs.errors import AppendFailed, BufferFull, Closed, InvalidRecord, LogError, PartlySent, PxrsError, UsedAfterFork
+from pxrs.errors import (
+    AppendFailed,
+    BufferFull,
+    Closed,
+    InvalidRecord,
+    LogError,
+    PartlySent,
+    PxrsError,
+    UnknownProducer,
+    UsedAfterFork,
+)
+from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.contract import Append
 from pxrs.log.memory import MemoryLog, MemoryTopic
+from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic
 from pxrs.outgoing import Chunk, Receipt
 from pxrs.partitioner import murmur2, xxh64
@@ -265,6 +278,47 @@ def test_l4_an_append_whose_reply_was_lost_is_stored_once() -> None:
     assert topic.values(0) == [b"%d" % i for i in range(0, 40, 2)]
     assert topic.values(1) == [b"%d" % i for i in range(1, 40, 2)]
     assert max(sum(append.partition == 0 for append in call) for call in topic.calls) <= 5
+
+
+def crowd(partition: int) -> list[Append]:
+    """A batch of each of so many producers that all others are forgotten."""
+    one = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in SCHEMA], schema=SCHEMA)
+    one = one.set_column(2, SCHEMA.field(2), pa.array([0], SCHEMA.field(2).type))
+    return [Append(partition, one, Origin(uuid.uuid4(), 0, 0), 0) for _ in range(PRODUCERS_MAX)]
+
+
+def test_l4_a_producer_that_was_forgotten_goes_on_under_another_name(topic: Fickle) -> None:
+    with Producer(topic, linger_s=60) as out:
+        for number in range(3):
+            receipts = [out.send(b"%d" % number, partition=partition) for partition in range(4)]
+            out.flush()
+            assert [receipt.result()[0] for receipt in receipts] == [0, 1, 2, 3]
+            MemoryTopic.append(topic, [*crowd(0), *crowd(2)])
+    for partition in range(4):
+        assert [value for value in topic.values(partition) if value is not None] == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_l4_a_batch_that_may_be_stored_gets_no_other_name(single: tuple[Fickle, Producer], number: int) -> None:
+    topic, out = single
+
+    def forget(appends: Sequence[Append]) -> None:
+        topic.after = lambda appends: None
+        MemoryTopic.append(topic, crowd(0))
+        raise AppendFailed("stored, but who knows")
+
+    for each in range(number):
+        out.send(b"%d" % each)
+        out.flush()
+    topic.after = forget
+    receipt = out.send(b"%d" % number)
+    if number:
+        with pytest.raises(UnknownProducer):
+            out.flush()
+    else:  # of a first batch it is known from where on to look for it
+        out.flush()
+        assert receipt.result() == (0, 0)
+    assert [value for value in topic.values(0) if value is not None] == [b"%d" % each for each in range(number + 1)]
 
 
 def test_a_partition_that_fails_for_good_fails_alone_and_in_order(topic: Fickle) -> None:

@@ -9,59 +9,66 @@ import pytest
 
 from pxrs.errors import SequenceGap, UnknownProducer
 from pxrs.log.batch import ANONYMOUS, Origin
-from pxrs.log.producers import BATCHES_KEPT, PRODUCERS_MAX, Placed, Producers
+from pxrs.log.producers import BATCHES_KEPT, PRODUCERS_MAX, Asked, Placed, Producers
 
 A, B = uuid.UUID(int=1), uuid.UUID(int=2)
+END = 1 << 61
 
 
-def noted(*batches: tuple[uuid.UUID, int, int, int]) -> Producers:
+def noted(*batches: tuple[uuid.UUID, int, int, int], now: float = 0.0) -> Producers:
     producers = Producers()
     for producer, epoch, sequence, offset in batches:
-        producers.note(Origin(producer, epoch, sequence), offset)
+        producers.note(Origin(producer, epoch, sequence), offset, now)
     return producers
+
+
+def check(producers: Producers, origin: Origin, since: int | None = None) -> int | None:
+    """The offset of the batch if it is a duplicate, None if it is new."""
+    (placed,) = producers.place([Asked(origin, 1, since)], END)
+    return None if placed.is_new else placed.offset
 
 
 def test_l4_the_next_sequence_is_new_and_the_last_few_are_duplicates() -> None:
     producers = noted(*((A, 0, i, i * 10) for i in range(8)))
-    assert producers.check(Origin(A, 0, 8)) is None
-    assert [producers.check(Origin(A, 0, i)) for i in range(8 - BATCHES_KEPT, 8)] == [30, 40, 50, 60, 70]
+    assert check(producers, Origin(A, 0, 8)) is None
+    assert [check(producers, Origin(A, 0, i)) for i in range(8 - BATCHES_KEPT, 8)] == [30, 40, 50, 60, 70]
     with pytest.raises(UnknownProducer):
-        producers.check(Origin(A, 0, 2))
+        check(producers, Origin(A, 0, 2))
     with pytest.raises(SequenceGap):
-        producers.check(Origin(A, 0, 9))
+        check(producers, Origin(A, 0, 9))
 
 
 def test_l4_an_unknown_producer_begins_at_0() -> None:
-    assert Producers().check(Origin(A, 3, 0)) is None
+    assert check(Producers(), Origin(A, 3, 0)) is None
     with pytest.raises(UnknownProducer):
-        Producers().check(Origin(A, 3, 1))
+        check(Producers(), Origin(A, 3, 1))
 
 
 def test_l4_epochs() -> None:
     producers = noted((A, 1, 0, 0), (A, 1, 1, 5))
-    assert producers.check(Origin(A, 2, 0)) is None
+    assert check(producers, Origin(A, 2, 0)) is None
     with pytest.raises(SequenceGap):
-        producers.check(Origin(A, 2, 2))
+        check(producers, Origin(A, 2, 2))
     with pytest.raises(UnknownProducer):
-        producers.check(Origin(A, 0, 2))
-    producers.note(Origin(A, 2, 0), 9)
-    assert producers.check(Origin(A, 2, 0)) == 9
+        check(producers, Origin(A, 0, 2))
+    producers.note(Origin(A, 2, 0), 9, 0.0)
+    assert check(producers, Origin(A, 2, 0)) == 9
     with pytest.raises(UnknownProducer):
-        producers.check(Origin(A, 1, 1))
+        check(producers, Origin(A, 1, 1))
 
 
 def test_l4_no_producer_is_never_remembered() -> None:
     producers = Producers()
-    producers.note(ANONYMOUS, 3)
-    assert producers.check(ANONYMOUS) is None
+    producers.note(ANONYMOUS, 3, 0.0)
+    assert check(producers, ANONYMOUS) is None
     assert len(producers) == 0
 
 
 def test_checking_changes_nothing() -> None:
     producers = noted((A, 0, 0, 0))
     before = producers.dump()
-    producers.check(Origin(A, 0, 1))
-    producers.place([(Origin(A, 0, 1), 3), (Origin(B, 0, 0), 3)], 1)
+    check(producers, Origin(A, 0, 1))
+    producers.place([Asked(Origin(A, 0, 1), 3), Asked(Origin(B, 0, 0), 3)], 1)
     assert producers.dump() == before
 
 
@@ -72,18 +79,18 @@ def test_a_recovery_may_note_twice() -> None:
 
 def test_the_longest_silent_producer_is_forgotten_first() -> None:
     producers = noted(*((uuid.UUID(int=i + 1), 0, 0, i) for i in range(PRODUCERS_MAX)))
-    producers.note(Origin(A, 0, 1), 5000)
-    producers.note(Origin(uuid.UUID(int=PRODUCERS_MAX + 1), 0, 0), 5001)
+    producers.note(Origin(A, 0, 1), 5000, 0.0)
+    producers.note(Origin(uuid.UUID(int=PRODUCERS_MAX + 1), 0, 0), 5001, 0.0)
     assert len(producers) == PRODUCERS_MAX
-    assert producers.check(Origin(A, 0, 1)) == 5000
+    assert check(producers, Origin(A, 0, 1)) == 5000
     with pytest.raises(UnknownProducer):
-        producers.check(Origin(B, 0, 1))
+        check(producers, Origin(B, 0, 1))
 
 
 def test_several_batches_are_placed_together() -> None:
     producers = noted((A, 0, 0, 0))
-    batches = [(Origin(A, 0, 0), 9), (Origin(A, 0, 1), 2), (ANONYMOUS, 3), (Origin(A, 0, 1), 2), (Origin(B, 0, 0), 1)]
-    assert producers.place(batches, 9) == [
+    origins = [Origin(A, 0, 0), Origin(A, 0, 1), ANONYMOUS, Origin(A, 0, 1), Origin(B, 0, 0)]
+    assert producers.place([*map(Asked, origins, (9, 2, 3, 2, 1))], 9) == [
         Placed(0, False),
         Placed(9, True),
         Placed(11, True),
@@ -91,7 +98,7 @@ def test_several_batches_are_placed_together() -> None:
         Placed(14, True),
     ]
     with pytest.raises(SequenceGap):
-        producers.place([(Origin(A, 0, 1), 1), (Origin(A, 0, 3), 1)], 9)
+        producers.place([Asked(Origin(A, 0, 1), 1), Asked(Origin(A, 0, 3), 1)], 9)
 
 
 def test_the_state_goes_through_json() -> None:
@@ -99,16 +106,74 @@ def test_the_state_goes_through_json() -> None:
     loaded = Producers()
     loaded.load(json.loads(json.dumps(producers.dump())))
     assert loaded.dump() == producers.dump()
-    assert loaded.check(Origin(A, 0, 1)) == 1 << 60
+    assert check(loaded, Origin(A, 0, 1)) == 1 << 60
     few = Producers(producers_max=1)
     few.load(producers.dump())
-    assert few.check(Origin(A, 0, 1)) == 1 << 60
+    assert check(few, Origin(A, 0, 1)) == 1 << 60
     assert len(few) == 1
 
 
-@pytest.mark.parametrize("bad", [{}, {"producers": [["x", 0, []]]}, {"producers": [[A.hex, 0, []]]}, {"producers": 3}])
+def test_l4_who_was_forgotten_is_not_taken_for_one_who_begins() -> None:
+    few = Producers(producers_max=1)
+    few.note(Origin(A, 0, 0), 40, 0.0)
+    few.note(Origin(B, 0, 0), 50, 0.0)
+    assert few.forgotten == 40
+    for since in (None, 0, 40):
+        with pytest.raises(UnknownProducer):
+            check(few, Origin(A, 0, 0), since)
+    assert check(few, Origin(A, 0, 0), 41) is None, "nothing of those who were forgotten lies behind that"
+    assert check(few, Origin(B, 0, 1)) is None, "one that is known needs to say nothing"
+    assert check(few, ANONYMOUS) is None
+
+
+def test_l4_the_silent_are_forgotten_and_a_later_state_still_knows_that() -> None:
+    producers = noted((A, 0, 0, 7), now=100.0)
+    producers.note(Origin(B, 0, 0), 8, 200.0)
+    producers.forget_silent(100.0)
+    assert len(producers) == 2
+    producers.forget_silent(150.0)
+    assert len(producers) == 1
+    loaded = Producers()
+    loaded.load(json.loads(json.dumps(producers.dump())))
+    with pytest.raises(UnknownProducer):
+        check(loaded, Origin(A, 0, 0), 7)
+    assert check(loaded, Origin(A, 0, 0), 8) is None
+
+
+def test_l4_what_was_forgotten_is_recalled_from_where_the_sender_began() -> None:
+    few = Producers(producers_max=1)
+    stored = [(Origin(A, 3, 0), 40), (Origin(A, 3, 1), 41), (Origin(B, 0, 0), 50)]
+    for origin, offset in stored:
+        few.note(origin, offset, 0.0)
+    looks: list[int] = []
+
+    def since(offset: int) -> list[tuple[Origin, int]] | None:
+        looks.append(offset)
+        return None if offset < 20 else [each for each in stored if each[1] >= offset]
+
+    asked = [Asked(Origin(A, 3, sequence), 1, 30) for sequence in range(3)]
+    recalled = few.recall(asked, 51, since, 0.0)
+    assert few.place(recalled, 51) == [Placed(40, False), Placed(41, False), Placed(51, True)]
+    assert looks == [30], "once for all of them"
+    stranger = [Asked(Origin(uuid.UUID(int=9), 0, 0), 1, 30)]
+    assert few.place(few.recall(stranger, 51, since, 0.0), 51) == [Placed(51, True)]
+    too_old = [Asked(Origin(uuid.UUID(int=9), 0, 0), 1, 10)]
+    with pytest.raises(UnknownProducer):
+        few.place(few.recall(too_old, 51, since, 0.0), 51)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        {"producers": [["x", 0, [], 0]], "forgotten": 0},
+        {"producers": [[A.hex, 0, [], 0]], "forgotten": 0},
+        {"producers": [], "forgotten": None},
+        {"producers": 3, "forgotten": 0},
+    ],
+)
 def test_a_state_that_is_none_is_refused_and_leaves_the_old_one(bad: dict[str, object]) -> None:
     producers = noted((A, 0, 0, 0))
     with pytest.raises((KeyError, TypeError, ValueError)):
         producers.load(bad)
-    assert producers.check(Origin(A, 0, 0)) == 0
+    assert check(producers, Origin(A, 0, 0)) == 0

@@ -25,6 +25,9 @@ class Append(NamedTuple):
     partition: int
     records: pa.RecordBatch
     origin: Origin = ANONYMOUS
+    since: int | None = None
+    """Where the partition ended before the first try of this producer's first batch: if it has forgotten producers
+    since, it looks from there whether this is one of them. Without it, that is refused: UnknownProducer."""
 
 
 class Source(ABC):

@@ -32,6 +32,7 @@ from pxrs.errors import (
     LogError,
     ReadFailed,
     TopicExists,
+    UnknownProducer,
     UnknownTopic,
     UsedAfterFork,
 )
@@ -235,16 +236,25 @@ class DirectoryTopic(TopicLog):
         ready: dict[int, list[Ready]] = {}
         for append in appends:
             payload = encode(append.records, self.topic.codec)
-            ready.setdefault(append.partition, []).append(Ready(payload, append.origin))
+            ready.setdefault(append.partition, []).append(Ready(payload, append.origin, append.since))
         partitions = {number: self._partition(number) for number in ready}
+        refused: dict[int, UnknownProducer] = {}
+
+        def store(number: int) -> list[int]:
+            try:
+                return partitions[number].append(ready[number])
+            except UnknownProducer as error:
+                refused[number] = error
+                return []
+
         try:
-            stored = self._crew.run(
-                [functools.partial(partitions[number].append, batches) for number, batches in ready.items()]
-            )
+            stored = self._crew.run([functools.partial(store, number) for number in ready])
         except AppendFailed as error:
             if not self._folder.exists():
                 raise UnknownTopic(self.name) from error
             raise
+        if refused:
+            raise UnknownProducer.of(self.name, refused)
         offsets = {number: iter(places) for number, places in zip(ready, stored, strict=True)}
         return [next(offsets[append.partition]) for append in appends]
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +20,6 @@ from pxrs.errors import (
     InvalidRecord,
     OffsetOutOfRange,
     OffsetTrimmed,
-    SequenceGap,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
@@ -28,7 +27,7 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, encode
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
-from pxrs.log.producers import Placed, Producers
+from pxrs.log.producers import SILENT_S_MAX, Asked, Placed, Producers
 from pxrs.model import Topic
 
 
@@ -36,18 +35,31 @@ class _Partition:
     def __init__(self) -> None:
         self.bases: list[int] = []
         self.payloads: list[Payload] = []
+        self.origins: list[Origin] = []
         self.start = 0
         self.end = 0
         self.producers = Producers()
 
-    def store(self, payload: Payload) -> None:
+    def place(self, asked: list[Asked]) -> list[Placed]:
+        asked = self.producers.recall(asked, self.end, self._origins_since, time.time())
+        return self.producers.place(asked, self.end)
+
+    def _origins_since(self, offset: int) -> Iterable[tuple[Origin, int]] | None:
+        if offset < self.start:
+            return None
+        first = max(0, bisect_right(self.bases, offset) - 1)
+        return zip(self.origins[first:], self.bases[first:], strict=True)
+
+    def store(self, payload: Payload, origin: Origin) -> None:
+        self.producers.note(origin, self.end, time.time())
         self.bases.append(self.end)
         self.payloads.append(payload)
+        self.origins.append(origin)
         self.end += payload.rows
 
     def drop(self, count: int) -> None:
         """Forget the first batches."""
-        del self.bases[:count], self.payloads[:count]
+        del self.bases[:count], self.payloads[:count], self.origins[:count]
         self.start = self.bases[0] if self.bases else self.end
 
 
@@ -137,14 +149,18 @@ class MemoryTopic(TopicLog):
         with self._changed:
             self._check_usable()
             # Every partition is checked before anything is stored: what is refused leaves no trace.
+            refused: dict[int, UnknownProducer] = {}
             for partition, numbers in in_partition.items():
-                batches = [(appends[i].origin, payloads[i].rows) for i in numbers]
-                placed |= zip(numbers, self._place(partition, batches), strict=True)
+                asked = [Asked(appends[i].origin, payloads[i].rows, appends[i].since) for i in numbers]
+                try:
+                    placed |= zip(numbers, self._stored[partition].place(asked), strict=True)
+                except UnknownProducer as error:
+                    refused[partition] = error
+            if refused:
+                raise UnknownProducer.of(self.name, refused)
             for i, append in enumerate(appends):
                 if placed[i].is_new:
-                    place = self._stored[append.partition]
-                    place.store(payloads[i])
-                    place.producers.note(append.origin, placed[i].offset)
+                    self._stored[append.partition].store(payloads[i], append.origin)
             self._changed.notify_all()
         return [placed[i].offset for i in range(len(appends))]
 
@@ -153,6 +169,7 @@ class MemoryTopic(TopicLog):
         with self._changed:
             self._check_usable()
             for partition, place in enumerate(self._stored):
+                place.producers.forget_silent(now / 1e6 - SILENT_S_MAX)
                 count = self._expired(place.payloads, now)
                 if count:
                     place.drop(count)
@@ -172,13 +189,6 @@ class MemoryTopic(TopicLog):
                 size -= payloads[count].frame_bytes
                 count += 1
         return count
-
-    def _place(self, partition: int, batches: list[tuple[Origin, int]]) -> list[Placed]:
-        place = self._stored[partition]
-        try:
-            return place.producers.place(batches, place.end)
-        except (UnknownProducer, SequenceGap) as error:
-            raise type(error)(f"{self.name}/{partition}: {error}") from None
 
     def _partition(self, partition: int) -> _Partition:
         if not 0 <= partition < self.partitions:

@@ -62,7 +62,7 @@ from pxrs.log.batch import (
     read_payload,
 )
 from pxrs.log.index import Index, write_beside
-from pxrs.log.producers import Producers, dump_producers, load_producers, producers_path
+from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
 from pxrs.log.segment import Sealed, begins_an_append_behind, frames, index_path, segment_bases, segment_path
@@ -74,10 +74,11 @@ TAIL_READ_BYTES: Final = 256 << 10
 
 
 class Ready(NamedTuple):
-    """A batch that waits for its offset."""
+    """A batch that waits for its offset. `since` is as in `Asked`."""
 
     payload: Payload
     origin: Origin
+    since: int | None = None
 
 
 class Partition:
@@ -305,12 +306,29 @@ class Partition:
                 raise
 
     def _append(self, published: Published, batches: Sequence[Ready]) -> list[int]:
-        asked = [(ready.origin, ready.payload.rows) for ready in batches]
-        placed = self._tail.producers.place(asked, published.end)
+        producers = self._tail.producers
+        asked = [Asked(ready.origin, ready.payload.rows, ready.since) for ready in batches]
+        asked = producers.recall(asked, published.end, self._origins_since, time.time())
+        placed = producers.place(asked, published.end)
         new = [(ready, place.offset) for ready, place in zip(batches, placed, strict=True) if place.is_new]
         if new:
             self._write(published, new)
         return [place.offset for place in placed]
+
+    def _origins_since(self, offset: int) -> Iterator[tuple[Origin, int]] | None:
+        """Of the batches from this offset on, up to the published end. Holds the lock, and `_tail` is as published."""
+        bases = segment_bases(self.folder)
+        first = bisect_right(bases, offset) - 1
+        return None if first < 0 else self._origins(bases[first:], offset)
+
+    def _origins(self, bases: list[int], offset: int) -> Iterator[tuple[Origin, int]]:
+        for base, following in pairwise(bases):
+            sealed = Sealed(segment_path(self.folder, base), base, following)
+            for _, header in sealed.frames_from(sealed.index.position_of(offset)):
+                yield header.origin, header.base_offset
+        index = self._tail.index
+        for _, header in self._tail_headers(self._tail, index.position_of(offset), index.segment_bytes):
+            yield header.origin, header.base_offset
 
     def _write(self, published: Published, new: list[tuple[Ready, int]]) -> None:
         size = sum(ready.payload.frame_bytes for ready, _ in new)
@@ -337,10 +355,10 @@ class Partition:
                 f"{self.place}: {error.strerror} when it was synced; whether it is kept is not certain until it is "
                 "tried again, which stores it once"
             ) from error
-        position = published.segment_bytes
+        position, now = published.segment_bytes, time.time()
         for header in headers:
             tail.index.note(header, position)
-            tail.producers.note(header.origin, header.base_offset)
+            tail.producers.note(header.origin, header.base_offset, now)
             position += header.frame_bytes
         self._published.write(published, tail.base, position, headers[-1].next_offset)
 
@@ -380,26 +398,32 @@ class Partition:
             producers = load_producers(producers_path(segment_path(self.folder, bases[at])))
             if producers is None and at > 0:
                 continue
-            producers = Producers() if producers is None else producers
+            # What was dropped before the first segment is as good as forgotten.
+            producers = Producers(forgotten=bases[at] - 1) if producers is None else producers
             for older, following in pairwise(bases[at : bisect_right(bases, base)]):
                 for _, header in Sealed(segment_path(self.folder, older), older, following).frames_from(0):
-                    producers.note(header.origin, header.base_offset)
+                    producers.note(header.origin, header.base_offset, time.time())
             return producers
         return Producers()
 
     def _learn(self, tail: _Tail, published: Published) -> None:
         """Take in the headers that other processes have appended."""
-        path = segment_path(self.folder, tail.base)
-        position = tail.index.segment_bytes
-        while position < published.segment_bytes:
-            header = read_header(os.pread(tail.descriptor, HEADER_BYTES, position), path, position)
+        now = time.time()
+        for position, header in self._tail_headers(tail, tail.index.segment_bytes, published.segment_bytes):
             tail.index.note(header, position)
-            tail.producers.note(header.origin, header.base_offset)
+            tail.producers.note(header.origin, header.base_offset, now)
+
+    def _tail_headers(self, tail: _Tail, position: int, end: int) -> Iterator[tuple[int, Header]]:
+        path = segment_path(self.folder, tail.base)
+        while position < end:
+            header = read_header(os.pread(tail.descriptor, HEADER_BYTES, position), path, position)
+            yield position, header
             position += header.frame_bytes
 
     def _roll(self, published: Published) -> Published:
         """Go on in a new segment, from the published end. The old one is synced up to there."""
         old = self._tail
+        old.producers.forget_silent(time.time() - SILENT_S_MAX)
         path = segment_path(self.folder, published.end)
         try:
             write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump())

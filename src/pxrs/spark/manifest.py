@@ -70,6 +70,8 @@ class Manifest:
     files: list[str]
     ranges: Ranges = field(default_factory=dict)
     is_published: bool = False
+    ends: list[int] = field(default_factory=list)
+    """Of the topic's partitions, before anything of the batch was appended."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -129,6 +131,7 @@ class Publisher:
                 if self._registry.get(self._prefix + query) != entry:
                     continue  # another driver of this query has published the batch, and cleared up
                 raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
+            ours = replace(ours, ends=[self._topic.end(number) for number in range(self._topic.partitions)])
             version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
             if version is not None:
                 self._finish(query, ours, version)
@@ -243,7 +246,7 @@ class Publisher:
             except FileNotFoundError:
                 self._check_published(query, manifest)
                 return
-            done = replace(manifest, files=[], is_published=True)
+            done = replace(manifest, files=[], is_published=True, ends=[])
             try:
                 self._commit({self._prefix + query: version}, {self._prefix + query: done.dump()})
             except Conflict:  # another one has finished it too, and may have gone on
@@ -265,9 +268,8 @@ class Publisher:
         size = 0
         for partition, records in self._staging.chunks(self._topic.id, query, manifest.batch, manifest.files):
             sequence = sequences[partition] = sequences.get(partition, -1) + 1
-            waiting.setdefault(partition, []).append(
-                Append(partition, records, Origin(producer, manifest.batch, sequence))
-            )
+            origin, since = Origin(producer, manifest.batch, sequence), manifest.ends[partition]
+            waiting.setdefault(partition, []).append(Append(partition, records, origin, since))
             size += records.nbytes
             if size >= _APPEND_BYTES_MAX or len(waiting[partition]) == _TOGETHER_MAX:
                 self._append_all(waiting)

@@ -34,6 +34,7 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin
 from pxrs.log.contract import Append, Log, TopicLog
+from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import CODECS, Topic
 
 BAD_NAMES = (
@@ -358,6 +359,19 @@ class _Origins(_Fixtures):
             with pytest.raises(UnknownProducer):
                 topic.append([Append(0, records([b"zombie"]), origin(sequence, producer, 1))])
         assert values_from(topic, 0) == [b"a", b"b"]
+
+    def test_l4_who_was_forgotten_is_found_again_or_refused(self, topic: TopicLog, producer: uuid.UUID) -> None:
+        since = topic.end(0)
+        batches = [Append(0, records([b"%d" % i]), origin(i, producer), since) for i in range(2)]
+        assert topic.append(batches[:1]) == [0]
+        crowd = [Append(0, records([b"x"]), origin(0, uuid.uuid4()), since) for _ in range(PRODUCERS_MAX)]
+        topic.append(crowd)
+        end = topic.end(0)
+        with pytest.raises(UnknownProducer) as refused:
+            topic.append([batches[0]._replace(since=None)])
+        assert refused.value.partitions == {0}
+        assert topic.append(batches) == [0, end], "it is looked for from where it began"
+        assert topic.append([Append(0, records([b"a"]), origin(0, uuid.uuid4()), end)]) == [end + 1]
 
     def test_l4_sequences_count_in_each_partition(self, topic: TopicLog, producer: uuid.UUID) -> None:
         for partition in (0, 1):
