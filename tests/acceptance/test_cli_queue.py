@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import pxrs
-from pxrs import cli
+from pxrs.cli import app
 from pxrs.cli import queue as command_queue
 from pxrs.errors import OutcomeUnknown, RegistryUnavailable, UnknownQueue
 from pxrs.queue.handle import QueueHandle
@@ -114,7 +114,7 @@ def call(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         monkeypatch.setattr(sys, "argv", ["pxrs", "queue", *arguments])
         monkeypatch.setenv("PXRS_AT", str(data))
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            app.main()
         code = ended.value.code
         shown = capsys.readouterr()
         return Result(code if isinstance(code, int) else 0, shown.out, " ".join(shown.err.split()))

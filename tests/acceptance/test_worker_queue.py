@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 import pxrs
-from pxrs import cli
-from pxrs.cli import worker
+from pxrs.cli import app, worker
 from pxrs.cli.worker_process import OF_AN_ITEM, Settings, load_handler
 from pxrs.queue.records import TAKERS
 from pxrs.testing.proxy import Proxy
@@ -304,7 +303,7 @@ def test_an_option_that_means_nothing_is_refused_by_its_name(
     monkeypatch.chdir(shop.folder)
     monkeypatch.setattr(sys, "argv", ["pxrs", "worker", "shop:handle", "--at", "data", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        app.main()
     assert ended.value.code == code
     assert words in " ".join(capsys.readouterr().err.split())
     assert not Path("typo").exists()
