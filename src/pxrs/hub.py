@@ -138,10 +138,10 @@ class TopicHandle:
         offset = self.log.start(partition) if start is None else start
         while offset < end:
             for batch in self.log.read(partition, offset):
-                records = batch.records.slice(0, end - offset)
-                if records.num_rows:
-                    yield _with_place(records, partition, offset)
-                offset += records.num_rows
+                batch = batch.within(offset, end)
+                if batch.records.num_rows:
+                    yield _with_place(batch.records, partition, offset)
+                offset = batch.next_offset
 
     def __repr__(self) -> str:
         return f"<TopicHandle {self.name} with {self.partitions} partitions>"
@@ -184,18 +184,32 @@ class Hub:
         retention: float | timedelta | None = None,
         retention_bytes: int | None = None,
         segment_bytes: int = SEGMENT_BYTES_DEFAULT,
+        durability: str = "disk",
     ) -> TopicHandle:
         """Make a topic. Its partition count and partitioner are fixed for good.
 
-        retention: how long a message is kept, in seconds or as a timedelta; retention_bytes: how much of each
-        partition. None keeps everything. Raises TopicExists, InvalidTopic.
+        retention:  how long a message is kept, in seconds or as a timedelta; retention_bytes: how much of each
+                    partition. None keeps everything.
+        durability: what an append waits for. "disk": that it survives a power loss. "os": that it survives the death
+                    of every process; a power loss takes what the operating system had not written yet.
+        Raises TopicExists, InvalidTopic.
         """
         self._check_usable()
         seconds = retention.total_seconds() if isinstance(retention, timedelta) else retention
         for setting, value in (("partitions", partitions), ("segment_bytes", segment_bytes)):
             if not isinstance(value, int):
                 raise InvalidTopic(f"{name}: {setting} is {value!r}; give a whole number")
-        topic = Topic(name, uuid.uuid4().hex, partitions, partitioner, codec, segment_bytes, seconds, retention_bytes)
+        topic = Topic(
+            name,
+            uuid.uuid4().hex,
+            partitions,
+            partitioner,
+            codec,
+            segment_bytes,
+            seconds,
+            retention_bytes,
+            durability,
+        )
         return TopicHandle(self._log.create_topic(topic))
 
     def topics(self) -> list[Topic]:

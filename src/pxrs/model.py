@@ -14,6 +14,7 @@ PARTITIONS_MAX = 10_000
 SEGMENT_BYTES_DEFAULT = 64 << 20
 PARTITIONERS = ("xxh64", "murmur2")
 CODECS = ("none", "lz4", "zstd")
+DURABILITIES = ("disk", "os")
 TOPIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -58,6 +59,8 @@ class Topic:
     retention_s: float | None = None
     retention_bytes: int | None = None
     """For each partition."""
+    durability: str = "disk"
+    """What an append waits for: "disk", the medium; or "os", no more than that the operating system has it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What a later version wrote and this one does not know; kept as it is."""
 
@@ -72,6 +75,8 @@ class Topic:
             raise InvalidTopic(f"{self.name}: partitioner {self.partitioner!r}; choose from {', '.join(PARTITIONERS)}")
         if self.codec not in CODECS:
             raise InvalidTopic(f"{self.name}: codec {self.codec!r}; choose from {', '.join(CODECS)}")
+        if self.durability not in DURABILITIES:
+            raise InvalidTopic(f"{self.name}: durability {self.durability!r}; choose from {', '.join(DURABILITIES)}")
         if not 4096 <= self.segment_bytes <= 1 << 31:
             raise InvalidTopic(f"{self.name}: segment_bytes {self.segment_bytes:,}; choose from 4,096 to 2 GiB")
         for name in ("retention_s", "retention_bytes"):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pxrs.log.contract import Log
+from pxrs.log.contract import Log, TopicLog
 from pxrs.log.directory import DirectoryLog
-from pxrs.testing.log_contract import LogContract
+from pxrs.testing.log_contract import LogContract, new_topic
 
 
 class TestDirectory(LogContract):
@@ -18,3 +18,9 @@ class TestDirectory(LogContract):
         log = DirectoryLog(tmp_path / "data")
         yield log
         log.close()
+
+
+class TestDirectoryLeftToTheSystem(TestDirectory):
+    @pytest.fixture
+    def topic(self, log: Log) -> TopicLog:
+        return log.create_topic(new_topic(durability="os"))

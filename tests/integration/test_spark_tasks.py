@@ -16,6 +16,7 @@ import pxrs
 from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, UnknownTopic, WrongMachine
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
+from pxrs.log import published
 
 pytest.importorskip("pyspark")
 
@@ -96,6 +97,20 @@ def test_only_the_columns_that_were_asked_for_are_brought(hub: Hub) -> None:
         for name in columns.replace("headers,", "").split(","):
             assert batch.column(name).equals(everything.column(name))
     assert batch.column("headers").to_pylist() == [[{"key": "h", "value": b"1"}]] * 50
+
+
+def test_l1_a_gap_that_a_power_loss_left_has_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        monkeypatch.setattr(published, "boot_id", lambda number=number: f"{number:032x}")
+        with pxrs.open(tmp_path / "hub") as hub:
+            if not number:
+                hub.create_topic("t", partitions=1, durability="os")
+            with hub.producer("t") as out:
+                out.send_batch(pa.table({"value": [b"x"] * 10})).result()
+            parts = slices(hub, minPartitions="3")
+            end = hub.topic("t").end(0)
+    assert end > 1000
+    assert offsets(parts) == [*range(10), *range(end - 10, end)]
 
 
 def test_g7_a_task_beyond_the_end_says_so(hub: Hub) -> None:

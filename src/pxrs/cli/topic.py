@@ -18,7 +18,7 @@ import pxrs
 from pxrs.cli.options import At, Json
 from pxrs.cli.terminal import data_field, echo, echo_data, printable
 from pxrs.errors import InvalidRecord
-from pxrs.model import CODECS, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
+from pxrs.model import CODECS, DURABILITIES, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
 from pxrs.producer import MESSAGE_BYTES_MAX
 
 app = typer.Typer(no_args_is_help=True)
@@ -34,6 +34,7 @@ def create(
     partitions: Annotated[int, typer.Option(help="Fixed for the topic's life.")] = PARTITIONS_DEFAULT,
     partitioner: Annotated[str, typer.Option(help=f"How keys are spread: {', '.join(PARTITIONERS)}.")] = "xxh64",
     codec: Annotated[str, typer.Option(help=f"How batches are compressed: {', '.join(CODECS)}.")] = "none",
+    durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
     retention: Annotated[float | None, typer.Option(help="Keep messages for so many seconds.")] = None,
     retention_bytes: Annotated[int | None, typer.Option(help="Keep so many bytes of each partition.")] = None,
 ) -> None:
@@ -44,6 +45,7 @@ def create(
             partitions=partitions,
             partitioner=partitioner,
             codec=codec,
+            durability=durability,
             retention=retention,
             retention_bytes=retention_bytes,
         )
@@ -80,6 +82,7 @@ def describe(name: str, at: At, as_json: Json = False) -> None:
         "id": topic.id,
         "partitioner": topic.partitioner,
         "codec": topic.codec,
+        "durability": topic.durability,
     }
     settings |= {"retention_s": topic.retention_s, "retention_bytes": topic.retention_bytes}
     if as_json:

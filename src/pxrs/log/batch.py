@@ -43,6 +43,9 @@ _OPTIONS: Final = {
 
 
 _SCHEMA_BYTES: Final = SCHEMA.serialize().size
+_NOTHING: Final = pa.py_buffer(b"")
+_NO_RECORDS: Final = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
+_NO_TIME: Final = -(1 << 63)
 
 
 class Origin(NamedTuple):
@@ -82,6 +85,11 @@ class Header(NamedTuple):
     def next_offset(self) -> int:
         return self.base_offset + self.rows
 
+    @property
+    def is_gap(self) -> bool:
+        """No messages have these offsets: they may have been given to some that a power loss took."""
+        return self.payload_bytes == 0
+
 
 class Payload(NamedTuple):
     """A batch made ready to be stored, but for its offset."""
@@ -104,7 +112,7 @@ class Batch(NamedTuple):
     base_offset: int
     records: pa.RecordBatch
     offsets: pa.Int64Array | None = None
-    """Of a source with gaps, such as a table whose ids are the offsets."""
+    """Of a source with gaps, such as a table whose ids are the offsets; and of a gap itself, which has none."""
     until: int | None = None
     """Of a source with gaps: nothing else lies before this offset."""
 
@@ -190,6 +198,11 @@ def header_bytes(
     return fixed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fixed))
 
 
+def gap_bytes(base_offset: int, rows: int) -> bytes:
+    """A frame without messages that takes up so many offsets."""
+    return header_bytes(Payload(_NOTHING, xxhash.xxh3_64_intdigest(b""), rows, _NO_TIME, _NO_TIME, 0), base_offset)
+
+
 def padding(payload: Payload) -> bytes:
     """What follows the payload up to the frame's end."""
     return bytes(payload.frame_bytes - HEADER_BYTES - payload.data.size)
@@ -236,6 +249,8 @@ def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> p
     payload = data.slice(HEADER_BYTES, header.payload_bytes)
     if xxhash.xxh3_64_intdigest(payload) != header.payload_checksum:
         raise DamagedFrame(file, position, "the payload's checksum does not match")
+    if header.is_gap:
+        return _NO_RECORDS
     try:
         records = pa.ipc.read_record_batch(payload, SCHEMA)
     except (pa.ArrowInvalid, OSError) as error:

@@ -27,6 +27,7 @@ from pxrs.log import published as published_module
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, MAGIC, Header, read_header, read_payload
 from pxrs.log.directory import DirectoryLog
 from pxrs.log.index import Index
+from pxrs.log.partition import read_reserved
 from pxrs.log.producers import load_producers, producers_path
 from pxrs.log.published import _SLOT, _STRIDE, Published, PublishedFile
 from pxrs.log.published import NAME as PUBLISHED
@@ -64,6 +65,8 @@ class _Place(NamedTuple):
     topic: str
     number: int
     folder: str
+    is_synced: bool = True
+    """Each append was; else a power loss may have taken any of the last segment."""
 
     def wrong(self, file: str, position: int, what: str) -> Finding:
         return Finding(self.topic, self.number, file, position, what)
@@ -123,8 +126,10 @@ def _check_topic(log: DirectoryLog, name: str, link: Path) -> Iterator[Checked]:
         what = f"the topic has {len(numbers)} partitions, and there are folders of {len(there - numbers)} more"
     if what is not None:
         yield _of_topic(name, folder / "topic.json", what)
+    is_synced = topic is None or topic.durability == "disk"
     for number in sorted(numbers | there):
-        yield from _check_partition(_Place(name, number, str(folder / "partitions" / f"partition-{number}")))
+        place = _Place(name, number, str(folder / "partitions" / f"partition-{number}"), is_synced)
+        yield from _check_partition(place)
 
 
 def _check_nameless(topics: Path) -> Iterator[Checked]:
@@ -191,8 +196,12 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
             missing = "the partition's folder is missing"
             yield place.only(place.folder, missing if isinstance(error, FileNotFoundError) else _unreadable(error))
         return
+    try:
+        read_reserved(place.folder)
+    except DamagedFrame as damage:
+        yield place.only(damage.file, damage.what)
     if published is None:
-        yield from _check_unpublished(place, end_min, bases)
+        yield from _check_unpublished(place, end_min if place.is_synced else 0, bases)
         return
     bases = [base for base in bases if base <= published.segment]
     for base, following in pairwise([*bases, published.segment]):
@@ -290,13 +299,15 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
         else:
             what = None
         if what is not None:
-            if bounds.end is None and not begins_an_append_behind(data, path, position, offset):
-                break  # the one append that was not synced before the boot; whoever opens the partition cuts it off
+            is_torn = not place.is_synced or not begins_an_append_behind(data, path, position, offset)
+            if bounds.end is None and is_torn:
+                break  # what was not synced before the boot; whoever opens the partition cuts it off
             findings.append(place.wrong(path, position, what))
         if isinstance(result, DamagedFrame):
             is_known = False  # how many messages it held
             continue
-        offset, is_known, messages = result.next_offset, True, messages + result.rows
+        offset, is_known = result.next_offset, True
+        messages += 0 if result.is_gap else result.rows
         index.note(result, position)
     what = _wrong_end(bounds, data.size, offset, is_sound=not findings)
     if what is not None:

@@ -367,6 +367,7 @@ class DirectoryTopic(TopicLog):
                             f"{self.name}/{number}",
                             segment_bytes=self.topic.segment_bytes,
                             timeout=self._timeout,
+                            is_synced=self.topic.durability == "disk",
                         )
                     except FileNotFoundError:
                         raise UnknownTopic(self.name) from None

@@ -3,6 +3,7 @@
     partition-N/
       00000000000000000000.log .index .producers    segments, their sparse indexes, producers' state at their beginning
       published                                     up to where readers may read
+      reserved                                      offsets below it may have been given away; with durability "os" only
       lock                                          held while appending; never the data file itself
 
 Invariants:
@@ -20,6 +21,11 @@ were it to go on in the old segment, the empty one would stand for the offsets t
 The folder of a deleted topic is gone for good, and one of the same name has another: an append looks for it.
 After another boot the published end is rebuilt: the last segment is checked frame by frame, cut where the one unsynced
 append is torn, and synced. Damage that a later append proves to be older is reported, never cut (F5).
+
+With durability "os" an append is not synced; a segment is, before the next one is made. So a power loss takes of the
+last segment whatever the system had not written yet, also what readers have seen and checkpoints count. Its offsets are
+never given to other messages: they are reserved on disk in advance, many at a time, and after another boot what is left
+of a reservation becomes a gap, which readers pass over (docs/decisions/0008).
 """
 
 from __future__ import annotations
@@ -56,6 +62,7 @@ from pxrs.log.batch import (
     Header,
     Origin,
     Payload,
+    gap_bytes,
     header_bytes,
     padding,
     read_header,
@@ -71,6 +78,9 @@ MAPPED_MAX: Final = 16
 LOCK_PAUSE_S_MAX: Final = 0.005
 TAIL_CHUNK: Final = 1 << 20
 TAIL_READ_BYTES: Final = 256 << 10
+RESERVED: Final = "reserved"
+RESERVED_OFFSETS: Final = 1 << 16
+_NO_OFFSETS: Final = pa.array([], pa.int64())
 
 
 class Ready(NamedTuple):
@@ -84,10 +94,13 @@ class Ready(NamedTuple):
 class Partition:
     """A handle of this process. Threads share it."""
 
-    def __init__(self, folder: str, place: str, *, segment_bytes: int, timeout: float) -> None:
-        """`place` names the partition in messages."""
+    def __init__(self, folder: str, place: str, *, segment_bytes: int, timeout: float, is_synced: bool = True) -> None:
+        """`place` names the partition in messages; `is_synced` is the choice of durability."""
         self.folder, self.place = folder, place
         self._segment_bytes, self._timeout = segment_bytes, timeout
+        self._is_synced = is_synced
+        self._reserved = 0
+        """As this process knows it; another one may have reserved more."""
         self._published = PublishedFile(f"{folder}/{PUBLISHED}")
         self._appending = threading.Lock()
         self._lock_file = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -342,13 +355,16 @@ class Partition:
             raw = header_bytes(ready.payload, offset, ready.origin, follows=follows)
             headers.append(read_header(raw, path, 0))
             pieces += [raw, ready.payload.data, padding(ready.payload)]
+        if not self._is_synced:
+            self._reserve(headers[-1].next_offset)
         try:
             _pwrite_all(tail.descriptor, pieces, published.segment_bytes)
         except OSError as error:
             self._cut(published)
             raise self._failed(error) from error
         try:
-            disk.sync_data(tail.descriptor)
+            if self._is_synced:
+                disk.sync_data(tail.descriptor)
         except OSError as error:
             self._published.write(published, *published[1:4], is_suspect=True)
             raise AppendFailed(
@@ -426,6 +442,8 @@ class Partition:
         old.producers.forget_silent(time.time() - SILENT_S_MAX)
         path = segment_path(self.folder, published.end)
         try:
+            if not self._is_synced:
+                disk.sync_data(old.descriptor)
             write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump())
             write_beside(producers_path(path), dump_producers(old.producers), is_durable=True)
             # One that is there already was made by a writer that died before it published anything in it.
@@ -445,7 +463,8 @@ class Partition:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             data = pa.py_buffer(_pread(descriptor, os.fstat(descriptor).st_size, 0))
-            position, end, durable = 0, base, self._published.end_before()
+            position, end = 0, base
+            durable = self._published.end_before() if self._is_synced else 0
             try:
                 for at, header in frames(data, path, 0, data.size):
                     if header.base_offset != end:
@@ -453,19 +472,33 @@ class Partition:
                     read_payload(header, data.slice(at, header.frame_bytes), path, at)
                     position, end = at + header.frame_bytes, header.next_offset
             except DamagedFrame:
-                if end < durable or begins_an_append_behind(data, path, position, end):
+                if self._is_synced and (end < durable or begins_an_append_behind(data, path, position, end)):
                     raise
                 os.ftruncate(descriptor, position)
             if end < durable:
                 raise DamagedFrame(
                     path, position, f"it ends at offset {end}, and messages up to {durable} were published"
                 )
+            if not self._is_synced and end < (reserved := read_reserved(self.folder)):
+                gap = gap_bytes(end, reserved - end)
+                _pwrite_all(descriptor, [gap], position)
+                position, end = position + len(gap), reserved
             disk.sync_data(descriptor)
             disk.sync_folder(self.folder)
         finally:
             os.close(descriptor)
         self._tail = _Tail(-1)
         return self._published.write(None, base, position, end)
+
+    def _reserve(self, end: int) -> None:
+        """Before offsets up to this one are given away without a sync: see that no later boot gives them again."""
+        if end > self._reserved:
+            self._reserved = read_reserved(self.folder)
+        if end > self._reserved:
+            text = str(end + RESERVED_OFFSETS)
+            write_beside(f"{self.folder}/{RESERVED}", text.encode(), is_durable=True)
+            disk.sync_folder(self.folder)
+            self._reserved = int(text)
 
     def _cut(self, published: Published) -> None:
         """Remove what was written behind the published end. If that fails, the next append tries again."""
@@ -557,6 +590,19 @@ class Partition:
         self._tail = _Tail(-1)
 
 
+def read_reserved(folder: str) -> int:
+    """Every offset that was given away without a sync is smaller. 0 if there was none."""
+    path = f"{folder}/{RESERVED}"
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return 0
+    if not text.isdigit():
+        raise DamagedFrame(path, 0, f"it holds {text[:40]!r}, and not a number")
+    return int(text)
+
+
 class _Tail:
     """The segment that is appended to, as this process knows it."""
 
@@ -573,6 +619,8 @@ class _Tail:
 
 def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch, int]:
     """The records from the offset on, and what they take in memory, where a frame that was compressed is larger."""
+    if header.is_gap:
+        return Batch(max(offset, header.base_offset), records, _NO_OFFSETS, header.next_offset), header.frame_bytes
     size = header.frame_bytes if header.codec == 0 else max(header.frame_bytes, records.nbytes)
     skip = offset - header.base_offset
     return (Batch(offset, records.slice(skip)) if skip > 0 else Batch(header.base_offset, records)), size
