@@ -82,20 +82,20 @@ class Appender:
         return outcomes
 
     def _append(self, batches: list[SentBatch], appends: list[Append]) -> list[Outcome]:
-        """Try until it is stored. Raises the last AppendFailed, and any other error. `appends` are then as they were
-        tried last."""
+        """Try until it is stored. Raises the last AppendFailed, and any other error; `appends` are then as they are to
+        be tried next."""
         wait_s, wait_s_max = _BACKOFF_S
         tries = 0
         while True:
             tries += 1
             try:
                 return list(zip(batches, self._log.append(appends), strict=True))
-            except UnknownProducer as error:
-                if tries > 1 or error.stored is not None or not error.partitions:
-                    raise
-                self._rename(appends, error.partitions)
-            except AppendFailed:
-                if tries >= self._tries_max:
+            except LogError as error:
+                refused = error.refused if tries == 1 else frozenset()
+                self._rename(appends, refused)
+                if isinstance(error, UnknownProducer) and refused:
+                    continue
+                if not isinstance(error, AppendFailed) or tries >= self._tries_max:
                     raise
                 time.sleep(wait_s)
                 wait_s = min(wait_s * 2, wait_s_max)

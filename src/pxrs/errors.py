@@ -108,6 +108,9 @@ class CommitTooLarge(RegistryError, ValueError):
 class LogError(PxrsError):
     """The base of every error of the message log."""
 
+    refused: frozenset[int] = frozenset()
+    """Of an append: the partitions that do not know its producer. Nothing of that append was stored there."""
+
 
 class UnknownTopic(LogError, KeyError):
     """There is no such topic. Create it, or correct the name; `choices` are those that exist."""
@@ -196,23 +199,22 @@ class ReadFailed(LogError):
 class UnknownProducer(LogError):
     """The log has forgotten this producer, so it cannot tell a retry from a new batch. Open a new producer.
 
-    `stored` is the epoch and the number of the last batch that it knows of this producer, if it knows any; `partitions`
-    are those that refused for this reason: of them nothing was stored."""
+    `stored` is the epoch and the number of the last batch that it knows of this producer, if it knows any."""
 
-    def __init__(
-        self, what: str, stored: tuple[int, int] | None = None, partitions: frozenset[int] = frozenset()
-    ) -> None:
-        self.what, self.stored, self.partitions = what, stored, partitions
+    def __init__(self, what: str, stored: tuple[int, int] | None = None) -> None:
+        self.what, self.stored = what, stored
         super().__init__(what)
 
     @classmethod
-    def of(cls, topic: str, refused: Mapping[int, UnknownProducer]) -> UnknownProducer:
+    def of(cls, topic: str, errors: Mapping[int, UnknownProducer]) -> UnknownProducer:
         """One for all partitions of an append; it says what the first of them said."""
-        partition, error = next(iter(refused.items()))
-        return cls(f"{topic}/{partition}: {error.what}", error.stored, frozenset(refused))
+        partition, first = next(iter(errors.items()))
+        error = cls(f"{topic}/{partition}: {first.what}", first.stored)
+        error.refused = frozenset(number for number, each in errors.items() if each.stored is None)
+        return error
 
-    def __reduce__(self) -> tuple[type[UnknownProducer], tuple[str, tuple[int, int] | None, frozenset[int]]]:
-        return type(self), (self.what, self.stored, self.partitions)
+    def __reduce__(self) -> tuple[type[UnknownProducer], tuple[str, tuple[int, int] | None]]:
+        return type(self), (self.what, self.stored)
 
 
 class SequenceGap(LogError):

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import pyarrow as pa
 
 from pxrs import registry as registries
-from pxrs.errors import Closed, InvalidQueue, InvalidTopic, InvalidUrl, UsedAfterFork
+from pxrs.clock import seconds_of
+from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, UsedAfterFork
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Log, Source, TopicLog
 from pxrs.log.messages import messages_of
@@ -112,9 +113,9 @@ class TopicHandle:
         Producers do it by themselves about once a minute."""
         return self.log.retain(time.time_ns() // 1000)
 
-    def wait(self, positions: Mapping[int, int], timeout: float | None = None) -> set[int]:
+    def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
-        return self.log.wait(positions, timeout)
+        return self.log.wait(positions, seconds_of(timeout))
 
     def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
         """The messages from this offset on, up to the end as it is when it is reached."""
@@ -137,10 +138,17 @@ class TopicHandle:
         end = last if end is None else min(end, last)
         offset = self.log.start(partition) if start is None else start
         while offset < end:
-            for batch in self.log.read(partition, offset):
+            try:
+                batches = self.log.read(partition, offset)
+            except OffsetTrimmed as error:
+                if start is not None:
+                    raise
+                offset = error.first_offset  # retention was faster
+                continue
+            for batch in batches:
                 batch = batch.within(offset, end)
                 if batch.records.num_rows:
-                    yield _with_place(batch.records, partition, offset)
+                    yield _with_place(batch.records, partition, batch.base_offset)
                 offset = batch.next_offset
 
     def __repr__(self) -> str:
@@ -188,17 +196,17 @@ class Hub:
     ) -> TopicHandle:
         """Make a topic. Its partition count and partitioner are fixed for good.
 
+        partitioner: xxh64, murmur2 as Kafka's clients hash, or the name of an entry point pxrs.partitioners.
         retention:  how long a message is kept, in seconds or as a timedelta; retention_bytes: how much of each
                     partition. None keeps everything.
         durability: what an append waits for. "disk": that it survives a power loss. "os": that it survives the death
                     of every process; a power loss takes what the operating system had not written yet.
         Raises TopicExists, InvalidTopic.
         """
+        from pxrs.partitioner import hash_named
+
         self._check_usable()
-        seconds = retention.total_seconds() if isinstance(retention, timedelta) else retention
-        for setting, value in (("partitions", partitions), ("segment_bytes", segment_bytes)):
-            if not isinstance(value, int):
-                raise InvalidTopic(f"{name}: {setting} is {value!r}; give a whole number")
+        hash_named(partitioner)  # is known here
         topic = Topic(
             name,
             uuid.uuid4().hex,
@@ -206,7 +214,7 @@ class Hub:
             partitioner,
             codec,
             segment_bytes,
-            seconds,
+            seconds_of(retention),
             retention_bytes,
             durability,
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from types import UnionType
 from typing import Any, NamedTuple
 
 from pxrs.errors import InvalidTopic
@@ -69,17 +71,22 @@ class Topic:
             raise InvalidTopic(
                 f"topic name {self.name!r}: use up to 200 letters, digits, '.', '_' or '-', a letter or digit first"
             )
-        if not 1 <= self.partitions <= PARTITIONS_MAX:
-            raise InvalidTopic(f"{self.name}: {self.partitions} partitions; choose from 1 to {PARTITIONS_MAX:,}")
-        if self.partitioner not in PARTITIONERS:
-            raise InvalidTopic(f"{self.name}: partitioner {self.partitioner!r}; choose from {', '.join(PARTITIONERS)}")
+        if not _is_number(self.partitions, int) or not 1 <= self.partitions <= PARTITIONS_MAX:
+            raise InvalidTopic(f"{self.name}: {self.partitions!r} partitions; choose from 1 to {PARTITIONS_MAX:,}")
+        if not isinstance(self.partitioner, str) or not TOPIC_NAME.fullmatch(self.partitioner):
+            raise InvalidTopic(f"{self.name}: {self.partitioner!r} is no name of a partitioner, such as xxh64")
         if self.codec not in CODECS:
             raise InvalidTopic(f"{self.name}: codec {self.codec!r}; choose from {', '.join(CODECS)}")
         if self.durability not in DURABILITIES:
             raise InvalidTopic(f"{self.name}: durability {self.durability!r}; choose from {', '.join(DURABILITIES)}")
-        if not 4096 <= self.segment_bytes <= 1 << 31:
-            raise InvalidTopic(f"{self.name}: segment_bytes {self.segment_bytes:,}; choose from 4,096 to 2 GiB")
-        for name in ("retention_s", "retention_bytes"):
+        if not _is_number(self.segment_bytes, int) or not 4096 <= self.segment_bytes <= 1 << 31:
+            raise InvalidTopic(f"{self.name}: segment_bytes {self.segment_bytes!r}; choose from 4,096 to 2 GiB")
+        for name, kind in (("retention_s", int | float), ("retention_bytes", int)):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InvalidTopic(f"{self.name}: {name} is {value}; give more than 0, or None to keep everything")
+            if value is not None and not (_is_number(value, kind) and 0 < value < math.inf):
+                raise InvalidTopic(f"{self.name}: {name} is {value!r}; give more than 0, or None to keep everything")
+
+
+def _is_number(value: object, kind: type | UnionType) -> bool:
+    """A bool is a number in Python, and none here."""
+    return isinstance(value, kind) and not isinstance(value, bool)

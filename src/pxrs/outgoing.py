@@ -13,11 +13,13 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pxrs.clock import seconds_of
 from pxrs.log.batch import SCHEMA
 from pxrs.partitioner import no_headers
 
@@ -168,11 +170,11 @@ class Receipt:
     _fate: Fate
     _at: int
 
-    def result(self, timeout: float | None = None) -> tuple[int, int]:
+    def result(self, timeout: float | timedelta | None = None) -> tuple[int, int]:
         """(partition, offset), when the message is durable. Raises the error if it could not be stored, TimeoutError
         if it takes longer."""
         fate, row = self._fate, self._at // WIDTH
-        if not fate.done.wait_for(lambda: fate.of(row) is not None, timeout):
+        if not fate.done.wait_for(lambda: fate.of(row) is not None, seconds_of(timeout)):
             raise TimeoutError(f"not stored within {timeout} s; it may be yet")
         found = fate.of(row)
         assert found is not None
@@ -205,9 +207,9 @@ class TableReceipt:
     def __init__(self, batches: Sequence[tuple[SentBatch, int]]) -> None:
         self._batches = batches  # each with its number of rows
 
-    def result(self, timeout: float | None = None) -> list[Stored]:
+    def result(self, timeout: float | timedelta | None = None) -> list[Stored]:
         """Where the rows are, when all are durable; within a partition in the table's order."""
-        if self._batches and not self._batches[0][0].done.wait_for(lambda: self.is_done, timeout):
+        if self._batches and not self._batches[0][0].done.wait_for(lambda: self.is_done, seconds_of(timeout)):
             raise TimeoutError(f"not all stored within {timeout} s; they may be yet")
         for batch, _ in self._batches:
             if batch.error is not None:

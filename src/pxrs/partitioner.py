@@ -1,8 +1,8 @@
 """Which partition a key belongs to: the same in every process and on every machine (X2).
 
 A partitioner is a hash of bytes to a number that is not negative; the partition is the remainder. Its name is part of
-the topic (L6), so that all producers of a topic agree. Messages without a key have no place of their own: a producer
-puts them into one partition after the other, a batch at a time.
+the topic (L6), so that all producers of a topic agree; an installed package may bring more of them. Messages without a
+key have no place of their own: a producer puts them into one partition after the other, a batch at a time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
 from itertools import accumulate
-from typing import Final
+from typing import Final, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -58,11 +59,25 @@ def murmur2(key: bytes) -> int:
 HASHES: Final[dict[str, Hash]] = {"xxh64": xxh64, "murmur2": murmur2}
 
 
+ENTRY_POINTS: Final = "pxrs.partitioners"
+"""Where an installed package names hashes of its own, for every process on the machine: workers and executors too."""
+
+
 def hash_named(name: str) -> Hash:
-    """The hash of a topic's partitioner. Raises InvalidTopic if this version does not know it."""
-    if name not in HASHES:
-        raise InvalidTopic(f"partitioner {name!r}; choose from {', '.join(HASHES)}")
-    return HASHES[name]
+    """The hash of a topic's partitioner. Raises InvalidTopic if nobody here knows it."""
+    if name in HASHES:
+        return HASHES[name]
+    found = entry_points(group=ENTRY_POINTS)
+    for entry in found:
+        if entry.name == name:
+            try:
+                return cast(Hash, entry.load())
+            except Exception as error:  # whatever that package's code raises
+                raise InvalidTopic(f"partitioner {name!r}: loading {entry.value} failed: {error!r}") from error
+    choices = ", ".join([*HASHES, *sorted({entry.name for entry in found})])
+    raise InvalidTopic(
+        f"partitioner {name!r}; choose from {choices}, or install the package that has it (entry point {ENTRY_POINTS})"
+    )
 
 
 def partitions_of(keys: pa.Array, hash_of: Hash, partitions: int, keyless: int) -> pa.Array:

@@ -566,7 +566,7 @@ class Producer:
             self._retains_at = time.monotonic() + RETAIN_EVERY_S
             try:
                 self._log.retain(time.time_ns() // 1000)
-            except PxrsError as error:  # what was sent is stored; the next producer tries again
+            except Exception as error:  # noqa: BLE001 - what was sent is stored; tried again in a minute
                 _logger.warning("retention of %s failed: %s", self._log.name, error)
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+import pxrs
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -49,3 +52,21 @@ def test_links_between_documents_lead_somewhere() -> None:
     for path in [*DOCUMENTS, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_a_topic_goes_to_other_libraries_by_the_lines_that_are_printed() -> None:
+    text = (ROOT / "docs/log.md").read_text()
+    lines = dict(re.findall(r"^\| (pandas|Polars|DuckDB) \| `(.+)` \|$", text, re.MULTILINE))
+    assert lines.keys() == {"pandas", "Polars", "DuckDB"}
+    with pxrs.open("memory:") as hub:
+        orders = hub.create_topic("orders")
+        with hub.producer("orders") as out:
+            for number in range(30):
+                out.send(b"%d" % number, key=b"%d" % (number % 3))
+        names = {"orders": orders, "polars": pytest.importorskip("polars"), "duckdb": pytest.importorskip("duckdb")}
+        *setup, query = lines["DuckDB"].split("; ")
+        exec("; ".join(setup), names)
+        assert sorted(eval(query, names).fetchall()) == [(b"0", 10), (b"1", 10), (b"2", 10)]
+        assert eval(lines["Polars"], names).shape == (30, 6)
+        if find_spec("pandas"):  # not installed for the tests: Spark's processes would load it each time
+            assert eval(lines["pandas"], names).shape == (30, 6)

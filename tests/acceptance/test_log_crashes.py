@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -20,8 +21,10 @@ import pytest
 from pxrs.errors import AppendFailed, DamagedFrame, LogBusy, LogError, OffsetTrimmed, UnknownProducer
 from pxrs.log import published as published_module
 from pxrs.log.batch import SCHEMA, Batch, Origin
+from pxrs.log.check import check
 from pxrs.log.contract import Append
 from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.segment import frames
 from pxrs.model import Topic
 from pxrs.testing import faults
 
@@ -61,6 +64,12 @@ def values(topic: DirectoryTopic, partition: int = 0) -> list[bytes]:
         assert batch.base_offset == len(found) + topic.start(partition)
         found += batch.records.column("value").to_pylist()
     return found
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
 
 
 def tail_file(topic: DirectoryTopic) -> Path:
@@ -106,8 +115,11 @@ def test_f6_kill_9_of_producers_loses_and_doubles_nothing(tmp_path: Path) -> Non
         for round_number in range(kills // 2):
             names = [f"{round_number}-{i}" for i in range(3)]
             workers = [faults.child(lambda n=n: produce(tmp_path, acknowledged, n)) for n in names]  # type: ignore[misc]
+            size, until = acknowledged.stat().st_size, time.monotonic() + 30
             with workers[0] as one, workers[1] as two, workers[2]:
-                time.sleep(dice.uniform(0.02, 0.15))  # to be killed at a random moment
+                while acknowledged.stat().st_size < size + 200 and time.monotonic() < until:  # a few batches
+                    time.sleep(0.002)
+                time.sleep(dice.uniform(0.0, 0.1))  # to be killed at a random moment
                 os.kill(one, signal.SIGKILL)
                 time.sleep(dice.uniform(0.0, 0.03))
                 os.kill(two, signal.SIGKILL)
@@ -291,22 +303,28 @@ def test_damage_is_never_a_wrong_message_and_the_rest_stays_readable(tmp_path: P
         file = dice.choice(files)
         original = file.read_bytes()
         damaged = bytearray(original)
+        at = dice.randrange(len(damaged))
+        bounds = [(header, position) for position, header in frames(pa.py_buffer(original), "", 0, len(original))]
         if dice.random() < 0.8:
-            damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
+            damaged[at] ^= 1 << dice.randrange(8)
+            hit = {header.base_offset for header, begin in bounds if begin <= at < begin + header.frame_bytes}
         else:
-            del damaged[dice.randrange(len(damaged)) :]
+            del damaged[at:]
+            hit = {header.base_offset for header, begin in bounds if begin + header.frame_bytes > at}
         if dice.random() < 0.3:
             file.with_suffix(".index").unlink(missing_ok=True)
         file.unlink()  # a new inode, as a restore would make it: nobody's map is cut
         file.write_bytes(damaged)
         fresh = opened(tmp_path)
         places: set[str] = set()
+        missed: set[int] = set()
         offset = 0
         while offset < len(sent):
             try:
-                found = fresh.read(0, offset, 1)
+                found = fresh.read(0, offset, dice.choice((1, 1 << 20)))
             except DamagedFrame as error:
                 places.add(error.file)
+                missed.add(offset)
                 offset += 1
                 continue
             for batch in found:
@@ -314,9 +332,50 @@ def test_damage_is_never_a_wrong_message_and_the_rest_stays_readable(tmp_path: P
                 assert rows == sent[batch.base_offset : batch.next_offset]
                 offset = batch.next_offset
         assert places <= {str(file)}
+        assert missed <= hit, f"byte {at} of {file}"
         file.unlink()
         file.write_bytes(original)
         fresh.close()
+
+
+def test_no_flipped_bit_of_the_published_end_takes_a_message_away(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    sent = fill(topic, uuid.uuid4(), 5)
+    path = tail_file(topic).parent / "published"
+    for position in range(path.stat().st_size):
+        flip(path, position)
+        found = [finding for checked in check(tmp_path) for finding in checked.findings]
+        assert [finding.file for finding in found] in ([], [os.path.realpath(path)]), f"byte {position}"
+        late = opened(tmp_path)
+        assert values(late) == sent, f"byte {position}"
+        value = b"after %d" % position
+        assert late.append([Append(0, records(value))]) == [len(sent)], f"byte {position}"
+        sent.append(value)
+        assert values(topic) == sent, "also for one that had it open"
+        late.close()
+
+
+def test_no_flipped_bit_of_a_topics_description_is_believed(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path, partitions=6)
+    path = topic._folder / "topic.json"
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        flip(path, position, position % 7)
+        log = DirectoryLog(tmp_path)
+        with contextlib.suppress(DamagedFrame):  # else it was no more than a blank
+            assert log.topics() == [log.topic("t").topic] == [topic.topic], f"byte {position}"
+        path.write_bytes(whole)
+
+
+def test_a_lock_that_was_removed_keeps_nobody_out_and_is_an_error(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    topic.append([Append(0, records(b"1"))])
+    (tail_file(topic).parent / "lock").unlink()
+    for _ in range(2):
+        with pytest.raises(DamagedFrame, match="lock"):
+            topic.append([Append(0, records(b"2"))])
+        opened(tmp_path).append([Append(0, records(b"other"))])
+    assert values(opened(tmp_path)) == [b"1", b"other", b"other"]
 
 
 def test_l2_a_reader_that_holds_a_map_survives_retention(tmp_path: Path) -> None:
@@ -356,6 +415,8 @@ def test_the_published_end_is_read_whole_while_it_is_being_written(tmp_path: Pat
     data = bytearray((tmp_path / "published").read_bytes())
     data[slot : slot + 8] = struct.pack("<Q", 999)  # torn: the counter is new, the rest is not
     (tmp_path / "published").write_bytes(data)
-    found = file.read()
+    assert file.read() is None, "it may be the newer one: whoever has the lock finds the truth"
+    found = file.mend()
     assert found is not None
     assert found.end == 48
+    assert file.read() == found

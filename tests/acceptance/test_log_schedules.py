@@ -37,8 +37,10 @@ from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.check import check
 from pxrs.log.contract import Append
 from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.log.segment import Sealed
 from pxrs.model import Topic
+from pxrs.producer import Producer
 from pxrs.testing import faults, power
 
 BOUND_S = 20.0
@@ -472,6 +474,134 @@ def test_l4_a_silent_producer_is_forgotten_at_a_roll_and_found_in_the_segments(
     with pytest.raises(UnknownProducer):
         opened(tmp_path).append([retry._replace(since=1)])
     assert topic.end(0) == 6
+
+
+def test_l4_a_forgotten_producer_goes_on_though_another_partition_fails_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 2))
+    assert isinstance(topic, DirectoryTopic)
+    for error in (AppendFailed("for a moment"), DamagedFrame("file", 0, "for a moment")):
+        with contextlib.suppress(DamagedFrame), Producer(topic, linger_s=60) as out:
+            for round_number in range(2):
+                for number in (0, 1):
+                    out.send(b"%d" % round_number, partition=number)
+                out.flush()
+                crowd = [one(b"crowd", uuid.uuid4())[0]._replace(since=0) for _ in range(PRODUCERS_MAX)]
+                topic.append(crowd)
+                failing = topic._partition(1)
+                stored = failing.append
+
+                def fail_once(
+                    batches: Any, failing: Any = failing, stored: Any = stored, error: Exception = error
+                ) -> list[int]:
+                    monkeypatch.setattr(failing, "append", stored)
+                    raise error
+
+                monkeypatch.setattr(failing, "append", fail_once)
+    assert [value for value in values(topic) if value != b"crowd"] == [b"0", b"1", b"0", b"1"]
+
+
+@pytest.mark.parametrize("action", ["retain", "append", "end"])
+def test_an_interrupt_while_others_appends_are_learnt_forgets_none_of_them(
+    action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: Callable[[], None]
+) -> None:
+    topic, producer = new_topic(tmp_path, retention_s=1000.0), uuid.uuid4()
+    topic.append(one(b"0", producer))
+    other = opened(tmp_path)
+    assert other.append(one(b"1", producer, 1)) == [1]
+
+    def interrupted(*arguments: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    if action == "end":
+        boot()
+        topic = opened(tmp_path)
+    monkeypatch.setattr("pxrs.log.producers.Producers.note", interrupted)
+    acts = {
+        "retain": lambda: topic.retain(SECOND),
+        "append": lambda: topic.append(one(b"x")),
+        "end": lambda: topic.end(0),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        acts[action]()
+    assert topic.append(one(b"1", producer, 1)) == [1], "stored once"
+    topic.append(one(b"y" * 9000))  # rolls, and writes down what it knows
+    topic.append(one(b"z"))
+    assert opened(tmp_path).append(one(b"1", producer, 1)) == [1]
+
+
+def test_a_refused_append_costs_no_look_at_the_whole_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = new_topic(tmp_path)
+    topic.append(one(b"0"))
+    tail = topic._partition(0)._tail
+    with pytest.raises(UnknownProducer):
+        topic.append(one(b"1", uuid.uuid4(), 3))
+    assert topic._partition(0)._tail is tail
+
+
+def test_an_interrupt_right_behind_the_link_of_a_new_topic_leaves_the_name_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.symlink
+
+    def interrupted(*arguments: Any) -> None:
+        link(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "symlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        new_topic(tmp_path)
+    monkeypatch.undo()
+    assert DirectoryLog(tmp_path).topics() == []
+    topic = new_topic(tmp_path)
+    topic.append(one(b"a"))
+    shutil.rmtree(topic._folder)  # by hand: the link leads nowhere, and is no topic
+    assert DirectoryLog(tmp_path).topics() == []
+    assert new_topic(tmp_path).append(one(b"b")) == [0]
+
+
+def test_a_topic_that_was_deleted_is_unknown_in_the_same_process_too(tmp_path: Path) -> None:
+    log = DirectoryLog(tmp_path)
+    topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1))
+    topic.append(one(b"a"))
+    log.delete_topic("t")
+    for act in (lambda: topic.end(0), lambda: topic.append(one(b"b")), lambda: topic.wait({0: 0}, 1.0)):
+        with pytest.raises(UnknownTopic):
+            act()
+
+
+def test_a_partition_that_cannot_be_opened_leaks_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_topic(tmp_path)
+    topic = opened(tmp_path)
+    open_file = os.open
+
+    def none_left(path: Any, *arguments: Any, **named: Any) -> int:
+        if str(path).endswith("/lock"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return open_file(path, *arguments, **named)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "open", none_left)
+    for _ in range(3):
+        with pytest.raises(LogError, match="Too many open files"):
+            topic.end(0)
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert topic.end(0) == 0
+
+
+def test_messages_of_a_quiet_partition_go_when_they_are_old(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path, retention_s=1000.0)
+    fill(topic, 3, timestamp=5000 * SECOND)
+    assert topic.retain(5900 * SECOND) == {}
+    assert topic.retain(6003 * SECOND) == {0: 3}
+    assert (topic.start(0), topic.end(0)) == (3, 3)
+    assert topic.retain(9000 * SECOND) == {}
+    assert topic.append(one(b"next", timestamp=9000 * SECOND)) == [3]
+    assert values(opened(tmp_path), 3) == [b"next"]
+    assert findings(tmp_path) == []
 
 
 def test_f5_a_missing_tail_is_an_error_and_never_an_end(tmp_path: Path) -> None:

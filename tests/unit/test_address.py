@@ -20,6 +20,10 @@ from pxrs.registry.address import PASSWORD_VARIABLE, parse
         ("", "empty"),
         ("kafka://h:1", "unknown scheme 'kafka'; choose from memory, file"),
         ("localhost:2379", "looks like a host"),
+        ("localhost", "looks like a host"),
+        ("10.0.0.1", "looks like a host"),
+        ("broker-1.internal", "looks like a host"),
+        ("a.example.com", "looks like a host"),
         ("db.example:5432,db2.example:5432/x", "looks like a host"),
         ("memory:?namespace=", "namespace"),
         ("memory:?namespace=a/b", "namespace"),
@@ -141,3 +145,11 @@ def test_opening_imports_no_driver_that_is_not_asked_for() -> None:
 
 def test_the_library_configures_no_logging() -> None:
     assert logging.getLogger("pxrs").handlers == []
+
+
+def test_a_directory_that_is_there_may_be_named_like_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "example.com").mkdir()
+    assert parse("example.com").directory() == tmp_path / "example.com"
+    assert parse("./example.org").directory() == tmp_path / "example.org"
+    assert parse("data.v1").directory() == tmp_path / "data.v1"

@@ -17,6 +17,7 @@ from pxrs.errors import (
     InvalidTopic,
     InvalidUrl,
     OffsetOutOfRange,
+    OffsetTrimmed,
     TopicExists,
     UnknownTopic,
     UsedAfterFork,
@@ -229,3 +230,49 @@ def test_r11_a_child_is_refused(hub: Hub) -> None:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partitions": True},
+        {"partitions": 2.0},
+        {"retention": float("inf")},
+        {"retention": float("nan")},
+        {"retention": "7d"},
+        {"retention_bytes": "x"},
+        {"retention_bytes": 1.5},
+        {"segment_bytes": "64M"},
+    ],
+)
+def test_a_setting_of_a_topic_that_is_none_is_refused(options: dict[str, Any]) -> None:
+    with pxrs.open("memory:") as hub, pytest.raises(InvalidTopic):
+        hub.create_topic("t", **options)
+
+
+def test_durations_may_be_timedeltas() -> None:
+    with pxrs.open("memory:") as hub:
+        topic = hub.create_topic("t", partitions=1, retention=timedelta(days=1))
+        with hub.producer("t", linger_s=timedelta(seconds=60)) as out:
+            receipt = out.send(b"a")
+            with pytest.raises(TimeoutError):
+                receipt.result(timedelta(milliseconds=1))
+            assert topic.wait({0: 0}, timedelta(milliseconds=1)) == set()
+            out.flush()
+            assert receipt.result(timedelta(seconds=9)) == (0, 0)
+            table = out.send_batch(pa.table({"value": [b"b"]}))
+            assert [stored.offset for stored in table.result(timedelta(seconds=9))] == [1]
+
+
+def test_a_table_of_all_there_is_goes_on_where_retention_has_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pxrs.open("memory:") as hub:
+        topic = hub.create_topic("t", partitions=1)
+        with hub.producer("t", linger_s=0) as out:
+            for number in range(4):
+                out.send(b"%d" % number).result()
+        start = topic.log.start(0)
+        topic.log._stored[0].drop(2)  # type: ignore[attr-defined]
+        monkeypatch.setattr(topic.log, "start", lambda partition: start)  # as it was a moment before
+        assert topic.to_arrow()["value"].to_pylist() == [b"2", b"3"]
+        with pytest.raises(OffsetTrimmed):
+            topic.to_arrow(start=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 import uuid
 from pathlib import Path
@@ -10,9 +11,13 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from pxrs.errors import DamagedFrame, InvalidRecord
+from pxrs.errors import DamagedFrame, InvalidRecord, SequenceGap
 from pxrs.log.batch import HEADER_BYTES, SCHEMA, Origin, encode, header_bytes, padding, read_header, read_payload
+from pxrs.log.check import check
+from pxrs.log.contract import Append
+from pxrs.log.directory import DirectoryLog
 from pxrs.model import CODECS
+from pxrs.testing.log_contract import records, values_from
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log-format-1"
 PRODUCER = uuid.UUID("00112233-4455-6677-8899-aabbccddeeff")
@@ -83,3 +88,18 @@ def test_a_batch_that_does_not_fit_the_log_is_refused() -> None:
         encode(timeless)
     with pytest.raises(InvalidRecord, match="empty"):
         encode(batch().slice(0, 0))
+
+
+def test_a_golden_directory_is_read_and_gone_on_with(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "log", tmp_path / "log", symlinks=True)
+    assert [finding for checked in check(tmp_path / "log") for finding in checked.findings] == []
+    topic = DirectoryLog(tmp_path / "log").topic("orders")
+    messages = [b"message %d" % number + b"x" * 500 for number in range(12)]
+    found = [values_from(topic, number) for number in (0, 1)]
+    assert found == [messages[::2], [*messages[1::2], b"behind a gap"]]
+    assert topic.offset_at(1, 1_700_000_000_000_050) == 65_537, "behind what the first append had reserved"
+    assert topic.append([Append(0, records([messages[10]]), Origin(PRODUCER, 0, 5))]) == [5], "a retry is stored once"
+    with pytest.raises(SequenceGap):
+        topic.append([Append(1, records([b"x"]), Origin(PRODUCER, 0, 9))])
+    end = topic.end(0)
+    assert topic.append([Append(0, records([b"next"]), Origin(PRODUCER, 0, 6))]) == [end]

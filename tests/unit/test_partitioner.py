@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+import pxrs
 from pxrs import partitioner
 from pxrs.errors import InvalidRecord, InvalidTopic
 from pxrs.log.batch import SCHEMA
@@ -62,7 +63,7 @@ def test_x2_another_process_agrees() -> None:
 
 
 def test_l6_every_partitioner_a_topic_may_name_is_here() -> None:
-    assert set(HASHES) == set(PARTITIONERS)
+    assert tuple(HASHES) == PARTITIONERS
     with pytest.raises(InvalidTopic, match="xxh64"):
         hash_named("crc32")
 
@@ -252,3 +253,27 @@ def test_a_table_of_three_gib_is_split(tmp_path: Path) -> None:
     for table, rows in ((value, 3072), (value.slice(3000, 10), 10), (many, 3072)):
         pieces = split_table(read_table(pa.table({"value": table}), 1, 1 << 20), xxh64, 1, 0)
         assert sum(piece.num_rows for _, piece in pieces) == rows
+
+
+def test_x2_an_installed_package_brings_a_partitioner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shop.py").write_text("def by_region(key):\n    return key[0] - 48\n")
+    info = tmp_path / "shop-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shop\nVersion: 1\n")
+    points = "[pxrs.partitioners]\nby-region = shop:by_region\nbroken = shop:nothing\n"
+    (info / "entry_points.txt").write_text(points)
+    with pxrs.open(tmp_path / "data") as hub:
+        with pytest.raises(InvalidTopic, match="install the package"):
+            hub.create_topic("t", partitioner="by-region")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(InvalidTopic, match="loading shop:nothing failed"):
+            hub.create_topic("t", partitioner="broken")
+        hub.create_topic("t", partitions=4, partitioner="by-region")
+        with hub.producer("t") as out:
+            places = [out.send(b"x", key=key).result()[0] for key in (b"2-a", b"3-b", b"6-c")]
+        assert places == [2, 3, 2]
+    monkeypatch.undo()
+    with pxrs.open(tmp_path / "data") as hub:
+        assert hub.topic("t").to_arrow().num_rows == 3, "whoever reads does not need it"
+        with pytest.raises(InvalidTopic, match="by-region"):
+            hub.producer("t")

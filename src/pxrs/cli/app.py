@@ -46,3 +46,6 @@ def main() -> None:
     except PxrsError as error:
         tell_error(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
         sys.exit(1)
+    except OSError as error:  # of what is around it, such as a full disk behind standard output
+        tell_error(type(error).__name__, str(error))
+        sys.exit(1)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 import pxrs
-from pxrs.cli.options import At, Json
+from pxrs.cli.options import At, Json, open_hub
 from pxrs.cli.terminal import data_field, echo, echo_data, printable
 from pxrs.errors import InvalidRecord
 from pxrs.model import CODECS, DURABILITIES, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
@@ -55,7 +55,7 @@ def create(
 @app.command("list")
 def list_(at: At, as_json: Json = False) -> None:
     """List the topics, and how many messages each holds."""
-    with pxrs.open(at) as hub:
+    with open_hub(at, None) as hub:
         rows = [(topic, _count(hub, topic)) for topic in hub.topics()]
     if as_json:
         for topic, count in rows:

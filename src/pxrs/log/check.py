@@ -24,14 +24,14 @@ import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, InvalidUrl, LogError
 from pxrs.log import published as published_module
-from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, MAGIC, Header, read_header, read_payload
+from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, read_header, read_payload
 from pxrs.log.directory import DirectoryLog
 from pxrs.log.index import Index
 from pxrs.log.partition import read_reserved
 from pxrs.log.producers import load_producers, producers_path
-from pxrs.log.published import _SLOT, _STRIDE, Published, PublishedFile
 from pxrs.log.published import NAME as PUBLISHED
-from pxrs.log.segment import begins_an_append_behind, index_path, segment_bases, segment_path
+from pxrs.log.published import Published, PublishedFile
+from pxrs.log.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
 from pxrs.model import TOPIC_NAME, Topic
 
 _PARTITION_FOLDER: Final = re.compile(r"partition-(0|[1-9][0-9]*)")
@@ -201,6 +201,9 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
     except DamagedFrame as damage:
         yield place.only(damage.file, damage.what)
     if published is None:
+        if _is_damaged(place.folder):
+            what = "a part of it is damaged; whoever opens the partition finds the end again in the last segment"
+            yield place.only(f"{place.folder}/{PUBLISHED}", what)
         yield from _check_unpublished(place, end_min if place.is_synced else 0, bases)
         return
     bases = [base for base in bases if base <= published.segment]
@@ -246,13 +249,24 @@ def _look(folder: str) -> tuple[Published | None, int, list[int]]:
         # A writer went on to another segment, and retention took this one away: look again.
 
 
+def _is_damaged(folder: str) -> bool:
+    try:
+        file = _PublishedReader(f"{folder}/{PUBLISHED}")
+    except FileNotFoundError:
+        return False
+    try:
+        return file.is_damaged()
+    finally:
+        file.close()
+
+
 def _read_published(folder: str) -> tuple[Published | None, int]:
     try:
         file = _PublishedReader(f"{folder}/{PUBLISHED}")
     except FileNotFoundError:
         return None, 0
     try:
-        return file.read(), file.end_of_any_boot()
+        return file.read(), file.end_before()
     finally:
         file.close()
 
@@ -265,16 +279,10 @@ class _PublishedReader(PublishedFile):
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._boot = uuid.UUID(published_module.boot_id()).bytes  # type: ignore[attr-defined]
 
-    def end_of_any_boot(self) -> int:
-        """Whatever was published was durable, so it is there after any number of boots."""
-        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
-        end = 0
-        for slot in (data[:_STRIDE], data[_STRIDE:]):
-            if len(slot) >= _SLOT.size:
-                self._boot = _SLOT.unpack_from(slot)[-1]
-                found = self._slot(slot)
-                end = end if found is None else max(end, found.end)
-        return end
+    def is_damaged(self) -> bool:
+        """In this boot. What a power loss tore is not: whoever opens the partition next makes it anew."""
+        slots, damaged = self._parse()
+        return bool(slots) and bool(damaged) and self.read() is None
 
 
 def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
@@ -340,22 +348,10 @@ def _walk(data: pa.Buffer, path: str, limit: int) -> Iterator[tuple[int, Header 
             read_payload(header, data.slice(position, length), path, position)
         except DamagedFrame as damage:
             yield position, damage
-            position = _next_frame(view, path, position + ALIGNMENT, limit)
+            position = next_frame(view, path, position + ALIGNMENT, limit)
             continue
         yield position, header
         position += header.frame_bytes
-
-
-def _next_frame(view: memoryview, path: str, begin: int, limit: int) -> int:
-    for position in range(begin // ALIGNMENT * ALIGNMENT, limit - HEADER_BYTES + 1, ALIGNMENT):
-        if bytes(view[position : position + 4]) != MAGIC:
-            continue
-        try:
-            read_header(view[position : position + HEADER_BYTES], path, position)
-        except DamagedFrame:
-            continue
-        return position
-    return limit
 
 
 def _check_index(place: _Place, segment: str, true: Index) -> list[Finding]:

@@ -20,7 +20,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import xxhash
 
 from pxrs import disk
 from pxrs.errors import (
@@ -46,6 +48,7 @@ from pxrs.log.published import Published
 from pxrs.model import TOPIC_NAME, Topic
 
 _META: Final = "topic.json"
+_CHECKSUM: Final = "checksum"
 _RESTING_MAX: Final = 4
 
 
@@ -67,7 +70,7 @@ class DirectoryLog(Log):
 
     def create_topic(self, topic: Topic) -> TopicLog:
         self._check_usable()
-        target = self._topics / topic.name
+        target, link = self._topics / topic.name, os.path.join(os.pardir, "logs", topic.id)
         if target.exists():
             raise TopicExists(f"there is a topic {topic.name!r} already")
         with self._os_errors():
@@ -81,8 +84,13 @@ class DirectoryLog(Log):
                 raise TopicExists(f"there is a topic with the id {topic.id!r} already") from None
             try:
                 self._prepare(topic, folder)
-                os.symlink(os.path.relpath(folder, self._topics), target)
+                if target.is_symlink() and not target.exists():  # it leads nowhere: somebody has removed the folder
+                    self._take_link(target)
+                os.symlink(link, target)
             except BaseException as error:
+                with contextlib.suppress(OSError):
+                    if os.readlink(target) == link:  # an interrupt came right behind it
+                        self._take_link(target)
                 shutil.rmtree(folder, ignore_errors=True)
                 if isinstance(error, FileExistsError):
                     raise TopicExists(f"there is a topic {topic.name!r} already") from error
@@ -90,11 +98,18 @@ class DirectoryLog(Log):
             disk.sync_folder(self._topics)
         return self.topic(topic.name)
 
+    def _take_link(self, link: Path) -> Path:
+        """Move a link away; one of several who try gets it, and with it the folder that it leads to."""
+        taken = self._topics / f".deleted-{uuid.uuid4().hex}"
+        os.rename(link, taken)
+        return taken
+
     def _prepare(self, topic: Topic, folder: Path) -> None:
         for partition in range(topic.partitions):
             (folder / "partitions" / f"partition-{partition}").mkdir(parents=True)
         with open(folder / _META, "w") as file:
-            json.dump(asdict(topic), file, indent=2)
+            described = asdict(topic)
+            json.dump({**described, _CHECKSUM: _checksum(described)}, file, indent=2)
             file.flush()
             disk.sync_data(file.fileno())
         for each in (folder / "partitions", folder, self._logs):
@@ -123,10 +138,9 @@ class DirectoryLog(Log):
 
     def delete_topic(self, name: str) -> None:
         self.topic(name)
-        link = self._topics / f".deleted-{uuid.uuid4().hex}"
         with self._os_errors():
             try:
-                os.rename(self._topics / name, link)  # one of several who delete gets it, and with it the folder
+                link = self._take_link(self._topics / name)
             except FileNotFoundError:
                 raise UnknownTopic(name) from None
             identity = os.path.basename(os.readlink(link))
@@ -134,7 +148,7 @@ class DirectoryLog(Log):
             self._finish_deletions()
         with self._lock:
             if name in self._open and self._open[name].id == identity:
-                self._open.pop(name).close()
+                self._open.pop(name).close(is_deleted=True)
 
     def _finish_deletions(self) -> None:
         """Remove what belongs to links that were moved away, by this process or by one that died at it."""
@@ -157,16 +171,11 @@ class DirectoryLog(Log):
             self._open.clear()
 
     def _meta(self, name: str) -> Topic | None:
+        path = self._topics / name / _META
         try:
-            found = json.loads((self._topics / name / _META).read_bytes())
+            return read_topic(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, UnicodeDecodeError) as error:
-            raise DamagedFrame(str(self._topics / name / _META), 0, f"it is no topic's description: {error}") from error
-        known = {field.name for field in fields(Topic)}
-        extra = {key: value for key, value in found.items() if key not in known}
-        kept = {key: value for key, value in found.items() if key in known}
-        return Topic(**{**kept, "extra": {**kept.get("extra", {}), **extra}})
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -182,6 +191,26 @@ class DirectoryLog(Log):
             raise LogError(f"{error.filename or self._root}: {error.strerror}") from error
 
 
+def read_topic(path: Path) -> Topic:
+    """A topic as it is described in its folder. Raises DamagedFrame."""
+    try:
+        found = json.loads(path.read_bytes())
+        checksum = found.pop(_CHECKSUM, None)
+        if checksum != _checksum(found):
+            raise DamagedFrame(str(path), 0, f"the checksum {checksum!r} does not match")
+        known = {field.name for field in fields(Topic)}
+        extra = {key: value for key, value in found.items() if key not in known}
+        kept = {key: value for key, value in found.items() if key in known}
+        return Topic(**{**kept, "extra": {**kept.get("extra", {}), **extra}})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DamagedFrame(str(path), 0, f"it is no topic's description: {error}") from error
+
+
+def _checksum(described: dict[str, Any]) -> str:
+    """Of what a topic's file says, however it is laid out."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True, separators=(",", ":")).encode())
+
+
 class DirectoryTopic(TopicLog):
     """One topic, its partitions opened as they are used."""
 
@@ -194,7 +223,7 @@ class DirectoryTopic(TopicLog):
         self._resting: list[_Waiter] = []
         self._waiting: set[_Waiter] = set()
         self._pid = os.getpid()
-        self._is_closed = False
+        self._is_closed = self._is_deleted = False
         _in_use.add(self)
 
     def start(self, partition: int) -> int:
@@ -249,8 +278,9 @@ class DirectoryTopic(TopicLog):
 
         try:
             stored = self._crew.run([functools.partial(store, number) for number in ready])
-        except AppendFailed as error:
-            if not self._folder.exists():
+        except LogError as error:
+            error.refused = frozenset(number for number, each in refused.items() if each.stored is None)
+            if isinstance(error, AppendFailed) and not self._folder.exists():
                 raise UnknownTopic(self.name) from error
             raise
         if refused:
@@ -327,6 +357,8 @@ class DirectoryTopic(TopicLog):
         for number in range(self.partitions):
             try:
                 with self._reading(number) as partition:
+                    if self.topic.retention_s is not None:
+                        partition.seal(self._oldest(now))
                     segments = partition.sealed_segments()
                     keep = self._keep_from(segments, partition.published().segment_bytes, now)
                     if segments and keep > segments[0][0]:
@@ -343,12 +375,17 @@ class DirectoryTopic(TopicLog):
         total = tail_bytes + sum(size for _, _, size, _ in segments)
         keep = segments[0][0] if segments else 0
         for _, following, size, last_time in segments:
-            is_old = topic.retention_s is not None and last_time < now - topic.retention_s * 1_000_000
+            is_old = topic.retention_s is not None and last_time < self._oldest(now)
             is_much = topic.retention_bytes is not None and total > topic.retention_bytes
             if not is_old and not is_much:
                 break
             keep, total = following, total - size
         return keep
+
+    def _oldest(self, now: int) -> int:
+        """The time before which messages may go."""
+        assert self.topic.retention_s is not None
+        return now - int(self.topic.retention_s * 1_000_000)
 
     def _partition(self, number: int) -> Partition:
         self._check_usable()
@@ -372,18 +409,20 @@ class DirectoryTopic(TopicLog):
                     except FileNotFoundError:
                         raise UnknownTopic(self.name) from None
                     except OSError as error:
-                        raise AppendFailed(f"{folder}: {error.strerror}") from error
+                        raise LogError(f"{folder}: {error.strerror}") from error
         return found
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"topic {self.name} was opened before a fork: open it again in the child")
+        if self._is_deleted:
+            raise UnknownTopic(self.name)
         if self._is_closed:
-            raise Closed(f"topic {self.name} was closed or deleted")
+            raise Closed(f"topic {self.name} was closed")
 
-    def close(self) -> None:
+    def close(self, *, is_deleted: bool = False) -> None:
         with self._lock:
-            self._is_closed = True
+            self._is_closed, self._is_deleted = True, is_deleted
             opened = list(self._open.values())
             self._open.clear()
             for waiter in self._waiting:

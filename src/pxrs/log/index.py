@@ -12,7 +12,8 @@ import os
 import struct
 import uuid
 from bisect import bisect_right
-from typing import Final
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -28,41 +29,42 @@ NO_TIME: Final = -(1 << 63)
 ANY_TIME: Final = (1 << 63) - 1
 
 
+class Entry(NamedTuple):
+    offset: int
+    position: int
+    time: int
+    """The latest before it."""
+
+
 class Index:
     def __init__(self) -> None:
-        self.offsets: list[int] = []
-        self.positions: list[int] = []
-        self.times: list[int] = []
+        self.entries: list[Entry] = []
         self.last_time = NO_TIME
         """The latest time of any message in the segment."""
         self.segment_bytes = 0
         """How many bytes of the segment it covers."""
 
     def note(self, header: Header, position: int) -> None:
-        """The segment's next frame."""
-        if not self.positions or position - self.positions[-1] >= INTERVAL_BYTES:
-            self.offsets.append(header.base_offset)
-            self.positions.append(position)
-            self.times.append(self.last_time)
+        """The segment's next frame. What follows damage has an entry of its own: nothing leads to it from before."""
+        is_next = position == self.segment_bytes
+        if not self.entries or not is_next or position - self.entries[-1].position >= INTERVAL_BYTES:
+            self.entries.append(Entry(header.base_offset, position, self.last_time))
         self.last_time = max(self.last_time, header.last_timestamp)
         self.segment_bytes = position + header.frame_bytes
 
     def position_of(self, offset: int) -> int:
         """Where to begin to look for the offset: at a frame, not behind it."""
-        at = bisect_right(self.offsets, offset) - 1
-        return self.positions[at] if at >= 0 else 0
+        at = bisect_right(self.entries, offset, key=itemgetter(0)) - 1
+        return self.entries[at].position if at >= 0 else 0
 
     def position_at(self, timestamp: int) -> int:
         """Where to begin to look for the first message of that time or later."""
         # All before an entry are earlier than its time says; so begin at the last one whose time is too early.
-        for at in range(len(self.times) - 1, -1, -1):
-            if self.times[at] < timestamp:
-                return self.positions[at]
-        return 0
+        return next((entry.position for entry in reversed(self.entries) if entry.time < timestamp), 0)
 
     def dump(self) -> bytes:
-        body = b"".join(map(_ENTRY.pack, self.offsets, self.positions, self.times))
-        data = _HEAD.pack(_MAGIC, len(self.offsets), self.segment_bytes, self.last_time) + body
+        body = b"".join(_ENTRY.pack(*entry) for entry in self.entries)
+        data = _HEAD.pack(_MAGIC, len(self.entries), self.segment_bytes, self.last_time) + body
         return data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
 
     @classmethod
@@ -79,10 +81,7 @@ class Index:
             return None
         index = cls()
         index.segment_bytes, index.last_time = segment_bytes, last_time
-        for offset, position, time in _ENTRY.iter_unpack(body):
-            index.offsets.append(offset)
-            index.positions.append(position)
-            index.times.append(time)
+        index.entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(body)]
         return index
 
 

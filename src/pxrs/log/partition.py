@@ -54,6 +54,8 @@ from pxrs.errors import (
     LogError,
     OffsetOutOfRange,
     OffsetTrimmed,
+    SequenceGap,
+    UnknownProducer,
     UnknownTopic,
 )
 from pxrs.log.batch import (
@@ -72,7 +74,15 @@ from pxrs.log.index import Index, write_beside
 from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
-from pxrs.log.segment import Sealed, begins_an_append_behind, frames, index_path, segment_bases, segment_path
+from pxrs.log.segment import (
+    Sealed,
+    begins_an_append_behind,
+    frames,
+    index_path,
+    note_behind,
+    segment_bases,
+    segment_path,
+)
 
 MAPPED_MAX: Final = 16
 LOCK_PAUSE_S_MAX: Final = 0.005
@@ -103,7 +113,11 @@ class Partition:
         """As this process knows it; another one may have reserved more."""
         self._published = PublishedFile(f"{folder}/{PUBLISHED}")
         self._appending = threading.Lock()
-        self._lock_file = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock_file = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except BaseException:
+            self._published.close()
+            raise
         self._tail = _Tail(-1)
         self._cache = threading.Lock()  # guards what follows
         self._bases: list[int] = []
@@ -119,11 +133,7 @@ class Partition:
         published = self._published.read()
         if published is None or not self._published.is_in_place():
             with self._exclusive():
-                try:
-                    published = self._current()
-                except BaseException:
-                    self._tail = _Tail(-1)
-                    raise
+                published = self._current()
         return published
 
     def start(self) -> int:
@@ -147,13 +157,19 @@ class Partition:
             raise OffsetTrimmed(self.place, offset, self.start())
         batches: list[Batch] = []
         size = 0
-        while offset < published.end and (size < max_bytes or not batches):
-            for batch, nbytes in self._read_segment(published, offset):
-                batches.append(batch)
-                size += nbytes
-                offset = batch.next_offset
-                if size >= max_bytes:
-                    break
+        try:
+            while offset < published.end and (size < max_bytes or not batches):
+                for batch, nbytes in self._read_segment(published, offset):
+                    if batch.base_offset != offset:
+                        raise DamagedFrame(self.folder, 0, f"offset {batch.base_offset} where {offset} must be")
+                    batches.append(batch)
+                    size += nbytes
+                    offset = batch.next_offset
+                    if size >= max_bytes:
+                        break
+        except DamagedFrame:
+            if not batches:  # else who reads on meets it
+                raise
         return batches
 
     def _read_segment(self, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
@@ -173,9 +189,8 @@ class Partition:
             except FileNotFoundError:
                 self._refresh_bases()
                 continue
-            for position, header in sealed.frames_from(sealed.index.position_of(offset)):
-                if header.next_offset > offset:
-                    yield _batch(header, sealed.records(position, header), offset)
+            for position, header in sealed.frames_for(offset):
+                yield _batch(header, sealed.records(position, header), offset)
             return
         raise OffsetTrimmed(self.place, offset, self.start())
 
@@ -219,16 +234,23 @@ class Partition:
                 self._seen = _Tail(published.segment)
             index = self._seen.index
             position = index.segment_bytes
-            while position < published.segment_bytes:
-                chunk = pa.py_buffer(_pread(descriptor, min(TAIL_CHUNK, published.segment_bytes - position), position))
-                begin = position
-                view = memoryview(chunk)
-                while position < published.segment_bytes and position - begin + HEADER_BYTES <= chunk.size:
-                    header = read_header(view[position - begin : position - begin + HEADER_BYTES], path, position)
-                    index.note(header, position)
-                    position += header.frame_bytes
-                if position == begin:
-                    raise DamagedFrame(path, position, "no whole header is left in what was published")
+            try:
+                while position < published.segment_bytes:
+                    size = min(TAIL_CHUNK, published.segment_bytes - position)
+                    chunk = pa.py_buffer(_pread(descriptor, size, position))
+                    begin = position
+                    view = memoryview(chunk)
+                    while position < published.segment_bytes and position - begin + HEADER_BYTES <= chunk.size:
+                        header = read_header(view[position - begin : position - begin + HEADER_BYTES], path, position)
+                        index.note(header, position)
+                        position += header.frame_bytes
+                    if position == begin:
+                        raise DamagedFrame(path, position, "no whole header is left in what was published")
+            except DamagedFrame as damage:
+                # Who reads there meets it. What is around it can be found; looked for again each time.
+                self._seen = _Tail(-1)
+                rest = pa.py_buffer(_pread(descriptor, published.segment_bytes - damage.position, damage.position))
+                note_behind(index, rest, path, damage.position, published.end, damage.position)
             return index
 
     def offset_at(self, timestamp: int) -> int:
@@ -261,7 +283,8 @@ class Partition:
                 sealed = self._sealed(base)
             except FileNotFoundError:
                 return None
-            self._last_times[base] = sealed.index.last_time
+            with self._cache:
+                self._last_times[base] = sealed.index.last_time
             if sealed.index.last_time < timestamp:
                 return None
             position = sealed.index.position_at(timestamp)
@@ -311,12 +334,7 @@ class Partition:
             try:
                 return self._append(self._current(), batches)
             except OSError as error:
-                self._tail = _Tail(-1)
                 raise self._failed(error) from error
-            except BaseException:
-                # Whatever it was, also an interrupt: what this process believes of the tail is found anew on disk.
-                self._tail = _Tail(-1)
-                raise
 
     def _append(self, published: Published, batches: Sequence[Ready]) -> list[int]:
         producers = self._tail.producers
@@ -488,7 +506,7 @@ class Partition:
         finally:
             os.close(descriptor)
         self._tail = _Tail(-1)
-        return self._published.write(None, base, position, end)
+        return self._published.write(self._published.mend(), base, position, end)
 
     def _reserve(self, end: int) -> None:
         """Before offsets up to this one are given away without a sync: see that no later boot gives them again."""
@@ -510,6 +528,15 @@ class Partition:
         return AppendFailed(f"{self.place}: {error.strerror}; nothing of it is in the log: {advice}")
 
     # Retention.
+
+    def seal(self, before: int) -> None:
+        """If all messages of the last segment are from before this time, go on in a new one: then it can be dropped."""
+        if not self.published().segment_bytes:
+            return
+        with self._exclusive():
+            published = self._current()
+            if published.segment_bytes and self._tail.index.last_time < before:
+                self._roll(published)
 
     def drop_before(self, keep: int) -> int:
         """Remove the sealed segments that end at or before this offset; the new start. Only unlinks (L2)."""
@@ -555,7 +582,14 @@ class Partition:
                 self._lock(time.monotonic() + self._timeout)
                 if not self._published.is_in_place():
                     raise UnknownTopic(self.place.rpartition("/")[0])
+                self._check_lock()
                 yield
+            except (UnknownProducer, SequenceGap):  # refused before anything was done
+                raise
+            except BaseException:
+                # Whatever it was, also an interrupt: what this process believes of the tail is found anew on disk.
+                self._tail = _Tail(-1)
+                raise
             finally:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
@@ -573,6 +607,16 @@ class Partition:
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, LOCK_PAUSE_S_MAX)
+
+    def _check_lock(self) -> None:
+        """One that was removed and made again would not keep out those who have the other."""
+        path, ours = f"{self.folder}/lock", os.fstat(self._lock_file)
+        try:
+            there = os.stat(path)
+        except FileNotFoundError:
+            raise DamagedFrame(path, 0, "somebody has removed the lock; open the log again, in every process") from None
+        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+            raise DamagedFrame(path, 0, "it was removed and made again while the log was open")
 
     def close(self) -> None:
         """Waits for an append that is under way: closing its files would give its lock to another process."""

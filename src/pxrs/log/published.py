@@ -1,7 +1,7 @@
 """The published end of a partition: up to where every reader, in every process, may read (L1).
 
 It moves only after the sync, so no reader ever sees what a power loss could undo. It is a small file of two slots,
-written in turn, each with a counter and a checksum: a reader that meets one half written takes the other. It is never
+written in turn, each with a counter and a checksum: a reader that meets one half written looks again. It is never
 synced itself; it carries the id of the boot it was written in, and after another boot it counts for nothing and is
 rebuilt from the segments. Writing it also wakes those who wait: the kernel tells them that the file was modified.
 """
@@ -23,6 +23,8 @@ NAME: Final = "published"
 _SLOT: Final = struct.Struct("<QQQQQ16s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _STRIDE: Final = 64
+_LOOKS: Final = 5
+"""How often a slot that is not whole is read again: a writer may be at it."""
 
 
 class Published(NamedTuple):
@@ -64,10 +66,33 @@ class PublishedFile:
         return max(ends, default=0)
 
     def read(self) -> Published | None:
-        """What is published, or None if nothing was in this boot."""
-        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
-        slots = [slot for at in (0, _STRIDE) if (slot := self._slot(data[at : at + _STRIDE])) is not None]
+        """What is published. None if nothing was in this boot, or if a slot is damaged: that one may be the newer, and
+        only under the lock, with no writer at work, the truth can be found."""
+        for _ in range(_LOOKS):
+            slots, damaged = self._parse()
+            if not damaged:
+                return max(slots, default=None)
+        return None
+
+    def mend(self) -> Published | None:
+        """Under the lock: clear what is damaged. The newer one of the slots of this boot that are whole."""
+        slots, damaged = self._parse()
+        for at in damaged:
+            os.pwrite(self._descriptor, bytes(_STRIDE), at)
         return max(slots, default=None)
+
+    def _parse(self) -> tuple[list[Published], list[int]]:
+        """The slots of this boot, and where those are that are damaged, or that a writer is at."""
+        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
+        slots, damaged = [], []
+        for at in (0, _STRIDE):
+            if self._is_whole(slot := data[at : at + _STRIDE]):
+                counter, segment, segment_bytes, end, suspect, boot = _SLOT.unpack_from(slot)
+                if boot == self._boot:
+                    slots.append(Published(counter, segment, segment_bytes, end, bool(suspect)))
+            elif slot.strip(b"\0"):
+                damaged.append(at)
+        return slots, damaged
 
     def write(
         self, last: Published | None, segment: int, segment_bytes: int, end: int, *, is_suspect: bool = False
@@ -84,12 +109,6 @@ class PublishedFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-    def _slot(self, data: bytes) -> Published | None:
-        if not self._is_whole(data):
-            return None
-        counter, segment, segment_bytes, end, suspect, boot = _SLOT.unpack_from(data)
-        return Published(counter, segment, segment_bytes, end, bool(suspect)) if boot == self._boot else None
 
     @staticmethod
     def _is_whole(data: bytes) -> bool:

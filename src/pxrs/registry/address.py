@@ -19,6 +19,10 @@ from pxrs.errors import InvalidUrl
 DEFAULT_NAMESPACE = "pxrs"
 PASSWORD_VARIABLE = "PXRS_REGISTRY_PASSWORD"
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_HOST_NAME = re.compile(
+    r"localhost|\d+(\.\d+){3}|[\w-]+(\.[\w-]+)*\.(cloud|com|dev|internal|io|lan|local|net|org)", re.IGNORECASE
+)
+"""Without a port it might be a directory too: one that is there is taken for one."""
 _HOST_PORT = re.compile(r"[A-Za-z0-9_.-]+:\d+(,.*)?(/.*)?")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
@@ -142,7 +146,7 @@ def parse(url: str | os.PathLike[str]) -> Address:
         raise InvalidUrl("the registry address is empty; give a directory, memory:, or SCHEME://HOST:PORT")
     if isinstance(url, os.PathLike):
         return Address("file", text)
-    if _HOST_PORT.fullmatch(text):
+    if _HOST_PORT.fullmatch(text) or (_HOST_NAME.fullmatch(text) and not os.path.isdir(text)):
         raise InvalidUrl(f"{text!r} looks like a host: write etcd://{text}, zookeeper://{text}, or ./{text} for a path")
     match = _SCHEME.fullmatch(text)
     if match is None:

@@ -369,7 +369,7 @@ class _Origins(_Fixtures):
         end = topic.end(0)
         with pytest.raises(UnknownProducer) as refused:
             topic.append([batches[0]._replace(since=None)])
-        assert refused.value.partitions == {0}
+        assert refused.value.refused == {0}
         assert topic.append(batches) == [0, end], "it is looked for from where it began"
         assert topic.append([Append(0, records([b"a"]), origin(0, uuid.uuid4()), end)]) == [end + 1]
 
