@@ -84,7 +84,9 @@ def open(
 class TopicHandle:
     """A topic to look at: its settings, its offsets and its messages. Reading here moves no checkpoint."""
 
-    def __init__(self, log: TopicLog) -> None:
+    def __init__(self, log: TopicLog, unread: Callable[[str], Mapping[int, int]] | None = None) -> None:
+        """unread: where the slowest group is in each partition of the topic with this id."""
+        self._unread = unread
         self.log = log
         """The topic itself, for those who append batches of their own or read it as a member of a group."""
         self.topic = log.topic
@@ -111,7 +113,8 @@ class TopicHandle:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
 
         Producers do it by themselves about once a minute."""
-        return self.log.retain(time.time_ns() // 1000)
+        unread = self._unread(self.id) if self._unread is not None and self.topic.keep_unread else None
+        return self.log.retain(time.time_ns() // 1000, unread)
 
     def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
@@ -193,6 +196,7 @@ class Hub:
         retention_bytes: int | None = None,
         segment_bytes: int = SEGMENT_BYTES_DEFAULT,
         durability: str = "disk",
+        keep_unread: bool = False,
     ) -> TopicHandle:
         """Make a topic. Its partition count and partitioner are fixed for good.
 
@@ -201,6 +205,7 @@ class Hub:
                     partition. None keeps everything.
         durability: what an append waits for. "disk": that it survives a power loss. "os": that it survives the death
                     of every process; a power loss takes what the operating system had not written yet.
+        keep_unread: retention takes nothing that a group has yet to read. A group that nobody needs must be deleted.
         Raises TopicExists, InvalidTopic.
         """
         from pxrs.partitioner import hash_named
@@ -217,8 +222,9 @@ class Hub:
             seconds_of(retention),
             retention_bytes,
             durability,
+            keep_unread,
         )
-        return TopicHandle(self._log.create_topic(topic))
+        return TopicHandle(self._log.create_topic(topic), self._unread)
 
     def topics(self) -> list[Topic]:
         """All topics, in the order of their names."""
@@ -228,7 +234,12 @@ class Hub:
     def topic(self, name: str) -> TopicHandle:
         """A topic to read. Raises UnknownTopic."""
         self._check_usable()
-        return TopicHandle(self._log.topic(name))
+        return TopicHandle(self._log.topic(name), self._unread)
+
+    def _unread(self, topic: str) -> Mapping[int, int]:
+        from pxrs.group.admin import unread
+
+        return unread(self.registry, topic)
 
     def delete_topic(self, name: str) -> None:
         """Remove a topic and its messages. Raises UnknownTopic."""
@@ -240,7 +251,8 @@ class Hub:
         from pxrs.producer import Producer
 
         self._check_usable()
-        producer = Producer(self._log.topic(topic), **options)
+        handle = self.topic(topic)
+        producer = Producer(handle.log, retain=handle.retain, **options)
         with self._lock:
             if not self._is_closed:
                 self._producers.add(producer)

@@ -63,6 +63,8 @@ class Topic:
     """For each partition."""
     durability: str = "disk"
     """What an append waits for: "disk", the medium; or "os", no more than that the operating system has it."""
+    keep_unread: bool = False
+    """Retention takes nothing that a group has yet to read."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What a later version wrote and this one does not know; kept as it is."""
 

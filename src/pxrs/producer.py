@@ -24,7 +24,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from itertools import accumulate, pairwise
 from types import TracebackType
@@ -113,6 +113,7 @@ class Producer:
         "_log",
         "_partitions",
         "_ready",
+        "_retain",
         "_retains_at",
         "_rounds_begun",
         "_rounds_done",
@@ -133,6 +134,7 @@ class Producer:
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
         buffer_timeout: float | timedelta = 60.0,
         tries_max: int = TRIES_MAX_DEFAULT,
+        retain: Callable[[], object] | None = None,
     ) -> None:
         """
         linger_s:       how long a batch that is not full waits for more messages.
@@ -142,6 +144,7 @@ class Producer:
                         A small message counts as 512.
         buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried when the log raises AppendFailed.
+        retain:         what applies the topic's retention, about once a minute; the log itself if none is given.
         """
         self._log = log
         self._linger_s = _seconds("linger_s", linger_s, 60)
@@ -175,6 +178,7 @@ class Producer:
         topic = log.topic
         has_retention = topic.retention_s is not None or topic.retention_bytes is not None
         self._retains_at = 0.0 if has_retention else None
+        self._retain = retain or (lambda: log.retain(time.time_ns() // 1000))
         self._appender = Appender(log, _whole("tries_max", tries_max, 1, 1_000))
         self._broken = self._appender.broken
         self._error: BaseException | None = None
@@ -565,7 +569,7 @@ class Producer:
         if self._retains_at is not None and time.monotonic() >= self._retains_at:
             self._retains_at = time.monotonic() + RETAIN_EVERY_S
             try:
-                self._log.retain(time.time_ns() // 1000)
+                self._retain()
             except Exception as error:  # noqa: BLE001 - what was sent is stored; tried again in a minute
                 _logger.warning("retention of %s failed: %s", self._log.name, error)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import Closed, HandlerFailed, InvalidGroup
 from pxrs.group.lane import Lane
+from pxrs.handler import OF_A_MESSAGE, check_result, fault_of
 from pxrs.log.batch import Batch
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
@@ -65,6 +66,8 @@ class Runner:
     ) -> None:
         if not 1 <= threads <= 1_000:
             raise InvalidGroup(f"threads is {threads}: choose from 1 to 1,000")
+        if fault := fault_of("the handler", handler, OF_A_MESSAGE):
+            raise InvalidGroup(fault)
         self._consumer, self._handler, self._threads, self._policy = consumer, handler, threads, policy
         self._lock = threading.Lock()
         self._busy: set[Lane] = set()
@@ -129,7 +132,9 @@ class Runner:
         tries = policy.retries_max + 1 if policy.on_error == "retry" else 1
         for left in range(tries - 1, -1, -1):
             try:
-                self._handler(message)
+                result: object = self._handler(message)
+                if result is not None:
+                    check_result(result)
                 return True
             except Exception as error:  # noqa: BLE001 - the policy decides
                 if not left:

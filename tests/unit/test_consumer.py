@@ -1089,6 +1089,23 @@ def test_a_stop_that_comes_before_the_run_ends_it_at_once(hub: Hub) -> None:
         in_time(lambda: inbox.run(lambda message: None))
 
 
+def test_a_handler_that_would_do_nothing_is_refused_and_its_message_not_done(hub: Hub) -> None:
+    async def asynchronous(message: Message) -> None: ...
+
+    def generator(message: Message) -> Iterator[None]:
+        yield
+
+    hub.create_topic("t", partitions=1)
+    send(hub, {0: 1})
+    with hub.consumer("t", "g", until="end", on_error="raise") as inbox:
+        for handler in (asynchronous, generator, lambda: None, "handle"):
+            with pytest.raises(InvalidGroup, match="the handler"):
+                inbox.run(handler)  # type: ignore[arg-type]
+        with pytest.raises(HandlerFailed, match="done nothing"):
+            in_time(lambda: inbox.run(lambda message: asynchronous(message)))
+    assert hub.group("g").describe().lag == 1
+
+
 def test_closing_ends_a_run(hub: Hub) -> None:
     create(hub)
     inbox = hub.consumer("t", "g")

@@ -37,6 +37,9 @@ def create(
     durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
     retention: Annotated[float | None, typer.Option(help="Keep messages for so many seconds.")] = None,
     retention_bytes: Annotated[int | None, typer.Option(help="Keep so many bytes of each partition.")] = None,
+    keep_unread: Annotated[
+        bool, typer.Option("--keep-unread", help="Keep all that a group has yet to read, whatever its age.")
+    ] = False,
 ) -> None:
     """Make a topic."""
     with pxrs.open(at) as hub:
@@ -48,6 +51,7 @@ def create(
             durability=durability,
             retention=retention,
             retention_bytes=retention_bytes,
+            keep_unread=keep_unread,
         )
     typer.echo(f"made {name} with {partitions} partitions")
 
@@ -85,6 +89,7 @@ def describe(name: str, at: At, as_json: Json = False) -> None:
         "durability": topic.durability,
     }
     settings |= {"retention_s": topic.retention_s, "retention_bytes": topic.retention_bytes}
+    settings["keep_unread"] = topic.keep_unread
     if as_json:
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
         typer.echo(json.dumps({**settings, "partitions": offsets}))

@@ -214,6 +214,17 @@ def groups(registry: Registry) -> list[str]:
     return sorted(found)
 
 
+def unread(registry: Registry, topic: str) -> dict[int, int]:
+    """Of a topic's partitions, by its id: the first offset that some group has yet to read."""
+    found: dict[int, int] = {}
+    for name in groups(registry):
+        for entry in registry.scan(f"{Keys(name).checkpoints}{topic}/"):
+            number = int(entry.key.rpartition("/")[2])
+            offset = Checkpoint.load(entry.key, entry.value).offset
+            found[number] = min(offset, found.get(number, offset))
+    return found
+
+
 class GroupHandle:
     """A group by name. It need not be there: what needs it to be raises UnknownGroup."""
 

@@ -88,8 +88,10 @@ class TopicLog(Source):
         if nothing of that partition was stored, UnknownProducer and SequenceGap by origin."""
 
     @abstractmethod
-    def retain(self, now: int) -> dict[int, int]:
-        """Remove what the topic's retention allows, at this time in microseconds; the new starts of what moved."""
+    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
+        """Remove what the topic's retention allows, at this time in microseconds; the new starts of what moved.
+
+        unread: of partitions, offsets from which on nothing goes."""
 
 
 class Log(ABC):

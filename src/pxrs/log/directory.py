@@ -351,7 +351,7 @@ class DirectoryTopic(TopicLog):
     def _ready(self, positions: Mapping[int, int]) -> set[int]:
         return {partition for partition, offset in positions.items() if self.end(partition) > offset}
 
-    def retain(self, now: int) -> dict[int, int]:
+    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
         moved = {}
         errors: list[LogError] = []
         for number in range(self.partitions):
@@ -361,6 +361,7 @@ class DirectoryTopic(TopicLog):
                         partition.seal(self._oldest(now))
                     segments = partition.sealed_segments()
                     keep = self._keep_from(segments, partition.published().segment_bytes, now)
+                    keep = min(keep, (unread or {}).get(number, keep))
                     if segments and keep > segments[0][0]:
                         moved[number] = partition.drop_before(keep)
             except LogError as error:  # one that is damaged keeps no other from being trimmed

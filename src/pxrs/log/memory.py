@@ -164,13 +164,15 @@ class MemoryTopic(TopicLog):
             self._changed.notify_all()
         return [placed[i].offset for i in range(len(appends))]
 
-    def retain(self, now: int) -> dict[int, int]:
+    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
         starts = {}
         with self._changed:
             self._check_usable()
             for partition, place in enumerate(self._stored):
                 place.producers.forget_silent(now / 1e6 - SILENT_S_MAX)
                 count = self._expired(place.payloads, now)
+                if unread and partition in unread:  # the batch that it is in stays, and all behind it
+                    count = min(count, max(0, bisect_right(place.bases, unread[partition]) - 1))
                 if count:
                     place.drop(count)
                     starts[partition] = place.start
