@@ -368,8 +368,8 @@ class DataLost(SparkError):
 class CheckpointsDiffer(SparkError):
     """Spark's checkpoint and the group's tell of different work, and neither can be believed without a word from you.
 
-    To follow the group, start the query with a new checkpoint location; to follow Spark, reset the group to the
-    offsets that the message names."""
+    Start the query with a new checkpoint location, and leave the group as it is. To reset the group to the offsets that
+    the message names is only for a sink that takes any batch: neither a topic nor files."""
 
 
 class BatchRefused(SparkError):

@@ -13,9 +13,9 @@ from pyspark.sql import functions as F
 
 import pxrs
 from pxrs.cli.app import main
-from pxrs.cli.pipeline import _stderr_into
-from pxrs.errors import SharedState
-from pxrs.spark import parse_json, pipeline, session, stateful_operators
+from pxrs.cli.pipeline import _history, _stderr_into
+from pxrs.errors import InvalidPipeline, SharedState
+from pxrs.spark import parquet, parse_json, pipeline, session, stateful_operators
 from pxrs.spark.pipeline import Place
 from pxrs.spark.run import Run
 
@@ -34,11 +34,15 @@ VALUES = [
     '{"a": "x", "n": 99999999999}',
     '{"a": "x", "o": {"p": "q"}}',
     '{"a": "x", "o": {}}',
+    "{'a': 'x'}",
+    '{"a": "x", "d": 1e400}',
+    '{"a": "x", "d": "NaN"}',
     b"latin: \xe4",
     None,
     '{"a": "x", "n": 1}',
     '\n {"o": {"p": 5}, "a": "y", "more": []} ',
 ]
+SCHEMA = "a STRING NOT NULL, n INT, o STRUCT<p: INT NOT NULL>, d DOUBLE"
 FILE = """
 from pyspark.sql import functions as F
 
@@ -62,9 +66,14 @@ def copies(rows):
 """
 
 
-@pipeline(source="in", sink="out", parse=parse_json("a STRING NOT NULL, n INT, o STRUCT<p: INT NOT NULL>"))
+@pipeline(source="in", sink="out", parse=parse_json(SCHEMA))
 def parsed(rows: DataFrame) -> DataFrame:
     return rows.select("a", "n", "o.p", "offset")
+
+
+@pipeline(source="in", sink=parquet("files"))
+def archive(rows: DataFrame) -> DataFrame:
+    return rows
 
 
 @pipeline(source="in", sink="out", share_group=True, output_mode="update")
@@ -88,6 +97,22 @@ def tell_of_rows(spark: Any) -> None:
     ]
     tell(bad)
     tell([list(row) for row in parsed.over(messages.filter(f"offset > {len(bad) - 1}")).collect()])
+    tell(parse_json("Key STRING, OFFSET INT").good(messages, "in", True).columns)
+
+
+def tell_of_files(spark: Any, hub: pxrs.Hub) -> None:
+    """The folder of a stream, as Spark leaves it, and a checkpoint location that is not that stream's."""
+    Path("files", "_spark_metadata").mkdir(parents=True)
+    for name in ("8", "9.compact", ".9.compact.crc"):
+        Path("files", "_spark_metadata", name).touch()
+    for act in (
+        lambda: Run(spark, hub, [archive], Place("hub"), Path("checkpoints")),
+        lambda: _history(spark, [archive], Place("hub"), {}, 20, True, False),
+    ):
+        try:
+            act()
+        except InvalidPipeline as error:
+            tell(str(error))
 
 
 def tell_of_plans(spark: Any) -> None:
@@ -125,6 +150,7 @@ if __name__ == "__main__":
             Run(spark, hub, [counts], Place("hub"), Path("checkpoints"))
         except SharedState as error:
             tell(str(error))
+        tell_of_files(spark, hub)
         spark.stop()
     Path("file.py").write_text(FILE)
     for arguments in (["--history", "fails"], []):

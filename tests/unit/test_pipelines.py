@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import pxrs
 from pxrs.cli.app import app
-from pxrs.cli.pipeline import Signals, _Lines, load
+from pxrs.cli.pipeline import Signals, _history, _Lines, load
 from pxrs.errors import InvalidPipeline, MissingDependency
 from pxrs.spark import Pipeline, parquet, parse_json, pipeline, to
 from pxrs.spark.pipeline import Place, Sink, check_together
@@ -109,6 +109,84 @@ def test_two_of_one_name_or_one_group_are_refused() -> None:
     both = [make(parse=JSON, dead_letters="bad"), make(name="other", group="totals.dead-letters")]
     with pytest.raises(InvalidPipeline, match=r"totals and other are both in the group totals\.dead-letters"):
         check_together(both)
+
+
+@pytest.mark.parametrize("other", ["out", "./out/", "{here}/out", "file://{here}/out", "link"])
+def test_two_that_write_files_into_one_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """Spark would take the batches of the one for those of the other, and leave them out."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("out")
+    both = [make(sink=parquet("out")), make(name="b", sink=to("JSON", Path=other.format(here=tmp_path)))]
+    with pytest.raises(InvalidPipeline, match=r"totals and b both write files into .*out"):
+        check_together(both)
+
+
+def test_several_may_write_elsewhere_or_into_one_table() -> None:
+    check_together([make(sink=parquet("out")), make(name="b", sink=parquet("out2"))])
+    check_together([make(sink=to("console")), make(name="b", sink=to("console"))])
+    check_together([make(sink=parquet("s3a://b/out")), make(name="b", sink=parquet("s3a://c/out"))])
+    check_together([make(sink=to("delta", path="t")), make(name="b", sink=to("delta", path="t"))])
+
+
+@pytest.mark.parametrize(
+    ("written", "planned", "is_refused"),
+    [
+        (None, None, False),  # no stream has written there
+        (-1, None, False),  # one was started, and ended before its first batch
+        (0, None, True),  # the checkpoint location was lost
+        (5, [3, 4], True),  # or an old one restored
+        (5, [4, 5, 6], False),
+        (10, [9, 10], False),
+    ],
+)
+def test_files_of_a_stream_that_the_checkpoint_location_does_not_know_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int | None, planned: list[int] | None, is_refused: bool
+) -> None:
+    monkeypatch.setattr("pxrs.spark.run.last_written", lambda spark, folder: written, raising=False)
+    for number in planned or ():
+        (tmp_path / "totals" / "offsets").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "totals" / "offsets" / str(number)).touch()
+        (tmp_path / "totals" / "offsets" / f".{number + 7}.crc").touch()
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("orders")
+        try:
+            Run(None, hub, [make(sink=parquet("out"))], Place("memory:"), tmp_path)  # type: ignore[arg-type]
+        except InvalidPipeline as error:
+            found = str(error)
+    assert ("another path" in found and "out/_spark_metadata" in found) == is_refused, found
+
+
+def test_history_is_not_written_where_a_stream_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pxrs.cli.pipeline.last_written", lambda spark, folder: -1, raising=False)
+    with pytest.raises(InvalidPipeline, match="totals: a stream writes into out"):
+        _history(None, [make(sink=parquet("out"))], Place("hub"), {}, 20, True, False)  # type: ignore[arg-type]
+
+
+def test_rows_and_dead_letters_begin_at_the_same_messages(tmp_path: Path) -> None:
+    made = make(parse=JSON, dead_letters="bad", options={"StartingOffsets": "latest"})
+    with pxrs.open(tmp_path / "hub") as hub:
+        for topic in made.topics():
+            hub.create_topic(topic, partitions=2)
+
+        def started() -> list[list[int | None]]:
+            run = Run(None, hub, [], Place(hub.url), tmp_path)  # type: ignore[arg-type]
+            run._pipelines = [made]
+            run.start()
+            with hub.producer("orders") as out:
+                out.send(b"1", partition=0)
+            return [[each.checkpoint for each in hub.group(group).describe().partitions] for group in made.groups()]
+
+        with hub.producer("orders") as out:
+            out.send(b"0", partition=0)
+        assert started() == [[1, 0], [1, 0]]
+        assert started() == [[1, 0], [1, 0]], "only once"
+        hub.group("totals.dead-letters").delete()
+        assert started() == [[1, 0], [1, 0]], "dead letters that are added later begin where the rows are"
+        hub.group("totals").delete()
+        hub.group("totals.dead-letters").delete()
+        assert started() == [[4, 0], [4, 0]]
 
 
 def test_topics_that_are_missing_are_named_with_what_makes_them() -> None:

@@ -32,7 +32,17 @@ from pxrs.cli.terminal import echo, is_terminal, printable, tell_error
 from pxrs.errors import InvalidPipeline, InvalidUrl, MissingDependency, PipelineFailed
 from pxrs.registry.address import parse
 from pxrs.spark.pipeline import Pipeline, Place, check_together, collecting
-from pxrs.spark.run import SETTINGS, Batch, QueryRun, Run, check_topics, missing_topics, short_reason
+from pxrs.spark.run import (
+    FILES_LOG,
+    SETTINGS,
+    Batch,
+    QueryRun,
+    Run,
+    check_topics,
+    last_written,
+    missing_topics,
+    short_reason,
+)
 from pxrs.spark.session import session
 
 if TYPE_CHECKING:
@@ -403,6 +413,12 @@ def _history(
     is_written: bool,
     as_json: bool,
 ) -> None:
+    for each in pipelines if is_written else ():
+        if each.sink.folder is not None and last_written(spark, each.sink.folder) is not None:
+            raise InvalidPipeline(
+                f"{each.name}: a stream writes into {each.sink.folder}, and Spark sees only the files that its "
+                f"{FILES_LOG} names: write history into another folder"
+            )
     for each in pipelines:
         try:
             messages = each.messages(spark, place, **times)

@@ -2,7 +2,9 @@
 
 Every message is either good or bad, by the same expression in both queries that ask, so that none is lost between them
 and none is in both. Values are read as Spark's `from_json` reads them, with what it lets pass shut out: bytes that are
-no UTF-8, nothing at all, something behind the document, a field that is null although the schema says NOT NULL.
+no UTF-8, nothing at all, something behind the document, single quotes, a number that is too large for its type and so
+becomes infinite, a field that is null although the schema says NOT NULL. The last two are seen in structs, and not in
+arrays and maps.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ ORIGIN_HEADER: Final = "pxrs-origin"
 _PARSED: Final = "_pxrs_parsed"
 _REASON: Final = "_pxrs_reason"
 _CORRUPT: Final = "_pxrs_corrupt"
+_STRICT: Final = {"allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
 _HEADERS: Final = "ARRAY<STRUCT<key: STRING, value: BINARY>>"
 
 OnBad = Literal["fail", "drop"]
@@ -47,7 +50,8 @@ class ParseJson:
             what = F.concat(_origin(topic), F.lit(": "), F.col(_REASON))
             is_good = F.when(is_good, F.lit(True)).otherwise(F.raise_error(what).cast("boolean"))
         names = schema.fieldNames()
-        kept = [name for name in MESSAGE_COLUMNS if name in messages.columns and name not in names]
+        taken = {name.lower() for name in names}  # Spark does not tell key from Key
+        kept = [name for name in MESSAGE_COLUMNS if name in messages.columns and name not in taken]
         parsed = [F.col(_PARSED)[name].alias(name) for name in names]
         return judged.filter(is_good).select(*parsed, *kept)
 
@@ -80,7 +84,7 @@ class ParseJson:
         text = F.col("value").cast("string")
         # Spark overlooks what stands behind a document. What would end the object here does not end the array below.
         wrapped = StructType([StructField("value", schema), StructField(_CORRUPT, StringType())])
-        options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+        options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT, **_STRICT}
         whole = F.from_json(F.concat(F.lit('{"value":'), text, F.lit("}")), wrapped, options)
         documents = F.json_array_length(F.concat(F.lit("["), text, F.lit("]")))
         parsed = whole["value"]
@@ -92,8 +96,8 @@ class ParseJson:
             .when(parsed.isNull(), F.lit("it is not one JSON document"))
             .when(whole[_CORRUPT].isNotNull(), _misfit(schema, parsed, text))
         )
-        for path, column, is_due in _required(schema, parsed):
-            reason = reason.when(is_due & column.isNull(), F.lit(f"{path} is missing"))
+        for is_flawed, flaw in _flaws(schema, parsed):
+            reason = reason.when(is_flawed, F.lit(flaw))
         return messages.select("*", parsed.alias(_PARSED), reason.alias(_REASON))
 
 
@@ -101,7 +105,7 @@ def parse_json(schema: str | StructType, on_bad: OnBad = "fail") -> ParseJson:
     """A parse step: values are JSON objects, and the function gets their fields as columns.
 
     schema: as Spark has it, "account STRING NOT NULL, amount DECIMAL(12, 2)" or a StructType. A field that is NOT NULL
-            must be there, also in a struct in a struct.
+            must be there, also in a struct in a struct, but not in an array or a map, where it is not looked for.
     on_bad: what becomes of a message that does not fit, in a pipeline without `dead_letters`: "fail" ends the pipeline,
             "drop" leaves it out, because another pipeline cares for it.
 
@@ -126,16 +130,19 @@ def _misfit(schema: StructType, parsed: Column, text: Column) -> Column:
     return F.coalesce(*wrong, F.lit("it does not fit the schema"))
 
 
-def _required(schema: StructType, parsed: Column, above: str = "") -> Iterator[tuple[str, Column, Column]]:
-    """Of each field that must be there: its name, its column, and whether the struct that holds it is there."""
-    from pyspark.sql.types import StructType
+def _flaws(schema: StructType, parsed: Column, above: str = "") -> Iterator[tuple[Column, str]]:
+    """What `from_json` lets pass of each field, also in a struct that is there: whether it is so, and what it is."""
+    from pyspark.sql import functions as F
+    from pyspark.sql.types import DoubleType, FloatType, StructType
 
     for field in schema.fields:
-        column = parsed[field.name]
+        column, path = parsed[field.name], above + field.name
         if not field.nullable:
-            yield above + field.name, column, parsed.isNotNull()
+            yield parsed.isNotNull() & column.isNull(), f"{path} is missing"
+        if isinstance(field.dataType, DoubleType | FloatType):
+            yield F.abs(column) == float("inf"), f"{path} is no {field.dataType.simpleString()}"
         if isinstance(field.dataType, StructType):
-            yield from _required(field.dataType, column, f"{above}{field.name}.")
+            yield from _flaws(field.dataType, column, f"{path}.")
 
 
 def _header(name: str, text: Column) -> Any:

@@ -9,6 +9,7 @@ The same function runs as a stream (`pxrs pipeline run FILE`), over history (`to
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ _OURS: Final = ("url", "registry", "topic", "subscribe", "group", "sharegroup", 
 _SHAPE: Final = ("includeheaders", "columns")
 """Options that say which columns there are, in a stream and in a batch of its history."""
 _MESSAGE: Final = ("key", "value", "timestamp", "headers")
+_FILES: Final = ("parquet", "orc", "json", "csv", "text", "xml", "avro")
+"""Formats of which Spark writes a stream as files, with a log of its batches among them."""
+_SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:/")
 _collected: ContextVar[list[Pipeline] | None] = ContextVar("_collected", default=None)
 
 
@@ -60,6 +64,13 @@ class Sink:
 
     def __str__(self) -> str:
         return self.topic or f"{self.format} {self.options.get('path', '')}".rstrip()
+
+    @property
+    def folder(self) -> str | None:
+        """Into which it writes files, if it does. It belongs to one stream: Spark's log in it counts the batches."""
+        if self.format.lower() not in _FILES:
+            return None
+        return next((str(value) for name, value in self.options.items() if name.lower() == "path"), None)
 
     def write(self, rows: DataFrame, place: Place) -> None:
         """Append a batch's rows, shaped."""
@@ -234,9 +245,10 @@ def _check(made: Pipeline) -> None:
 
 
 def check_together(pipelines: Sequence[Pipeline]) -> None:
-    """Raise InvalidPipeline if two have one name, or one group."""
+    """Raise InvalidPipeline if two have one name, one group, or one folder of files."""
     names: set[str] = set()
     groups: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for each in pipelines:
         if each.name in names:
             raise InvalidPipeline(f"two pipelines are named {each.name}: give one of them another name=")
@@ -247,6 +259,20 @@ def check_together(pipelines: Sequence[Pipeline]) -> None:
                     f"{groups[group]} and {each.name} are both in the group {group}: each needs one of its own"
                 )
             groups[group] = each.name
+        if each.sink.folder is not None:
+            folder = _resolved(each.sink.folder)
+            if folder in folders:
+                raise InvalidPipeline(
+                    f"{folders[folder]} and {each.name} both write files into {folder}: each needs a folder of its "
+                    "own, or Spark takes the batches of the one for those of the other"
+                )
+            folders[folder] = each.name
+
+
+def _resolved(folder: str) -> str:
+    if _SCHEME.match(folder):
+        return folder.rstrip("/")
+    return os.path.realpath(re.sub("^file:/+", "/", folder))
 
 
 @contextmanager

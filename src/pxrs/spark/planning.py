@@ -52,8 +52,8 @@ def load_offset(offset: Mapping[str, Any], topic: str, name: str) -> Spans:
     """Raises CheckpointsDiffer if it is of another topic than that with this id."""
     if offset.get("topic") != topic:
         raise CheckpointsDiffer(
-            f"Spark's checkpoint is of another topic that was once called {name}: it was deleted and made again. "
-            "Start the query with a new checkpoint location"
+            f"Spark's checkpoint is of another topic than {name} is now: it was deleted and made again, or the query "
+            "has read another topic before. Start it with a new checkpoint location"
         )
     return {int(number): Span(*span) for number, span in offset["partitions"].items()}
 
@@ -76,8 +76,7 @@ def resume_at(finished: Span | None, checkpoint: Checkpoint, is_shared: bool, pl
     if checkpoint.offset > finished.end and not is_shared:
         raise CheckpointsDiffer(
             f"{place}: Spark's checkpoint ends at offset {finished.end}, the group's at {checkpoint.offset}: an old "
-            "checkpoint location was restored, or somebody else consumed in this group. To follow the group, start "
-            f"with a new checkpoint location; to follow Spark, reset the group to offset {finished.end}"
+            f"checkpoint location was restored, or somebody else consumed in this group. {_advice(finished.end)}"
         )
     return max(checkpoint.offset, finished.end)
 
@@ -96,20 +95,35 @@ def may_replay(span: Span, finished: Span | None, checkpoint: Checkpoint, is_sha
         return False
     raise CheckpointsDiffer(
         f"{place}: Spark repeats the offsets {span.start} to {span.end - 1}, and the group's checkpoint is "
-        f"{checkpoint.offset}. To follow the group, start with a new checkpoint location; to follow Spark, reset the "
-        f"group to offset {span.start}"
+        f"{checkpoint.offset}. {_advice(span.start)}"
+    )
+
+
+def _advice(offset: int) -> str:
+    # A topic and a file sink know the numbers of the batches that they have: those would be refused, or left out.
+    return (
+        "Start with a new checkpoint location, and leave the group as it is. Only if the sink is neither a pxrs topic "
+        f"nor files can you follow Spark instead: reset the group to offset {offset}"
     )
 
 
 def share_out(available: Mapping[int, int], rows_max: int) -> dict[int, int]:
-    """How many rows of each partition, at most so many together: in proportion to what each has."""
-    total = sum(available.values())
-    if total <= rows_max:
-        return dict(available)
-    shares = {number: count * rows_max // total for number, count in available.items()}
-    rest = rows_max - sum(shares.values())
-    # What rounding left goes to the longest first, so that a short partition is not passed over for ever.
-    for number in sorted(available, key=lambda number: shares[number] - available[number])[:rest]:
+    """How many rows of each partition, at most so many together: one of each, and the rest by what each has more.
+
+    So a short partition has its turn, however much comes into a long one. If there are more partitions than rows, the
+    first have one: `first_of` chooses them."""
+    wanted = min(rows_max, sum(available.values()))
+    shares = {number: min(count, 1) for number, count in available.items()}
+    for number in [number for number, share in shares.items() if share][rows_max:]:
+        shares[number] = 0
+    more = {number: count - shares[number] for number, count in available.items()}
+    rest, total = wanted - sum(shares.values()), sum(more.values())
+    if rest:
+        for number, count in more.items():
+            shares[number] += count * rest // total
+    # What rounding left goes to those of which most is left.
+    left = wanted - sum(shares.values())
+    for number in sorted(more, key=lambda number: shares[number] - available[number])[:left]:
         shares[number] += 1
     return shares
 

@@ -10,6 +10,9 @@ that reads it is over.
 
 Alone in its group, the query waits until it has every partition before it plans anything, and refuses company (K4).
 With a shared group it takes what it is given; what moves away is left out of the next batch.
+
+A partition that a worker has paused (X14) is never passed over in silence: alone, the query ends with PartitionsPaused;
+shared, it warns and goes on with the others, and ends so if it was to read up to an end.
 """
 
 from __future__ import annotations
@@ -21,7 +24,16 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from pxrs.errors import CheckpointOutOfRange, DataLost, GroupActive, InvalidOption, PartitionLost, RegistryUnavailable
+from pxrs.errors import (
+    CheckpointOutOfRange,
+    DataLost,
+    GroupActive,
+    InvalidOption,
+    OffsetTrimmed,
+    PartitionLost,
+    PartitionsPaused,
+    RegistryUnavailable,
+)
 from pxrs.group.lane import Lane
 from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, GroupMember, Timings
 from pxrs.group.records import Checkpoint, partition_of
@@ -55,6 +67,8 @@ class Query:
         self._answer: tuple[Spans, Spans, Spans, dict[int, int]] | None = None
         """What `ranges` was asked last, and said."""
         self._turn = -1
+        self._paused: list[int] = []
+        """The partitions of which was told last that they are paused."""
         self._starts = start_offsets(self.source, options)
         timings = Timings(
             lease_ttl=options.lease_ttl or LEASE_TTL_DEFAULT,
@@ -101,12 +115,14 @@ class Query:
             lane.position = lane.done  # what Spark has not finished by now, it will never ask for again
         self._in_hand.clear()
         self._answer = None
-        lanes = self._placed(start)
+        placed = self._placed(start)
+        self._look_at_paused(placed)
+        lanes = {number: lane for number, lane in placed.items() if not lane.is_halted}
         available = {number: self._available(lane) for number, lane in lanes.items()}
-        self._commit()  # the sink expects the checkpoint to stand where the batch begins, also behind what was lost
         available = {number: count for number, count in available.items() if count > 0}
-        # The sink's one commit names two keys for each partition, and its own.
-        chosen = first_of(available, self._turn, (self._registry.limits.commit_keys_max - 1) // 2)
+        # The sink's one commit names two keys for each partition, and its own; each of them has one row at least.
+        count_max = (self._registry.limits.commit_keys_max - 1) // 2
+        chosen = first_of(available, self._turn, count_max if rows_max is None else min(count_max, rows_max))
         if chosen:
             self._turn = chosen[-1] if len(chosen) < len(available) else -1
         counts = {number: available[number] for number in chosen}
@@ -114,12 +130,15 @@ class Query:
             counts = share_out(counts, rows_max)
         if bytes_max is not None:
             counts = self._within_bytes(lanes, counts, bytes_max)
+        self._commit()  # the sink expects the checkpoint to stand where the batch begins, also behind what was lost
         planned = {}
         for number, count in counts.items():
             lane = lanes[number]
             span = Span(lane.epoch, lane.position, lane.position + count)
             if count > 0 and self._hand_out(lane, span):
                 planned[number] = span
+        if self._paused and not planned and self._targets is not None:
+            raise PartitionsPaused(self._member.keys.group, self._paused)
         return {**start, **planned}
 
     def ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
@@ -140,6 +159,8 @@ class Query:
         missing = sorted(planned.keys() - fences.keys())
         if missing and not self._options.is_shared:
             # A batch without them would count as one with them: what Spark has finished is not read again.
+            if paused := [number for number in missing if number in self._lanes and self._lanes[number].is_paused]:
+                raise PartitionsPaused(self._member.keys.group, paused)
             raise PartitionLost(self._member.keys.group, missing)
         return {number: spans[number] for number in fences}, fences
 
@@ -203,7 +224,7 @@ class Query:
             )
 
     def _placed(self, finished: Mapping[int, Span]) -> dict[int, Lane]:
-        """The lanes that may be planned. New ones are set to where they go on, by Spark's word and the group's.
+        """The lanes. New ones are set to where they go on, by Spark's word and the group's.
 
         Not without a lease: that there is nothing to read now would end a query with Trigger.AvailableNow."""
         while True:
@@ -215,7 +236,20 @@ class Query:
             with self._changed:  # all may be new ones again, if the lease was lost meanwhile
                 is_placed, lanes = not self._fresh, dict(self._lanes)
             if is_placed and self._is_leased and (self._options.is_shared or len(lanes) == self.source.partitions):
-                return {number: lane for number, lane in lanes.items() if not lane.is_halted}
+                return lanes
+
+    def _look_at_paused(self, lanes: Mapping[int, Lane]) -> None:
+        """Tell of what a message holds up that a worker could not handle. Raises PartitionsPaused if alone."""
+        paused = [number for number, lane in lanes.items() if lane.is_paused and not lane.is_stopping]
+        ends = {number: self.source.end(number) for number in paused} if self._targets is None else self._targets
+        before, self._paused = self._paused, sorted(n for n in paused if lanes[n].position < ends[n])
+        if not self._paused:
+            return
+        told = PartitionsPaused(self._member.keys.group, self._paused)
+        if not self._options.is_shared:
+            raise told
+        if self._paused != before:
+            _logger.warning("%s", told)
 
     @property
     def _is_leased(self) -> bool:
@@ -287,8 +321,13 @@ class Query:
         share = max(1, bytes_max // max(1, len(counts)))
         result = {}
         for number, count in counts.items():
-            batches = self.source.read(number, lanes[number].position, share)
-            result[number] = min(count, batches[-1].next_offset - lanes[number].position) if batches else 0
+            lane, batches = lanes[number], None
+            while count > 0 and batches is None:
+                try:
+                    batches = self.source.read(number, lane.position, share)
+                except OffsetTrimmed:  # by a retention that came since it was looked at
+                    count = min(count, self._available(lane))
+            result[number] = min(count, batches[-1].next_offset - lane.position) if batches else 0
         return result
 
     # What the member tells, on its own thread.

@@ -1,7 +1,8 @@
 """Pipelines at work: their queries are started together, looked at, and stopped in good order.
 
 Each pipeline is one streaming query, or two if it has dead letters. Everything that can be known to be wrong is found
-before the first of them starts: topics that are missing, a function that raises, state in a shared group.
+before the first of them starts: topics that are missing, a function that raises, state in a shared group, a folder of
+files of which the checkpoint location knows nothing.
 
     run = Run(spark, hub, pipelines, place, checkpoints)
     run.start()
@@ -17,14 +18,19 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from pxrs.errors import InvalidPipeline, PipelineFailed, PxrsError, RegistryError, SharedState, UnknownGroup
+from pxrs.errors import Conflict, InvalidPipeline, PipelineFailed, PxrsError, RegistryError, SharedState, UnknownGroup
+from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
+from pxrs.registry.contract import ABSENT
+from pxrs.spark.options import stream_options
 from pxrs.spark.pipeline import DEAD_LETTERS, OutputMode, Pipeline, Place, Sink, check_together
+from pxrs.spark.query import start_offsets
 from pxrs.spark.state import refuse_shared_state
 
 if TYPE_CHECKING:
@@ -36,6 +42,9 @@ SETTINGS: Final = {
     "spark.sql.streaming.pollingDelay": "100ms",
 }
 """Of a session for pipelines."""
+FILES_LOG: Final = "_spark_metadata"
+"""In a folder that a stream writes files into: a file for each batch. Spark reads only the files that it names, and
+leaves out a batch of which it has the number."""
 _TRACEBACK: Final = re.compile(r"^.*Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)", re.MULTILINE)
 _FAILED: Final = re.compile(r"^\[STREAM_FAILED\] Query \[.*?\] terminated with exception: ")
 _SQLSTATE: Final = re.compile(r"(?:[;.]? SQLSTATE: \w+)+;?$")
@@ -97,6 +106,8 @@ class Run:
         """is_once: read what is there now, and end. Raises InvalidPipeline, SharedState."""
         check_together(pipelines)
         check_topics(hub, pipelines)
+        check_files(spark, pipelines, checkpoints)
+        self._pipelines = pipelines
         self._spark, self._hub, self._place, self._checkpoints = spark, hub, place, checkpoints
         self._is_once = is_once
         self._stops_at: float | None = None
@@ -117,6 +128,9 @@ class Run:
 
     def start(self) -> None:
         """Start all of them. Raises PipelineFailed, when those that were started are stopped again."""
+        for pipeline in self._pipelines:
+            if pipeline.dead_letters is not None:
+                pin_starts(self._hub, pipeline, self._place)
         for each in self.queries:
             try:
                 each.query = self._started(each)
@@ -236,6 +250,51 @@ def missing_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> list[str]:
     """The topics that these name and that are not there."""
     there = {topic.name for topic in hub.topics()}
     return list(dict.fromkeys(topic for each in pipelines for topic in each.topics() if topic not in there))
+
+
+def check_files(spark: SparkSession, pipelines: Sequence[Pipeline], checkpoints: Path) -> None:
+    """Raise InvalidPipeline where a folder has batches that the checkpoint location has not: it is a new one, or an old
+    one. Their numbers would come again, for other rows, and Spark would leave those out without a word."""
+    for each in pipelines:
+        if (folder := each.sink.folder) is None or (written := last_written(spark, folder)) is None:
+            continue
+        location = checkpoints / each.name
+        planned = location / "offsets"
+        if written > _last(path.name for path in (planned.iterdir() if planned.is_dir() else ())):
+            raise InvalidPipeline(
+                f"{each.name}: a stream has written batches into {folder}, up to {written}, that the checkpoint "
+                f"location {location} does not know; Spark would leave out what has their numbers. Give another path, "
+                f"or remove {folder}/{FILES_LOG}: Spark then sees only the files that come later"
+            )
+
+
+def last_written(spark: SparkSession, folder: str) -> int | None:
+    """The number of the last batch of a stream in a folder of files, -1 if it has none; None if it is no stream's."""
+    log = spark._jvm.org.apache.hadoop.fs.Path(folder, FILES_LOG)
+    files = log.getFileSystem(spark._jsc.hadoopConfiguration())
+    return _last(status.getPath().getName() for status in files.listStatus(log)) if files.exists(log) else None
+
+
+def _last(names: Iterable[str]) -> int:
+    """The highest batch of Spark's logs, whose files are 7, 8, 9.compact and such as .9.compact.crc."""
+    return max((int(name.partition(".")[0]) for name in names if name[0].isdigit()), default=-1)
+
+
+def pin_starts(hub: Hub, each: Pipeline, place: Place) -> None:
+    """Have the rows and the dead letters of a pipeline begin at the same messages: each query by itself would find
+    another "latest". Where only the rows have begun, the dead letters begin no later than they are."""
+    topic = hub.topic(each.source)
+    given = {name: str(value) for name, value in each.options.items() if name.lower().startswith("starting")}
+    starts = start_offsets(topic.log, stream_options({**place.options(each.source), "group": each.group, **given}))
+    for number, start in starts.items():
+        rows, dead = (Keys(group).checkpoint(topic.id, number) for group in each.groups())
+        begun = hub.registry.get(rows)
+        if begun is not None:
+            start = min(start, Checkpoint.load(rows, begun.value).offset)
+        value = Checkpoint(start, time.time(), "start").dump()
+        put = dict.fromkeys([dead] if begun is not None else [rows, dead], value)
+        with suppress(Conflict):  # it has begun
+            hub.registry.commit(dict.fromkeys(put, ABSENT), put)
 
 
 def short_reason(text: str) -> str:
