@@ -244,7 +244,13 @@ class Hub:
     def delete_topic(self, name: str) -> None:
         """Remove a topic and its messages. Raises UnknownTopic."""
         self._check_usable()
+        identity = self._log.topic(name).id
         self._log.delete_topic(name)
+        if os.path.isdir(os.path.join(self.url, "staging")):  # Spark has written here
+            from pxrs.spark.manifest import forget_topic
+            from pxrs.spark.staging import Staging
+
+            forget_topic(self.registry, Staging(self.url), identity)
 
     def producer(self, topic: str, **options: Any) -> Producer:
         """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic."""

@@ -30,14 +30,24 @@ import pytest
 
 import pxrs
 from pxrs import disk
-from pxrs.errors import BatchRefused, Conflict, OutcomeUnknown, PartitionLost, PxrsError
+from pxrs.errors import (
+    AppendFailed,
+    BatchRefused,
+    Conflict,
+    OutcomeUnknown,
+    PartitionLost,
+    PxrsError,
+    SequenceGap,
+    UnknownProducer,
+    UnknownTopic,
+)
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
 from pxrs.log.producers import BATCHES_KEPT, Producers
 from pxrs.registry.contract import ABSENT
 from pxrs.spark import manifest
-from pxrs.spark.manifest import Manifest, Publisher, fingerprint
+from pxrs.spark.manifest import Manifest, Publisher, fingerprint, forget_topic
 from pxrs.spark.planning import Span, Spans
 from pxrs.spark.staging import Feed, Staging
 from pxrs.testing import faults
@@ -662,6 +672,27 @@ def test_k2_the_same_batch_with_other_input_is_refused(place: Place) -> None:
     assert state(place) == before
 
 
+def test_k2_the_same_batch_of_another_plan_is_refused_where_the_input_is_not_known(place: Place) -> None:
+    """Of a source that is no topic, and a checkpoint location that was restored one batch back."""
+    driver = Driver(place)
+
+    def publish(batch: int, planned: str) -> None:
+        name = driver.staging.stage(driver.topic, QUERY, batch, 0, [table_of([(b"k", b"v")])]).name
+        driver.publisher.publish(QUERY, batch, [name], (), planned)
+
+    publish(0, "a")
+    publish(1, "b")
+    publish(1, "b")
+    publish(1, "")
+    before = state(place)
+    assert place.arrived() == 2
+    with pytest.raises(BatchRefused, match="batch 1, and Spark has planned it anew: an old checkpoint location"):
+        publish(1, "c")
+    assert state(place) == before
+    publish(2, "d")
+    assert place.arrived() == 3
+
+
 def test_k2_the_same_batch_with_the_same_input_is_done_once(place: Place) -> None:
     driver = Driver(place)
     driver.claim()
@@ -844,15 +875,132 @@ def test_k1_a_manifest_names_nothing_whose_folders_are_not_synced(
     assert seen[0]
 
 
+def make_old(*folders: Path, age_s: float = 2 * 86_400.0) -> None:
+    """As if nothing had happened there for so long."""
+    then = time.time() - age_s
+    for folder in folders:
+        for each in (folder, *folder.rglob("*")):
+            os.utime(each, (then, then))
+
+
 def test_s3_what_is_staged_for_nothing_is_swept_when_nobody_adds_to_it_for_a_day(place: Place) -> None:
     staging = Staging(place.url)
-    for query in ("old", "at work", "known"):
-        staging.stage(place.target.topic, query, 0, 0, [table_of([(b"k", b"v")])])
+    for query in ("old", "at work", "writing", "needed"):
+        for batch in (0, 1):
+            staging.stage(place.target.topic, query, batch, 0, [table_of([(b"k", b"v")])])
         folder = Path(place.url, "staging", place.target.id, query)
-        for each in (folder, folder / "0") if query != "at work" else (folder,):
-            os.utime(each, (0, 0))
-    staging.sweep(place.target.id, ["known"])
-    assert {path.parent.parent.name for path in place.staged()} == {"at work", "known"}
+        make_old(folder)
+        if query == "at work":
+            staging.stage(place.target.topic, query, 1, 1, [table_of([(b"k", b"v")])])
+        if query == "writing":
+            (file,) = (folder / "1").iterdir()
+            os.utime(file)
+    staging.sweep(place.target.id, {"needed": 1})
+    left = {(path.parent.parent.name, path.parent.name) for path in place.staged()}
+    assert left == {("at work", "1"), ("writing", "1"), ("needed", "1")}
+    assert not Path(place.url, "staging", place.target.id, "old").exists()
+
+
+def test_s3_what_a_query_with_a_manifest_leaves_is_swept_too(place: Place) -> None:
+    driver = Driver(place)
+    driver.claim()
+    batch_of(driver, 0, (0, 5))
+    driver.staging.stage(driver.topic, QUERY, 0, 0, [table_of([(b"k", b"late")])])
+    driver.stage(1, driver.plan({}))  # it dies here, and its checkpoint location is lost
+    crashed = Driver(place, Steps(1, crash, "commit"))
+    crashed.claim()
+    with pytest.raises(Crash):
+        fed_batch(crashed, "crashed", 0, (5, 8))
+    feeds = Path(place.url, "staging", "feeds")
+    make_old(Path(place.url, "staging", place.target.id))
+    make_old(feeds / QUERY, age_s=31 * 86_400.0)
+    unwilling(place, "crashed").clean_up()
+    assert {path.relative_to(Path(place.url, "staging")).parts[1] for path in place.staged()} == {"crashed"}
+    assert [path.name for path in feeds.iterdir()] == ["crashed"]
+
+
+def test_s3_the_manifest_of_a_dead_job_is_forgotten_when_its_commit_can_come_no_more(place: Place) -> None:
+    driver = Driver(place, Steps(1, crash, "commit"))
+    name = driver.staging.stage(driver.topic, "job-1", 0, 0, [table_of([(b"k", b"v")])]).name
+    with pytest.raises(Crash):
+        driver.publisher.publish("job-1", 0, [name])
+    publisher = Driver(place).publisher
+    key = f"spark/{place.target.id}/job-1"
+    for age_s, is_there in [(0, True), (3600, True), (2 * 86_400, False)]:
+        if age_s:
+            entry = place.hub.registry.get(key)
+            assert entry is not None
+            done = Manifest.load(entry)
+            assert done.is_published
+            place.hub.registry.commit({key: entry.version}, {key: replace(done, at=time.time() - age_s).dump()})
+        publisher.finish_others()
+        assert (place.hub.registry.get(key) is not None) == is_there
+    assert place.arrived() == 1
+
+
+def test_s3_of_a_deleted_topic_nothing_is_left(place: Place) -> None:
+    driver = Driver(place)
+    driver.claim()
+    batch_of(driver, 0, (0, 5))
+    for topic in (place.target.topic, place.source.topic):
+        driver.staging.stage(topic, "another", 0, 0, [table_of([(b"k", b"v")])])
+    forget_topic(place.hub.registry, Staging(place.url), place.target.id)
+    assert place.manifest() is None
+    assert {path.parents[2].name for path in place.staged()} == {place.source.id}
+
+
+def test_k1_a_task_may_stage_while_another_writer_finishes_its_batch(place: Place) -> None:
+    """A driver died behind its manifest. Its replay is at work when somebody else starts to write to the topic."""
+    with pytest.raises(Crash):
+        Driver(place, Steps(1, crash, "commit")).run()
+    replay, other = Driver(place), Driver(place)
+    replay.claim()
+    batch, spans, _ = place.logs.last()
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        yield table_of(place.sent[:5])
+        other.clean_up()
+        yield table_of(place.sent[5:10])
+
+    name = replay.staging.stage(replay.topic, QUERY, batch, 0, rows()).name
+    assert name is not None, "else nobody would miss it"
+    assert place.arrived() == 2 * BATCH_ROWS
+    replay.publisher.publish(QUERY, batch, [name])
+    assert place.arrived() == 2 * BATCH_ROWS
+    with pytest.raises(BatchRefused, match="are gone"):  # nobody has published this one
+        replay.publisher.publish(QUERY, batch + 1, [name])
+    replay.work(batch, spans)
+    replay.run()
+    place.check()
+
+
+def test_k1_a_folder_that_is_removed_before_a_task_writes_into_it_is_made_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(place)
+    make, opened = disk.make_folders, pa.OSFile
+    chances = itertools.count()
+
+    def made(path: Path) -> None:
+        make(path)
+        if next(chances) < 2:
+            Staging(place.url).clear(place.target.id, QUERY, 0)
+
+    monkeypatch.setattr(disk, "make_folders", made)
+    name = driver.staging.stage(driver.topic, QUERY, 0, 0, [table_of([(b"k", b"v")])]).name
+    driver.publisher.publish(QUERY, 0, [name])
+    assert place.arrived() == 1
+    chances = itertools.count()
+
+    def open_late(path: str, mode: str) -> Any:
+        if next(chances) < 2:
+            shutil.rmtree(Path(path).parent)
+        return opened(path, mode)
+
+    monkeypatch.setattr(pa, "OSFile", open_late)
+    driver.claim()
+    driver.stage(1, driver.plan({}))
+    assert len(driver.staging.feeds(QUERY, 1, driver.incarnation)) == 1
 
 
 def test_s3_a_job_that_is_published_does_not_fail_because_its_manifest_stays(place: Place) -> None:
@@ -867,6 +1015,108 @@ def test_s3_a_job_that_is_published_does_not_fail_because_its_manifest_stays(pla
     publisher.forget("job")
     assert place.hub.registry.scan(f"spark/{place.target.id}/") == []
     assert place.arrived() == 1
+
+
+# Manifests that cannot be finished.
+
+
+class Unwilling:
+    """A log that refuses what one query appends."""
+
+    def __init__(self, place: Place, query: str, error: Exception) -> None:
+        self._inner, self._error = place.hub.topic("out").log, error
+        self._producer = uuid.uuid5(manifest._NAMESPACE, f"{query}/{place.target.id}")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def append(self, appends: Sequence[Append]) -> list[int]:
+        if any(append.origin.producer == self._producer for append in appends):
+            raise self._error
+        return self._inner.append(appends)
+
+
+FORGOTTEN = UnknownProducer("producers were forgotten")
+
+
+def unwilling(place: Place, query: str = QUERY, error: Exception = FORGOTTEN) -> Driver:
+    driver = Driver(place)
+    log: Any = Unwilling(place, query, error)
+    driver.publisher = Publisher(place.hub.registry, log, driver.staging)
+    driver.claim()
+    return driver
+
+
+def leave_behind(place: Place) -> Driver:
+    """A driver whose first batch has a manifest, and dies."""
+    driver = Driver(place, Steps(1, crash, "commit"))
+    driver.claim()
+    with pytest.raises(Crash):
+        batch_of(driver, 0, (0, 5), (0, 5))
+    return driver
+
+
+@pytest.mark.parametrize("error", [FORGOTTEN, SequenceGap("a new epoch begins with batch 0")])
+def test_k1_a_manifest_that_cannot_be_finished_stops_its_own_query_alone(
+    place: Place, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_behind(place)
+    other = unwilling(place, error=error)
+    other.clean_up()
+    for batch in range(4):
+        fed_batch(other, "newer", batch, (5 * batch + 5, 5 * batch + 10))
+    assert place.arrived() == 20
+    assert caplog.messages == [f"batch 0 of query {QUERY}, left unfinished, stays so: {error}"]
+
+
+@pytest.mark.parametrize("error", [AppendFailed("no space left"), UnknownTopic("out")])
+def test_k1_what_concerns_the_topic_stops_everybody(place: Place, error: Exception) -> None:
+    leave_behind(place)
+    with pytest.raises(type(error)):
+        unwilling(place, error=error).clean_up()
+
+
+def test_k1_its_own_query_hears_what_to_do_about_a_manifest_that_cannot_be_finished(place: Place) -> None:
+    leave_behind(place)
+    again = unwilling(place)
+    for batch, span in ((0, (0, 5)), (1, (5, 10))):
+        with pytest.raises(
+            BatchRefused, match=r"were forgotten\..*topic out.*look at its end.*new checkpoint location"
+        ):
+            batch_of(again, batch, span, span)
+
+
+def test_k1_a_manifest_of_an_earlier_version_knows_no_ends(
+    places: Places, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is finished as long as the log has forgotten no producer; if not, it stops nobody else."""
+
+    def left_behind(place: Place) -> None:
+        leave_behind(place)
+        key = f"spark/{place.target.id}/{QUERY}"
+        entry = place.hub.registry.get(key)
+        assert entry is not None
+        found = json.loads(entry.value)
+        for name in ("ends", "planned", "at"):
+            del found[name]
+        place.hub.registry.commit({key: entry.version}, {key: json.dumps(found).encode()})
+
+    place = places()
+    left_behind(place)
+    Driver(place).clean_up()
+    assert place.arrived() == 10
+    monkeypatch.setattr(Producers.__init__, "__defaults__", (0, -1))
+    place = places()
+    left_behind(place)
+    for number in range(TARGET_PARTITIONS):
+        with place.hub.producer("out") as producer:
+            producer.send(b"of somebody who is forgotten", partition=number)
+    other = Driver(place)
+    other.clean_up()
+    other.claim()
+    fed_batch(other, "other", 0, (5, 10))
+    assert place.arrived() == TARGET_PARTITIONS + 5
+    assert len(caplog.messages) == 1
 
 
 # Several queries, several sources, several runs.
@@ -992,7 +1242,9 @@ def test_k3_one_registry_is_known_by_whatever_name(place: Place) -> None:
 class Direct(Publisher):
     """No manifest: the driver's commit appends what its tasks have staged."""
 
-    def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
+    def publish(
+        self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
+    ) -> None:
         self._append(query, Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS))
         expect: dict[str, int] = {}
         put: dict[str, bytes] = {}
@@ -1005,7 +1257,9 @@ class Direct(Publisher):
 class OwnFiles(Publisher):
     """A replay publishes what it has staged itself, in place of what the manifest names."""
 
-    def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
+    def publish(
+        self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
+    ) -> None:
         entry = self._registry.get(self._prefix + query)
         if entry is not None and (last := Manifest.load(entry)).batch == batch and not last.is_published:
             mine = Manifest(batch, list(files), last.ranges, ends=last.ends or [0] * TARGET_PARTITIONS)
@@ -1022,7 +1276,9 @@ class OwnFiles(Publisher):
 class LateCheckpoints(Publisher):
     """The checkpoints are written when the batch is published, in a commit of their own (K3)."""
 
-    def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
+    def publish(
+        self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
+    ) -> None:
         super().publish(query, batch, files)
         for feed in feeds:
             keys = Keys(feed.group)
@@ -1034,7 +1290,9 @@ class LateCheckpoints(Publisher):
 class Overwriting(Publisher):
     """What is there when the last batch is finished is written over, whatever it is by then."""
 
-    def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
+    def publish(
+        self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
+    ) -> None:
         ours = Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS)
         entry = self._registry.get(self._prefix + query)
         if entry is not None:

@@ -363,9 +363,12 @@ def test_k4_the_sink_refuses_a_query_with_state_in_a_shared_group(spark: Any, em
 
     send(empty, 0, 40)
     rows = spark.readStream.format("pxrs").options(url=empty.url, topic="in", group="g", shareGroup="true").load()
-    sink = {"url": empty.url, "topic": "out", "checkpointLocation": str(tmp_path / "checkpoint")}
-    once = rows.select("key", "value").dropDuplicates(["key"]).writeStream.format("pxrs").options(**sink)
-    query = once.trigger(availableNow=True).start()
+    once = rows.select("key", "value").dropDuplicates(["key"]).writeStream.format("pxrs")
+    spark.conf.set("spark.sql.streaming.checkpointLocation", str(tmp_path / "locations"))
+    try:
+        query = once.options(url=empty.url, topic="out").trigger(availableNow=True).start()
+    finally:
+        spark.conf.unset("spark.sql.streaming.checkpointLocation")
     with pytest.raises(StreamingQueryException, match="option shareGroup: the query keeps state, and partitions of"):
         query.awaitTermination()
     assert sum(empty.topic("out").end(number) for number in range(3)) == 0

@@ -14,8 +14,16 @@ STREAM = {**WHERE, "group": "g"}
 def test_a_relative_path_becomes_that_of_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_options(WHERE).where.url == str(tmp_path / "data")
-    given = {**WHERE, "registry": "reg"}
-    assert write_options(given).registry == str(tmp_path / "reg")
+    for given, resolved in [
+        ("reg", f"{tmp_path}/reg"),
+        ("file:reg?namespace=prod", f"{tmp_path}/reg?namespace=prod"),
+        ("sqlite:///r.db", f"sqlite:///{tmp_path}/r.db"),
+        ("sqlite:///in/r.db?namespace=prod&timeout=3", f"sqlite:///{tmp_path}/in/r.db?namespace=prod&timeout=3"),
+        ("sqlite:////var/r.db", "sqlite:////var/r.db"),
+        ("sqlite:///:memory:", "sqlite:///:memory:"),
+        ("etcd://host:2379?namespace=prod", "etcd://host:2379?namespace=prod"),
+    ]:
+        assert write_options({**WHERE, "registry": given}).registry == resolved
 
 
 def test_names_in_any_case_as_spark_hands_them_over() -> None:
@@ -94,6 +102,11 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"url": "memory:"}, "url", "directory"),
         ({"url": "postgresql://h/d"}, "url", "directory"),
         ({"registry": "memory:"}, "registry", "in memory"),
+        ({"url": "host:2181"}, "url", "looks like a host"),
+        ({"url": "file://host/data"}, "url", "'host' is a host"),
+        ({"registry": "etcd://host?namespace=*"}, "registry", "letters, digits"),
+        ({"registry": "file://host/data"}, "registry", "'host' is a host"),
+        ({"path": "/nowhere"}, "path", "leave it out of load, save or start"),
         (
             {"columns": "key,vlaue"},
             "columns",
@@ -132,3 +145,10 @@ def test_what_makes_no_sense_for_a_batch(more: dict[str, str], option: str) -> N
 def test_a_password_in_the_registrys_address_is_not_shown() -> None:
     options = stream_options({**STREAM, "registry": "postgresql://me:secret@h/d"})
     assert "secret" not in repr(options)
+
+
+def test_a_path_beside_the_url_is_no_place(tmp_path: Path) -> None:
+    for options_of in (read_options, write_options, columns_of):
+        with pytest.raises(InvalidOption) as caught:
+            options_of({**WHERE, "path": str(tmp_path)})
+        assert caught.value.option == "path"

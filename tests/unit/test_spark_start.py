@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pxrs
+from pxrs.spark import session
 from pxrs.spark.home import link_home, quick_home
 
 pyspark = pytest.importorskip("pyspark")
@@ -80,3 +82,52 @@ def test_that_home_is_for_local_sessions_without_another_and_for_no_longer(monke
     with quick_home("local[2]"):
         assert os.environ["SPARK_HOME"] == "/elsewhere"
     assert os.environ["SPARK_HOME"] == "/elsewhere"
+
+
+class Builder:
+    """In place of Spark's: keeps what it is told, and starts nothing."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, str] = {}
+
+    def appName(self, name: str) -> Builder:
+        return self
+
+    def config(self, key: str, value: str) -> Builder:
+        self.settings[key] = value
+        return self
+
+    def master(self, master: str) -> Builder:
+        return self.config("spark.master", master)
+
+    def getOrCreate(self) -> dict[str, str]:
+        return self.settings
+
+
+def test_a_session_has_the_master_that_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYSPARK_SUBMIT_ARGS", "PYSPARK_GATEWAY_PORT", "MASTER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    monkeypatch.setattr(sys.modules["pxrs.spark.session"], "java_home", lambda: tmp_path)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))  # put back afterwards
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+
+    def settings(*arguments: Any) -> Any:
+        monkeypatch.setattr("pyspark.sql.SparkSession.builder", Builder())
+        return session("test", *arguments)
+
+    assert settings()["spark.master"] == "local[*]"
+    monkeypatch.setenv("MASTER", "local[7]")
+    assert settings()["spark.master"] == "local[7]"
+    lines = ["# spark.master local[9]", "spark.master  spark://host:7077 ", "spark.sql.shuffle.partitions=200", "other"]
+    (tmp_path / "spark-defaults.conf").write_text("\n".join(lines))
+    found = settings()
+    assert found["spark.master"] == "spark://host:7077"
+    assert "spark.driver.host" not in found, "that is for one machine"
+    assert "spark.sql.shuffle.partitions" not in found, "it is configured"
+    assert found["spark.ui.enabled"] == "false"
+    monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", "--master local[2] --conf spark.ui.enabled=true pyspark-shell")
+    assert settings()["spark.master"] == "local[2]"
+    assert "spark.ui.enabled" not in settings()
+    assert settings(None, {"spark.master": "local[3]"})["spark.master"] == "local[3]"
+    assert settings("local[4]", {"spark.master": "local[3]"})["spark.master"] == "local[4]"

@@ -10,15 +10,17 @@ the pieces: an append that was made before is found and not made again. So:
 
 - A driver that dies in between, and a replay whose rows come in another order, cannot lose or double a row: the replay
   finds the manifest, finishes it, and throws its own staging away.
-- A batch with a smaller number is of a checkpoint location that was restored: refused (K2).
+- A batch with a smaller number is of a checkpoint location that was restored: refused (K2). So is one with the same
+  number that has read something else, or that Spark has planned anew.
 - What the batch has read of groups of the same registry is checkpointed in the same commit, fenced by the owners' keys:
   a query that has lost a partition publishes nothing of it (K3).
 - A reply that was lost: the very same commit is tried again. If the first one lands late, one of them conflicts, and
   what is there says that it is ours.
 
 The manifest of a query that never came back is finished by the next one that writes to the topic; and before anybody
-publishes what follows in the same partitions, so that nothing of a hand-over is missing or comes late. Readers may see
-a part of a batch for a moment: the pieces are appended one after the other.
+publishes what follows in the same partitions, so that nothing of a hand-over is missing or comes late. One that cannot
+be finished stops its own query alone. Readers may see a part of a batch for a moment: the pieces are appended one after
+the other.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from pxrs.errors import (
     PxrsError,
     RegistryCorrupt,
     RegistryError,
+    SequenceGap,
     UnknownProducer,
 )
 from pxrs.group.records import Checkpoint, Keys
@@ -51,9 +54,15 @@ from pxrs.spark.staging import Feed, Staging
 
 _logger = logging.getLogger(__name__)
 
+JOB: Final = "job-"
+"""So begin the names of writes that are no streams."""
 _NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
 _REGISTRY: Final = "spark/registry"
 """The key of the registry's own id."""
+_UNFINISHABLE: Final = (BatchRefused, InvalidRecord, SequenceGap, UnknownProducer)
+"""What concerns one manifest. Everything else concerns the topic, or the place."""
+_JOB_S: Final = 86_400.0
+"""How long the manifest of a job stays at least: its commit may be tried again, and must find it."""
 _TRIES_MAX: Final = 20
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
@@ -71,7 +80,11 @@ class Manifest:
     ranges: Ranges = field(default_factory=dict)
     is_published: bool = False
     ends: list[int] = field(default_factory=list)
-    """Of the topic's partitions, before anything of the batch was appended."""
+    """Of the topic's partitions, before anything of the batch was appended. None were noted by earlier versions."""
+    planned: str = ""
+    """A hash of what Spark has planned for the batch; empty if that could not be read."""
+    at: float = 0.0
+    """When it was written, in seconds since 1970."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -83,6 +96,13 @@ class Manifest:
             return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
         except (ValueError, TypeError) as error:
             raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
+
+
+def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
+    """Remove what queries have left of a topic that was deleted, by its id: their manifests, and what they staged."""
+    for entry in registry.scan(f"spark/{topic}/"):
+        registry.commit(delete=[entry.key])
+    staging.forget_topic(topic)
 
 
 def fingerprint(registry: Registry) -> str:
@@ -99,18 +119,24 @@ class Publisher:
 
     def __init__(self, registry: Registry, topic: TopicLog, staging: Staging) -> None:
         self._registry, self._topic, self._staging = registry, topic, staging
+        self.topic_id = topic.id
         self._prefix = f"spark/{topic.id}/"
         self._registry_id = ""
         self._strangers: set[str] = set()
         """Groups of other registries, of which was told."""
         self._unfinished: dict[str, int] = {}
         """Of other queries, the versions of the manifests that were not published at the last look."""
+        self._given_up: dict[str, int] = {}
+        """Of other queries, the versions of the manifests that cannot be finished, of which was told."""
 
-    def publish(self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = ()) -> None:
+    def publish(
+        self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
+    ) -> None:
         """Make the batch part of the topic, once. Durable and visible when it returns.
 
+        planned: a hash of Spark's plan of the batch, which is the same whenever Spark repeats it.
         Raises BatchRefused, PartitionLost; OutcomeUnknown if the registry did not say whether it took it."""
-        ours = Manifest(batch, list(files), _ranges(feeds))
+        ours = Manifest(batch, list(files), _ranges(feeds), planned=planned)
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         self._finish_before(query, ours)
         while True:
@@ -118,7 +144,7 @@ class Publisher:
             if entry is not None:
                 last = Manifest.load(entry)
                 _check_order(query, last, ours)
-                self._finish(query, last, entry.version)
+                self._finish_own(query, last, entry.version)
                 if last.batch == batch:
                     return
                 if not last.is_published:
@@ -131,21 +157,25 @@ class Publisher:
                 if self._registry.get(self._prefix + query) != entry:
                     continue  # another driver of this query has published the batch, and cleared up
                 raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
-            ours = replace(ours, ends=[self._topic.end(number) for number in range(self._topic.partitions)])
+            ends = [self._topic.end(number) for number in range(self._topic.partitions)]
+            ours = replace(ours, ends=ends, at=time.time())
             version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
             if version is not None:
-                self._finish(query, ours, version)
+                self._finish_own(query, ours, version)
                 return
 
     def finish_others(self) -> None:
         """Publish what queries have left behind that died between their manifest and their last append, and collect
         what they have staged for nothing."""
-        known = set()
+        needed = {}
         for entry in self._registry.scan(self._prefix):
-            query = entry.key.rpartition("/")[2]
-            known.add(query)
-            self._finish_other(query, Manifest.load(entry), entry.version)
-        self._staging.sweep(self._topic.id, known)
+            query, manifest = entry.key.rpartition("/")[2], Manifest.load(entry)
+            if not manifest.is_published:
+                needed[query] = manifest.batch
+                self._finish_other(query, manifest, entry.version)
+            elif query.startswith(JOB) and time.time() - manifest.at > _JOB_S:
+                self.forget(query)  # its driver died before it could
+        self._staging.sweep(self._topic.id, needed)
 
     def _finish_before(self, query: str, ours: Manifest) -> None:
         """Publish what others have left behind in the partitions that this batch reads on; else it would come late, or
@@ -162,10 +192,22 @@ class Publisher:
                 self._unfinished[other] = entry.version
 
     def _finish_other(self, query: str, manifest: Manifest, version: int) -> None:
+        if self._given_up.get(query) == version:
+            return
         try:
             self._finish(query, manifest, version)
-        except (BatchRefused, InvalidRecord) as error:  # it can stop nobody but its own query, which will hear of it
-            _logger.error("%s", error)
+        except _UNFINISHABLE as error:  # it can stop nobody but its own query, which will hear of it
+            self._given_up[query] = version
+            _logger.error("batch %d of query %s, left unfinished, stays so: %s", manifest.batch, query, error)
+
+    def _finish_own(self, query: str, manifest: Manifest, version: int) -> None:
+        try:
+            self._finish(query, manifest, version)
+        except _UNFINISHABLE as error:
+            raise BatchRefused(
+                f"batch {manifest.batch} of query {query} cannot be finished: {error}. It may be in the topic "
+                f"{self._topic.name} in part, or whole: look at its end. Then start with a new checkpoint location"
+            ) from error
 
     def forget(self, query: str) -> None:
         """A write that is no stream has no next batch. It is published: that its key stays must not make it fail."""
@@ -268,7 +310,8 @@ class Publisher:
         size = 0
         for partition, records in self._staging.chunks(self._topic.id, query, manifest.batch, manifest.files):
             sequence = sequences[partition] = sequences.get(partition, -1) + 1
-            origin, since = Origin(producer, manifest.batch, sequence), manifest.ends[partition]
+            origin = Origin(producer, manifest.batch, sequence)
+            since = manifest.ends[partition] if manifest.ends else None
             waiting.setdefault(partition, []).append(Append(partition, records, origin, since))
             size += records.nbytes
             if size >= _APPEND_BYTES_MAX or len(waiting[partition]) == _TOGETHER_MAX:
@@ -314,6 +357,12 @@ def _check_order(query: str, last: Manifest, ours: Manifest) -> None:
             "location was restored. Start with a new one"
         )
     if last.batch == ours.batch:
+        if last.planned and ours.planned and last.planned != ours.planned:
+            raise BatchRefused(
+                f"query {query} has published batch {ours.batch}, and Spark has planned it anew: an old checkpoint "
+                "location was restored. Restore the last one; or start with a new one, and have the source begin "
+                "behind what is in the topic"
+            )
         for place, ranges in ours.ranges.items():
             for number, read in ranges.items():
                 if last.ranges.get(place, {}).get(number) != read:

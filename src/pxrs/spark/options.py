@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Final
 
-from pxrs.errors import InvalidOption
+from pxrs.errors import InvalidOption, InvalidUrl
 from pxrs.model import microseconds_of
-from pxrs.registry.address import parse
+from pxrs.registry.address import Address, parse
 
 EARLIEST: Final = -2
 LATEST: Final = -1
@@ -24,7 +25,7 @@ COLUMNS: Final = ("key", "value", "partition", "offset", "timestamp")
 HEADERS: Final = "headers"
 """Of a topic's rows, the last only with includeHeaders."""
 
-_SPARKS_OWN: Final = ("checkpointlocation", "path", "queryname")
+_SPARKS_OWN: Final = ("checkpointlocation", "queryname")
 _PLACE: Final = ("url", "registry", "topic")
 _READ: Final = (*_PLACE, "subscribe", "group", "startingOffsets", "startingTimestamp", "minPartitions")
 _READ_MORE: Final = ("failOnDataLoss", "includeHeaders", "columns")
@@ -135,6 +136,8 @@ class _Given:
         for key, value in options.items():
             if key.lower() in _SPARKS_OWN:
                 continue
+            if key.lower() == "path":
+                raise InvalidOption("path", "a topic has none: leave it out of load, save or start; url names the hub")
             if key.lower() not in names:
                 if key.lower() in others:
                     raise InvalidOption(others[key.lower()], f"not for {of}; it has {_listed(known)}")
@@ -162,12 +165,12 @@ class _Given:
         return Where(self._directory(url), None if registry is None else _resolved(registry), topic)
 
     def _directory(self, url: str) -> str:
-        address = parse(url)
+        address = _parsed("url", url)
         if address.scheme != "file":
             raise InvalidOption(
                 "url", f"{address.text}: Spark's processes share a hub in a directory; {address.scheme}: is none"
             )
-        return str(address.directory())
+        return _directory("url", address)
 
     def count(self, name: str) -> int | None:
         value = self.text(name)
@@ -257,10 +260,31 @@ class _Given:
 
 
 def _resolved(registry: str) -> str:
-    address = parse(registry)
+    """With an absolute path in place of a relative one."""
+    address = _parsed("registry", registry)
     if address.scheme == "memory":
         raise InvalidOption("registry", "Spark's processes cannot share a registry in memory")
-    return str(address.directory()) if address.scheme == "file" and not address.options else registry
+    _, mark, options = registry.partition("?")
+    if address.scheme == "file":
+        return _directory("registry", address) + mark + options
+    name = address.rest.removeprefix("///")
+    if address.scheme == "sqlite" and name not in (address.rest, "", ":memory:"):
+        return f"sqlite:///{Path(name).absolute()}{mark}{options}"
+    return registry
+
+
+def _parsed(option: str, url: str) -> Address:
+    try:
+        return parse(url)
+    except InvalidUrl as error:
+        raise InvalidOption(option, str(error)) from error
+
+
+def _directory(option: str, address: Address) -> str:
+    try:
+        return str(address.directory())
+    except InvalidUrl as error:
+        raise InvalidOption(option, str(error)) from error
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -3,10 +3,14 @@ quickly."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import MissingDependency
@@ -22,6 +26,8 @@ _DEFAULTS: Final = {
     "spark.sql.shuffle.partitions": "8",
     "spark.sql.session.timeZone": "UTC",
 }
+_LINE: Final = re.compile(r"^[ \t]*(spark\.[^\s=:]+)[ \t]*[=: \t][ \t]*(.*?)[ \t]*$", re.MULTILINE)
+"""Of spark-defaults.conf."""
 _SOCKET_FOLDER_BYTES_MAX: Final = 50
 _LOCAL: Final = {
     # On one machine nobody else has to reach it, and a host name that resolves to nothing does no harm.
@@ -33,9 +39,9 @@ _LOCAL: Final = {
 def session(name: str, master: str | None = None, config: Mapping[str, str] | None = None) -> SparkSession:
     """A Spark session, or the one that this process has, with Java and Python set as Spark needs them.
 
-    master: as Spark has it, such as "local[4]" or "spark://host:7077"; by default that of the configuration, else
-            "local[*]".
-    config: more settings. Ours are only defaults: small shuffles, UTC, no web page.
+    master: as Spark has it, such as "local[4]" or "spark://host:7077"; by default that of the configuration: of
+            `config`, of spark-submit, of spark-defaults.conf, or of the variable MASTER. Else "local[*]".
+    config: more settings. Ours are only defaults, where the configuration has none: small shuffles, UTC, no web page.
 
     JAVA_HOME and PYSPARK_PYTHON are set in this process's environment if they are not: Spark reads them there.
     Raises MissingDependency if there is no pyspark or no Java.
@@ -48,12 +54,45 @@ def session(name: str, master: str | None = None, config: Mapping[str, str] | No
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName(name)
     given = dict(config or {})
-    master = master or given.get("spark.master") or os.environ.get("MASTER") or "local[*]"
-    settings = {**_DEFAULTS, **(_LOCAL if master.startswith("local") else {}), **_sockets(master), **given}
+    configured = _configured()
+    master = master or given.get("spark.master") or configured.get("spark.master") or os.environ.get("MASTER")
+    master = master or "local[*]"
+    ours = {**_DEFAULTS, **(_LOCAL if master.startswith("local") else {}), **_sockets(master)}
+    settings = {**{key: value for key, value in ours.items() if key not in configured}, **given}
     for key, value in settings.items():
         builder = builder.config(key, value)
     with quick_home(master):
         return builder.master(master).getOrCreate()
+
+
+def _configured() -> dict[str, str]:
+    """What is set outside this program, and what we set would count more than."""
+    if "PYSPARK_GATEWAY_PORT" in os.environ:  # run by spark-submit, which has read everything
+        from pyspark import SparkConf, SparkContext
+
+        SparkContext._ensure_initialized()
+        return dict(SparkConf().getAll())
+    found = dict(_LINE.findall(_defaults()))
+    arguments = shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", ""))
+    for name, value in itertools.pairwise(arguments):
+        if name == "--master":
+            found["spark.master"] = value
+        elif name == "--conf":
+            key, _, setting = value.partition("=")
+            found[key] = setting
+    return found
+
+
+def _defaults() -> str:
+    """The text of spark-defaults.conf, where Spark looks for it."""
+    import pyspark
+
+    home = os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent
+    folder = os.environ.get("SPARK_CONF_DIR") or Path(home, "conf")
+    try:
+        return Path(folder, "spark-defaults.conf").read_text()
+    except OSError:
+        return ""
 
 
 def _sockets(master: str) -> dict[str, str]:

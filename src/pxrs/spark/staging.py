@@ -12,7 +12,7 @@ of the same batch may be fenced off since, or be torn by a power loss.
 A staged file is written once under a name of its own, and synced, with its folder, before the task is over: a manifest
 that names it must find it after a power loss. Its batches are in the order in which they are to be appended, each with
 its partition in its metadata. What no manifest names is left by tasks that failed or lost a race; it is removed when
-the batch is published.
+the batch is published, also by others and under tasks that repeat it. What is left then is removed after a day.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -40,6 +40,9 @@ CHUNK_BYTES_MAX: Final = 8 << 20
 BUFFER_BYTES_MAX: Final = 64 << 20
 _PARTITION: Final = b"partition"
 _ORPHAN_S: Final = 86_400.0
+_OLD_FEED_S: Final = 30 * 86_400.0
+"""Long: a batch that is still at work, and has lost its feed, would be published without its checkpoints."""
+_TRIES_MAX: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +82,13 @@ class Staging:
 
     def announce(self, query: str, batch: int, run: str, feed: Feed) -> None:
         """Say what this batch reads. Every task of it does, with the same words; earlier batches are over."""
-        folder = self._root / "feeds" / query
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{batch}-{run}-{feed.incarnation}.json"
+        path = self._root / "feeds" / query / f"{batch}-{run}-{feed.incarnation}.json"
         if path.exists():
             return
         # No sync: after a power loss the batch is read again by another run, and announced again.
         beside = path.with_suffix(f".{uuid.uuid4().hex}")
-        beside.write_text(feed.dump())
+        with _new_file(beside, lambda folder: folder.mkdir(parents=True, exist_ok=True)) as file:
+            file.write(feed.dump().encode())
         beside.rename(path)
         self._clear_feeds(query, batch)
 
@@ -100,33 +102,35 @@ class Staging:
 
     def feeds(self, query: str, batch: int, run: str) -> list[Feed]:
         """What this batch reads, in this run, of each source."""
-        found = (self._root / "feeds" / query).glob(f"{batch}-{run}-*.json")
-        return [Feed.load(path.read_text()) for path in sorted(found)]
+        feeds = []
+        for path in sorted((self._root / "feeds" / query).glob(f"{batch}-{run}-*.json")):
+            with contextlib.suppress(FileNotFoundError):  # the batch was published meanwhile, by another one
+                feeds.append(Feed.load(path.read_text()))
+        return feeds
 
     # Staged rows.
 
     def stage(self, topic: Topic, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]) -> Staged:
-        """Write a task's rows for the topic, durable when it returns. Raises InvalidRecord if the log would."""
+        """Write a task's rows for the topic, durable when it returns. Raises InvalidRecord if the log would.
+
+        If the batch is published meanwhile, the file may be gone: it is named all the same, and who would publish it
+        finds the batch published, or misses the file."""
         folder = self._root / topic.id / query / str(batch)
-        disk.make_folders(folder)
         name = f"{task:05d}-{uuid.uuid4().hex}.arrow"
         rows = 0
-        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        with _new_file(folder / name, disk.make_folders) as file, pa.ipc.new_file(file, SCHEMA) as writer:
             for partition, records in _chunks(topic, task, tables):
                 if records.nbytes > 2 * CHUNK_BYTES_MAX:
                     encode(records, topic.codec)  # one that the log refuses must not get into a manifest
                 writer.write_batch(records, custom_metadata={_PARTITION: str(partition)})
                 rows += records.num_rows
-        if not rows:
-            os.unlink(folder / name)
-            return Staged(None, 0)
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            disk.sync_data(descriptor)
-        finally:
-            os.close(descriptor)
-        disk.sync_folder(folder)
-        return Staged(name, rows)
+        with contextlib.suppress(FileNotFoundError):
+            if rows:
+                _sync(folder / name)
+                disk.sync_folder(folder)
+            else:
+                os.unlink(folder / name)
+        return Staged(name if rows else None, rows)
 
     def chunks(self, topic: str, query: str, batch: int, files: Iterable[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
         """(partition, records) in the order of the files. Raises FileNotFoundError if they are gone."""
@@ -157,19 +161,26 @@ class Staging:
             for other in os.listdir(folder):
                 if int(other) <= batch:
                     shutil.rmtree(folder / other, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not empty: the next batch is on its way
-            folder.rmdir()
+        _remove_if_empty(folder)  # else the next batch is on its way
         self._clear_feeds(query, batch + 1)
 
-    def sweep(self, topic: str, known: Collection[str]) -> None:
-        """Remove what was staged by queries that have no manifest and were silent for a day."""
-        folder = self._root / topic
+    def sweep(self, topic: str, needed: Mapping[str, int]) -> None:
+        """Remove what was staged for nothing and not added to for a day, and feeds that nobody has asked for.
+
+        needed: by query, the batch that its manifest names and that is not published."""
         with contextlib.suppress(FileNotFoundError):
-            for query in set(os.listdir(folder)) - set(known):
-                # A file is new in the folder of its batch: that of the query only tells when the batch began.
-                times = [each.stat().st_mtime for each in (folder / query, *(folder / query).iterdir())]
-                if time.time() - max(times) > _ORPHAN_S:
-                    shutil.rmtree(folder / query, ignore_errors=True)
+            for query in (self._root / topic).iterdir():
+                for batch in query.iterdir():
+                    if batch.name != str(needed.get(query.name)):
+                        _remove_old(batch, _ORPHAN_S)
+                _remove_if_empty(query)
+        with contextlib.suppress(FileNotFoundError):
+            for query in (self._root / "feeds").iterdir():
+                _remove_old(query, _OLD_FEED_S)
+
+    def forget_topic(self, topic: str) -> None:
+        """Remove everything that was staged for the topic."""
+        shutil.rmtree(self._root / topic, ignore_errors=True)
 
 
 class Staged(NamedTuple):
@@ -177,6 +188,40 @@ class Staged(NamedTuple):
 
     name: str | None
     rows: int
+
+
+def _new_file(path: Path, make_folders: Callable[[Path], None]) -> pa.OSFile:
+    """A new file, with its folder; which others may remove until there is something in it."""
+    for _ in range(_TRIES_MAX - 1):
+        with contextlib.suppress(FileNotFoundError):
+            make_folders(path.parent)
+            return pa.OSFile(str(path), "wb")
+    make_folders(path.parent)
+    return pa.OSFile(str(path), "wb")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        disk.sync_data(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_old(folder: Path, age_s: float) -> None:
+    """Remove a folder of files if nothing in it is younger. What comes into it meanwhile stays."""
+    before = time.time() - age_s
+    with contextlib.suppress(FileNotFoundError):
+        files = list(folder.iterdir())
+        if max(each.stat().st_mtime for each in (folder, *files)) < before:
+            for each in files:
+                each.unlink()
+            _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _chunks(topic: Topic, task: int, tables: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:

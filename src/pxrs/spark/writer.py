@@ -5,11 +5,13 @@ Columns as `send_batch` takes them: value, and if there key, timestamp, headers 
 
 from __future__ import annotations
 
-import functools
+import hashlib
+import json
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -20,12 +22,13 @@ from pxrs.clock import boot_id
 from pxrs.errors import BatchRefused, InvalidOption, InvalidRecord
 from pxrs.hub import Hub
 from pxrs.model import Topic
-from pxrs.spark.manifest import Publisher
+from pxrs.spark.manifest import JOB, Publisher
 from pxrs.spark.options import Where
 from pxrs.spark.reader import check_machine, open_hub, run_of
 from pxrs.spark.staging import Feed, Staged, Staging
 
-_COLUMNS = ("key", "value", "timestamp", "headers", "partition")
+_COLUMNS: Final = ("key", "value", "timestamp", "headers", "partition")
+_LOCATIONS: Final = "spark.sql.streaming.checkpointLocation"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
     staged: Staged
     run: str
     """Which start of the query it is of."""
+    locations: str | None = None
+    """The folder of the session for the checkpoint locations of queries that name none."""
 
 
 class _Writer:
@@ -62,7 +67,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):  # type: ignore[misc]
     def __init__(self, where: Where, schema: StructType, overwrite: bool) -> None:
         refuse_overwrite(overwrite)
         super().__init__(where, schema)
-        self._job = f"job-{uuid.uuid4().hex}"
+        self._job = f"{JOB}{uuid.uuid4().hex}"
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
         return self.stage(self._job, 0, iterator)
@@ -89,38 +94,102 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):  # type: ignore[misc]
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
         context = TaskContext.get()
         query = context.getLocalProperty("sql.streaming.queryId")
-        return self.stage(query, int(context.getLocalProperty("streaming.sql.batchId")), iterator)
+        message = self.stage(query, int(context.getLocalProperty("streaming.sql.batchId")), iterator)
+        return replace(message, locations=context.getLocalProperty(_LOCATIONS))
 
     def commit(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
-        queries = {(message.query, message.run) for message in messages if message is not None}
+        told = [message for message in messages if message is not None]
+        queries = {(message.query, message.run) for message in told}
         if len(queries) != 1:
             raise BatchRefused(f"batch {batchId} is of {len(queries)} queries")
         ((query, run),) = queries
         feeds = Staging(self.where.url).feeds(query, batchId, run)
-        self._refuse_shared_state(feeds)
-        _publisher(self.where, self.topic.id).publish(query, batchId, _files(messages), feeds)
-
-    def _refuse_shared_state(self, feeds: Sequence[Feed]) -> None:
-        """Partitions of a shared group move, a query's state does not (K4). Spark keeps it beside its checkpoints."""
-        groups = [feed.group for feed in feeds if feed.is_shared]
-        if groups and self._checkpoints and Path(self._checkpoints.removeprefix("file:"), "state").exists():
-            raise InvalidOption(
-                "shareGroup",
-                f"the query keeps state, and partitions of the shared group {groups[0]} may move away from it: leave "
-                "shareGroup out, and start with a new checkpoint location",
-            )
+        location = find_location(query, self._checkpoints, told[0].locations)
+        _refuse_shared_state(feeds, location)
+        planned = "" if location is None else hash_of_plan(location, batchId)
+        _publishers.get(self.where, self.topic.id).publish(query, batchId, _files(messages), feeds, planned)
 
     def abort(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
         """Nothing is undone: Spark calls this also when the commit took effect and its answer was lost."""
 
 
-@functools.lru_cache(maxsize=4)
-def _publisher(where: Where, topic_id: str) -> Publisher:
-    """Kept between the batches, in the driver's process for commits. The first one cleans up after those who died."""
-    hub = open_hub(where)
-    publisher = Publisher(hub.registry, hub.topic(where.topic).log, Staging(where.url))
-    publisher.finish_others()
-    return publisher
+class Publishers:
+    """Hubs, each with the publishers of its topics, kept between the batches in the process that commits them.
+
+    At most so many hubs are open; the one whose last batch is longest ago is closed for another."""
+
+    def __init__(self, hubs_max: int = 8) -> None:
+        self._hubs_max = hubs_max
+        self._hubs: dict[tuple[str, str | None], tuple[Hub, dict[str, Publisher]]] = {}
+
+    def get(self, where: Where, topic_id: str) -> Publisher:
+        """The first one of a topic cleans up after those who died."""
+        place = where.url, where.registry
+        hub, publishers = self._hubs.pop(place) if place in self._hubs else (open_hub(where), {})
+        self._hubs[place] = hub, publishers  # the last one
+        if len(self._hubs) > self._hubs_max:
+            self._close(next(iter(self._hubs)))
+        publisher = publishers.get(where.topic)
+        if publisher is None or publisher.topic_id != topic_id:
+            publisher = Publisher(hub.registry, hub.topic(where.topic).log, Staging(where.url))
+            publisher.finish_others()
+            publishers[where.topic] = publisher
+        return publisher
+
+    def close(self) -> None:
+        for place in list(self._hubs):
+            self._close(place)
+
+    def _close(self, place: tuple[str, str | None]) -> None:
+        hub, _ = self._hubs.pop(place)
+        hub.close()
+
+
+_publishers: Final = Publishers()
+
+
+def find_location(query: str, given: str | None, locations: str | None) -> Path | None:
+    """The checkpoint location of a query, if it is a folder of this machine: as it is given, or in the folder of the
+    session. It names its query. Of several, as when somebody keeps a copy there, it is the one last written to."""
+    where = given or locations
+    if where is None:
+        return None
+    folder = Path(where.removeprefix("file:"))
+    found = []
+    for metadata in [folder / "metadata"] if given else folder.glob("*/metadata"):
+        try:
+            if json.loads(metadata.read_text())["id"] == query:
+                found.append(((metadata.parent / "offsets").stat().st_mtime, metadata.parent))
+        except (OSError, ValueError, LookupError, TypeError):  # somebody else's
+            continue
+    return max(found)[1] if found else None
+
+
+def hash_of_plan(location: Path, batch: int) -> str:
+    """Tells a batch that Spark repeats from another one of its number; empty if Spark's plan cannot be read.
+
+    Spark writes the plan of a batch once, before the batch, and with the time at which it was made."""
+    try:
+        return hashlib.sha256((location / "offsets" / str(batch)).read_bytes()).hexdigest()[:32]
+    except OSError:
+        return ""
+
+
+def _refuse_shared_state(feeds: Sequence[Feed], location: Path | None) -> None:
+    """Partitions of a shared group move, a query's state does not (K4). Spark keeps it beside its checkpoints."""
+    groups = [feed.group for feed in feeds if feed.is_shared]
+    if groups and location is None:
+        raise InvalidOption(
+            "shareGroup",
+            f"whether the query keeps state is not known, and partitions of the shared group {groups[0]} may move away "
+            "from it: leave shareGroup out, or give a checkpointLocation that is a folder of this machine",
+        )
+    if groups and location is not None and (location / "state").exists():
+        raise InvalidOption(
+            "shareGroup",
+            f"the query keeps state, and partitions of the shared group {groups[0]} may move away from it: leave "
+            "shareGroup out, and start with a new checkpoint location",
+        )
 
 
 def refuse_overwrite(overwrite: bool) -> None:
