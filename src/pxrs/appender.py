@@ -122,7 +122,7 @@ class Appender:
         return Append(append.partition, append.records, Origin(who.id, 0, who.batches - 1), since)
 
     def _end(self, partition: int) -> int | None:
-        with suppress(LogError):  # the append will tell
+        with suppress(Exception):  # the append will tell
             return self._log.end(partition)
         return None
 

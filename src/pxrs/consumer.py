@@ -151,6 +151,8 @@ class Consumer:
         """How many iterations go on: that have begun, and were not left."""
         self._polled: Lane | None = None
         """What the last `poll` was given from."""
+        self._polled_before: set[Lane] = set()
+        """The same of those before it, while a transaction of work queues has the checkpoint."""
         self._arriving: Sequence[Lane] = ()
         """To be told of first."""
         self._calling: int | None = None
@@ -159,6 +161,11 @@ class Consumer:
         """Partitions that were taken away with something undone, until `commit` has told of them."""
         self._settling: Settling | None = None
         """The transaction of work queues that has the checkpoint of what was handed out, until it is over."""
+        self._settled: dict[Lane, tuple[int, int]] = {}
+        """How far that is, by lane, and how often the lane had been set elsewhere by then."""
+        self._lost_in_hand: set[int] = set()
+        """Partitions that were taken away with messages in hand, or waiting for a transaction, until more is asked
+        for."""
         self._done_by: str | None = None
         """Such a one that was committed though its reply was lost, until more is handed out."""
         self._stopping = threading.Event()
@@ -228,6 +235,8 @@ class Consumer:
         self._check_usable()
         if not self._is_held(is_over=True):
             self._finish_polled()
+        elif self._polled is not None:
+            self._polled_before.add(self._polled)
         until = None if timeout is None else time.monotonic() + (_seconds(timeout) or 0.0)
         while (found := self._next(None if until is None else until - time.monotonic())) is not None:
             lane, batch = found
@@ -345,6 +354,10 @@ class Consumer:
 
     def commit_with(self, write: Callable[..., dict[str, int]]) -> dict[str, int]:
         """`commit` in one with something else, for the transactions of work queues; see `GroupMember.commit_with`."""
+        self._check_settles()
+        return self._member.commit_with(self._finish_if_here, write)
+
+    def _check_settles(self) -> None:
         self._check_usable()
         if self._is_manual or self._is_running or self._is_transactional:
             raise InvalidGroup(
@@ -352,10 +365,16 @@ class Consumer:
             )
         if self._calling == threading.get_ident():
             raise InvalidGroup("a checkpoint in a transaction is for the thread that reads, not for a callback")
-        return self._member.commit_with(self._finish_if_here, write)
+
+    def partitions_in_hand(self) -> int:
+        """How many have messages that were handed out and are not done."""
+        with self._lock:
+            return sum(lane.done < lane.handed for lane in self._lanes.values())
 
     def settle_with(self, transaction: Settling) -> None:
-        """What was handed out is done when this transaction is committed, and comes again if it is rolled back."""
+        """What was handed out by now is done when this transaction is committed, and comes again if it is rolled back.
+        What is handed out later is for the next call."""
+        self._check_settles()
         if self._settling is not transaction:
             if self._is_held():
                 raise InvalidGroup("another transaction that is still open has the checkpoint of what was handed out")
@@ -364,7 +383,9 @@ class Consumer:
                     f"what was handed out is done: transaction {self._done_by}, whose reply was lost, was committed; "
                     "read on"
                 )
-            self._settling = transaction
+        with self._lock:
+            self._settled = {lane: (lane.handed, lane.seeks) for lane in self._lanes.values()}
+        self._settling = transaction
 
     def _is_held(self, *, is_over: bool = False) -> bool:
         """Whether what was handed out waits for a transaction. If that is over by now, what it says is so.
@@ -378,10 +399,15 @@ class Consumer:
             return True
         self._settling = None
         if became == "committed":
-            self._finish_all()
+            if is_over and self._loops:
+                self._finish_all()
+            else:
+                self._finish_settled()
             self._done_by = transaction.id if transaction.was_doubted and not is_over else None
         else:
+            self._lost_in_hand.clear()
             self._rewind()
+        self._settled = {}
         return False
 
     def _begin_reading(self) -> None:
@@ -389,12 +415,23 @@ class Consumer:
             self._rewind()
 
     def _finish_if_here(self) -> None:
-        """All that was handed out is done, if all of it is still owned; else none of it may be written with it."""
+        """What the transaction has is done, if all of it is still owned; else none of it may be written with it."""
         with self._lock:
-            lost, self._lost = sorted(self._lost), set()
+            lost, self._lost_in_hand = sorted(self._lost_in_hand), set()
+            self._lost.difference_update(lost)
         if lost:
             raise PartitionLost(self.group, lost)
-        self._finish_all()
+        self._finish_settled()
+
+    def _finish_settled(self) -> None:
+        with self._lock:
+            lanes = [lane for lane in self._lanes.values() if lane in self._settled]
+            for lane in lanes:
+                handed, seeks = self._settled[lane]
+                if lane.seeks == seeks:
+                    lane.done = max(lane.done, handed)
+        for lane in lanes:
+            self._after(lane)
 
     @property
     def assignment(self) -> list[int]:
@@ -443,6 +480,9 @@ class Consumer:
     def _next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
         """A lane, and messages from its position on. None when the time is up, or all is read with `until="end"`."""
         self._done_by = None
+        if self._settling is None:  # what was in hand is over
+            with self._lock:
+                self._lost_in_hand.clear()
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             self._check_usable()
@@ -530,6 +570,8 @@ class Consumer:
                 lane.position = lane.handed = lane.done = batch.next_offset
             else:
                 lane.position = lane.handed = batch.next_offset
+                if self._settled.get(lane) == (position, lane.seeks):
+                    self._settled[lane] = batch.next_offset, lane.seeks
         self._version += 1  # there may be more behind it: look again before any wait
 
     def _read(self, lane: Lane) -> list[Batch]:
@@ -584,8 +626,9 @@ class Consumer:
             self._finish_all()
             return
         if self._polled is not None and not self._is_manual:
-            self._polled.done = self._polled.handed
-            self._after(self._polled)
+            for lane in self._polled_before | {self._polled}:
+                lane.done = lane.handed
+                self._after(lane)
         self._rewind()
 
     def _finish_all(self) -> None:
@@ -600,6 +643,7 @@ class Consumer:
     def _rewind(self) -> None:
         """A loop that was left has left its message undone: it comes again, unless `commit` was called."""
         self._polled = None
+        self._polled_before.clear()
         if self._is_manual or self._is_running:
             return
         with self._lock:
@@ -682,16 +726,20 @@ class Consumer:
     def lane_released(self, lane: Lane) -> None:
         self._forget(lane)
         if lane.has_undone and not self._is_closed:  # given up in the middle of it
-            with self._lock:
-                self._lost.add(lane.partition)
+            self._note_lost(lane)
             self._call("lost", [lane.partition])
 
     def lane_lost(self, lane: Lane) -> None:
         self._forget(lane)
         if lane.has_undone and not self._is_closed:
-            with self._lock:
-                self._lost.add(lane.partition)
+            self._note_lost(lane)
         self._call("lost", [lane.partition])
+
+    def _note_lost(self, lane: Lane) -> None:
+        with self._lock:
+            self._lost.add(lane.partition)
+            if lane.done < lane.handed:
+                self._lost_in_hand.add(lane.partition)
 
     def _forget(self, lane: Lane) -> None:
         with self._lock:

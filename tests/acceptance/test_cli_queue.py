@@ -320,6 +320,80 @@ def test_what_could_not_be_printed_is_given_back(data: Path) -> None:
         assert [(item.value, item.deliveries) for item in hub.queue("jobs").peek(9)] == [(b"a", 1), (b"b", 1)]
 
 
+def test_nothing_is_taken_when_it_cannot_be_printed_at_all(
+    data: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    put(data, "jobs", "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None)  # as it is after `>&-`
+        code, _, errors = call("take", "jobs")
+    assert (code, "standard output is closed" in errors) == (2, True)
+    with pxrs.open(data) as hub:
+        assert [item.deliveries for item in hub.queue("jobs").peek(9)] == [0]
+
+
+def test_what_is_due_is_taken_by_one_that_does_not_wait(data: Path, call: Call) -> None:
+    due = time.time() + 0.05
+    put(data, "jobs", "late", "later", delay=0.05)
+    while time.time() <= due:
+        time.sleep(0.01)
+    assert shown_values(call("take", "jobs", "--count", "3").out) == [["late"], ["later"]]
+
+
+@pytest.mark.parametrize(("queue", "expected"), [("jobs", [["a"]]), ("strict", [["a"]]), ("mail", [])])
+def test_what_a_dead_taker_held_is_taken_by_one_that_does_not_wait(
+    data: Path, call: Call, queue: str, expected: list[list[str]]
+) -> None:
+    put(data, queue, "a")
+    die = f"import os, pxrs; pxrs.open({str(data)!r}).transaction().take({queue!r}); os._exit(0)"
+    subprocess.run([sys.executable, "-c", die], check=True, timeout=PATIENCE_S)
+    began = time.monotonic()
+    assert shown_values(call("take", queue).out) == expected
+    assert time.monotonic() - began < command_queue.OWED_S, "a dead letter is not waited for"
+
+
+@pytest.mark.parametrize("has_landed", [True, False])
+def test_a_lost_reply_is_settled_and_said_if_what_was_printed_comes_again(
+    data: Path, monkeypatch: pytest.MonkeyPatch, call: Call, has_landed: bool
+) -> None:
+    put(data, "jobs", "a")
+    commit, lost = Registry.commit, []
+
+    def lose_one(self: Registry, expect: Mapping[str, int], put: Mapping[str, bytes] = {}, **rest: Any) -> Any:
+        if lost or not any(key.startswith("outcomes/") for key in put):
+            return commit(self, expect, put, **rest)
+        lost.append(has_landed and commit(self, expect, put, **rest))
+        raise OutcomeUnknown("the reply was lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, "commit", lose_one)
+        code, out, errors = call("take", "jobs")
+    assert lost
+    assert shown_values(out) == [["a"]]
+    assert values(data) == ([] if has_landed else [b"a"])
+    assert (code, errors == "") == ((0, True) if has_landed else (1, False))
+    assert has_landed or "the last item that was printed is still in the queue" in errors
+    assert "outcome()" not in errors
+
+
+def test_a_lost_reply_that_cannot_be_settled_is_said(data: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    put(data, "jobs", "a")
+    commit = Registry.commit
+    lost: list[bool] = []
+
+    def lose(self: Registry, expect: Mapping[str, int], put: Mapping[str, bytes] = {}, **rest: Any) -> Any:
+        if any(key.startswith("outcomes/") for key in put):
+            lost.append(True)
+            raise OutcomeUnknown("the reply was lost") if len(lost) == 1 else RegistryUnavailable("nobody answers")
+        return commit(self, expect, put, **rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, "commit", lose)
+        code, _, errors = call("take", "jobs")
+    said = "whether the last item that was printed was removed from the queue could not be found out"
+    assert (code, errors) == (1, f"RegistryUnavailable: nobody answers; {said}")
+
+
 def test_taking_waits_as_long_as_it_is_told_and_no_longer(data: Path, call: Call) -> None:
     assert call("take", "jobs") == (0, "", ""), "it does not wait without being told"
     put(data, "jobs", "soon", delay=0.5)

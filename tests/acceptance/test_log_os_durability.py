@@ -171,7 +171,7 @@ def test_a_damaged_reservation_is_told_and_never_guessed(tmp_path: Path, boot: C
     boot()
     with pytest.raises(DamagedFrame, match="reserved"):
         DirectoryLog(tmp_path).topic("t").end(0)
-    assert findings(tmp_path) == ["it holds b'12x', and not a number"]
+    assert findings(tmp_path) == ["the checksum does not match"]
 
 
 def test_an_unknown_durability_is_refused(tmp_path: Path) -> None:

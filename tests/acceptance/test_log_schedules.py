@@ -518,7 +518,7 @@ def test_an_interrupt_while_others_appends_are_learnt_forgets_none_of_them(
     if action == "end":
         boot()
         topic = opened(tmp_path)
-    monkeypatch.setattr("pxrs.log.producers.Producers.note", interrupted)
+    monkeypatch.setattr("pxrs.log.producers.Producers.note_all", interrupted)
     acts = {
         "retain": lambda: topic.retain(SECOND),
         "append": lambda: topic.append(one(b"x")),

@@ -17,7 +17,8 @@ import pytest
 
 import pxrs
 from pxrs.cli import app, worker
-from pxrs.cli.worker_process import OF_AN_ITEM, Settings, load_handler
+from pxrs.cli.worker_process import Settings, load_handler
+from pxrs.handler import OF_AN_ITEM
 from pxrs.queue.records import TAKERS
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers.etcd import EtcdServer
@@ -314,6 +315,17 @@ def test_an_unknown_queue_is_one_error_and_not_one_for_each_worker(shop: Shop) -
     assert supervisor.process.wait(PATIENCE_S) == 1
     (event,) = supervisor.events()
     assert event["text"].startswith("UnknownQueue: no queue 'nope'")
+
+
+def test_a_queue_that_is_deleted_ends_its_workers_for_good(shop: Shop) -> None:
+    supervisor = shop.worker("shop:handle", "--processes", "2")
+    wait_until(lambda: len(shop.takers()) == 2, supervisor.events)
+    shop.hub.delete_queue("jobs")
+    assert supervisor.process.wait(PATIENCE_S) == 1
+    assert len(supervisor.pids()) == 2
+    assert supervisor.events("died") == []
+    assert all("UnknownQueue: no queue 'jobs'" in event["text"] for event in supervisor.events("failed"))
+    assert len(supervisor.events("failed")) == 2
 
 
 def test_settings_reach_a_worker_as_they_were_given() -> None:

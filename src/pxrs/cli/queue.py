@@ -28,11 +28,20 @@ from pxrs.cli.terminal import (
     time_text,
 )
 from pxrs.cli.topic import key_in
-from pxrs.errors import InvalidItem, InvalidRecord, OutcomeUnknown, PxrsError, TransactionTooLarge, UnknownQueue
+from pxrs.errors import (
+    InvalidItem,
+    InvalidRecord,
+    OutcomeUnknown,
+    PxrsError,
+    TransactionLost,
+    TransactionTooLarge,
+    UnknownQueue,
+)
 from pxrs.queue.handle import Depth, QueueHandle
 from pxrs.queue.items import Item
 from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.policy import dump as plain_setting
+from pxrs.queue.records import TAKERS, taker_in, time_in
 from pxrs.queue.transaction import Transaction
 
 app = typer.Typer(no_args_is_help=True)
@@ -45,6 +54,9 @@ READ_BYTES: Final = 1 << 20
 PUT_ITEMS: Final = 500
 """In one transaction, or as many as the store takes."""
 TAKE_ITEMS: Final = 100
+OWED_S: Final = 2.0
+"""How long to wait for what is due, or was held by a dead process: it is about to be made ready."""
+_LOOK_S: Final = 0.1
 
 
 class PolicyName(StrEnum):
@@ -194,17 +206,20 @@ def take(
     """
     if peek and timeout is not None:
         raise typer.BadParameter("--peek does not wait: leave --timeout out")
+    if sys.stdout is None:
+        tell_error("Refused", "standard output is closed: what is taken could not be printed")
+        raise typer.Exit(2)
     with open_hub(at, registry) as hub:
         if peek:
             _print_all(hub.queue(queue).peek(count), as_json)
             return
-        hub.queue(queue)  # an unknown queue is told before this process registers as a taker
+        handle = hub.queue(queue)  # an unknown queue is told before this process registers as a taker
         until, left = time.monotonic() + (timeout or 0.0), count
         while left:
             with hub.transaction() as tx:
-                left_s = max(0.0, until - time.monotonic())
-                items = tx.take_many(queue, min(left, TAKE_ITEMS), left_s)
+                items = _take(tx, handle, min(left, TAKE_ITEMS), max(0.0, until - time.monotonic()))
                 _print_all(items, as_json)
+                _remove(tx, items)
             if not items:
                 return
             left -= len(items)
@@ -302,7 +317,7 @@ class _Putter:
         while values:
             try:
                 tx, fitting, refusal = self._fill(values)
-                is_committed = self._commit(tx, fitting)
+                is_committed = _commit(tx, f"whether the last {_count(fitting, self._what)} are in the queue")
             except PxrsError as error:
                 error.add_note(f"{self._said('were', 'was')} put before")
                 raise
@@ -326,18 +341,6 @@ class _Putter:
                 return tx, number, None if number else error
         return tx, len(values), None
 
-    def _commit(self, tx: Transaction, count: int) -> bool:
-        """Whether it was committed; if not, it is to be done again."""
-        try:
-            tx.commit()
-        except OutcomeUnknown:
-            try:
-                return tx.outcome() == "committed"
-            except PxrsError as error:
-                error.add_note(f"whether the last {_count(count, self._what)} are in the queue could not be found out")
-                raise
-        return True
-
     def _said(self, several: str, one: str) -> str:
         verb = one if self.count == 1 else several
         return f"{_count(self.count, self._what)} {verb}"
@@ -353,6 +356,52 @@ def _lines(line_bytes_max: int) -> Iterator[list[bytes]]:
             break  # it is refused for its size; what follows is never looked at
     if rest:
         yield [rest.removesuffix(b"\r")]
+
+
+def _take(tx: Transaction, queue: QueueHandle, count: int, timeout: float) -> list[Item]:
+    """What comes in time, and in any case what is owed by now: this process may be the first for long that takes here,
+    and has only begun to bring it back."""
+    items = tx.take_many(queue, count, timeout)
+    until = time.monotonic() + OWED_S
+    while not items:
+        is_owed = _is_owed(queue)
+        items = tx.take_many(queue, count, _LOOK_S if is_owed else 0.0)  # once more: it may have come meanwhile
+        if not is_owed or time.monotonic() > until:
+            break
+    return items
+
+
+def _is_owed(queue: QueueHandle) -> bool:
+    """Whether an item is delayed and due, or in the hands of a process that is gone."""
+    registry, settings = queue.store.registry, queue.settings
+    if any(time_in(entry.key) <= time.time() for entry in registry.scan(settings.delayed, limit=1)):
+        return True
+    # The items first: a taker is there before anything is in its hands.
+    holders = {taker_in(entry.key) for entry in registry.scan(settings.inflight)}
+    return not holders <= {entry.key.removeprefix(TAKERS) for entry in registry.scan(TAKERS)}
+
+
+def _remove(tx: Transaction, printed: list[Item]) -> None:
+    """Commit; if the reply was lost, say what became of what was printed."""
+    one = len(printed) == 1
+    what = "the last item that was printed" if one else f"the last {len(printed):,} items that were printed"
+    if not _commit(tx, f"whether {what} {'was' if one else 'were'} removed from the queue"):
+        lost = TransactionLost([item.id for item in printed], "its commit did not reach the store")
+        lost.add_note(f"{what} {'is' if one else 'are'} still in the queue")
+        raise lost
+
+
+def _commit(tx: Transaction, question: str) -> bool:
+    """Whether it was committed. If the reply was lost, that is found out; question: what stays open if it cannot be."""
+    try:
+        tx.commit()
+    except OutcomeUnknown:
+        try:
+            return tx.outcome() == "committed"
+        except PxrsError as error:
+            error.add_note(f"{question} could not be found out")
+            raise
+    return True
 
 
 def _print_all(items: Iterable[Item], as_json: bool) -> None:

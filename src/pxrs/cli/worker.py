@@ -11,6 +11,7 @@ On failure:
   and is started again. An item of a queue is its worker's for as long as that lives.
 - With `--until-end`, a message that could not be handled holds up its partition: its worker ends at the end of the
   others, and says so; the exit code is 1.
+- The queue is deleted: the workers end, and say so; the exit code is 1.
 - SIGTERM or SIGINT: the workers finish what is in hand, write it down and release at once; they take nothing more. Who
   is not done after `--grace` is killed; then the exit code is 1, and what was in hand is handled again by another.
 - The supervisor is killed: the workers notice that their pipe has ended, and stop in the same way.
@@ -33,7 +34,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from pxrs.cli.options import open_hub
-from pxrs.cli.worker_process import EXIT_PAUSED, STOPS, Settings, tell
+from pxrs.cli.worker_process import EXIT_NO_QUEUE, EXIT_PAUSED, STOPS, Settings, tell
 from pxrs.group.assign import assignor_named
 from pxrs.group.member import Timings
 from pxrs.group.records import Keys
@@ -108,8 +109,8 @@ def worker(
     Ctrl-C does not wait.
 
     A process that dies is started again. What it tells is one line an event, on standard error. Exit code: 0 after a
-    graceful end, 1 if a worker had to be killed or left a partition paused at the end, 2 if the handler cannot be
-    imported.
+    graceful end, 1 if a worker had to be killed or left a partition paused at the end, or if the queue was deleted, 2
+    if the handler cannot be imported.
     """
     seconds = {
         "lease_ttl": lease_ttl,
@@ -303,7 +304,7 @@ class Supervisor:
                     process.stdin.close()
             how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
             lived_s = time.monotonic() - slot.started_at
-            is_over = code in (0, EXIT_PAUSED) or self._kills_at is not None
+            is_over = code in (0, EXIT_PAUSED, EXIT_NO_QUEUE) or self._kills_at is not None
             if is_over:
                 self._had_to_kill = self._had_to_kill or code != 0
                 self._tell_of(slot, "ended", "has left" if code == 0 else how, code=code)

@@ -10,7 +10,6 @@ or commit it, release, leave.
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -29,7 +28,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import pxrs
 from pxrs.cli.terminal import printable
 from pxrs.consumer import Consumer
-from pxrs.errors import PartitionsPaused, PxrsError
+from pxrs.errors import PartitionsPaused, PxrsError, UnknownQueue
+from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
 
 if TYPE_CHECKING:
     from pxrs.queue.listener import QueueListener
@@ -38,9 +38,8 @@ EXIT_FAILED: Final = 1
 EXIT_BAD_HANDLER: Final = 2
 EXIT_PAUSED: Final = 75
 """At the end, but for partitions that a message holds up: to start again would not help."""
-OF_A_MESSAGE: Final = ("one message",)
-OF_AN_ITEM: Final = ("a transaction", "an item")
-"""What handlers are called with."""
+EXIT_NO_QUEUE: Final = 76
+"""Its queue was deleted: to start again would not help."""
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 """The supervisor starts a worker with these blocked; they come once it listens."""
 _LOOK_S: Final = 1.0
@@ -94,26 +93,9 @@ def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
             where = getattr(found, "__file__", None) or module_name
             raise ImportError(f"{path}: there is no {part!r} in {where}")
         found = getattr(found, part)
-    _check_handler(path, found, of)
+    if fault := fault_of(path, found, of):
+        raise ImportError(fault)
     return found
-
-
-def _check_handler(path: str, found: Any, of: Sequence[str]) -> None:
-    words = " and ".join(of)
-    if not callable(found):
-        raise ImportError(f"{path} is {type(found).__name__}, and not a function of {words}")
-    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
-        raise ImportError(
-            f"{path} does nothing when it is called: give a plain function, neither async nor a generator"
-        )
-    try:
-        signature = inspect.signature(found)
-    except ValueError:  # of C code, which may have none
-        return
-    try:
-        signature.bind(*(None for _ in of))
-    except TypeError as error:
-        raise ImportError(f"{path}{signature} cannot be called with {words}: {error}") from error
 
 
 def _place(error: BaseException) -> str:
@@ -279,15 +261,18 @@ def main() -> None:
     except PartitionsPaused as error:
         tell(settings.as_json, "paused", f"{who}{error}", partitions=error.partitions, **_me(settings))
         sys.exit(EXIT_PAUSED)
+    except UnknownQueue as error:
+        is_over = error.queue == settings.queue and not settings.is_trial
+        _fail(settings, who, error, EXIT_NO_QUEUE if is_over else EXIT_FAILED)
     # Told in one line, and the supervisor decides. Also of a handler that calls `sys.exit`: the work is not at its end.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         _fail(settings, who, error)
 
 
-def _fail(settings: Settings, who: str, error: BaseException) -> NoReturn:
+def _fail(settings: Settings, who: str, error: BaseException, code: int = EXIT_FAILED) -> NoReturn:
     text = "; ".join([str(error) + ("" if isinstance(error, PxrsError) else _place(error)), *_notes(error)])
     tell(settings.as_json, "failed", f"{who}{type(error).__name__}: {text}", **_me(settings))
-    sys.exit(EXIT_FAILED)
+    sys.exit(code)
 
 
 def _notes(error: BaseException) -> list[str]:

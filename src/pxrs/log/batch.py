@@ -240,19 +240,24 @@ def read_header(data: bytes | memoryview, file: str, position: int) -> Header:
     return Header(codec, frame, rows, base, first, last, producer, epoch, schema, sequence, digest, size, follows)
 
 
-def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> pa.RecordBatch:
-    """The records of the frame whose bytes begin `data`, checked, without a copy. Raises DamagedFrame."""
-    if data.size < header.frame_bytes:
+def check_payload(header: Header, data: memoryview, file: str, position: int) -> None:
+    """That the frame whose bytes begin `data` is whole, by its checksum. Raises DamagedFrame."""
+    if len(data) < header.frame_bytes:
         raise DamagedFrame(
-            file, position, f"the file ends {header.frame_bytes - data.size:,} bytes before the frame does"
+            file, position, f"the file ends {header.frame_bytes - len(data):,} bytes before the frame does"
         )
-    payload = data.slice(HEADER_BYTES, header.payload_bytes)
+    payload = data[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
     if xxhash.xxh3_64_intdigest(payload) != header.payload_checksum:
         raise DamagedFrame(file, position, "the payload's checksum does not match")
+
+
+def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> pa.RecordBatch:
+    """The records of the frame whose bytes begin `data`, checked, without a copy. Raises DamagedFrame."""
+    check_payload(header, memoryview(data), file, position)
     if header.is_gap:
         return _NO_RECORDS
     try:
-        records = pa.ipc.read_record_batch(payload, SCHEMA)
+        records = pa.ipc.read_record_batch(data.slice(HEADER_BYTES, header.payload_bytes), SCHEMA)
     except (pa.ArrowInvalid, OSError) as error:
         raise DamagedFrame(file, position, f"the payload is no record batch: {error}") from error
     if records.num_rows != header.rows:

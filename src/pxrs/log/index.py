@@ -43,6 +43,8 @@ class Index:
         """The latest time of any message in the segment."""
         self.segment_bytes = 0
         """How many bytes of the segment it covers."""
+        self.next_offset: int | None = None
+        """Behind the last frame that was noted; not kept in the file."""
 
     def note(self, header: Header, position: int) -> None:
         """The segment's next frame. What follows damage has an entry of its own: nothing leads to it from before."""
@@ -50,12 +52,16 @@ class Index:
         if not self.entries or not is_next or position - self.entries[-1].position >= INTERVAL_BYTES:
             self.entries.append(Entry(header.base_offset, position, self.last_time))
         self.last_time = max(self.last_time, header.last_timestamp)
-        self.segment_bytes = position + header.frame_bytes
+        self.segment_bytes, self.next_offset = position + header.frame_bytes, header.next_offset
 
     def position_of(self, offset: int) -> int:
         """Where to begin to look for the offset: at a frame, not behind it."""
+        found = self.entry_of(offset)
+        return 0 if found is None else found.position
+
+    def entry_of(self, offset: int) -> Entry | None:
         at = bisect_right(self.entries, offset, key=itemgetter(0)) - 1
-        return self.entries[at].position if at >= 0 else 0
+        return self.entries[at] if at >= 0 else None
 
     def position_at(self, timestamp: int) -> int:
         """Where to begin to look for the first message of that time or later."""

@@ -44,6 +44,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 import pyarrow as pa
+import xxhash
 
 from pxrs import disk
 from pxrs.errors import (
@@ -64,6 +65,7 @@ from pxrs.log.batch import (
     Header,
     Origin,
     Payload,
+    check_payload,
     gap_bytes,
     header_bytes,
     padding,
@@ -79,14 +81,14 @@ from pxrs.log.segment import (
     begins_an_append_behind,
     frames,
     index_path,
-    note_behind,
+    last_run,
     segment_bases,
     segment_path,
 )
 
 MAPPED_MAX: Final = 16
 LOCK_PAUSE_S_MAX: Final = 0.005
-TAIL_CHUNK: Final = 1 << 20
+PIECE_BYTES: Final = 64 << 10
 TAIL_READ_BYTES: Final = 256 << 10
 RESERVED: Final = "reserved"
 RESERVED_OFFSETS: Final = 1 << 16
@@ -233,24 +235,16 @@ class Partition:
             if self._seen.base != published.segment:
                 self._seen = _Tail(published.segment)
             index = self._seen.index
-            position = index.segment_bytes
             try:
-                while position < published.segment_bytes:
-                    size = min(TAIL_CHUNK, published.segment_bytes - position)
-                    chunk = pa.py_buffer(_pread(descriptor, size, position))
-                    begin = position
-                    view = memoryview(chunk)
-                    while position < published.segment_bytes and position - begin + HEADER_BYTES <= chunk.size:
-                        header = read_header(view[position - begin : position - begin + HEADER_BYTES], path, position)
+                for position, header in _headers(descriptor, path, index.segment_bytes, published.segment_bytes):
+                    index.note(header, position)
+            except DamagedFrame as damage:  # who reads there meets it; what is around it can be found
+                if self._seen.searched < published.segment_bytes:
+                    self._seen.searched = published.segment_bytes
+                    at, expected = damage.position, index.next_offset or published.segment
+                    rest = pa.py_buffer(_pread(descriptor, published.segment_bytes - at, at))
+                    for position, header in last_run(rest, path, at, expected, published.end, at):
                         index.note(header, position)
-                        position += header.frame_bytes
-                    if position == begin:
-                        raise DamagedFrame(path, position, "no whole header is left in what was published")
-            except DamagedFrame as damage:
-                # Who reads there meets it. What is around it can be found; looked for again each time.
-                self._seen = _Tail(-1)
-                rest = pa.py_buffer(_pread(descriptor, published.segment_bytes - damage.position, damage.position))
-                note_behind(index, rest, path, damage.position, published.end, damage.position)
             return index
 
     def offset_at(self, timestamp: int) -> int:
@@ -346,19 +340,24 @@ class Partition:
             self._write(published, new)
         return [place.offset for place in placed]
 
-    def _origins_since(self, offset: int) -> Iterator[tuple[Origin, int]] | None:
-        """Of the batches from this offset on, up to the published end. Holds the lock, and `_tail` is as published."""
+    def _origins_since(self, offset: int) -> list[tuple[Origin, int]] | None:
+        """Of the batches from this offset on, up to the published end; None if not all can be read. Holds the lock, and
+        `_tail` is as published."""
         bases = segment_bases(self.folder)
         first = bisect_right(bases, offset) - 1
-        return None if first < 0 else self._origins(bases[first:], offset)
+        try:
+            return None if first < 0 else list(self._origins(bases[first:], offset))
+        except DamagedFrame:
+            return None
 
     def _origins(self, bases: list[int], offset: int) -> Iterator[tuple[Origin, int]]:
         for base, following in pairwise(bases):
             sealed = Sealed(segment_path(self.folder, base), base, following)
             for _, header in sealed.frames_from(sealed.index.position_of(offset)):
                 yield header.origin, header.base_offset
-        index = self._tail.index
-        for _, header in self._tail_headers(self._tail, index.position_of(offset), index.segment_bytes):
+        tail = self._tail
+        path, begin = segment_path(self.folder, tail.base), tail.index.position_of(offset)
+        for _, header in _headers(tail.descriptor, path, begin, tail.index.segment_bytes):
             yield header.origin, header.base_offset
 
     def _write(self, published: Published, new: list[tuple[Ready, int]]) -> None:
@@ -435,24 +434,21 @@ class Partition:
             # What was dropped before the first segment is as good as forgotten.
             producers = Producers(forgotten=bases[at] - 1) if producers is None else producers
             for older, following in pairwise(bases[at : bisect_right(bases, base)]):
-                for _, header in Sealed(segment_path(self.folder, older), older, following).frames_from(0):
-                    producers.note(header.origin, header.base_offset, time.time())
+                sealed = Sealed(segment_path(self.folder, older), older, following)
+                producers.note_all((header for _, header in sealed.frames_from(0)), time.time())
             return producers
         return Producers()
 
     def _learn(self, tail: _Tail, published: Published) -> None:
         """Take in the headers that other processes have appended."""
-        now = time.time()
-        for position, header in self._tail_headers(tail, tail.index.segment_bytes, published.segment_bytes):
+        path, begin = segment_path(self.folder, tail.base), tail.index.segment_bytes
+        if begin == published.segment_bytes:
+            return
+        headers = []
+        for position, header in _headers(tail.descriptor, path, begin, published.segment_bytes):
             tail.index.note(header, position)
-            tail.producers.note(header.origin, header.base_offset, now)
-
-    def _tail_headers(self, tail: _Tail, position: int, end: int) -> Iterator[tuple[int, Header]]:
-        path = segment_path(self.folder, tail.base)
-        while position < end:
-            header = read_header(os.pread(tail.descriptor, HEADER_BYTES, position), path, position)
-            yield position, header
-            position += header.frame_bytes
+            headers.append(header)
+        tail.producers.note_all(headers, time.time())
 
     def _roll(self, published: Published) -> Published:
         """Go on in a new segment, from the published end. The old one is synced up to there."""
@@ -461,7 +457,7 @@ class Partition:
         path = segment_path(self.folder, published.end)
         try:
             if not self._is_synced:
-                disk.sync_data(old.descriptor)
+                self._sync_whole(old, published)
             write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump())
             write_beside(producers_path(path), dump_producers(old.producers), is_durable=True)
             # One that is there already was made by a writer that died before it published anything in it.
@@ -473,8 +469,26 @@ class Partition:
         self._tail.producers = old.producers
         return self._published.write(published, published.end, 0, published.end)
 
+    def _sync_whole(self, tail: _Tail, published: Published) -> None:
+        """Of a segment whose appends were not synced, before it is sealed. If that fails, its pages may be lost and
+        called clean: then it is marked, and the next one who comes writes it anew (L3)."""
+        if published.is_suspect:
+            data = pa.py_buffer(_pread(tail.descriptor, published.segment_bytes, 0))
+            path = segment_path(self.folder, tail.base)
+            for at, header in frames(data, path, 0, data.size):
+                check_payload(header, memoryview(data)[at : at + header.frame_bytes], path, at)
+            write_beside(path, data, is_durable=True)
+            disk.sync_folder(self.folder)
+            return
+        try:
+            disk.sync_data(tail.descriptor)
+        except OSError:
+            self._published.write(published, *published[1:4], is_suspect=True)
+            raise
+
     def _recover(self) -> Published:
-        """After a start of the machine, or for the first time: find the end in the last segment. Holds the lock."""
+        """After a start of the machine, for the first time, or because what is published is damaged: find the end in
+        the last segment. Holds the lock."""
         bases = segment_bases(self.folder)
         base = bases[-1] if bases else 0
         path = segment_path(self.folder, base)
@@ -482,22 +496,30 @@ class Partition:
         try:
             data = pa.py_buffer(_pread(descriptor, os.fstat(descriptor).st_size, 0))
             position, end = 0, base
-            durable = self._published.end_before() if self._is_synced else 0
+            known = self._published.whole()
+            if known is not None and known.is_suspect and known.segment == base:
+                # What a failed sync left behind its end is no part of the log, though it can be read.
+                self._tail = _Tail(-1)
+                return self._published.rebuild(*known[1:4], is_suspect=True)
+            # Only a power loss takes what was published, and only where appends are not synced.
+            is_lossy = not self._is_synced and not self._published.is_of_this_boot()
+            durable = 0 if is_lossy else self._published.end_before()
             try:
+                view = memoryview(data)
                 for at, header in frames(data, path, 0, data.size):
                     if header.base_offset != end:
                         raise DamagedFrame(path, at, f"offset {header.base_offset} where {end} must be")
-                    read_payload(header, data.slice(at, header.frame_bytes), path, at)
+                    check_payload(header, view[at : at + header.frame_bytes], path, at)
                     position, end = at + header.frame_bytes, header.next_offset
             except DamagedFrame:
-                if self._is_synced and (end < durable or begins_an_append_behind(data, path, position, end)):
+                if not is_lossy and (end < durable or begins_an_append_behind(data, path, position, end)):
                     raise
                 os.ftruncate(descriptor, position)
             if end < durable:
                 raise DamagedFrame(
                     path, position, f"it ends at offset {end}, and messages up to {durable} were published"
                 )
-            if not self._is_synced and end < (reserved := read_reserved(self.folder)):
+            if is_lossy and end < (reserved := read_reserved(self.folder)):
                 gap = gap_bytes(end, reserved - end)
                 _pwrite_all(descriptor, [gap], position)
                 position, end = position + len(gap), reserved
@@ -506,17 +528,21 @@ class Partition:
         finally:
             os.close(descriptor)
         self._tail = _Tail(-1)
-        return self._published.write(self._published.mend(), base, position, end)
+        # If there is one of this boot, the damaged one may have been the mark of a failed sync.
+        return self._published.rebuild(base, position, end, is_suspect=known is not None)
 
     def _reserve(self, end: int) -> None:
         """Before offsets up to this one are given away without a sync: see that no later boot gives them again."""
-        if end > self._reserved:
-            self._reserved = read_reserved(self.folder)
-        if end > self._reserved:
-            text = str(end + RESERVED_OFFSETS)
-            write_beside(f"{self.folder}/{RESERVED}", text.encode(), is_durable=True)
-            disk.sync_folder(self.folder)
-            self._reserved = int(text)
+        if end <= self._reserved:
+            return
+        reserved = read_reserved(self.folder)
+        if end > reserved:
+            reserved = end + RESERVED_OFFSETS
+            text = str(reserved)
+            data = f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
+            write_beside(f"{self.folder}/{RESERVED}", data, is_durable=True)
+        disk.sync_folder(self.folder)  # also of another process's: it may have died before it did so
+        self._reserved = reserved
 
     def _cut(self, published: Published) -> None:
         """Remove what was written behind the published end. If that fails, the next append tries again."""
@@ -639,11 +665,11 @@ def read_reserved(folder: str) -> int:
     path = f"{folder}/{RESERVED}"
     try:
         with open(path, "rb") as file:
-            text = file.read()
+            checksum, _, text = file.read().rstrip(b"\n").partition(b" ")
     except FileNotFoundError:
         return 0
-    if not text.isdigit():
-        raise DamagedFrame(path, 0, f"it holds {text[:40]!r}, and not a number")
+    if xxhash.xxh3_64_hexdigest(text).encode() != checksum:
+        raise DamagedFrame(path, 0, "the checksum does not match")
     return int(text)
 
 
@@ -655,6 +681,8 @@ class _Tail:
         self.index = Index()
         self.producers = Producers()
         self.mapped: pa.Buffer | None = None
+        self.searched = 0
+        """Up to where it was looked for something behind damage."""
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.descriptor >= 0:  # the module may be gone by then, at the interpreter's end
@@ -668,6 +696,19 @@ def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch,
     size = header.frame_bytes if header.codec == 0 else max(header.frame_bytes, records.nbytes)
     skip = offset - header.base_offset
     return (Batch(offset, records.slice(skip)) if skip > 0 else Batch(header.base_offset, records)), size
+
+
+def _headers(descriptor: int, path: str, position: int, end: int) -> Iterator[tuple[int, Header]]:
+    """Of the frames from this position on, read a piece of the file at a time: many small frames, or part of one."""
+    while position < end:
+        begin = position
+        piece = memoryview(_pread(descriptor, min(PIECE_BYTES, end - begin), begin))
+        while position < end and position - begin + HEADER_BYTES <= len(piece):
+            header = read_header(piece[position - begin : position - begin + HEADER_BYTES], path, position)
+            yield position, header
+            position += header.frame_bytes
+        if position == begin:
+            raise DamagedFrame(path, position, "no whole header is left in what was published")
 
 
 def _pread(descriptor: int, size: int, position: int) -> bytes:

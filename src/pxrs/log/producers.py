@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from pxrs.errors import SequenceGap, UnknownProducer
-from pxrs.log.batch import NO_PRODUCER, Origin
+from pxrs.log.batch import NO_PRODUCER, Header, Origin
 
 PRODUCERS_MAX: Final = 1_000
 BATCHES_KEPT: Final = 5
@@ -124,6 +124,17 @@ class Producers:
     def note(self, origin: Origin, base_offset: int, now: float) -> None:
         """Remember a stored batch. One that is known already or older is left alone, so a recovery may note twice."""
         self._note(origin, base_offset, now)
+        self._forget_beyond()
+
+    def note_all(self, headers: Iterable[Header], now: float) -> None:
+        """Remember what a part of the log holds: of each producer, its last batches."""
+        last: dict[bytes, list[Header]] = {}  # the one that was silent longest first
+        for header in headers:
+            kept = last.pop(header.producer, [])
+            last[header.producer] = [*kept[1 - BATCHES_KEPT :], header]
+        for kept in last.values():
+            for header in kept:
+                self._note(header.origin, header.base_offset, now)
         self._forget_beyond()
 
     def _note(self, origin: Origin, base_offset: int, now: float) -> None:

@@ -74,12 +74,23 @@ class PublishedFile:
                 return max(slots, default=None)
         return None
 
-    def mend(self) -> Published | None:
-        """Under the lock: clear what is damaged. The newer one of the slots of this boot that are whole."""
-        slots, damaged = self._parse()
-        for at in damaged:
+    def rebuild(self, segment: int, segment_bytes: int, end: int, *, is_suspect: bool = False) -> Published:
+        """Under the lock, when the end was found in the segments: publish it, and then clear what is damaged. In this
+        order, so that who dies in between leaves something to rebuild, and never an older end."""
+        slots, _ = self._parse()
+        published = self.write(max(slots, default=None), segment, segment_bytes, end, is_suspect=is_suspect)
+        for at in self._parse()[1]:
             os.pwrite(self._descriptor, bytes(_STRIDE), at)
-        return max(slots, default=None)
+        return published
+
+    def whole(self) -> Published | None:
+        """The newer one of the slots of this boot that are whole; None if none is."""
+        return max(self._parse()[0], default=None)
+
+    def is_of_this_boot(self) -> bool:
+        """Whether anything was published in it, as far as the file tells, a damaged slot among them."""
+        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
+        return any(data[at : at + _SLOT.size].endswith(self._boot) for at in (0, _STRIDE))
 
     def _parse(self) -> tuple[list[Published], list[int]]:
         """The slots of this boot, and where those are that are damaged, or that a writer is at."""

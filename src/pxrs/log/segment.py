@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -19,6 +20,7 @@ from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, MAGIC, Header, read_header, 
 from pxrs.log.index import ANY_TIME, Index, write_beside
 
 SUFFIX: Final = ".log"
+_MAGIC: Final = re.compile(re.escape(MAGIC))
 
 
 def segment_path(folder: str, base: int) -> str:
@@ -45,14 +47,14 @@ def frames(data: pa.Buffer, path: str, begin: int, end: int, origin: int = 0) ->
 
 def next_frame(view: memoryview, path: str, begin: int, limit: int) -> int:
     """Where the next whole header is, behind damage; the limit if there is none."""
-    for position in range(begin // ALIGNMENT * ALIGNMENT, limit - HEADER_BYTES + 1, ALIGNMENT):
-        if bytes(view[position : position + 4]) != MAGIC:
-            continue
-        try:
-            read_header(view[position : position + HEADER_BYTES], path, position)
-        except DamagedFrame:
-            continue
-        return position
+    for found in _MAGIC.finditer(view, begin, limit):
+        position = found.start()
+        if position % ALIGNMENT == 0 and position + HEADER_BYTES <= limit:
+            try:
+                read_header(view[position : position + HEADER_BYTES], path, position)
+            except DamagedFrame:
+                continue
+            return position
     return limit
 
 
@@ -62,6 +64,8 @@ class Sealed:
     def __init__(self, path: str, base: int, end_offset: int) -> None:
         """`end_offset` is the first offset of the next segment. Raises FileNotFoundError if retention was faster."""
         self.path, self.base, self.end_offset = path, base, end_offset
+        self._run: list[tuple[int, Header]] | None = None
+        """What was found behind damage; None as long as none was met."""
         with pa.memory_map(path) as file:
             self.data: pa.Buffer = file.read_buffer()
         self.index = self._load_index()
@@ -80,19 +84,26 @@ class Sealed:
 
     def frames_for(self, offset: int) -> Iterator[tuple[int, Header]]:
         """From the one that has this offset on. What lies behind damage is found too."""
-        begin = self.index.position_of(offset)
+        entry = self.index.entry_of(offset)
+        begin, expected = (0, self.base) if entry is None else (entry.position, entry.offset)
         while True:
             try:
                 for position, header in self.frames_from(begin):
+                    expected = header.next_offset
                     if header.next_offset > offset:
                         yield position, header
                         offset = header.next_offset
                 return
             except DamagedFrame as damage:
-                self.index = self._scan()
-                begin = self.index.position_of(offset)
-                if begin <= damage.position:
+                run = self._last_run(damage.position, expected)
+                if not run or run[0][1].base_offset > offset or run[0][0] <= damage.position:
                     raise
+                begin = next(position for position, header in run if header.next_offset > offset)
+
+    def _last_run(self, damaged: int, expected: int) -> list[tuple[int, Header]]:
+        if self._run is None or (self._run and self._run[0][0] <= damaged):
+            self._run = last_run(self.data, self.path, damaged, expected, self.end_offset)
+        return self._run
 
     def records(self, position: int, header: Header) -> pa.RecordBatch:
         return read_payload(header, self.data.slice(position, header.frame_bytes), self.path, position)
@@ -116,10 +127,10 @@ class Sealed:
         try:
             for position, header in self.frames_from(0):
                 index.note(header, position)
-        except DamagedFrame as damage:
-            # What is around the damage can be found; who reads on meets it, who looks for a time too, and no retention
+        except DamagedFrame:
+            # What is before the damage can be found; who reads on meets it, who looks for a time too, and no retention
             # takes it for old.
-            note_behind(index, self.data, self.path, damage.position, self.end_offset)
+            index.last_time = ANY_TIME
         return index
 
     def _fits(self, index: Index) -> bool:
@@ -128,35 +139,31 @@ class Sealed:
         )
 
 
-def note_behind(index: Index, data: pa.Buffer, path: str, damaged: int, end_offset: int, origin: int = 0) -> None:
-    """Take in what can be read behind a damaged frame: frames that lead without a break to where the segment must end.
-    A message may hold the copy of a frame, which leads nowhere.
+def last_run(
+    data: pa.Buffer, path: str, damaged: int, expected: int, end_offset: int, origin: int = 0
+) -> list[tuple[int, Header]]:
+    """The frames behind damage that lead without a break to the segment's end; none if there are none.
 
-    damaged: its position in the file whose byte `origin` is the buffer's first."""
+    A message may hold the copy of a frame. That one would have to lead to the very end too, with offsets behind that of
+    the damaged frame.
+
+    damaged, expected: the position and the offset of the frame that cannot be read, in the file whose byte `origin` is
+    the buffer's first. end_offset: where the segment must end."""
     view = memoryview(data)
-    index.last_time = ANY_TIME  # what was damaged may have had any
-    position = next_frame(view, path, damaged - origin + ALIGNMENT, data.size)
-    while position < data.size:
-        found = _chain(data, path, position + origin, end_offset, origin)
-        for at, header in found:
-            index.note(header, at)
-        if found:
-            return
-        position = next_frame(view, path, position + ALIGNMENT, data.size)
-
-
-def _chain(data: pa.Buffer, path: str, begin: int, end_offset: int, origin: int) -> list[tuple[int, Header]]:
-    """The frames from here on, if they follow each other and end at this offset; else none."""
-    found: list[tuple[int, Header]] = []
-    try:
-        for position, header in frames(data, path, begin, origin + data.size, origin):
-            if found and header.base_offset != found[-1][1].next_offset:
-                return []
-            found.append((position, header))
-            if header.next_offset >= end_offset:
-                return found if header.next_offset == end_offset else []
-    except DamagedFrame:
-        pass
+    begin = damaged - origin + ALIGNMENT
+    while (begin := next_frame(view, path, begin, data.size)) < data.size:
+        found: list[tuple[int, Header]] = []
+        try:
+            for position, header in frames(data, path, begin + origin, origin + data.size, origin):
+                if header.base_offset != (found[-1][1].next_offset if found else max(header.base_offset, expected + 1)):
+                    break
+                found.append((position, header))
+                begin = position - origin + header.frame_bytes
+        except DamagedFrame:
+            pass  # another one: what leads up to it is not certain to be what it seems
+        if found and begin == data.size and found[-1][1].next_offset == end_offset:
+            return found
+        begin = max(begin, ALIGNMENT) if found else begin + ALIGNMENT
     return []
 
 

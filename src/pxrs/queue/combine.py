@@ -4,7 +4,8 @@ The problem: each take and each transaction is a commit of its own, and a durabl
 for one item as for twenty. With many threads in a process most of them wait for the store.
 
 So one thread at a time commits, and takes along what the others have brought meanwhile. Alone, a thread waits for
-nobody. They share no keys, or are not put together; so all of them together happen exactly when each of them may.
+nobody. They share no keys but such as all of them only expect, in the same version, or are not put together; so all of
+them together happen exactly when each of them may.
 
 On failure: those that a conflict names are refused, and the rest is tried again without them. An unknown outcome is
 unknown for all that were in it. What else the store says is said to each."""
@@ -28,11 +29,12 @@ _BYTES_MAX: Final = 1 << 20
 
 
 class _Request:
-    __slots__ = ("changes", "error", "is_done", "is_quiet", "keys", "lease", "size", "versions")
+    __slots__ = ("changed", "changes", "error", "is_done", "is_quiet", "keys", "lease", "size", "versions")
 
     def __init__(self, changes: Changes, lease: Lease | None, is_quiet: bool) -> None:
         self.changes, self.lease, self.is_quiet = changes, lease, is_quiet
-        self.keys = {*changes.expect, *changes.put, *changes.delete}
+        self.changed = {*changes.put, *changes.delete}
+        self.keys = {*changes.expect, *self.changed}
         self.size = sum(map(len, self.keys)) + sum(map(len, changes.put.values()))
         self.is_done = False
         self.versions: dict[str, int] = {}
@@ -89,18 +91,22 @@ class Combiner:
         waiting = list(self._waiting)
         first, *behind = waiting
         together, others = [first], []
-        keys, size = set(first.keys), first.size
+        keys, changed, expect, size = set(first.keys), set(first.changed), dict(first.changes.expect), first.size
         bytes_max = min(limits.commit_bytes_max, _BYTES_MAX)
         for request in behind:
             if (
                 len(together) < TOGETHER_MAX
                 and request.lease is first.lease
                 and size + request.size <= bytes_max
-                and len(keys) + len(request.keys) <= limits.commit_keys_max
-                and keys.isdisjoint(request.keys)
+                and len(keys | request.keys) <= limits.commit_keys_max
+                and keys.isdisjoint(request.changed)
+                and changed.isdisjoint(request.keys)
+                and all(expect.get(key, version) == version for key, version in request.changes.expect.items())
             ):
                 together.append(request)
                 keys |= request.keys
+                changed |= request.changed
+                expect |= request.changes.expect
                 size += request.size
             else:
                 others.append(request)

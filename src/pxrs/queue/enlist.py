@@ -39,7 +39,7 @@ from sqlalchemy import Connection, TwoPhaseTransaction, text
 
 from pxrs.errors import InvalidItem, RegistryUnavailable
 from pxrs.queue.items import Put
-from pxrs.queue.records import Queue, first_key, in_sequence
+from pxrs.queue.records import Queue, first_key, in_sequence, load_number
 from pxrs.queue.store import QueueStore
 from pxrs.registry.contract import ABSENT, Commit, Registry
 from pxrs.registry.sql.borrowed import DATABASES, SQLITE_WRITE_LOCK, is_autocommit, is_in_transaction, run
@@ -174,7 +174,7 @@ def _lock_number(connection: Connection, registry: SqlRegistry, queue: Queue) ->
     if not rows:
         raise RegistryUnavailable(f"{registry.url}: {queue.sequence} was deleted while its row was locked")
     value, version, *_ = rows[0]
-    return (0 if version == ABSENT else int(bytes(value))), version
+    return (0 if version == ABSENT else load_number(queue.sequence, bytes(value))), version
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from pxrs.errors import Conflict, InvalidItem, MissingDependency
-from pxrs.queue.items import Item, Put, add_puts, check_put, note_numbers
+from pxrs.errors import Conflict, InvalidItem, MissingDependency, RegistryCorrupt
+from pxrs.queue.items import BYTES_PER_KEY, Item, Put, add_puts, check_put, note_numbers, placed_in
 from pxrs.queue.moves import Changes, Move
 from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.records import Queue, Record, time_in
@@ -19,7 +20,11 @@ from pxrs.registry.contract import Entry
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+_logger = logging.getLogger(__name__)
+
 PEEK_MAX: Final = 10_000
+_KEYS_BESIDE: Final = 2
+"""Of a put, beside those of the items: that the queue is there, and its last number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +93,16 @@ class QueueHandle:
         self, values: Iterable[bytes | str], *, priority: int = 0, delay: float | timedelta | None = None
     ) -> list[str]:
         """Put several, as many in a commit as the store takes; their ids. If it raises, the first ones may be there."""
+        if isinstance(values, str | bytes | bytearray | memoryview):
+            raise InvalidItem("values is one value: give several, such as a list, or use `put`")
         limits = self._registry.limits
         ids: list[str] = []
         batch: list[Put] = []
         size = 0
         for value in values:
             put = self._checked(value, priority, delay, None)
-            if batch and (len(batch) + 2 > limits.commit_keys_max or size + put.size > limits.commit_bytes_max):
+            is_full = len(batch) + 1 + _KEYS_BESIDE > limits.commit_keys_max
+            if batch and (is_full or size + put.size + _KEYS_BESIDE * BYTES_PER_KEY > limits.commit_bytes_max):
                 self._put(batch)
                 batch, size = [], 0
             batch.append(put)
@@ -111,12 +119,16 @@ class QueueHandle:
         return check_put(queue, value, priority, delay, key, self._registry.limits.value_bytes_max)
 
     def _put(self, puts: list[Put]) -> None:
+        queues: list[Queue] = []
+
         def attempt() -> None:
+            queue = self.store.queue(self.name)  # another, if it was made again meanwhile
+            queues[:] = [queue]
             changes = Changes({}, {}, [])
-            numbers = add_puts(self.store, puts, changes)
+            numbers = add_puts(self.store, [placed_in(queue, put) for put in puts], changes)
             note_numbers(self.store, numbers, self.store.combiner.commit(changes))
 
-        self.store.patiently([put.queue for put in puts], (), attempt)
+        self.store.patiently(queues, (), attempt)
 
     def peek(self, max_items: int = 1) -> list[Item]:
         """The items at the head, without taking them."""
@@ -124,7 +136,7 @@ class QueueHandle:
             raise InvalidItem(f"max_items is {max_items!r}: give from 1 to {PEEK_MAX:,}")
         queue = self.store.queue(self.name)
         entries = self._registry.scan(queue.ready, limit=max_items)
-        return [Item.of(queue, Record.load(entry.key, entry.value)) for entry in entries]
+        return [Item.of(queue, record) for _, record in _whole(queue, entries)]
 
     def depth(self) -> Depth:
         """How many items there are, by where they are. It reads them all: each number is of a moment of its own."""
@@ -148,13 +160,15 @@ class DeadLetters:
 
     def list(self, max_items: int = 100) -> list[Item]:
         """The oldest ones."""
+        if isinstance(max_items, bool) or not isinstance(max_items, int) or max_items < 0:
+            raise InvalidItem(f"max_items is {max_items!r}: give a whole number from 0")
         return [*islice(self, max_items)]
 
     def __iter__(self) -> Iterator[Item]:
         queue = self._store.queue(self._handle.name)
         for page in _pages(self._store, queue.dead):
-            for entry in page:
-                yield Item.of(queue, Record.load(entry.key, entry.value), time_in(entry.key))
+            for entry, record in _whole(queue, page):
+                yield Item.of(queue, record, time_in(entry.key))
 
     def __len__(self) -> int:
         return sum(len(page) for page in _pages(self._store, self._store.queue(self._handle.name).dead))
@@ -167,19 +181,20 @@ class DeadLetters:
         done = 0
         for page in self._chosen(queue, ids):
             if queue.is_fifo:
-                done += sum(self._retry_in_order(queue, entry) for entry in page)
+                done += sum(self._retry_in_order(queue, entry, record) for entry, record in _whole(queue, page))
                 continue
             moves = []
-            for entry in page:
-                record = Record.load(entry.key, entry.value).moved(deliveries=0)
+            for entry, found in _whole(queue, page):
+                record = found.moved(deliveries=0)
                 moves.append(Move(entry.key, entry.version, f"{queue.ready}{record.name}", record.dump()))
             done += self._store.move_all(moves)
         return done
 
-    def _retry_in_order(self, queue: Queue, entry: Entry) -> int:
-        record = Record.load(entry.key, entry.value).moved(deliveries=0)
+    def _retry_in_order(self, queue: Queue, entry: Entry, found: Record) -> int:
+        record = found.moved(deliveries=0)
 
         def attempt() -> None:
+            self._store.check_same(queue)
             changes = Changes.of([Move(entry.key, entry.version, None)])
             numbers = add_puts(self._store, [Put(queue, record, 0.0)], changes)
             note_numbers(self._store, numbers, self._store.combiner.commit(changes))
@@ -203,10 +218,23 @@ class DeadLetters:
         wanted = None if ids is None else {ids} if isinstance(ids, str) else set(ids)
         left = len(self)
         for page in _pages(self._store, queue.dead):
-            yield [entry for entry in page[:left] if wanted is None or Record.load(entry.key, entry.value).id in wanted]
+            page = page[:left]
+            if wanted is None:
+                yield page
+            else:
+                yield [entry for entry, record in _whole(queue, page) if record.id in wanted]
             left -= len(page)
             if left <= 0:
                 return
+
+
+def _whole(queue: Queue, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Record]]:
+    """Without those that are damaged."""
+    for entry in entries:
+        try:
+            yield entry, Record.load(entry.key, entry.value)
+        except RegistryCorrupt as error:
+            _logger.error("queue %s: %s; it is left where it is", queue.name, error)
 
 
 def _pages(store: QueueStore, prefix: str) -> Iterator[Sequence[Entry]]:

@@ -30,6 +30,8 @@ LOOK_AGE_S: Final = 0.25
 """An item of a higher priority is seen after so long at the latest, but looking takes no more than a tenth of the
 time."""
 SPREAD_MAX: Final = 64
+TRIED_S_MAX: Final = 1.0
+"""So long what one thread tries to take is kept from the others; an interrupt may have kept it from giving it free."""
 REFUSALS_MAX: Final = 3
 """After so many in a row what is known of the head is too old."""
 
@@ -42,8 +44,8 @@ class Head:
         self._registry = registry
         self._lock = threading.Lock()
         self._seen: list[Entry] = []
-        self._tried: set[str] = set()
-        """The keys of those that threads of this process are trying to take now."""
+        self._tried: dict[str, float] = {}
+        """The keys of those that threads of this process are trying to take now, and since when."""
         self._hidden: set[str] = set()
         """Those that are damaged."""
         self._look_items = 1 if queue.is_fifo else LOOK_ITEMS
@@ -77,7 +79,7 @@ class Head:
                 chosen, self._seen = self._seen[:count], []
                 return chosen
             chosen = [self._pick() for _ in range(min(count, len(self._seen)))]
-            self._tried |= {entry.key for entry in chosen}
+            self._tried |= dict.fromkeys((entry.key for entry in chosen), time.monotonic())
             if self._seen and self._watch is not None:
                 self._watch.wake()  # one that waits does not know of these yet
             return chosen
@@ -85,7 +87,8 @@ class Head:
     def _look(self, count: int) -> None:
         began = time.monotonic()
         with self._lock:
-            tried = self._tried | self._hidden  # one that was taken meanwhile may still be in what is found
+            self._tried = {key: since for key, since in self._tried.items() if began - since < TRIED_S_MAX}
+            tried = self._tried.keys() | self._hidden  # one that was taken meanwhile may still be in what is found
         limit = max(self._look_items, min(count, self._look_items_max)) + len(tried)
         found = self._registry.scan(self.queue.ready, limit=limit)
         if self.queue.is_fifo and found:
@@ -122,7 +125,8 @@ class Head:
     def tried(self, entries: list[Entry], *, was_refused: bool, are_left: bool = False) -> None:
         """These were chosen here and tried: taken, or somebody else was faster."""
         with self._lock:
-            self._tried.difference_update(entry.key for entry in entries)
+            for entry in entries:
+                self._tried.pop(entry.key, None)
             if was_refused:
                 self._refusals += 1
                 self._spread = min(SPREAD_MAX, self._spread * 4)
@@ -153,8 +157,11 @@ class Head:
         try:
             with self._lock:
                 watch, is_known = self._watch, bool(self._seen)
+                left_s = None if until is None else max(until - time.monotonic(), 0.0)
+                if self._tried:  # kept from the look before this wait: it may not be taken in the end
+                    left_s = TRIED_S_MAX if left_s is None else min(left_s, TRIED_S_MAX)
             if watch is not None and not is_known and not is_over():
-                watch.wait(None if until is None else max(until - time.monotonic(), 0.0))
+                watch.wait(left_s)
         finally:
             self._waiting.release()
 

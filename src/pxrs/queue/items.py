@@ -88,16 +88,24 @@ def check_put(
 ) -> Put:
     """What is to be put, checked. Raises InvalidItem."""
     delay_s = 0.0 if delay is None else duration("delay", delay)
-    if queue.is_fifo and (priority or delay_s):
+    return placed_in(queue, Put(queue, new_record(value, key, priority, time.time(), value_bytes_max), delay_s))
+
+
+def placed_in(queue: Queue, put: Put) -> Put:
+    """The same for a queue that was made again. Raises InvalidItem if that one does not take it."""
+    if queue.is_fifo and (put.record.priority or put.delay_s):
         raise InvalidItem(f"queue {queue.name} is strictly first in, first out: no priority or delay can be kept there")
-    return Put(queue, new_record(value, key, priority, time.time(), value_bytes_max), delay_s)
+    return put._replace(queue=queue)
 
 
 def add_puts(store: QueueStore, puts: list[Put], changes: Changes) -> dict[str, tuple[Queue, int]]:
-    """Into a commit: each where it belongs, numbered where the queue is strict (Q3). The strict ones' last numbers."""
+    """Into a commit: each where it belongs, if the queue is still there, numbered where that is strict (Q3). The strict
+    ones' last numbers."""
     numbers: dict[str, tuple[Queue, int]] = {}
     now = time.time()
     for queue, record, delay_s in puts:
+        if queue.standing not in changes.expect:
+            changes.expect[queue.standing] = store.standing(queue)
         if queue.is_fifo:
             if queue.id in numbers:
                 number = numbers[queue.id][1]

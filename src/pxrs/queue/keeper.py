@@ -20,12 +20,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
 from pxrs.queue import moves
 from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
-from pxrs.queue.taker import Taker, sweep_outcomes
+from pxrs.queue.taker import Leftovers, Taker
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.watch import Watch
 
@@ -36,11 +37,13 @@ _logger = logging.getLogger(__name__)
 
 LOOK_S_MAX: Final = 60.0
 RETRY_S: Final = 0.2
+RETRY_S_MAX: Final = 10.0
+"""Of what failed though the store can be reached."""
 PROMOTE_ITEMS: Final = 100
 CLOSE_S_MAX: Final = 5.0
 _DIED: Final = "the process that had taken it died, or lost its lease"
 Job = Callable[[], None]
-"""Raises an error of ours if it is to be tried again."""
+"""Raises if it is to be tried again."""
 
 
 class Keeper:
@@ -48,10 +51,13 @@ class Keeper:
         self._store = store
         self._lock = threading.Lock()
         self._jobs: list[Job] = []
+        self._retry_s = RETRY_S
         self._dropped: queue_.SimpleQueue[Job] = queue_.SimpleQueue()
         self._queues: dict[str, Queue] = {}
         self._swept: dict[str, str] = {}
         """By queue: the taker as which this process is its sweeper."""
+        self._leftovers = Leftovers(store.registry)
+        self._clears_at = 0.0
         self._thread: threading.Thread | None = None
         self._watch: Watch | None = None
         self._deaths: Watch | None = None
@@ -76,6 +82,7 @@ class Keeper:
         """Do it here, again and again until it is done."""
         with self._lock:
             self._jobs.append(job)
+            self._retry_s = RETRY_S
         self._start()
 
     def close(self, until: float = float("inf")) -> None:
@@ -122,7 +129,7 @@ class Keeper:
                 pause_s = LOOK_S_MAX
             try:
                 if self._watch is None or self._jobs:
-                    self._woken.wait(pause_s)
+                    self._woken.wait(min(pause_s, RETRY_S_MAX) if self._jobs else pause_s)
                 elif not self._woken.is_set():
                     self._watch.wait(pause_s)
             except Closed:
@@ -134,18 +141,24 @@ class Keeper:
         with self._lock:
             queues = list(self._queues.values())
         if not queues:
-            return RETRY_S if self._jobs else LOOK_S_MAX
+            return self._retry_s if self._jobs else LOOK_S_MAX
         # Anew, if the lease was lost while all threads wait: else nobody here would sweep for them.
         taker = self._store.taker()
         self._arm(queues, taker)
         for queue in queues:
-            self._stand_for(queue, taker)
+            with _apart(queue):
+                self._stand_for(queue, taker)
         mine = [queue for queue in queues if self._swept.get(queue.id) == taker.id]
         if self._arm(queues, taker) or (self._deaths is not None and self._deaths.wait(0)):
             self._sweep(mine)
         # Whether the lease lives is looked at here alone, so often.
-        pause_s = min([LOOK_S_MAX, taker.lease.ttl, *(self._end_delays(queue) for queue in mine)])
-        return RETRY_S if self._jobs else pause_s
+        pause_s = min(LOOK_S_MAX, taker.lease.ttl)
+        for queue in mine:
+            with _apart(queue):
+                pause_s = min(pause_s, self._end_delays(queue))
+        if mine:
+            self._clear()
+        return min(self._retry_s, pause_s) if self._jobs else pause_s
 
     def drop(self, job: Job) -> None:
         """As `finish`, from a finalizer: no lock, for this thread may have it. Done at the next turn."""
@@ -156,18 +169,25 @@ class Keeper:
             jobs, self._jobs = self._jobs, []
         while not self._dropped.empty():
             jobs.append(self._dropped.get())
-        for number, job in enumerate(jobs):
-            if time.monotonic() >= until:
-                return  # the lease's end does it
-            try:
-                job()
-            except PxrsError as error:
-                _logger.info("queues of %s: %s; will try again", self._store.registry.url, error)
-                is_away = isinstance(error, RegistryUnavailable)  # then the others cannot be done either
-                with self._lock:
-                    self._jobs += jobs[number:] if is_away else [job]
-                if is_away:
-                    return
+        url = self._store.registry.url
+        has_failed = False
+        try:
+            while jobs and time.monotonic() < until:  # else the lease's end does it
+                try:
+                    jobs[0]()
+                except RegistryUnavailable as error:
+                    _logger.info("queues of %s: %s; will try again", url, error)
+                    return  # the others cannot be done either
+                except Exception as error:  # whatever it is, the others are to be done
+                    _logger.warning("queues of %s: %s; will try again", url, error, exc_info=not _is_ours(error))
+                    has_failed = True
+                    with self._lock:
+                        self._jobs.append(jobs[0])
+                del jobs[0]
+        finally:
+            with self._lock:
+                self._jobs = jobs + self._jobs
+                self._retry_s = min(2 * self._retry_s, RETRY_S_MAX) if has_failed else RETRY_S
 
     def _stand_for(self, queue: Queue, taker: Taker) -> None:
         """Be the queue's sweeper, if nobody is."""
@@ -178,7 +198,7 @@ class Keeper:
         if settings is None or Queue.load(settings.key, settings.value).id != queue.id:
             self.forget(queue)  # it was deleted: nothing is to be made there any more
             return
-        expect = {queue.sweeper: ABSENT, queue.key: settings.version}
+        expect = {queue.sweeper: ABSENT, queue.standing: self._store.standing(queue)}
         try:
             registry.commit(expect, ephemeral={queue.sweeper: me}, lease=taker.lease)
         except Conflict:
@@ -217,23 +237,35 @@ class Keeper:
             turns = {queue.id: registry.get(queue.turn) for queue in queues if queue.is_fifo}
             alive = {entry.key[len(TAKERS) :] for entry in registry.scan(TAKERS)}
             for queue in queues:
-                turn = turns.get(queue.id)
-                holders = {taker_in(entry.key) for entry in held[queue.id]}
-                if turn is not None and (holder := Turn.load(turn.key, turn.value).holder):
-                    holders.add(holder)
-                dead = holders - alive
-                if queue.is_fifo and dead:  # what they took since: the turn goes with the last of it
-                    held[queue.id] = registry.scan(queue.inflight)
-                for taker in dead:
-                    try:
-                        self._bury(queue, taker, [e for e in held[queue.id] if taker_in(e.key) == taker], turn)
-                    except Conflict:
-                        continue  # somebody else does it
-            sweep_outcomes(registry, alive, time.time())
+                with _apart(queue):
+                    self._bury_all(queue, held[queue.id], turns.get(queue.id), alive)
+            self._leftovers.sweep(alive)
         except BaseException:
             if self._deaths is not None:
                 self._deaths.wake()  # it is not done
             raise
+
+    def _bury_all(self, queue: Queue, held: list[Entry], turn: Entry | None, alive: set[str]) -> None:
+        holders = {taker_in(entry.key) for entry in held}
+        if turn is not None and (holder := Turn.load(turn.key, turn.value).holder):
+            holders.add(holder)
+        dead = holders - alive
+        if queue.is_fifo and dead:  # what they took since: the turn goes with the last of it
+            held = self._store.registry.scan(queue.inflight)
+        for taker in dead:
+            try:
+                self._bury(queue, taker, [entry for entry in held if taker_in(entry.key) == taker], turn)
+            except Conflict:
+                continue  # somebody else does it
+
+    def _clear(self) -> None:
+        """Remove, now and then, what is left of deleted queues and of takers that are long gone."""
+        registry = self._store.registry
+        if registry.clock.now() > self._leftovers.due_at:
+            self._leftovers.sweep({entry.key[len(TAKERS) :] for entry in registry.scan(TAKERS)})
+        if time.monotonic() >= self._clears_at:
+            self._clears_at = time.monotonic() + LOOK_S_MAX
+            self._store.clear_deleted()
 
     def _bury(self, queue: Queue, taker: str, held: list[Entry], turn: Entry | None) -> None:
         whole = []
@@ -263,6 +295,19 @@ class Keeper:
             self._store.move_all(due)
             after = entries[-1].key  # not from the start: one that is damaged stays
         return LOOK_S_MAX
+
+
+@contextmanager
+def _apart(queue: Queue) -> Iterator[None]:
+    """What is damaged in one queue must not keep the others."""
+    try:
+        yield
+    except RegistryCorrupt as error:
+        _logger.error("queue %s: %s; it is left where it is", queue.name, error)
+
+
+def _is_ours(error: Exception) -> bool:
+    return isinstance(error, PxrsError)
 
 
 def _timed(queue: Queue, entries: list[Entry]) -> Iterator[tuple[Entry, float]]:

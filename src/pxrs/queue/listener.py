@@ -11,7 +11,9 @@ this process's for as long as its lease is renewed, however long the handler tak
 
 On failure: while the store cannot be reached the threads try again, ever less often. A commit whose reply was lost is
 settled before the next item is taken. A handler that fails time and again slows its thread down, so that an item that
-comes back at once does not keep the machine busy."""
+comes back at once does not keep the machine busy. What ends a listener, such as the end of its queue, is raised by
+`run`, by `close` and at the end of a `with` block; the end of another queue, which a handler puts into, is a failure
+of the item."""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from pxrs.errors import Closed, InvalidQueue, OutcomeUnknown, PxrsError, TransactionLost, UnknownQueue
+from pxrs.errors import Closed, InvalidQueue, OutcomeUnknown, PxrsError, UnknownQueue
+from pxrs.handler import OF_AN_ITEM, check_result, fault_of
 from pxrs.queue.handle import QueueHandle
 from pxrs.queue.items import Item
 from pxrs.queue.transaction import Outcome, Transaction
@@ -40,12 +43,16 @@ class QueueListener:
     def __init__(self, queue: QueueHandle, handler: Handler, threads: int = 1) -> None:
         if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= THREADS_MAX:
             raise InvalidQueue(f"threads is {threads!r}: choose from 1 to {THREADS_MAX:,}")
-        if not callable(handler):
-            raise InvalidQueue(f"the handler is {handler!r}: give a function of a transaction and an item")
+        if not isinstance(queue, QueueHandle):
+            raise InvalidQueue(f"the queue is {queue!r}: give what a hub has opened, such as hub.queue('q')")
+        if fault := fault_of("the handler", handler, OF_AN_ITEM):
+            raise InvalidQueue(fault)
         self.queue = queue
         self._handler = handler
         self._count = threads
         self._stopping = threading.Event()
+        self._awaited = {queue.name}
+        """The queues that handlers have waited for: who stops wakes them."""
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._running = 0
@@ -54,7 +61,7 @@ class QueueListener:
         self.committed = 0
         """How many items were handled and committed."""
         self.failed = 0
-        """How many times a handler raised, or what it did could not be committed."""
+        """How many times an item was given back: a handler raised, or what it did could not be committed."""
 
     def start(self) -> Self:
         """Begin, once. Raises UnknownQueue."""
@@ -80,21 +87,32 @@ class QueueListener:
         try:
             self._all_done.wait()
         finally:
-            self.close()
-        if self._failure is not None:
-            raise self._failure
+            self._stop_and_wait()
+        self._raise_failure()
 
     def stop(self) -> None:
-        """Take nothing more. What is in hand is finished; `close` waits for that."""
+        """Take nothing more. What is in hand is finished; `close` waits for that. Only a handler that waits for another
+        item, without a timeout, is refused it: Closed."""
         self._stopping.set()
-        self.queue.store.wake(self.queue.name)
+        for name in self._awaited.copy():
+            self.queue.store.wake(name)
 
     def close(self) -> None:
-        """Stop, and wait until every handler has returned."""
+        """Stop, and wait until every handler has returned. Raises what ended the listener, if it was not this."""
+        self._stop_and_wait()
+        self._raise_failure()
+
+    def _stop_and_wait(self) -> None:
         self.stop()
-        for thread in self._threads:
+        with self._lock:  # one that is being started cannot be waited for yet
+            threads = self._threads
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self) -> None:
         try:
@@ -102,7 +120,7 @@ class QueueListener:
         except Closed as error:
             if not self._stopping.is_set():
                 self._failure = self._failure or error
-        except BaseException as error:  # noqa: BLE001 - raised by `run`
+        except BaseException as error:  # noqa: BLE001 - raised by `run` and `close`
             _logger.error("queue %s: a worker thread has ended, and the others will: %r", self.queue.name, error)
             self._failure = self._failure or error
             self.stop()
@@ -115,9 +133,8 @@ class QueueListener:
     def _work(self) -> None:
         pause_s = PAUSE_S[0]
         while not self._stopping.is_set():
-            transaction = Transaction(self.queue.store)
             try:
-                if self._handle_one(transaction):
+                if self._handle_one(_Delivery(self)):
                     pause_s = PAUSE_S[0]
                     continue
             except (UnknownQueue, Closed):
@@ -127,48 +144,58 @@ class QueueListener:
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
-    def _handle_one(self, transaction: Transaction) -> bool:
-        """Take, handle, commit. False if that failed: the item was given back."""
+    def _handle_one(self, transaction: _Delivery) -> bool:
+        """Take, handle, commit. False if that failed: the thread is to slow down."""
         with transaction:
-            items = transaction._take(self.queue.name, 1, None, self._stopping.is_set)
-            if not items:
+            item = transaction.next_item()
+            if item is None:
                 return True
             try:
-                self._handler(transaction, items[0])
-            except Exception as error:  # the queue's policy decides what becomes of the item
-                transaction.rollback(error)
-                with self._lock:
-                    self.failed += 1
-                _logger.warning(
-                    "queue %s, item %s, delivery %d: the handler failed",
-                    self.queue.name,
-                    items[0].id,
-                    items[0].deliveries,
-                    exc_info=error,
-                )
+                check_result(self._handler(transaction, item))
+            except Exception as error:  # noqa: BLE001 - the queue's policy decides what becomes of the item
+                self._tell(item, "the handler failed", error)
+                outcome = self._settle(transaction)  # it may have committed by itself, and failed after that
+                if outcome == "open":
+                    transaction.rollback(error)
+                self._count_item(outcome)
                 return False
-            return self._commit(transaction, items[0])
+            outcome = self._commit(transaction, item)
+            self._count_item(outcome)
+            return outcome == "committed"
 
-    def _commit(self, transaction: Transaction, item: Item) -> bool:
-        outcome = transaction.outcome()
+    def _commit(self, transaction: Transaction, item: Item) -> Outcome:
+        outcome = self._settle(transaction)  # the handler may have ended it by itself
         try:
             if outcome == "open":
                 transaction.commit()
                 outcome = "committed"
         except OutcomeUnknown:
             outcome = self._settle(transaction)
-        except TransactionLost as error:
-            _logger.warning("queue %s, item %s: %s", self.queue.name, item.id, error)
+        except Closed:
+            raise
+        except PxrsError as error:
+            if isinstance(error, UnknownQueue) and error.queue == self.queue.name:
+                raise
+            self._tell(item, f"not committed: {error}")
+            transaction.rollback(error)
             outcome = "rolled back"
+        return outcome
+
+    def _count_item(self, outcome: Outcome) -> None:
         with self._lock:
             if outcome == "committed":
                 self.committed += 1
             else:
                 self.failed += 1
-        return outcome == "committed"
+
+    def _tell(self, item: Item, what: str, error: Exception | None = None) -> None:
+        _logger.warning(
+            "queue %s, item %s, delivery %d: %s", self.queue.name, item.id, item.deliveries, what, exc_info=error
+        )
 
     def _settle(self, transaction: Transaction) -> Outcome:
-        """What became of a commit whose reply was lost; as long as the store cannot be reached, that takes."""
+        """What became of it, also if the reply to a commit was lost; as long as the store cannot be reached, that
+        takes."""
         pause_s = PAUSE_S[0]
         while True:
             try:
@@ -187,4 +214,31 @@ class QueueListener:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._stop_and_wait()
+        if error is None:
+            self._raise_failure()
+
+
+class _Delivery(Transaction):
+    """The transaction of one item."""
+
+    def __init__(self, listener: QueueListener) -> None:
+        super().__init__(listener.queue.store)
+        self._listener = listener
+
+    def next_item(self) -> Item | None:
+        """The one that this is for; None if the listener is to stop."""
+        listener = self._listener
+        items = super()._take(listener.queue.name, 1, None, listener._stopping.is_set)
+        return items[0] if items else None
+
+    def _take(self, name: str, count: int, until: float | None, is_over: Callable[[], bool]) -> list[Item]:
+        """A handler's. Without a timeout it could wait for ever, and whoever closes the listener with it."""
+        if until is not None:
+            return super()._take(name, count, until, is_over)
+        listener = self._listener
+        listener._awaited.add(name)
+        items = super()._take(name, count, None, listener._stopping.is_set)
+        if not items:
+            raise Closed(f"the listener of queue {listener.queue.name} stops: an item of {name} is waited for no more")
+        return items

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from pxrs.queue.records import ERROR_CHARACTERS_MAX, Queue, Record, Turn, timed
 from pxrs.registry.contract import ABSENT, Entry, Limits
 
+DELIVERIES_MANY: Final = 1_000_000
 EXTRA_KEYS: Final = 4
 """How many keys beside those of the moves a commit of moves may name."""
 
@@ -82,6 +83,11 @@ def give_back(
     if delay_s > 0 and not queue.is_fifo:
         return Move(source, version, timed(queue.delayed, now + delay_s, moved), moved.dump()), 0.0
     return Move(source, version, f"{queue.ready}{moved.name}", moved.dump()), now + delay_s if delay_s > 0 else 0.0
+
+
+def longest_s(queue: Queue) -> float:
+    """How long an item that came back waits at most."""
+    return 0.0 if queue.backoff is None else queue.backoff.delay_s(DELIVERIES_MANY, lambda: 1.0)
 
 
 Held = tuple[str, int, Record]

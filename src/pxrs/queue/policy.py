@@ -67,7 +67,7 @@ class FixedBackoff:
 @dataclass(frozen=True, slots=True)
 class ExponentialBackoff:
     """`first`, then `factor` times as long each time, up to `cap`; each made up to `jitter` (a part of it) shorter or
-    longer, so that what failed together does not come back together."""
+    longer, but never longer than `cap`, so that what failed together does not come back together."""
 
     first: float | timedelta = 1.0
     factor: float = 2.0
@@ -77,15 +77,17 @@ class ExponentialBackoff:
     def __post_init__(self) -> None:
         object.__setattr__(self, "first", seconds("first", self.first))
         object.__setattr__(self, "cap", seconds("cap", self.cap))
-        if not 1 <= self.factor <= 100:
-            raise InvalidQueue(f"backoff: factor is {self.factor!r}; choose from 1 to 100")
-        if not 0 <= self.jitter <= 1:
-            raise InvalidQueue(f"backoff: jitter is {self.jitter!r}; choose from 0 to 1")
+        for name, value, least, most in (("factor", self.factor, 1, 100), ("jitter", self.jitter, 0, 1)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise InvalidQueue(f"backoff: {name} is {value!r}; choose a number from {least} to {most}")
 
     def delay_s(self, deliveries: int, random: Callable[[], float]) -> float:
         # A hundred doublings are beyond every cap, and a power beyond that beyond every float.
         grown = seconds("first", self.first) * self.factor ** min(max(deliveries - 1, 0), 100)
-        return min(grown, seconds("cap", self.cap)) * (1 + self.jitter * (2 * random() - 1))
+        cap = seconds("cap", self.cap)
+        middle = min(grown, cap)
+        shortest, longest = middle * (1 - self.jitter), min(middle * (1 + self.jitter), cap)
+        return longest - (longest - shortest) * (1 - random())
 
 
 Backoff = FixedBackoff | ExponentialBackoff

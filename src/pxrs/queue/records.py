@@ -1,6 +1,8 @@
 """What a queue keeps in the registry: its keys, and the values under them. Nothing here does I/O.
 
     queues/<name>                       the queue's settings, with its id
+    standing/<id>                       there as long as the queue is: whoever puts into it expects this
+    deleted/<id>                        the queue was deleted, and what was in it may not all be gone
     items/<id>/ready/<name>             to be taken, the first name first
     items/<id>/inflight/<name>~<transaction>~<taker>    taken by a process, counted as delivered
     items/<id>/delayed/<due>~<name>     not to be taken before its time
@@ -12,7 +14,8 @@
     outcomes/<taker>-<slot>             which of a taker's transactions was committed last
 
 An item's name is its place in the order, its id, and how often it was moved: `5000.<id>.2`. So no key is ever there
-twice, and a write that lands late finds nothing that it could take for what it expected (R4).
+twice, and a write that lands late finds nothing that it could take for what it expected (R4). For the same reason puts
+do not expect the settings: the name may be used again, and on ZooKeeper its versions too.
 
 An item's value is a line of JSON and then the bytes as they were put.
 """
@@ -32,6 +35,7 @@ from pxrs.queue.policy import Backoff, ExponentialBackoff, FixedBackoff, Policy
 
 QUEUE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 QUEUES: Final = "queues/"
+DELETED: Final = "deleted/"
 TAKERS: Final = "takers/"
 OUTCOMES: Final = "outcomes/"
 PRIORITY_MAX: Final = 4_999
@@ -82,7 +86,7 @@ class Queue:
 
     @property
     def root(self) -> str:
-        return f"items/{self.id}/"
+        return root_of(self.id)
 
     @property
     def ready(self) -> str:
@@ -115,6 +119,18 @@ class Queue:
     @property
     def key(self) -> str:
         return f"{QUEUES}{self.name}"
+
+    @property
+    def standing(self) -> str:
+        return f"standing/{self.id}"
+
+    @property
+    def deleted(self) -> str:
+        return f"{DELETED}{self.id}"
+
+
+def root_of(queue_id: str) -> str:
+    return f"items/{queue_id}/"
 
 
 def check_name(name: str) -> None:
@@ -248,9 +264,17 @@ class Turn:
     def load(cls, key: str, value: bytes) -> Self:
         try:
             found = json.loads(value)
-            return cls(found["holder"], found["not_before"])
+            return cls(str(found["holder"]), float(found["not_before"]))
         except (ValueError, TypeError, KeyError) as error:
             raise RegistryCorrupt(key, f"it is no turn: {error!r}") from error
+
+
+def load_number(key: str, value: bytes) -> int:
+    """Strict FIFO: the number of the last item."""
+    try:
+        return int(value)
+    except ValueError as error:
+        raise RegistryCorrupt(key, f"it is no number: {error}") from error
 
 
 def _bytes_of(what: str, value: bytes | str) -> bytes:

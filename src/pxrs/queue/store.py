@@ -5,6 +5,7 @@ with the first take and does what nobody waits for: see `keeper`."""
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -13,22 +14,23 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from pxrs.errors import Closed, Conflict, QueueExists, RegistryUnavailable, UnknownQueue
+from pxrs.errors import Closed, Conflict, QueueExists, RegistryCorrupt, RegistryUnavailable, UnknownQueue
 from pxrs.queue.combine import Combiner
 from pxrs.queue.head import Head
 from pxrs.queue.keeper import CLOSE_S_MAX, Keeper
 from pxrs.queue.moves import Changes, Move, in_parts
 from pxrs.queue.policy import Backoff, Policy
-from pxrs.queue.records import QUEUES, Queue, check_name
+from pxrs.queue.records import DELETED, QUEUES, Queue, check_name, load_number, root_of
 from pxrs.queue.taker import Taker
 from pxrs.registry.contract import ABSENT, Registry
 
 if TYPE_CHECKING:
     from pxrs.queue.transaction import Transaction
 
+_logger = logging.getLogger(__name__)
+
 SETTINGS_AGE_S: Final = 1.0
-"""How old what is known of a queue may be. It can only be deleted meanwhile: what is put in the second after that is
-lost with the queue."""
+"""How old what is known of a queue may be. It can only be deleted meanwhile, and a put finds that out."""
 ATTEMPTS_MAX: Final = 200
 SCAN_ITEMS: Final = 500
 _PAUSE_S_MAX: Final = 0.02
@@ -47,6 +49,8 @@ class QueueStore:
         self._taker: Taker | None = None
         self._known: dict[str, tuple[Queue, float]] = {}
         self._heads: dict[str, Head] = {}
+        self._standing: dict[str, int] = {}
+        """By queue: the version of the key that is there as long as the queue is. It is written once."""
         self._sequences: dict[str, tuple[int, int]] = {}
         """Of strict queues: the last number and the version of its key, as last seen."""
         self._open: weakref.WeakSet[Transaction] = weakref.WeakSet()
@@ -57,13 +61,23 @@ class QueueStore:
     def create(self, name: str, policy: Policy, is_fifo: bool, backoff: Backoff | None) -> Queue:
         queue = Queue(name, uuid.uuid4().hex, policy, bool(is_fifo), backoff, time.time())
         try:
-            self.registry.commit({queue.key: ABSENT}, {queue.key: queue.dump()})
+            versions = self.registry.commit(
+                {queue.key: ABSENT, queue.standing: ABSENT}, {queue.key: queue.dump(), queue.standing: name.encode()}
+            )
         except Conflict:
             raise QueueExists(f"there is a queue {name!r} already: use it, or choose another name") from None
+        self._standing[queue.id] = versions[queue.standing]
         return queue
 
     def queues(self) -> list[Queue]:
-        return [Queue.load(entry.key, entry.value) for entry in self.registry.scan(QUEUES)]
+        """All whose settings are not damaged."""
+        found = []
+        for entry in self.registry.scan(QUEUES):
+            try:
+                found.append(Queue.load(entry.key, entry.value))
+            except RegistryCorrupt as error:
+                _logger.error("queues of %s: %s", self.registry.url, error)
+        return found
 
     def queue(self, name: str) -> Queue:
         """Its settings. Raises UnknownQueue."""
@@ -95,26 +109,69 @@ class QueueStore:
         if self._is_closed:
             raise Closed(f"the hub of {self.registry.url} was closed")
         with self._lock:
-            self._known.pop(queue.name, None)
+            self._expire(queue)
+        self.check_same(queue)
+
+    def check_same(self, queue: Queue) -> None:
+        """As `check_exists`, as far as is known here."""
         if self.queue(queue.name).id != queue.id:
             raise self.unknown(queue.name)
 
+    def standing(self, queue: Queue) -> int:
+        """The version of the key that a put expects. Raises Conflict if it is gone, and the queue with it."""
+        version = self._standing.get(queue.id)
+        if version is None:
+            entry = self.registry.get(queue.standing)
+            if entry is None:
+                settings = self.registry.get(queue.key)
+                if settings is not None and Queue.load(settings.key, settings.value).id == queue.id:
+                    raise RegistryCorrupt(queue.standing, f"it is not there, and queue {queue.name} is")
+                raise Conflict([queue.standing])
+            version = self._standing[queue.id] = entry.version
+        return version
+
     def delete(self, name: str) -> None:
-        """The queue with all that is in it. What was taken from it cannot be committed any more."""
+        """The queue with all that is in it. What was taken from it cannot be committed any more.
+
+        It may be called again if it was interrupted: what is left of deleted queues is removed."""
         check_name(name)
         entry = self.registry.get(f"{QUEUES}{name}")
         if entry is None:
-            raise self.unknown(name)
+            if name not in self.clear_deleted():
+                raise self.unknown(name)
+            return
         queue = Queue.load(entry.key, entry.value)
-        self.registry.commit({entry.key: entry.version}, delete=[entry.key])
+        try:
+            self.registry.commit(
+                {entry.key: entry.version}, {queue.deleted: name.encode()}, delete=[entry.key, queue.standing]
+            )
+        except Conflict:
+            raise self.unknown(name) from None
         with self._lock:
             self._known.pop(name, None)
         self._forget(queue)
-        while entries := self.registry.scan(queue.root, limit=SCAN_ITEMS):
-            self.move_all([Move(entry.key, entry.version, None) for entry in entries])
+        self.clear_deleted()
+
+    def clear_deleted(self) -> set[str]:
+        """Remove what is left of deleted queues. Their names."""
+        names = set()
+        for record in self.registry.scan(DELETED):
+            root = root_of(record.key[len(DELETED) :])
+            while entries := self.registry.scan(root, limit=SCAN_ITEMS):
+                self.move_all([Move(entry.key, entry.version, None) for entry in entries])
+            self.move_all([Move(record.key, record.version, None)])
+            names.add(record.value.decode(errors="replace"))
+        return names
+
+    def _expire(self, queue: Queue) -> None:
+        """Under the lock: look again, when it is next asked for."""
+        self._standing.pop(queue.id, None)
+        if queue.name in self._known:
+            self._known[queue.name] = self._known[queue.name][0], 0.0
 
     def _forget(self, queue: Queue) -> None:
         with self._lock:
+            self._standing.pop(queue.id, None)
             self._sequences.pop(queue.id, None)
             head = self._heads.pop(queue.id, None)
         if head is not None:
@@ -172,7 +229,7 @@ class QueueStore:
             if queue.id in self._sequences:
                 return self._sequences[queue.id]
         entry = self.registry.get(queue.sequence)
-        found = (0, ABSENT) if entry is None else (int(entry.value), entry.version)
+        found = (0, ABSENT) if entry is None else (load_number(entry.key, entry.value), entry.version)
         with self._lock:
             self._sequences[queue.id] = found
         return found
@@ -183,7 +240,8 @@ class QueueStore:
 
     def patiently(self, puts: Sequence[Queue], ours: Collection[str], attempt: Callable[[], T]) -> T:
         """Try a commit again while all that stands against it is what others change at any time: the last number of a
-        strict queue, a checkpoint of one's own that landed late. `ours` are the keys that nobody else may change."""
+        strict queue, the queue itself, a checkpoint of one's own that landed late. `ours` are the keys that nobody else
+        may change. Of the queues that it puts into, what is known is then looked at again."""
         for count in range(ATTEMPTS_MAX):
             try:
                 return attempt()
@@ -191,6 +249,8 @@ class QueueStore:
                 with self._lock:
                     for queue in puts:
                         self._sequences.pop(queue.id, None)
+                        if isinstance(error, Conflict) and queue.standing in error.keys:
+                            self._expire(queue)
                 is_ours = isinstance(error, Conflict) and not set(error.keys).isdisjoint(ours)
                 if not isinstance(error, Conflict) or is_ours:
                     raise

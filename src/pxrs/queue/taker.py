@@ -6,7 +6,8 @@ works; when it is gone, whoever sweeps the queue gives the items back.
 Slots settle what a lost reply leaves open (R5). Each commit of a transaction also writes its id into a slot of its own,
 expecting the slot as it was. Who must know what became of the commit writes "aborted" there, expecting the same: one of
 the two wins, also if the other is still on its way. A slot is used again, so that outcomes leave nothing behind but a
-few keys for each taker, which go with it, or an hour after its death."""
+few keys for each taker, which go with it, or an hour after a sweeper has seen that it is gone. That hour is counted on
+one machine's clock: the clocks of two are never compared."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryUnavailable
+from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
 from pxrs.queue.records import OUTCOMES, TAKERS
 from pxrs.registry.contract import ABSENT, Registry
 
@@ -34,8 +36,8 @@ class Slot:
     version: int = ABSENT
     is_doubted: bool = False
     """A request may be on its way that expects it as it once was: it is not deleted while the lease lives."""
-    sent_at: float = 0.0
-    """When a commit that writes it was last sent, on the registry's clock."""
+    sent_at: float | None = None
+    """When a commit that writes it was last sent, on the registry's clock; None: never."""
 
     def committed(self, transaction: str) -> bytes:
         return _outcome(transaction, "committed")
@@ -95,7 +97,8 @@ class Taker:
 
 
 def settle(registry: Registry, slot: Slot, transaction: str) -> bool:
-    """Whether the transaction was committed. If it was not, it never will be. Raises OutcomeUnknown if nobody can tell.
+    """Whether the transaction was committed. If it was not, it never will be. Raises OutcomeUnknown if nobody can tell,
+    and RegistryCorrupt if what is on record is damaged.
 
     No lease is named: what decides is the slot alone."""
     slot.is_doubted = True
@@ -103,12 +106,12 @@ def settle(registry: Registry, slot: Slot, transaction: str) -> bool:
         found = registry.get(slot.key)
         version = ABSENT if found is None else found.version
         if found is not None and version != slot.version:
-            value = json.loads(found.value)
-            if value["transaction"] != transaction:
+            written_by, outcome = _load(slot.key, found.value)
+            if written_by != transaction:
                 break
             slot.version = version
-            return bool(value["outcome"] == "committed")
-        is_old = registry.clock.now() - slot.sent_at > OUTCOME_KEPT_S / 2
+            return outcome == "committed"
+        is_old = slot.sent_at is not None and registry.clock.now() - slot.sent_at > OUTCOME_KEPT_S / 2
         if version != slot.version or (found is None and is_old):
             break  # it was swept, or may have been
         try:
@@ -120,22 +123,42 @@ def settle(registry: Registry, slot: Slot, transaction: str) -> bool:
     raise OutcomeUnknown(f"{registry.url}: what became of transaction {transaction} is not on record any more")
 
 
-def sweep_outcomes(registry: Registry, alive: set[str], now: float) -> None:
-    """Remove the slots of takers that are long gone."""
-    old = []
-    for entry in registry.scan(OUTCOMES):
-        if entry.key[len(OUTCOMES) :].rpartition("-")[0] in alive:
-            continue
-        try:
-            is_old = now - json.loads(entry.value)["at"] > OUTCOME_KEPT_S
-        except (ValueError, KeyError, TypeError):
-            is_old = False
-        if is_old:
-            old.append(entry)
-    for at in range(0, len(old), _CLOSE_KEYS_MAX):
-        expect = {entry.key: entry.version for entry in old[at : at + _CLOSE_KEYS_MAX]}
-        registry.commit(expect, delete=list(expect), quiet=True)
+class Leftovers:
+    """The slots of takers that are gone, and since when a sweeper knows that."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._since: dict[tuple[str, int], float] = {}
+        """By key and version, on this registry's clock."""
+
+    @property
+    def due_at(self) -> float:
+        """When the first of them may be removed."""
+        return min(self._since.values(), default=float("inf")) + OUTCOME_KEPT_S
+
+    def sweep(self, alive: Collection[str]) -> None:
+        """Remember those of takers that are not among these, and remove what was remembered for long enough."""
+        now = self._registry.clock.now()
+        found = {
+            (entry.key, entry.version): now
+            for entry in self._registry.scan(OUTCOMES)
+            if entry.key[len(OUTCOMES) :].rpartition("-")[0] not in alive
+        }
+        self._since = {slot: self._since.get(slot, first) for slot, first in found.items()}
+        old = [slot for slot, since in self._since.items() if now - since > OUTCOME_KEPT_S]
+        for at in range(0, len(old), _CLOSE_KEYS_MAX):
+            expect = dict(old[at : at + _CLOSE_KEYS_MAX])
+            self._registry.commit(expect, delete=list(expect), quiet=True)
 
 
 def _outcome(transaction: str, outcome: str) -> bytes:
     return json.dumps({"transaction": transaction, "outcome": outcome, "at": time.time()}).encode()
+
+
+def _load(key: str, value: bytes) -> tuple[str, str]:
+    """Of which transaction, and what became of it."""
+    try:
+        found = json.loads(value)
+        return found["transaction"], found["outcome"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise RegistryCorrupt(key, f"it is no outcome: {error!r}") from error

@@ -10,6 +10,7 @@ removes what was taken, expecting each item as it was taken (Q2), and writes wha
 
 On failure:
 - The lease was lost: others may have the items already. The commit is refused, with TransactionLost.
+- A queue that it puts into was deleted: UnknownQueue, also if there is another of that name by now.
 - The reply to the commit was lost: OutcomeUnknown. `outcome` settles it, for good; so does the keeper if nobody asks.
 - The reply to a take was lost: what it left is looked at and made certain before anything else happens.
 - A rollback always succeeds. If the store cannot be reached, the keeper gives the items back when it can be, and the
@@ -31,6 +32,7 @@ from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
 from pxrs.errors import (
+    Closed,
     Conflict,
     InvalidItem,
     LeaseExpired,
@@ -59,7 +61,13 @@ Outcome = Literal["open", "committed", "rolled back"]
 Write = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
 _KEYS_RESERVED: Final = 2
 _KEYS_SPARE: Final = 16
+_BYTES_PER_PARTITION: Final = 1_024
+"""What a checkpoint takes at most for each, to be counted on: two keys and a value."""
 _AGAIN_S: Final = 0.02
+_CLOCKS_APART_S: Final = 60.0
+"""How far two machines' clocks may differ before a backoff that was given by the other is not waited for."""
+_LOOK_S_MAX: Final = 1.0
+"""How long a wait is that is counted on the wall clock, which may be set meanwhile."""
 
 
 class Inbox(Protocol):
@@ -72,6 +80,8 @@ class Inbox(Protocol):
 
     def settle_with(self, transaction: Transaction) -> None: ...
 
+    def partitions_in_hand(self) -> int: ...
+
 
 class Named(Protocol):
     """A queue's handle, which may stand for its name."""
@@ -81,7 +91,8 @@ class Named(Protocol):
 
 
 class Transaction:
-    """What `hub.transaction()` returns. Threads may share it; one call at a time is made."""
+    """What `hub.transaction()` returns. Threads may share it; one call at a time is made, but one that waits for items
+    keeps nobody. If the transaction ends meanwhile, that one raises TransactionEnded when it is woken."""
 
     def __init__(self, store: QueueStore) -> None:
         self.id = uuid.uuid4().hex
@@ -96,8 +107,12 @@ class Transaction:
         """By queue: of the strict ones taken from, the version of the turn's key as this transaction wrote it."""
         self._strict: set[str] = set()
         """The strict queues that it takes from or puts into: each has two keys of its own."""
-        self._inboxes: list[Inbox] = []
+        self._targets: set[str] = set()
+        """The queues that it puts into: that each is there is one key more."""
+        self._inboxes: dict[Inbox, int] = {}
+        """With how many partitions each has in hand."""
         self._bytes = 0
+        self._was_abandoned = False
         self.was_doubted = False
         """Whether the reply to its commit was lost."""
         self._state: Outcome | Literal["unknown"] = "open"
@@ -112,7 +127,7 @@ class Transaction:
 
     def take_many(self, queue: str | Named, max_items: int, timeout: float | timedelta | None = None) -> list[Item]:
         """Up to so many items that are there, at least one if one comes in time."""
-        if not isinstance(max_items, int) or max_items < 1:
+        if isinstance(max_items, bool) or not isinstance(max_items, int) or max_items < 1:
             raise InvalidItem(f"max_items is {max_items!r}: give at least 1")
         until = None if timeout is None else time.monotonic() + duration("timeout", timeout)
         return self._take(_name_of(queue), max_items, until, lambda: False)
@@ -120,36 +135,40 @@ class Transaction:
     def _take(self, name: str, count: int, until: float | None, is_over: Callable[[], bool]) -> list[Item]:
         with self._lock:
             self._check_open()
-            queue = self._store.queue(name)
-            count = min(count, self._room(queue))
-            self._store.keeper.look_after(queue)
-            head = self._store.head(queue)
-            is_waiting = False
-            try:
-                while True:
+        queue = self._store.queue(name)
+        self._store.keeper.look_after(queue)
+        head = self._store.head(queue)
+        is_waiting = False
+        try:
+            while True:
+                with self._lock:  # and not during the wait
+                    self._check_open()
+                    room = self._room(queue)
                     taker = self._present()
-                    taken, ready_at = self._try_take(queue, head, taker, count)
-                    if taken or is_over():
-                        return [Item.of(queue, each.record) for each in taken]
-                    left_s = None if until is None else until - time.monotonic()
-                    if left_s is not None and left_s <= 0:
-                        return []
-                    if not taker.is_alive:
-                        continue  # with another lease: what was refused to this one may still be there
-                    if not is_waiting:
-                        head.enter()
-                        is_waiting = True
-                        # Look again: what came before the watch was set woke nobody, nor did the end of the queue.
-                        self._store.check_exists(queue)
-                        continue
-                    if ready_at > 0:
-                        pause_s = max(ready_at - time.time(), 0.001)
-                        left_s = pause_s if left_s is None else min(left_s, pause_s)
-                    head.wait(left_s, is_over)
+                    taken, ready_at = self._try_take(queue, head, taker, min(count, room))
+                    if taken and queue.is_fifo:
+                        self._strict.add(queue.id)
+                if taken or is_over():
+                    return [Item.of(queue, each.record) for each in taken]
+                left_s = None if until is None else until - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    return []
+                if not taker.is_alive:
+                    continue  # with another lease: what was refused to this one may still be there
+                if not is_waiting:
+                    head.enter()
+                    is_waiting = True
+                    # Look again: what came before the watch was set woke nobody, nor did the end of the queue.
                     self._store.check_exists(queue)
-            finally:
-                if is_waiting:
-                    head.leave()
+                    continue
+                if ready_at > 0:
+                    pause_s = min(max(ready_at - time.time(), 0.001), _LOOK_S_MAX)
+                    left_s = pause_s if left_s is None else min(left_s, pause_s)
+                head.wait(left_s, is_over)
+                self._store.check_exists(queue)
+        finally:
+            if is_waiting:
+                head.leave()
 
     def _try_take(self, queue: Queue, head: Head, taker: Taker, count: int) -> tuple[list[Taken], float]:
         """What could be taken, without waiting; and if that is nothing, from when on there may be something."""
@@ -159,7 +178,8 @@ class Transaction:
             state = Turn() if turn is None else Turn.load(turn.key, turn.value)
             if state.holder:
                 return [], 0.0
-            if state.not_before > time.time():
+            wait_s = state.not_before - time.time()
+            if 0 < wait_s <= moves.longest_s(queue) + _CLOCKS_APART_S:  # else a clock was set back since
                 return [], state.not_before
         while entries := head.choose(count):
             taken: list[Taken] = []
@@ -289,29 +309,30 @@ class Transaction:
         with self._lock:
             self._check_open()
             found = self._store.queue(_name_of(queue))
-            limits = self._registry.limits
-            new = check_put(found, value, priority, delay, key, limits.value_bytes_max)
-            self._room(found)
-            size = self._bytes + new.size + (len(self._taken) + _KEYS_SPARE) * BYTES_PER_KEY
-            if size > limits.commit_bytes_max:
-                raise TransactionTooLarge(
-                    f"{size:,} bytes in one transaction, and this store takes {limits.commit_bytes_max:,}: put less in "
-                    "one"
-                )
+            new = check_put(found, value, priority, delay, key, self._registry.limits.value_bytes_max)
+            self._room(found, put=new)
+            if found.is_fifo:
+                self._strict.add(found.id)
+            self._targets.add(found.id)
             self._puts.append(new)
             self._bytes += new.size
             return new.record.id
 
     def checkpoint(self, inbox: Inbox) -> None:
-        """Also write down, in the same commit, that what the consumer has handed out is done: from topic to queue with
-        nothing lost and nothing doubled. The consumer must be of the same registry."""
+        """Also write down, in the same commit, that what the consumer has handed out by now is done: from topic to
+        queue with nothing lost and nothing doubled. The consumer must be of the same registry."""
         with self._lock:
             self._check_open()
+            if not hasattr(inbox, "settle_with"):
+                raise InvalidItem(f"{inbox!r} is no consumer")
             if inbox.registry is not self._registry:
                 raise InvalidItem("the consumer is of another hub: open it and the transaction from the same one")
+            count = inbox.partitions_in_hand()
+            more = count - self._inboxes.get(inbox, 0)
+            if more > 0:
+                self._room(partitions=more)
             inbox.settle_with(self)
-            if inbox not in self._inboxes:
-                self._inboxes.append(inbox)
+            self._inboxes[inbox] = count
 
     # The ends.
 
@@ -353,14 +374,18 @@ class Transaction:
             self._commit_as(self._present())
 
     def _commit_as(self, taker: Taker) -> None:
-        for queue in {put.queue.id: put.queue for put in self._puts}.values():
-            if self._store.queue(queue.name).id != queue.id:
-                raise self._store.unknown(queue.name)
-        slot = self._slot = self._slot or taker.slot()
+        slot = self._slot or taker.slot()
         slot.sent_at = self._registry.clock.now()
-        queues = [put.queue for put in self._puts]
+        self._slot = slot  # last: an interrupt before this finds that nothing was sent
+        queues = list({put.queue.id: put.queue for put in self._puts}.values())
         ours = {slot.key, *(each.key for each in self._taken), *(queue.turn for queue, _ in self._turns.values())}
-        self._store.patiently(queues, ours, lambda: self._commit_once(taker, slot))
+
+        def attempt() -> None:
+            for queue in queues:
+                self._store.check_same(queue)
+            self._commit_once(taker, slot)
+
+        self._store.patiently(queues, ours, attempt)
 
     def _doubt(self) -> None:
         self._state, self.was_doubted = "unknown", True
@@ -369,14 +394,14 @@ class Transaction:
         def settle_it() -> None:
             try:
                 self._settle()
-            except OutcomeUnknown:
+            except (OutcomeUnknown, RegistryCorrupt):
                 if taker is not None and taker.is_alive:
                     raise
-                # It is not on record any more. What was taken was given back with the lease's end.
+                # It is not on record any more, or damaged. What was taken was given back with the lease's end.
 
         self._store.keeper.finish(settle_it)
 
-    def _commit_once(self, taker: Taker, slot: Slot) -> dict[str, int]:
+    def _commit_once(self, taker: Taker, slot: Slot) -> None:
         changes = Changes.of(Move(each.key, each.version, None) for each in self._taken)
         changes.expect[slot.key] = slot.version
         changes.put[slot.key] = slot.committed(self.id)
@@ -397,7 +422,6 @@ class Transaction:
         versions = write({}, {})
         slot.version = versions[slot.key]
         note_numbers(self._store, numbers, versions)
-        return versions
 
     def rollback(self, error: BaseException | str = "") -> None:
         """Nothing of it happens: what was taken is given back, what was put is dropped. Always succeeds.
@@ -409,8 +433,9 @@ class Transaction:
             if self._state == "unknown":
                 raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
             self._check_open()
-            reason = error if isinstance(error, str) else "".join(traceback.format_exception_only(error)).strip()
-            self._give_back(reason)
+            if isinstance(error, BaseException):
+                error = "".join(traceback.format_exception_only(error)).strip()
+            self._give_back(str(error))
             self._end("rolled back")
 
     def _give_back(self, reason: str) -> None:
@@ -425,7 +450,9 @@ class Transaction:
 
         try:
             give_back()
-        except PxrsError:
+        except Exception as error:  # whatever it is, the keeper tries again
+            if not isinstance(error, PxrsError):
+                _logger.warning("queues of %s: %s; will try again", self._registry.url, error, exc_info=error)
             self._store.keeper.finish(give_back)
         except BaseException:  # an interrupt: done again, it does nothing twice
             self._store.keeper.finish(give_back)
@@ -457,9 +484,12 @@ class Transaction:
         if not self._lock.acquire(timeout=1 if gives_back else 0):
             return  # somebody is in the middle of something; the lease's end does it
         try:
-            if self._state == "open" and gives_back:
+            if self._state != "open":
+                return
+            self._was_abandoned = True
+            if gives_back:
                 self.rollback()
-            elif self._state == "open":
+            else:
                 self._end("rolled back")  # the lease's end gives back
         except PxrsError:
             pass  # the same
@@ -471,7 +501,7 @@ class Transaction:
         if self._slot is not None and self._taker is not None:
             self._taker.give_back(self._slot)
             self._slot = None
-        self._taken, self._puts, self._turns, self._inboxes = [], [], {}, []
+        self._taken, self._puts, self._turns, self._inboxes = [], [], {}, {}
         self._store.ended(self)
 
     # What is checked.
@@ -500,19 +530,31 @@ class Transaction:
         self._end("rolled back")
         return TransactionLost(taken, str(error))
 
-    def _room(self, queue: Queue) -> int:
-        """How many more items of this queue the transaction may take or put. Raises TransactionTooLarge for none."""
-        if queue.is_fifo:
-            self._strict.add(queue.id)
-        # A checkpoint names two keys a partition: how many those are is known only when it is written.
-        used = len(self._taken) + len(self._puts) + 2 * len(self._strict) + _KEYS_RESERVED
-        most = self._registry.limits.commit_keys_max
-        if used >= most:
+    def _room(self, queue: Queue | None = None, *, put: Put | None = None, partitions: int = 0) -> int:
+        """How many items of this queue the transaction may take besides what it has. Raises TransactionTooLarge if it
+        is none, or if what is to be put, or so many partitions of a checkpoint more, are too much."""
+        limits = self._registry.limits
+        strict, targets = len(self._strict), len(self._targets)
+        if queue is not None:
+            strict += queue.is_fifo and queue.id not in self._strict
+            targets += put is not None and queue.id not in self._targets
+        partitions += sum(self._inboxes.values())
+        keys = len(self._taken) + len(self._puts) + 2 * strict + targets + 2 * partitions + _KEYS_RESERVED
+        left = limits.commit_keys_max - keys
+        if left < (0 if queue is None else 1):
             raise TransactionTooLarge(
-                f"{len(self._taken)} items taken and {len(self._puts)} put in one transaction are as many as this "
-                f"store takes: it changes {most} keys at once"
+                f"{len(self._taken)} items taken, {len(self._puts)} put and {partitions} partitions of a checkpoint in "
+                f"one transaction are more than this store takes: it changes {limits.commit_keys_max} keys at once"
             )
-        return most - used
+        size = self._bytes + (0 if put is None else put.size) + partitions * _BYTES_PER_PARTITION
+        size += (len(self._taken) + 2 * strict + targets + _KEYS_SPARE) * BYTES_PER_KEY
+        left_bytes = limits.commit_bytes_max - size
+        if left_bytes < (BYTES_PER_KEY if queue is not None and put is None else 0):
+            raise TransactionTooLarge(
+                f"{size:,} bytes in one transaction are too many, as this store takes {limits.commit_bytes_max:,}: put "
+                "less in one"
+            )
+        return min(left, left_bytes // BYTES_PER_KEY)
 
     def __enter__(self) -> Self:
         return self
@@ -521,6 +563,8 @@ class Transaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._state != "open":
+            if self._was_abandoned and error is None:
+                raise Closed(f"the hub of {self._registry.url} was closed: {self!r} was rolled back")
             return
         if error is not None:
             self.rollback(error)
@@ -569,4 +613,7 @@ def _give_back(store: QueueStore, taken: list[Taken], turns: Mapping[str, tuple[
 
 
 def _name_of(queue: str | Named) -> str:
-    return queue if isinstance(queue, str) else queue.name
+    name = queue if isinstance(queue, str) else getattr(queue, "name", None)
+    if not isinstance(name, str):
+        raise InvalidItem(f"{queue!r} is no queue: give its name, or its handle")
+    return name

@@ -279,7 +279,8 @@ class _Builder:
         return DirectStatements(
             lease=self._compile("direct_lease", _unless_none(held.cte("found"))),
             check=self._compile(
-                "direct_check", _unless_none(select(version).where(*as_expected).with_for_update().cte("found"))
+                "direct_check",
+                _unless_none(select(version).where(*as_expected).with_for_update(read=True).cte("found")),
             ),
             insert=self._compile("direct_insert", insert_new.returning(version)),
             update=self._compile(
