@@ -33,6 +33,7 @@ from pxrs.inotify import Notifier
 from pxrs.log import directory as directory_module
 from pxrs.log import partition as partition_module
 from pxrs.log import published as published_module
+from pxrs.log import reading
 from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.check import check
 from pxrs.log.contract import Append
@@ -270,7 +271,7 @@ def test_f3_a_fork_while_a_thread_maps_segments_does_not_hang_the_child(
     """The thread holds a lock that nobody will ever release in the child."""
     topic = new_topic(tmp_path)
     sent = fill(topic, 250)
-    assert len(segments(tmp_path)) > partition_module.MAPPED_MAX + 1, "some must be let go again"
+    assert len(segments(tmp_path)) > reading.MAPPED_MAX + 1, "some must be let go again"
     is_mapping, may_go_on = threading.Event(), threading.Event()
     reader = opened(tmp_path)
 
@@ -280,7 +281,7 @@ def test_f3_a_fork_while_a_thread_maps_segments_does_not_hang_the_child(
             may_go_on.wait(BOUND_S)
         return Sealed(*arguments)
 
-    monkeypatch.setattr(partition_module, "Sealed", slow)
+    monkeypatch.setattr(reading, "Sealed", slow)
     thread, read = in_a_thread(lambda: values(reader), "reads")
     assert is_mapping.wait(BOUND_S)
     alive_out, alive_in = os.pipe()
@@ -628,7 +629,7 @@ def test_l2_two_who_retain_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     topic = new_topic(tmp_path, retention_bytes=9000)
     sent = fill(topic, 60)
     first, second = opened(tmp_path), opened(tmp_path)
-    partition = first._partition(0)
+    partition = first._partition(0).reader
     original = partition._refresh_bases
     moved: list[dict[int, int]] = []
 
@@ -650,7 +651,7 @@ def test_l2_a_reader_of_the_tail_is_told_when_a_roll_and_retention_were_faster(
     topic = new_topic(tmp_path, retention_bytes=4096)
     fill(topic, 5)
     reader = opened(tmp_path)
-    partition = reader._partition(0)
+    partition = reader._partition(0).reader
     original = partition._base_of
 
     def slow(*arguments: Any) -> int:

@@ -228,7 +228,7 @@ class DirectoryTopic(TopicLog):
 
     def start(self, partition: int) -> int:
         with self._reading(partition) as opened:
-            return opened.start()
+            return opened.reader.start()
 
     def end(self, partition: int) -> int:
         with self._reading(partition) as opened:
@@ -236,11 +236,11 @@ class DirectoryTopic(TopicLog):
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         with self._reading(partition) as opened:
-            return opened.read(offset, max_bytes)
+            return opened.reader.read(offset, max_bytes)
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         with self._reading(partition) as opened:
-            return opened.offset_at(timestamp)
+            return opened.reader.offset_at(timestamp)
 
     def published(self, partition: int) -> Published:
         """What readers may read of a partition's files; for the checker."""
@@ -359,7 +359,7 @@ class DirectoryTopic(TopicLog):
                 with self._reading(number) as partition:
                     if self.topic.retention_s is not None:
                         partition.seal(self._oldest(now))
-                    segments = partition.sealed_segments()
+                    segments = partition.reader.sealed_segments()
                     keep = self._keep_from(segments, partition.published().segment_bytes, now)
                     keep = min(keep, (unread or {}).get(number, keep))
                     if segments and keep > segments[0][0]:

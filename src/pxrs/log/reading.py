@@ -1,0 +1,293 @@
+"""Reading a partition: sealed segments by map, the tail up to its published end, and what lies around damage.
+
+Takes no lock of the log. What readers know is kept between reads: which segments are there, maps of a few, the tail's
+index as far as they have read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Final
+
+import pyarrow as pa
+
+from pxrs.errors import DamagedFrame, OffsetOutOfRange, OffsetTrimmed
+from pxrs.log.batch import HEADER_BYTES, Batch, Header, read_header, read_payload
+from pxrs.log.index import Index
+from pxrs.log.published import Published
+from pxrs.log.segment import Sealed, frames, last_run, segment_bases, segment_path
+
+MAPPED_MAX: Final = 16
+PIECE_BYTES: Final = 64 << 10
+TAIL_READ_BYTES: Final = 256 << 10
+_NO_OFFSETS: Final = pa.array([], pa.int64())
+
+
+class Reader:
+    """A handle of this process. Threads share it."""
+
+    def __init__(self, folder: str, place: str, published: Callable[[], Published]) -> None:
+        """`place` names the partition in messages; `published` tells what may be read."""
+        self.folder, self.place, self._published = folder, place, published
+        self._cache = threading.Lock()  # guards what follows
+        self._bases: list[int] = []
+        self._mapped: OrderedDict[int, Sealed] = OrderedDict()
+        self._last_times: dict[int, int] = {}
+        self._seen = _Seen(-1)
+
+    def start(self) -> int:
+        bases = segment_bases(self.folder)
+        if not bases and self._published().end:
+            raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
+        return bases[0] if bases else 0
+
+    def read(self, offset: int, max_bytes: int) -> list[Batch]:
+        try:
+            published = self._published()
+        except DamagedFrame:
+            # The tail could not be recovered; what is sealed before it can be read all the same (F5).
+            bases = segment_bases(self.folder)
+            if not bases or offset >= bases[-1]:
+                raise
+            published = Published(0, bases[-1], 0, bases[-1])
+        if offset > published.end:
+            raise OffsetOutOfRange(self.place, offset, published.end)
+        if offset < 0:
+            raise OffsetTrimmed(self.place, offset, self.start())
+        batches: list[Batch] = []
+        size = 0
+        try:
+            while offset < published.end and (size < max_bytes or not batches):
+                for batch, nbytes in self._read_segment(published, offset):
+                    if batch.base_offset != offset:
+                        raise DamagedFrame(self.folder, 0, f"offset {batch.base_offset} where {offset} must be")
+                    batches.append(batch)
+                    size += nbytes
+                    offset = batch.next_offset
+                    if size >= max_bytes:
+                        break
+        except DamagedFrame:
+            if not batches:  # else who reads on meets it
+                raise
+        return batches
+
+    def _read_segment(self, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
+        for _ in range(3):  # retention may take a segment away while we look for it
+            base = self._base_of(offset, published)
+            if base == published.segment:
+                try:
+                    descriptor = os.open(segment_path(self.folder, base), os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    if self.start() <= offset:
+                        raise
+                    break
+                yield from self._read_tail(descriptor, published, offset)
+                return
+            try:
+                sealed = self._sealed(base)
+            except FileNotFoundError:
+                self._refresh_bases()
+                continue
+            for position, header in sealed.frames_for(offset):
+                yield _batch(header, sealed.records(position, header), offset)
+            return
+        raise OffsetTrimmed(self.place, offset, self.start())
+
+    def _read_tail(self, descriptor: int, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
+        """Closes the file."""
+        path = segment_path(self.folder, published.segment)
+        try:
+            position = self._tail_index(descriptor, path, published).position_of(offset)
+            data, origin = self._tail_bytes(descriptor, path, published, position)
+            end = min(published.segment_bytes, origin + data.size)
+            for at, header in frames(data, path, position, end, origin):
+                if header.next_offset > offset:
+                    records = read_payload(header, data.slice(at - origin, header.frame_bytes), path, at)
+                    yield _batch(header, records, offset)
+            if end < published.segment_bytes:
+                raise DamagedFrame(path, end, f"{published.segment_bytes - end:,} published bytes are missing")
+        finally:
+            os.close(descriptor)
+
+    def _tail_bytes(self, descriptor: int, path: str, published: Published, position: int) -> tuple[pa.Buffer, int]:
+        """The published bytes of the tail from this position or before it, and where they begin.
+
+        A few are read. More are mapped, up to the published end and no further: that much of the file is never cut
+        again (L2), so the map is as safe as one of a sealed segment."""
+        is_short = os.fstat(descriptor).st_size < published.segment_bytes
+        if is_short or published.segment_bytes - position <= TAIL_READ_BYTES:
+            return pa.py_buffer(pread(descriptor, published.segment_bytes - position, position)), position
+        with self._cache:
+            seen = self._seen
+            if seen.base != published.segment or seen.mapped is None or seen.mapped.size < published.segment_bytes:
+                mapped = mmap.mmap(descriptor, published.segment_bytes, prot=mmap.PROT_READ)
+                if seen.base != published.segment:
+                    return pa.py_buffer(mapped), 0
+                seen.mapped = pa.py_buffer(mapped)
+            return seen.mapped, 0
+
+    def _tail_index(self, descriptor: int, path: str, published: Published) -> Index:
+        """Read the headers that are new since last time, each once."""
+        with self._cache:
+            if self._seen.base != published.segment:
+                self._seen = _Seen(published.segment)
+            index = self._seen.index
+            try:
+                for position, header in headers_of(descriptor, path, index.segment_bytes, published.segment_bytes):
+                    index.note(header, position)
+            except DamagedFrame as damage:  # who reads there meets it; what is around it can be found
+                if self._seen.searched < published.segment_bytes:
+                    self._seen.searched = published.segment_bytes
+                    at, expected = damage.position, index.next_offset or published.segment
+                    rest = pa.py_buffer(pread(descriptor, published.segment_bytes - at, at))
+                    for position, header in last_run(rest, path, at, expected, published.end, at):
+                        index.note(header, position)
+            return index
+
+    def offset_at(self, timestamp: int) -> int:
+        for _ in range(3):
+            try:
+                return self._offset_at(timestamp)
+            except OffsetTrimmed:  # retention was faster
+                self._refresh_bases()
+        return self._offset_at(timestamp)
+
+    def _offset_at(self, timestamp: int) -> int:
+        published = self._published()
+        if self._bases[-1:] != [published.segment]:
+            self._refresh_bases()
+        for base in list(self._bases):
+            if base > published.segment:
+                break
+            # Kept for all segments: few bytes each, so that a look for a time need not map every one again.
+            if base in self._last_times and self._last_times[base] < timestamp:
+                continue
+            found = self._offset_in(base, timestamp, published)
+            if found is not None:
+                return found
+        return published.end
+
+    def _offset_in(self, base: int, timestamp: int, published: Published) -> int | None:
+        begin = base
+        if base != published.segment:
+            try:
+                sealed = self._sealed(base)
+            except FileNotFoundError:
+                return None
+            with self._cache:
+                self._last_times[base] = sealed.index.last_time
+            if sealed.index.last_time < timestamp:
+                return None
+            position = sealed.index.position_at(timestamp)
+            begin = next(header.base_offset for _, header in sealed.frames_from(position))
+        if begin >= published.end:
+            return None
+        for batch, _ in self._read_segment(published, begin):
+            times = batch.records.column("timestamp").cast(pa.int64())
+            for row, time_us in enumerate(times.to_pylist()):
+                if time_us >= timestamp:
+                    return batch.base_offset + row
+        return None
+
+    def _base_of(self, offset: int, published: Published) -> int:
+        with self._cache:
+            if not self._bases or self._bases[-1] < published.segment:
+                self._bases = segment_bases(self.folder)
+            at = bisect_right(self._bases, offset) - 1
+            if at < 0:
+                raise OffsetTrimmed(self.place, offset, self._bases[0] if self._bases else published.end)
+            return min(self._bases[at], published.segment)
+
+    def forget_dropped(self) -> int:
+        """Look again which segments are there, after some were dropped; the first offset."""
+        with self._cache:
+            self._bases = segment_bases(self.folder)
+            for known in (self._mapped, self._last_times):
+                for base in [base for base in known if base not in self._bases]:
+                    del known[base]
+            return self._bases[0]
+
+    def clear(self) -> None:
+        with self._cache:
+            self._mapped.clear()
+
+    def _refresh_bases(self) -> None:
+        with self._cache:
+            self._bases = segment_bases(self.folder)
+
+    def _sealed(self, base: int) -> Sealed:
+        with self._cache:
+            found = self._mapped.get(base)
+            if found is not None:
+                self._mapped.move_to_end(base)
+                return found
+            at = bisect_right(self._bases, base)
+            path = segment_path(self.folder, base)
+            if at == len(self._bases):
+                raise DamagedFrame(path, 0, "the segment that must follow it is missing")
+            found = self._mapped[base] = Sealed(path, base, self._bases[at])
+            if len(self._mapped) > MAPPED_MAX:
+                self._mapped.popitem(last=False)
+            return found
+
+    def sealed_segments(self) -> list[tuple[int, int, int, int]]:
+        """Of each: its first offset, the next one's, its bytes, the time of its latest message."""
+        published = self._published()
+        self._refresh_bases()
+        found = []
+        for base, following in pairwise(self._bases):
+            if base < published.segment:
+                with contextlib.suppress(FileNotFoundError):  # another process retains too
+                    sealed = self._sealed(base)
+                    found.append((base, following, sealed.data.size, sealed.index.last_time))
+        return found
+
+
+class _Seen:
+    """The tail as readers know it."""
+
+    def __init__(self, base: int) -> None:
+        self.base = base
+        self.index = Index()
+        self.mapped: pa.Buffer | None = None
+        self.searched = 0
+        """Up to where it was looked for something behind damage."""
+
+
+def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch, int]:
+    """The records from the offset on, and what they take in memory, where a frame that was compressed is larger."""
+    if header.is_gap:
+        return Batch(max(offset, header.base_offset), records, _NO_OFFSETS, header.next_offset), header.frame_bytes
+    size = header.frame_bytes if header.codec == 0 else max(header.frame_bytes, records.nbytes)
+    skip = offset - header.base_offset
+    return (Batch(offset, records.slice(skip)) if skip > 0 else Batch(header.base_offset, records)), size
+
+
+def headers_of(descriptor: int, path: str, position: int, end: int) -> Iterator[tuple[int, Header]]:
+    """Of the frames from this position on, read a piece of the file at a time: many small frames, or part of one."""
+    while position < end:
+        begin = position
+        piece = memoryview(pread(descriptor, min(PIECE_BYTES, end - begin), begin))
+        while position < end and position - begin + HEADER_BYTES <= len(piece):
+            header = read_header(piece[position - begin : position - begin + HEADER_BYTES], path, position)
+            yield position, header
+            position += header.frame_bytes
+        if position == begin:
+            raise DamagedFrame(path, position, "no whole header is left in what was published")
+
+
+def pread(descriptor: int, size: int, position: int) -> bytes:
+    data = os.pread(descriptor, size, position)
+    while len(data) < size:
+        more = os.pread(descriptor, size - len(data), position + len(data))
+        if not more:
+            break
+        data += more
+    return data
