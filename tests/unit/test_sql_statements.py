@@ -70,7 +70,7 @@ class TestStatements:
         for statement in (direct.check, direct.update, direct.delete):
             assert "pxrs_entry.version = $" in statement.text
             assert "pxrs_entry.lease IS NULL" in statement.text
-        assert "FOR UPDATE" in direct.check.text
+        assert "FOR SHARE" in direct.check.text
         assert "FOR KEY SHARE" in direct.lease.text
         assert "expires_ms >" in direct.lease.text
         for statement in (direct.lease, direct.check, direct.update, direct.delete):

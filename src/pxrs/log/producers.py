@@ -78,16 +78,18 @@ class Producers:
 
         stored_since: the origins of the batches from an offset on, with their own offsets; None if not all of them are
         there any more."""
-        certain: set[uuid.UUID] = set()
+        doubtful: dict[int, set[uuid.UUID]] = {}
         for each in asked if self.forgotten >= 0 else ():
-            if each.since is None or each.origin.producer in certain or not self._is_in_doubt(each):
-                continue
-            stored = stored_since(each.since)
+            if each.since is not None and self._is_in_doubt(each):
+                doubtful.setdefault(each.since, set()).add(each.origin.producer)
+        certain: set[uuid.UUID] = set()
+        for since, producers in doubtful.items():
+            stored = stored_since(since)
             if stored is not None:
                 for origin, offset in stored:
-                    if origin.producer == each.origin.producer:
+                    if origin.producer in producers:
                         self._note(origin, offset, now)  # and forgets nobody: `place` asks for them next
-                certain.add(each.origin.producer)
+                certain |= producers
         return [each._replace(since=end) if each.origin.producer in certain else each for each in asked]
 
     def _is_in_doubt(self, asked: Asked) -> bool:
