@@ -32,6 +32,7 @@ from pxrs.errors import (
     MissingDependency,
     OffsetOutOfRange,
     OffsetTrimmed,
+    OutcomeLost,
     PartitionLost,
     PartitionsPaused,
     UsedAfterFork,
@@ -394,7 +395,10 @@ class Consumer:
         transaction = self._settling
         if transaction is None:
             return False
-        became = transaction.outcome()
+        try:
+            became = transaction.outcome()
+        except OutcomeLost:  # if it was committed after all, the next checkpoint is refused, and the right one read
+            became = "rolled back"
         if became == "open":
             return True
         self._settling = None

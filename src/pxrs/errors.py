@@ -58,6 +58,11 @@ class OutcomeUnknown(RegistryError):
     """
 
 
+class OutcomeLost(OutcomeUnknown):
+    """What became of a transaction is not on record any more, and never will be: it was out of reach for too long. Look
+    whether what it did is there."""
+
+
 class RegistryUnavailable(RegistryError):
     """The store could not be reached or did not answer in time, and the call had no effect. Try again later."""
 

@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pxrs import ConsumeOnce, FixedBackoff
+from pxrs import ConsumeOnce, FixedBackoff, QueueListener
 from pxrs.clock import Clock, ManualClock
 from pxrs.consumer import Consumer
 from pxrs.errors import (
     Closed,
     InvalidGroup,
     InvalidItem,
+    OutcomeLost,
     OutcomeUnknown,
     PartitionLost,
     PxrsError,
@@ -33,11 +34,13 @@ from pxrs.errors import (
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Message
+from pxrs.queue import taker as taker_module
 from pxrs.queue.combine import Combiner
 from pxrs.queue.handle import QueueHandle
 from pxrs.queue.moves import Changes
 from pxrs.queue.records import OUTCOMES, QUEUES
-from pxrs.queue.taker import Slot, settle
+from pxrs.queue.taker import Leftovers, Slot, settle
+from pxrs.queue.transaction import Outcome, Transaction
 from pxrs.registry.contract import ABSENT, Commit, Entry
 from pxrs.registry.memory import LIMITS, MemoryRegistry, MemoryStore
 
@@ -829,3 +832,101 @@ def test_z2_a_rollback_takes_any_reason(place: Place) -> None:
     assert tx.take("q", timeout=PATIENCE_S) is not None
     tx.rollback(123)  # type: ignore[arg-type]
     assert [item.error for item in queue.dead_letters()] == ["123"]
+
+
+# What a second reading found.
+
+
+def test_z6_a_listener_beside_others_who_wait_can_be_closed(place: Place) -> None:
+    hub = place.open()
+    queue = hub.create_queue("q")
+    for _ in range(3):
+        waits = [aside(lambda: take_value(hub, "q")) for _ in range(2)]
+        eventually(lambda: is_waiting(hub, "q"))
+        listener = QueueListener(queue, lambda tx, item: None, threads=2).start()
+        eventually(lambda: sum(head._waiters for head in store_of(hub)._heads.values()) == 4)
+        aside(listener.close).result(PATIENCE_S)
+        queue.put_many(["a", "b"])
+        assert sorted(each.result(PATIENCE_S) or b"" for each in waits) == [b"a", b"b"]
+
+
+def test_r5_an_outcome_that_nobody_can_tell_any_more_ends_and_wedges_nobody(
+    place: Place, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = place.open()
+    queue = hub.create_queue("q")
+    hub.create_topic("t", partitions=1)
+    with hub.producer("t") as out:
+        for number in range(3):
+            out.send(b"%d" % number)
+    monkeypatch.setattr(Transaction, "outcome", lost)
+    with hub.consumer("t", "g") as inbox:
+        (first,) = inbox.poll(1)
+        with hub.transaction() as tx:
+            tx.checkpoint(inbox)
+            tx._state = "rolled back"  # what it says is asked of `outcome`
+        assert inbox.poll(1) == [first], "it comes again"
+    failing = QueueListener(queue, lambda tx, item: None)
+    queue.put("a")
+    failing.start()
+    eventually(lambda: failing.failed >= 1)
+    monkeypatch.undo()
+    queue.put("b")
+    eventually(lambda: failing.committed == 1)
+    failing.close()
+
+
+def lost(transaction: Transaction) -> Outcome:
+    raise OutcomeLost("not on record any more")
+
+
+def test_r4_a_deletion_takes_no_other_queue_of_the_same_name(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = RecountingRegistry(place.store)
+    hub, other = place.open(registry), place.open()
+    hub.create_queue("q")
+
+    commit = registry._commit
+
+    def late(given: Commit) -> dict[str, int]:
+        monkeypatch.undo()
+        other.delete_queue("q")
+        other.create_queue("q").put("precious")
+        return commit(given)
+
+    monkeypatch.setattr(registry, "_commit", late)
+    with pytest.raises(UnknownQueue):
+        hub.delete_queue("q")
+    with other.transaction() as tx:
+        item = tx.take("q", timeout=0)
+        assert item is not None
+        assert item.value == b"precious"
+
+
+def test_z8_partitions_that_wait_for_their_checkpoint_are_not_put_into_the_transaction(place: Place) -> None:
+    hub, registry = place.hooked()
+    registry.limits = replace(LIMITS, commit_keys_max=20)
+    hub.create_queue("q")
+    hub.create_topic("t", partitions=40)
+    with hub.producer("t") as out:
+        for number in range(40):
+            out.send(b"x", partition=number)
+    with hub.consumer("t", "g", commit_interval=3600, until="end") as inbox:
+        for _ in range(35):
+            inbox.poll(1)
+        with hub.transaction() as tx:
+            tx.put("q", "done")
+            tx.checkpoint(inbox)
+        assert tx.outcome() == "committed"
+
+
+def test_r5_slots_of_the_long_gone_are_removed_by_sweepers_that_live_shortly(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = place.open().registry
+    registry.commit(put={f"{OUTCOMES}gone-0": taker_module._outcome("t", "committed")})
+    Leftovers(registry).sweep(set())
+    assert registry.scan(OUTCOMES)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 86_400)
+    Leftovers(registry).sweep(set())
+    assert not registry.scan(OUTCOMES)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated, Any, Final
@@ -33,6 +34,7 @@ from pxrs.errors import (
     InvalidRecord,
     OutcomeUnknown,
     PxrsError,
+    RegistryCorrupt,
     TransactionLost,
     TransactionTooLarge,
     UnknownQueue,
@@ -57,6 +59,7 @@ TAKE_ITEMS: Final = 100
 OWED_S: Final = 2.0
 """How long to wait for what is due, or was held by a dead process: it is about to be made ready."""
 _LOOK_S: Final = 0.1
+_DELAYED_MAX: Final = 64
 
 
 class PolicyName(StrEnum):
@@ -374,8 +377,11 @@ def _take(tx: Transaction, queue: QueueHandle, count: int, timeout: float) -> li
 def _is_owed(queue: QueueHandle) -> bool:
     """Whether an item is delayed and due, or in the hands of a process that is gone."""
     registry, settings = queue.store.registry, queue.settings
-    if any(time_in(entry.key) <= time.time() for entry in registry.scan(settings.delayed, limit=1)):
-        return True
+    for entry in registry.scan(settings.delayed, limit=_DELAYED_MAX):
+        with suppress(RegistryCorrupt):  # one that is damaged hides none behind it
+            if time_in(entry.key) <= time.time():
+                return True
+            break
     # The items first: a taker is there before anything is in its hands.
     holders = {taker_in(entry.key) for entry in registry.scan(settings.inflight)}
     return not holders <= {entry.key.removeprefix(TAKERS) for entry in registry.scan(TAKERS)}

@@ -224,20 +224,22 @@ class GroupMember:
             raise PartitionLost(self.keys.group, lost)
 
     def commit_with(self, finish: Callable[[], None], write: Callable[..., dict[str, int]]) -> dict[str, int]:
-        """Write down what is done in one commit with something else, all or nothing: `write` performs it, given what to
-        expect and to put. `finish` says what is done; if nothing comes of it that is taken back, so that no other
+        """Write down what `finish` says is done, in one commit with something else, all or nothing: `write` makes it,
+        given what to expect and to put. If nothing comes of it, what `finish` said is taken back, so that no other
         commit writes it."""
         with self._mutex:
             self.check()
             protocol = self._protocol
             if protocol is None:
                 raise PartitionLost(self.keys.group, [])
-            before = [(holding.lane, holding.lane.done, holding.lane.seeks) for holding in protocol.held.values()]
+            before = {number: (each.lane, each.lane.done, each.lane.seeks) for number, each in protocol.held.items()}
             finish()
+            # No others: how many that are decides whether one commit can hold it, and is known only for these.
+            moved = [number for number, (lane, done, _) in before.items() if lane.done > done]
             try:
-                return self._drive(protocol.commit_with(protocol.due(), write))
+                return self._drive(protocol.commit_with(moved, write))
             except BaseException:
-                for lane, done, seeks in before:
+                for lane, done, seeks in before.values():
                     if lane.seeks == seeks:
                         lane.done = done
                 raise

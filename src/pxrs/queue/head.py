@@ -30,6 +30,8 @@ LOOK_AGE_S: Final = 0.25
 """An item of a higher priority is seen after so long at the latest, but looking takes no more than a tenth of the
 time."""
 SPREAD_MAX: Final = 64
+TURN_S_MAX: Final = 0.5
+"""So long one who waits behind another does not look whether it is still to wait."""
 TRIED_S_MAX: Final = 1.0
 """So long what one thread tries to take is kept from the others; an interrupt may have kept it from giving it free."""
 REFUSALS_MAX: Final = 3
@@ -152,8 +154,10 @@ class Head:
     def wait(self, timeout: float | None, is_over: Callable[[], bool]) -> None:
         """Until there may be items, or something else is to be looked at; at most so long."""
         until = None if timeout is None else time.monotonic() + timeout
-        if not self._waiting.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            return
+        # Not for long at a time: who has it may be another's, and take no notice when this one is to end.
+        while not self._waiting.acquire(timeout=_left_s(until)):
+            if is_over() or (until is not None and time.monotonic() >= until):
+                return
         try:
             with self._lock:
                 watch, is_known = self._watch, bool(self._seen)
@@ -181,3 +185,7 @@ class Head:
             watch = self._watch
         if watch is not None:
             watch.wake()
+
+
+def _left_s(until: float | None) -> float:
+    return TURN_S_MAX if until is None else min(max(until - time.monotonic(), 0.0), TURN_S_MAX)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from pxrs.errors import Closed, InvalidQueue, OutcomeUnknown, PxrsError, UnknownQueue
+from pxrs.errors import Closed, InvalidQueue, OutcomeLost, OutcomeUnknown, PxrsError, UnknownQueue
 from pxrs.handler import OF_AN_ITEM, check_result, fault_of
 from pxrs.queue.handle import QueueHandle
 from pxrs.queue.items import Item
@@ -202,6 +202,9 @@ class QueueListener:
                 return transaction.outcome()
             except Closed:
                 raise
+            except OutcomeLost as error:  # and no item waits for it: the lease is gone too
+                _logger.error("queue %s: %s", self.queue.name, error)
+                return "rolled back"
             except PxrsError as error:
                 if self._stopping.wait(pause_s):
                     raise

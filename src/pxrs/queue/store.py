@@ -142,11 +142,14 @@ class QueueStore:
             return
         queue = Queue.load(entry.key, entry.value)
         try:
-            self.registry.commit(
-                {entry.key: entry.version}, {queue.deleted: name.encode()}, delete=[entry.key, queue.standing]
-            )
+            # Not by the settings alone: where a key that is made again has its old version (R4), they may be another's.
+            expect = {entry.key: entry.version, queue.standing: self.standing(queue)}
+            self.registry.commit(expect, {queue.deleted: name.encode()}, delete=list(expect))
         except Conflict:
             raise self.unknown(name) from None
+        except RegistryUnavailable as error:
+            error.add_note("if others put into the queue without a pause, have them stop first")
+            raise
         with self._lock:
             self._known.pop(name, None)
         self._forget(queue)
@@ -157,15 +160,17 @@ class QueueStore:
         names = set()
         for record in self.registry.scan(DELETED):
             root = root_of(record.key[len(DELETED) :])
-            while entries := self.registry.scan(root, limit=SCAN_ITEMS):
+            empty = 0
+            while empty < 2:  # what is moved while a scan goes on may be in none of its parts (R1)
+                entries = self.registry.scan(root, limit=SCAN_ITEMS)
                 self.move_all([Move(entry.key, entry.version, None) for entry in entries])
+                empty = 0 if entries else empty + 1
             self.move_all([Move(record.key, record.version, None)])
             names.add(record.value.decode(errors="replace"))
         return names
 
     def _expire(self, queue: Queue) -> None:
         """Under the lock: look again, when it is next asked for."""
-        self._standing.pop(queue.id, None)
         if queue.name in self._known:
             self._known[queue.name] = self._known[queue.name][0], 0.0
 

@@ -21,13 +21,22 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
+from pxrs.errors import (
+    Conflict,
+    LeaseExpired,
+    OutcomeLost,
+    OutcomeUnknown,
+    PxrsError,
+    RegistryCorrupt,
+    RegistryUnavailable,
+)
 from pxrs.queue.records import OUTCOMES, TAKERS
-from pxrs.registry.contract import ABSENT, Registry
+from pxrs.registry.contract import ABSENT, Entry, Registry
 
 OUTCOME_KEPT_S: Final = 3_600.0
 SETTLE_ATTEMPTS: Final = 5
 _CLOSE_KEYS_MAX: Final = 50
+_ANCIENT_S: Final = 7 * 86_400.0
 
 
 @dataclass(slots=True)
@@ -97,7 +106,7 @@ class Taker:
 
 
 def settle(registry: Registry, slot: Slot, transaction: str) -> bool:
-    """Whether the transaction was committed. If it was not, it never will be. Raises OutcomeUnknown if nobody can tell,
+    """Whether the transaction was committed. If it was not, it never will be. Raises OutcomeLost if nobody can tell,
     and RegistryCorrupt if what is on record is damaged.
 
     No lease is named: what decides is the slot alone."""
@@ -120,7 +129,7 @@ def settle(registry: Registry, slot: Slot, transaction: str) -> bool:
             return False
         except (Conflict, OutcomeUnknown):
             continue  # one of the two has just landed: read again
-    raise OutcomeUnknown(f"{registry.url}: what became of transaction {transaction} is not on record any more")
+    raise OutcomeLost(f"{registry.url}: what became of transaction {transaction} is not on record any more")
 
 
 class Leftovers:
@@ -139,16 +148,28 @@ class Leftovers:
     def sweep(self, alive: Collection[str]) -> None:
         """Remember those of takers that are not among these, and remove what was remembered for long enough."""
         now = self._registry.clock.now()
-        found = {
-            (entry.key, entry.version): now
-            for entry in self._registry.scan(OUTCOMES)
-            if entry.key[len(OUTCOMES) :].rpartition("-")[0] not in alive
-        }
-        self._since = {slot: self._since.get(slot, first) for slot, first in found.items()}
-        old = [slot for slot, since in self._since.items() if now - since > OUTCOME_KEPT_S]
+        left = [entry for entry in self._registry.scan(OUTCOMES) if _taker_of(entry) not in alive]
+        self._since = {_slot(entry): self._since.get(_slot(entry), now) for entry in left}
+        old = [_slot(entry) for entry in left if now - self._since[_slot(entry)] > OUTCOME_KEPT_S or _is_ancient(entry)]
         for at in range(0, len(old), _CLOSE_KEYS_MAX):
             expect = dict(old[at : at + _CLOSE_KEYS_MAX])
             self._registry.commit(expect, delete=list(expect), quiet=True)
+
+
+def _slot(entry: Entry) -> tuple[str, int]:
+    return entry.key, entry.version
+
+
+def _taker_of(entry: Entry) -> str:
+    return entry.key[len(OUTCOMES) :].rpartition("-")[0]
+
+
+def _is_ancient(entry: Entry) -> bool:
+    """So old that no two clocks differ by as much: for where no sweeper lives long enough to know better."""
+    try:
+        return time.time() - float(json.loads(entry.value)["at"]) > _ANCIENT_S
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _outcome(transaction: str, outcome: str) -> bytes:
