@@ -47,7 +47,7 @@ from pxrs.log.contract import Append
 from pxrs.log.producers import BATCHES_KEPT, Producers
 from pxrs.registry.contract import ABSENT
 from pxrs.spark import manifest
-from pxrs.spark.manifest import Manifest, Publisher, fingerprint, forget_topic
+from pxrs.spark.manifest import Manifest, Publisher, fingerprint, forget_deleted_topics, forget_topic
 from pxrs.spark.planning import Span, Spans
 from pxrs.spark.staging import Feed, Staging
 from pxrs.testing import faults
@@ -949,6 +949,51 @@ def test_s3_of_a_deleted_topic_nothing_is_left(place: Place) -> None:
     assert {path.parents[2].name for path in place.staged()} == {place.source.id}
 
 
+def test_s3_what_comes_after_a_topic_was_deleted_goes_a_day_later(place: Place) -> None:
+    """Late tasks have staged for it, or a late driver has written its manifest."""
+    registry, staging = place.hub.registry, Staging(place.url)
+
+    def late(age_s: float) -> str:
+        """The id of a topic that was deleted while a batch was on its way that has read, and made nothing."""
+        topic = place.hub.create_topic("deleted", partitions=1)
+        publisher = Publisher(registry, topic.log, staging)
+
+        def write(*arguments: Any) -> int | None:
+            place.hub.delete_topic("deleted")
+            return written(*arguments)
+
+        written, publisher._write = publisher._write, write  # type: ignore[method-assign]
+        feed = Feed("g", place.source.id, "member", "another", {0: Span(1, 0, 5)}, {0: 1}, False)
+        publisher.publish(QUERY, 0, [], [feed])
+        staging.stage(topic.topic, "task", 0, 0, [table_of([(b"k", b"v")])])
+        make_old(Path(place.url, "staging", topic.id), age_s=age_s)
+        (entry,) = registry.scan(f"spark/{topic.id}/")
+        registry.commit(put={entry.key: replace(Manifest.load(entry), at=time.time() - age_s).dump()})
+        return topic.id
+
+    driver = Driver(place)
+    driver.claim()
+    batch_of(driver, 0, (0, 5))
+    driver.stage(1, driver.plan({}))
+    hour, day = 3600.0, 86_400.0
+    young, newly_written, newly_staged, old, damaged = (late(age_s) for age_s in (hour, *[2 * day] * 4))
+    key = f"spark/{newly_written}/{QUERY}"
+    registry.commit(put={key: Manifest(0, [], at=time.time()).dump(), f"spark/{damaged}/{QUERY}": b"damaged"})
+    os.utime(Path(place.url, "staging", newly_staged, "task", "0"))
+    registry.commit(put={"spark/of-another-log/query": Manifest(0, []).dump()})
+    before = set(place.staged())
+    Path(place.url, "staging", "of somebody else; who knows").mkdir()
+    for folder in ("feeds", "of somebody else; who knows", place.target.id):
+        make_old(Path(place.url, "staging", folder), age_s=40 * day)
+    forget_deleted_topics(registry, staging, [topic.id for topic in place.hub.topics()])
+    gone = {path.relative_to(Path(place.url, "staging")).parts[0] for path in before - set(place.staged())}
+    assert gone == {old, damaged}
+    left = {entry.key.split("/")[1] for entry in registry.scan("spark/")}
+    assert left == {"registry", "of-another-log", place.target.id, young, newly_written, newly_staged}
+    assert not Path(place.url, "staging", old).exists()
+    forget_deleted_topics(registry, Staging(place.url + "/nowhere"), [])
+
+
 def test_k1_a_task_may_stage_while_another_writer_finishes_its_batch(place: Place) -> None:
     """A driver died behind its manifest. Its replay is at work when somebody else starts to write to the topic."""
     with pytest.raises(Crash):
@@ -1074,6 +1119,67 @@ def test_k1_what_concerns_the_topic_stops_everybody(place: Place, error: Excepti
     leave_behind(place)
     with pytest.raises(type(error)):
         unwilling(place, error=error).clean_up()
+
+
+def cut_staged(place: Place, size: int = -40) -> str:
+    """Cut off the last file that the manifest names; what is said of it."""
+    found = place.manifest()
+    assert found is not None
+    path = Path(place.url, "staging", place.target.id, QUERY, "0", found.files[-1])
+    path.write_bytes(path.read_bytes()[:size])
+    return f"the staged file {path} cannot be read: "
+
+
+def empty_staged(place: Place) -> str:
+    return cut_staged(place, 0)
+
+
+def damage_manifest(place: Place) -> str:
+    key = f"spark/{place.target.id}/{QUERY}"
+    place.hub.registry.commit(put={key: b"damaged"})
+    return f"{key}: it is no manifest: "
+
+
+@pytest.mark.parametrize("damage", [cut_staged, empty_staged, damage_manifest])
+def test_k1_what_is_damaged_stops_its_own_query_alone(
+    place: Place, damage: Callable[[Place], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_behind(place)
+    said = damage(place)
+    staged = set(place.staged())
+    make_old(Path(place.url, "staging", place.target.id))
+    other = Driver(place)
+    other.clean_up()
+    other.claim()
+    in_part = place.arrived()
+    for batch in range(3):
+        fed_batch(other, "newer", batch, (5 * batch + 5, 5 * batch + 10))
+    at_work = Driver(place)
+    at_work.claim()
+    for batch in range(3, 5):
+        fed_batch(at_work, "newer", batch, (5 * batch + 5, 5 * batch + 10))
+    assert place.arrived() == in_part + 25
+    assert len(caplog.messages) == 2, "one of each publisher"
+    assert all(said in message and QUERY in message for message in caplog.messages)
+    arrow = {path for path in staged if path.suffix == ".arrow"}
+    assert arrow <= set(place.staged()), "who mends it needs them"
+    with pytest.raises(BatchRefused, match=r"new checkpoint location") as caught:
+        at_work.publisher.publish(QUERY, 0, sorted(path.name for path in arrow))
+    assert said in str(caught.value)
+    assert place.arrived() == in_part + 25
+
+
+def test_k1_what_stops_everybody_stops_every_batch(place: Place) -> None:
+    other = unwilling(place, error=AppendFailed("no space left"))
+    leave_behind(place)
+    other.claim()
+    name = other.staging.stage(other.topic, "other", 0, 0, [table_of([(b"k", b"v")])]).name
+    other.publisher.publish("other", 0, [name])  # somebody may still be at it
+    name = other.staging.stage(other.topic, "other", 1, 0, [table_of([(b"k", b"v")])]).name
+    for _ in range(3):
+        with pytest.raises(AppendFailed):
+            other.publisher.publish("other", 1, [name])
+    assert place.arrived() == 1
 
 
 def test_k1_its_own_query_hears_what_to_do_about_a_manifest_that_cannot_be_finished(place: Place) -> None:

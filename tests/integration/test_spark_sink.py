@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.errors import BatchRefused, InvalidOption, SharedState
+from pxrs.errors import BatchRefused, DamagedFrame, InvalidOption, SharedState
 from pxrs.hub import Hub
 
 pytest.importorskip("pyspark")
@@ -170,6 +170,61 @@ def test_of_two_locations_of_a_query_it_is_the_one_that_spark_writes_to(tmp_path
         location = Location(tmp_path / name)
         os.utime(location.folder / "offsets", (number % 2, number % 2))
     assert find_location(QUERY, None, f"file:{tmp_path}") == tmp_path / "a"
+
+
+def sink_of(hub: Hub) -> StreamWriter:
+    return StreamWriter(Where(hub.url, None, "out"), StructType().add("value", BinaryType()))
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["at work", "first batch"])
+def test_k1_a_topic_that_was_made_again_under_a_stream_is_refused_by_its_name(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, is_kept: bool, has_rows: bool
+) -> None:
+    sink = sink_of(hub)
+    commit(hub, 0)
+    if not is_kept:
+        writer._publishers.close()
+        monkeypatch.setattr(writer, "_publishers", Publishers())
+    with pxrs.open(hub.url) as other:
+        other.delete_topic("out")
+        other.create_topic("out", partitions=1)
+    rows = pa.record_batch({"value": pa.array([b"v"] * has_rows, pa.binary())})
+    staged = Staging(hub.url).stage(sink.topic, QUERY, 1, 0, [rows])
+    Staging(hub.url).announce(QUERY, 1, RUN, Feed("g", "topic", "m", "another", {0: Span(1, 0, 1)}, {0: 1}, False))
+    for _ in range(2):
+        with pytest.raises(BatchRefused, match="the topic out was deleted and made again while rows for it"):
+            sink.commit([StagedMessage(QUERY, staged, RUN)], 1)
+    assert hub.topic("out").end(0) == 0
+    assert hub.registry.scan(f"spark/{hub.topic('out').id}/") == []
+    commit(hub, 0)  # of a query that knows the new one
+    assert hub.topic("out").end(0) == 1
+    writer._publishers.close()
+
+
+def test_s3_the_first_batch_of_a_driver_sweeps_what_is_left_of_deleted_topics(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = hub.create_topic("deleted", partitions=1).topic
+    hub.delete_topic("deleted")
+    rows = pa.record_batch({"value": pa.array([b"v"])})
+    Staging(hub.url).stage(topic, QUERY, 0, 0, [rows])
+    folder = Path(hub.url, "staging", topic.id)
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (0, 0))
+
+    def damaged(hub: Hub) -> None:
+        raise DamagedFrame("meta.json", 0, "it is damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Hub, "topics", damaged)
+        commit(hub, 0)
+    assert folder.exists()
+    assert "it is damaged" in caplog.text
+    writer._publishers.close()
+    commit(hub, 1)
+    assert not folder.exists()
+    assert hub.topic("out").end(0) == 2
 
 
 def test_many_topics_of_a_hub_share_it_and_what_is_put_away_is_closed(tmp_path: Path) -> None:

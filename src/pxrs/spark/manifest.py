@@ -19,8 +19,8 @@ the pieces: an append that was made before is found and not made again. So:
 
 The manifest of a query that never came back is finished by the next one that writes to the topic; and before anybody
 publishes what follows in the same partitions, so that nothing of a hand-over is missing or comes late. One that cannot
-be finished stops its own query alone. Readers may see a part of a batch for a moment: the pieces are appended one after
-the other.
+be read or finished stops its own query alone. Readers may see a part of a batch for a moment: the pieces are appended
+one after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
@@ -61,6 +61,8 @@ _REGISTRY: Final = "spark/registry"
 """The key of the registry's own id."""
 _UNFINISHABLE: Final = (BatchRefused, InvalidRecord, SequenceGap, UnknownProducer)
 """What concerns one manifest. Everything else concerns the topic, or the place."""
+_DELETED_S: Final = 86_400.0
+"""How long what is left of a deleted topic stays at least: a topic may be newer than the list of them."""
 _JOB_S: Final = 86_400.0
 """How long the manifest of a job stays at least: its commit may be tried again, and must find it."""
 _TRIES_MAX: Final = 20
@@ -105,6 +107,26 @@ def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
     staging.forget_topic(topic)
 
 
+def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collection[str]) -> None:
+    """Remove what came after the deletion of a topic, when a day has passed: tasks and drivers hear late of it.
+
+    topics: the ids of those that are there. What was one is known by its folder: the keys alone may be of a topic of
+    another log, which shares the registry."""
+    before = time.time() - _DELETED_S
+    for topic in staging.topics():
+        if topic not in topics and max(staging.changed_at(topic), _written_at(registry, topic)) < before:
+            forget_topic(registry, staging, topic)
+
+
+def _written_at(registry: Registry, topic: str) -> float:
+    """When the last manifest of the topic was written."""
+    last = 0.0
+    for entry in registry.scan(f"spark/{topic}/"):
+        with contextlib.suppress(RegistryCorrupt):
+            last = max(last, Manifest.load(entry).at)
+    return last
+
+
 def fingerprint(registry: Registry) -> str:
     """Tells two registries apart, or two namespaces of one: an id that it holds itself. By its address it could not be
     told, which can be written in many ways."""
@@ -142,7 +164,7 @@ class Publisher:
         while True:
             entry = self._registry.get(self._prefix + query)
             if entry is not None:
-                last = Manifest.load(entry)
+                last = _load(entry)
                 _check_order(query, last, ours)
                 self._finish_own(query, last, entry.version)
                 if last.batch == batch:
@@ -161,16 +183,19 @@ class Publisher:
             ours = replace(ours, ends=ends, at=time.time())
             version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
             if version is not None:
+                self._staging.mark(self._topic.id)
                 self._finish_own(query, ours, version)
                 return
 
     def finish_others(self) -> None:
         """Publish what queries have left behind that died between their manifest and their last append, and collect
         what they have staged for nothing."""
-        needed = {}
+        needed: dict[str, int | None] = {}
         for entry in self._registry.scan(self._prefix):
-            query, manifest = entry.key.rpartition("/")[2], Manifest.load(entry)
-            if not manifest.is_published:
+            query, manifest = entry.key.rpartition("/")[2], self._load_other(entry)
+            if manifest is None:
+                needed[query] = None
+            elif not manifest.is_published:
                 needed[query] = manifest.batch
                 self._finish_other(query, manifest, entry.version)
             elif query.startswith(JOB) and time.time() - manifest.at > _JOB_S:
@@ -180,16 +205,29 @@ class Publisher:
     def _finish_before(self, query: str, ours: Manifest) -> None:
         """Publish what others have left behind in the partitions that this batch reads on; else it would come late, or
         never. What somebody is still publishing in other partitions is left to him until the next batch."""
-        before, self._unfinished = self._unfinished, {}
+        unfinished = {}
         for entry in self._registry.scan(self._prefix):
             other = entry.key.rpartition("/")[2]
-            manifest = Manifest.load(entry)
-            if other == query or manifest.is_published:
+            manifest = None if other == query else self._load_other(entry)
+            if manifest is None or manifest.is_published:
                 continue
-            if before.get(other) == entry.version or _has_common_partitions(manifest.ranges, ours.ranges):
+            is_left = self._unfinished.get(other) == entry.version
+            if is_left or _has_common_partitions(manifest.ranges, ours.ranges):
                 self._finish_other(other, manifest, entry.version)
             else:
-                self._unfinished[other] = entry.version
+                unfinished[other] = entry.version
+        self._unfinished = unfinished
+
+    def _load_other(self, entry: Entry) -> Manifest | None:
+        """None if it is damaged. Of that is told once."""
+        query = entry.key.rpartition("/")[2]
+        try:
+            return Manifest.load(entry)
+        except RegistryCorrupt as error:
+            if self._given_up.get(query) != entry.version:
+                self._given_up[query] = entry.version
+                _logger.error("the last batch of query %s stays as it is: %s", query, error)
+            return None
 
     def _finish_other(self, query: str, manifest: Manifest, version: int) -> None:
         if self._given_up.get(query) == version:
@@ -243,7 +281,7 @@ class Publisher:
             return self._commit(expect, put)[key]
         except Conflict as conflict:
             entry = self._registry.get(key)
-            if entry is not None and Manifest.load(entry).batch == manifest.batch:
+            if entry is not None and _load(entry).batch == manifest.batch:
                 return None  # by a try whose reply was lost, or by another driver
             raise _refusal(query, manifest, conflict, feeds) from conflict
 
@@ -297,7 +335,7 @@ class Publisher:
 
     def _check_published(self, query: str, manifest: Manifest) -> None:
         entry = self._registry.get(self._prefix + query)
-        now = None if entry is None else Manifest.load(entry)
+        now = None if entry is None else _load(entry)
         if now is not None and now.batch == manifest.batch and not now.is_published:
             raise BatchRefused(
                 f"the staged files of batch {manifest.batch} of query {query} are gone, and it is not published whole"
@@ -336,6 +374,17 @@ class Publisher:
             # Stored by one who began to publish this manifest, and went on so far that the log only knows its end.
             if error.stored is None or error.stored < appends[-1].origin[1:]:
                 raise
+
+
+def _load(entry: Entry) -> Manifest:
+    """A manifest that is damaged concerns its own query alone, which hears what to do."""
+    try:
+        return Manifest.load(entry)
+    except RegistryCorrupt as error:
+        raise BatchRefused(
+            f"what the query has published last is not known: {error}. Restore the key from a copy; or look at the end "
+            "of the topic, delete the key, and start with a new checkpoint location"
+        ) from error
 
 
 def _ranges(feeds: Sequence[Feed]) -> Ranges:

@@ -13,6 +13,8 @@ A staged file is written once under a name of its own, and synced, with its fold
 that names it must find it after a power loss. Its batches are in the order in which they are to be appended, each with
 its partition in its metadata. What no manifest names is left by tasks that failed or lost a race; it is removed when
 the batch is published, also by others and under tasks that repeat it. What is left then is removed after a day.
+
+The folder of a topic stays as long as the topic, and says that it was one of this hub.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -31,6 +34,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pxrs import disk
+from pxrs.errors import BatchRefused
 from pxrs.log.batch import SCHEMA, encode
 from pxrs.model import Topic
 from pxrs.spark.planning import Span, Spans
@@ -38,6 +42,8 @@ from pxrs.spark.planning import Span, Spans
 CHUNK_ROWS_MAX: Final = 10_000
 CHUNK_BYTES_MAX: Final = 8 << 20
 BUFFER_BYTES_MAX: Final = 64 << 20
+_TOPIC_ID: Final = re.compile(r"[0-9a-f]{32}")
+"""As `create_topic` makes them. What has another name is no topic's."""
 _PARTITION: Final = b"partition"
 _ORPHAN_S: Final = 86_400.0
 _OLD_FEED_S: Final = 30 * 86_400.0
@@ -133,13 +139,20 @@ class Staging:
         return Staged(name if rows else None, rows)
 
     def chunks(self, topic: str, query: str, batch: int, files: Iterable[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """(partition, records) in the order of the files. Raises FileNotFoundError if they are gone."""
+        """(partition, records) in the order of the files.
+
+        Raises FileNotFoundError if they are gone, BatchRefused if one cannot be read."""
         folder = self._root / topic / query / str(batch)
         for name in files:
-            with pa.memory_map(str(folder / name)) as mapped, pa.ipc.open_file(mapped) as file:
-                for number in range(file.num_record_batches):
-                    chunk = file.get_batch_with_custom_metadata(number)
-                    yield int(chunk.custom_metadata[_PARTITION]), chunk.batch
+            try:
+                with pa.memory_map(str(folder / name)) as mapped, pa.ipc.open_file(mapped) as file:
+                    for number in range(file.num_record_batches):
+                        chunk = file.get_batch_with_custom_metadata(number)
+                        yield int(chunk.custom_metadata[_PARTITION]), chunk.batch
+            except FileNotFoundError:
+                raise
+            except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+                raise BatchRefused(f"the staged file {folder / name} cannot be read: {error}") from error
 
     def secure(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:
         """Whether a manifest may name these files: all are there, and will be after a power loss.
@@ -164,12 +177,14 @@ class Staging:
         _remove_if_empty(folder)  # else the next batch is on its way
         self._clear_feeds(query, batch + 1)
 
-    def sweep(self, topic: str, needed: Mapping[str, int]) -> None:
+    def sweep(self, topic: str, needed: Mapping[str, int | None]) -> None:
         """Remove what was staged for nothing and not added to for a day, and feeds that nobody has asked for.
 
-        needed: by query, the batch that its manifest names and that is not published."""
+        needed: by query, the batch that its manifest names and that is not published; None: it may be any."""
         with contextlib.suppress(FileNotFoundError):
             for query in (self._root / topic).iterdir():
+                if needed.get(query.name, -1) is None:
+                    continue
                 for batch in query.iterdir():
                     if batch.name != str(needed.get(query.name)):
                         _remove_old(batch, _ORPHAN_S)
@@ -177,6 +192,26 @@ class Staging:
         with contextlib.suppress(FileNotFoundError):
             for query in (self._root / "feeds").iterdir():
                 _remove_old(query, _OLD_FEED_S)
+
+    def mark(self, topic: str) -> None:
+        """Have a folder for the topic, also if nothing is staged for it. If that fails, the batch need not."""
+        with contextlib.suppress(OSError):
+            (self._root / topic).mkdir(parents=True, exist_ok=True)
+
+    def topics(self) -> list[str]:
+        """The ids of the topics that have a folder, whether they are still there or not."""
+        with contextlib.suppress(FileNotFoundError):
+            return [folder.name for folder in self._root.iterdir() if _TOPIC_ID.fullmatch(folder.name)]
+        return []
+
+    def changed_at(self, topic: str) -> float:
+        """When something was last staged for the topic, in seconds since 1970."""
+        last = 0.0
+        for folder, _, files in os.walk(self._root / topic):
+            for path in (folder, *(os.path.join(folder, name) for name in files)):
+                with contextlib.suppress(FileNotFoundError):
+                    last = max(last, os.stat(path).st_mtime)
+        return last
 
     def forget_topic(self, topic: str) -> None:
         """Remove everything that was staged for the topic."""

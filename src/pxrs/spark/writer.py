@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +20,15 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from pxrs.clock import boot_id
-from pxrs.errors import BatchRefused, InvalidOption, InvalidRecord
-from pxrs.hub import Hub
+from pxrs.errors import BatchRefused, InvalidOption, InvalidRecord, LogError
+from pxrs.hub import Hub, TopicHandle
 from pxrs.model import Topic
-from pxrs.spark.manifest import JOB, Publisher
+from pxrs.spark.manifest import JOB, Publisher, forget_deleted_topics
 from pxrs.spark.options import Where
 from pxrs.spark.reader import check_machine, open_hub, run_of
 from pxrs.spark.staging import Feed, Staged, Staging
+
+_logger = logging.getLogger(__name__)
 
 _COLUMNS: Final = ("key", "value", "timestamp", "headers", "partition")
 _LOCATIONS: Final = "spark.sql.streaming.checkpointLocation"
@@ -56,10 +59,6 @@ class _Writer:
         staged = Staging(self.where.url).stage(self.topic, query, batch, context.partitionId(), rows)
         return StagedMessage(query, staged, run_of(context))
 
-    def check_topic(self, hub: Hub) -> None:
-        if hub.topic(self.where.topic).id != self.topic.id:
-            raise BatchRefused(f"the topic {self.where.topic} was deleted and made again while rows for it were staged")
-
 
 class BatchWriter(_Writer, DataSourceArrowWriter):  # type: ignore[misc]
     """`df.write`: all of it becomes part of the topic, or nothing."""
@@ -74,9 +73,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):  # type: ignore[misc]
 
     def commit(self, messages: Sequence[StagedMessage | None]) -> None:
         with open_hub(self.where) as hub:
-            self.check_topic(hub)
-            publisher = Publisher(hub.registry, hub.topic(self.where.topic).log, Staging(self.where.url))
-            publisher.finish_others()
+            publisher = _first_publisher(hub, self.where, self.topic.id)
             publisher.publish(self._job, 0, _files(messages))
             publisher.forget(self._job)
 
@@ -123,17 +120,17 @@ class Publishers:
         self._hubs: dict[tuple[str, str | None], tuple[Hub, dict[str, Publisher]]] = {}
 
     def get(self, where: Where, topic_id: str) -> Publisher:
-        """The first one of a topic cleans up after those who died."""
+        """The first one of a topic cleans up after those who died. Raises UnknownTopic; BatchRefused if the topic is
+        another one by now."""
         place = where.url, where.registry
         hub, publishers = self._hubs.pop(place) if place in self._hubs else (open_hub(where), {})
         self._hubs[place] = hub, publishers  # the last one
         if len(self._hubs) > self._hubs_max:
             self._close(next(iter(self._hubs)))
+        _find_topic(hub, where.topic, topic_id)
         publisher = publishers.get(where.topic)
         if publisher is None or publisher.topic_id != topic_id:
-            publisher = Publisher(hub.registry, hub.topic(where.topic).log, Staging(where.url))
-            publisher.finish_others()
-            publishers[where.topic] = publisher
+            publisher = publishers[where.topic] = _first_publisher(hub, where, topic_id)
         return publisher
 
     def close(self) -> None:
@@ -146,6 +143,28 @@ class Publishers:
 
 
 _publishers: Final = Publishers()
+
+
+def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
+    """The topic for which rows were staged. Raises UnknownTopic; BatchRefused if it is another one by now."""
+    topic = hub.topic(name)
+    if topic.id != topic_id:
+        raise BatchRefused(f"the topic {name} was deleted and made again while rows for it were staged")
+    return topic
+
+
+def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
+    """One that has cleaned up."""
+    staging = Staging(where.url)
+    publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
+    publisher.finish_others()
+    try:
+        topics = {each.id for each in hub.topics()}
+    except (LogError, OSError) as error:  # of another topic: it must not stop this one
+        _logger.warning("what is left of deleted topics stays: %s", error)
+    else:
+        forget_deleted_topics(hub.registry, staging, topics)
+    return publisher
 
 
 def find_location(query: str, given: str | None, locations: str | None) -> Path | None:
