@@ -242,13 +242,14 @@ class Partition:
     def _learn(self, tail: _Tail, published: Published) -> None:
         """Take in the headers that other processes have appended."""
         path, begin = segment_path(self.folder, tail.base), tail.index.segment_bytes
-        if begin == published.segment_bytes:
-            return
-        headers = []
-        for position, header in headers_of(tail.descriptor, path, begin, published.segment_bytes):
-            tail.index.note(header, position)
-            headers.append(header)
-        tail.producers.note_all(headers, time.time())
+
+        def noted() -> Iterator[Header]:
+            for position, header in headers_of(tail.descriptor, path, begin, published.segment_bytes):
+                tail.index.note(header, position)
+                yield header
+
+        if begin < published.segment_bytes:
+            tail.producers.note_all(noted(), time.time())
 
     def _roll(self, published: Published) -> Published:
         """Go on in a new segment, from the published end. The old one is synced up to there."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
@@ -130,10 +131,11 @@ class Producers:
 
     def note_all(self, headers: Iterable[Header], now: float) -> None:
         """Remember what a part of the log holds: of each producer, its last batches."""
-        last: dict[bytes, list[Header]] = {}  # the one that was silent longest first
+        last: dict[bytes, deque[Header]] = {}  # the one that was silent longest first
         for header in headers:
-            kept = last.pop(header.producer, [])
-            last[header.producer] = [*kept[1 - BATCHES_KEPT :], header]
+            kept = last.pop(header.producer, None) or deque(maxlen=BATCHES_KEPT)
+            kept.append(header)
+            last[header.producer] = kept
         for kept in last.values():
             for header in kept:
                 self._note(header.origin, header.base_offset, now)
