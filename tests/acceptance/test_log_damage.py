@@ -16,7 +16,6 @@ import pytest
 
 from pxrs import disk
 from pxrs.errors import AppendFailed, DamagedFrame, UnknownProducer
-from pxrs.log import published as published_module
 from pxrs.log.batch import Origin, encode, header_bytes, padding
 from pxrs.log.contract import Append
 from pxrs.log.directory import DirectoryLog, DirectoryTopic
@@ -225,15 +224,6 @@ def test_l4_damage_between_a_producers_first_try_and_its_next_is_no_answer(tmp_p
 
 
 # Topics whose appends are not synced.
-
-
-@pytest.fixture
-def boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def start() -> None:
-        boot_id = str(uuid.uuid4())
-        monkeypatch.setattr(published_module, "boot_id", lambda: boot_id)
-
-    return start
 
 
 def test_os_nothing_is_cut_in_the_boot_in_which_it_was_published(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 import pxrs
 from pxrs import disk
 from pxrs.errors import DamagedFrame, InvalidTopic
-from pxrs.log import published as published_module
 from pxrs.log.check import check
 from pxrs.log.contract import Append
 from pxrs.log.directory import DirectoryLog
@@ -27,15 +26,6 @@ from pxrs.testing.log_contract import records
 
 LOSSES = 20_000 if os.environ.get("PXRS_SOAK") else 400
 SEGMENT_BYTES = 8192
-
-
-@pytest.fixture
-def boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def start() -> None:
-        boot_id = str(uuid.uuid4())
-        monkeypatch.setattr(published_module, "boot_id", lambda: boot_id)
-
-    return start
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ from pxrs.errors import (
 from pxrs.inotify import Notifier
 from pxrs.log import directory as directory_module
 from pxrs.log import partition as partition_module
-from pxrs.log import published as published_module
 from pxrs.log import reading
 from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.check import check
@@ -122,17 +121,6 @@ def before_each(call: str, act: Callable[[str], None]) -> Iterator[None]:
     steps.step = step  # type: ignore[method-assign]
     with faults.counted(steps):
         yield
-
-
-@pytest.fixture
-def boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Start the machine again, as handles that are opened from then on see it."""
-
-    def start() -> None:
-        boot_id = str(uuid.uuid4())
-        monkeypatch.setattr(published_module, "boot_id", lambda: boot_id)
-
-    return start
 
 
 def outcome(action: Callable[[], object], told: list[object]) -> None:
