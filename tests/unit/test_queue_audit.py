@@ -834,7 +834,7 @@ def test_z2_a_rollback_takes_any_reason(place: Place) -> None:
     assert [item.error for item in queue.dead_letters()] == ["123"]
 
 
-# What a second reading found.
+# Waits, deletions and outcomes beside each other.
 
 
 def test_z6_a_listener_beside_others_who_wait_can_be_closed(place: Place) -> None:
