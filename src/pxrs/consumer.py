@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self
 
 import pyarrow as pa
 
+from pxrs.clock import seconds_of
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
@@ -134,7 +135,7 @@ class Consumer:
             raise InvalidGroup(f"start: the time {start} has no time zone; give one, such as UTC")
         if not isinstance(prefetch_bytes, int) or not 1 <= prefetch_bytes <= 1 << 40:
             raise InvalidGroup(f"prefetch_bytes is {prefetch_bytes!r}: give at least 1")
-        self._policy = ErrorPolicy(on_error, retries_max, _seconds(retry_pause) or 0.0, dead_letters)
+        self._policy = ErrorPolicy(on_error, retries_max, seconds_of(retry_pause) or 0.0, dead_letters)
         self.topic, self.group = source.name, group
         self._source, self._start = source, start
         self._is_manual = ack == "manual"
@@ -238,7 +239,7 @@ class Consumer:
             self._finish_polled()
         elif self._polled is not None:
             self._polled_before.add(self._polled)
-        until = None if timeout is None else time.monotonic() + (_seconds(timeout) or 0.0)
+        until = None if timeout is None else time.monotonic() + (seconds_of(timeout) or 0.0)
         while (found := self._next(None if until is None else until - time.monotonic())) is not None:
             lane, batch = found
             messages: list[Message] = []
@@ -816,7 +817,7 @@ class Consumer:
 
 def _timings(*given: float | timedelta | None) -> Timings:
     names = ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval")
-    values: Mapping[str, float | None] = {name: _seconds(value) for name, value in zip(names, given, strict=True)}
+    values: Mapping[str, float | None] = {name: seconds_of(value) for name, value in zip(names, given, strict=True)}
     return Timings(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -824,10 +825,6 @@ def _offsets(batch: Batch) -> Iterable[int]:
     if batch.offsets is not None:
         return batch.offsets.to_pylist()  # type: ignore[no-any-return]
     return range(batch.base_offset, batch.next_offset)
-
-
-def _seconds(given: float | timedelta | None) -> float | None:
-    return given.total_seconds() if isinstance(given, timedelta) else given
 
 
 def _choose(name: str, given: object, choices: Sequence[object]) -> None:

@@ -215,11 +215,16 @@ class UnknownProducer(LogError):
         """One for all partitions of an append; it says what the first of them said."""
         partition, first = next(iter(errors.items()))
         error = cls(f"{topic}/{partition}: {first.what}", first.stored)
-        error.refused = frozenset(number for number, each in errors.items() if each.stored is None)
+        error.refused = refused_in(errors)
         return error
 
     def __reduce__(self) -> tuple[type[UnknownProducer], tuple[str, tuple[int, int] | None]]:
         return type(self), (self.what, self.stored)
+
+
+def refused_in(errors: Mapping[int, UnknownProducer]) -> frozenset[int]:
+    """The partitions that know nothing of the producer: see `LogError.refused`."""
+    return frozenset(number for number, each in errors.items() if each.stored is None)
 
 
 class SequenceGap(LogError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,7 @@ from pxrs.queue.records import OUTCOMES, TAKERS
 from pxrs.queue.transaction import Transaction
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import LIMITS, MemoryRegistry, MemoryStore
+from pxrs.testing.waiting import eventually
 
 PATIENCE_S = 10.0
 
@@ -72,14 +73,6 @@ def place() -> Iterator[Place]:
 @pytest.fixture
 def hub(place: Place) -> Hub:
     return place.open()
-
-
-def eventually(check: Callable[[], Any]) -> Any:
-    until = time.monotonic() + PATIENCE_S
-    while not (found := check()):
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.002)
-    return found
 
 
 def fail(hub: Hub, queue: str, why: str = "it failed", target: str | None = None) -> Transaction:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -43,8 +44,11 @@ from pxrs.queue.taker import Leftovers, Slot, settle
 from pxrs.queue.transaction import Outcome, Transaction
 from pxrs.registry.contract import ABSENT, Commit, Entry
 from pxrs.registry.memory import LIMITS, MemoryRegistry, MemoryStore
+from pxrs.testing import waiting
+from pxrs.testing.waiting import aside
 
 PATIENCE_S = 5.0
+eventually = partial(waiting.eventually, patience_s=PATIENCE_S)
 T = TypeVar("T")
 
 
@@ -110,28 +114,6 @@ def clock() -> ManualClock:
 def place(clock: ManualClock) -> Iterator[Place]:
     with ExitStack() as stack:
         yield Place(stack, clock)
-
-
-def eventually(check: Callable[[], Any]) -> Any:
-    until = time.monotonic() + PATIENCE_S
-    while not (found := check()):
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.002)
-    return found
-
-
-def aside(work: Callable[[], T]) -> Future[T]:
-    """In a thread of its own, which does not outlive the tests."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - for the one who asks
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def take_value(hub: Hub, queue: str, timeout: float | None = None) -> bytes | None:

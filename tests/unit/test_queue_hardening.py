@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -44,8 +45,11 @@ from pxrs.queue.taker import Leftovers
 from pxrs.registry.contract import Commit, Entry
 from pxrs.registry.memory import LIMITS, MemoryRegistry, MemoryStore
 from pxrs.registry.state import Change
+from pxrs.testing import waiting
+from pxrs.testing.waiting import aside
 
 PATIENCE_S = 5.0
+eventually = partial(waiting.eventually, patience_s=PATIENCE_S)
 INTERRUPT_EACH = 7
 """At every so many calls: all of them take half a minute."""
 T = TypeVar("T")
@@ -130,28 +134,6 @@ class Place:
 def place() -> Iterator[Place]:
     with ExitStack() as stack:
         yield Place(stack, MemoryStore(ManualClock(10_000)))
-
-
-def eventually(check: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
-    until = time.monotonic() + patience_s
-    while not (found := check()):
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.002)
-    return found
-
-
-def aside(work: Callable[[], T]) -> Future[T]:
-    """In a thread of its own, which does not outlive the tests."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - for the one who asks
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def take_value(hub: Hub, queue: str, timeout: float | None = None) -> bytes | None:
@@ -860,7 +842,7 @@ def check_that_all_is_left(hub: Hub, where: str) -> None:
         return False
 
     try:
-        aside(lambda: eventually(finish, 2.0)).result(PATIENCE_S)
+        aside(lambda: eventually(finish, patience_s=2.0)).result(PATIENCE_S)
     except (AssertionError, TimeoutError):
         raise AssertionError(f"{where}: items are kept, or a lock is") from None
     assert values(hub, "out") == [b"1", b"2", b"3", b"a", b"b", b"c"], where

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from pxrs.log.memory import MemoryLog
 from pxrs.queue.records import OUTCOMES
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryRegistry
+from pxrs.testing.waiting import aside, eventually
 
 PATIENCE_S = 10.0
 
@@ -28,28 +27,6 @@ PATIENCE_S = 10.0
 def hub() -> Iterator[Hub]:
     with pxrs.open("memory:") as hub:
         yield hub
-
-
-def eventually(check: Callable[[], Any]) -> Any:
-    until = time.monotonic() + PATIENCE_S
-    while not (found := check()):
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.002)
-    return found
-
-
-def aside(call: Callable[[], Any]) -> Future[Any]:
-    """Run it in a thread that holds up nobody if it never ends."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            future.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return future
 
 
 def waiters(hub: Hub) -> int:

@@ -37,6 +37,7 @@ from pxrs.errors import (
     UnknownProducer,
     UnknownTopic,
     UsedAfterFork,
+    refused_in,
 )
 from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
 from pxrs.log.batch import Batch, encode
@@ -279,7 +280,7 @@ class DirectoryTopic(TopicLog):
         try:
             stored = self._crew.run([functools.partial(store, number) for number in ready])
         except LogError as error:
-            error.refused = frozenset(number for number, each in refused.items() if each.stored is None)
+            error.refused = refused_in(refused)
             if isinstance(error, AppendFailed) and not self._folder.exists():
                 raise UnknownTopic(self.name) from error
             raise

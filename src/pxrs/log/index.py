@@ -109,3 +109,15 @@ def write_beside(path: str, data: bytes, *, is_durable: bool = False) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def with_checksum(text: str) -> bytes:
+    """A small text as it is kept in a file, one line with its checksum first."""
+    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
+
+
+def read_with_checksum(path: str) -> str | None:
+    """The text; None if the checksum does not match. Raises FileNotFoundError."""
+    with open(path, "rb") as file:
+        checksum, _, text = file.read().rstrip(b"\n").partition(b" ")
+    return text.decode() if xxhash.xxh3_64_hexdigest(text).encode() == checksum else None

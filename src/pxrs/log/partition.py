@@ -42,7 +42,6 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 import pyarrow as pa
-import xxhash
 
 from pxrs import disk
 from pxrs.errors import (
@@ -65,7 +64,7 @@ from pxrs.log.batch import (
     padding,
     read_header,
 )
-from pxrs.log.index import Index, write_beside
+from pxrs.log.index import Index, read_with_checksum, with_checksum, write_beside
 from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
@@ -339,9 +338,7 @@ class Partition:
         reserved = read_reserved(self.folder)
         if end > reserved:
             reserved = end + RESERVED_OFFSETS
-            text = str(reserved)
-            data = f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
-            write_beside(f"{self.folder}/{RESERVED}", data, is_durable=True)
+            write_beside(f"{self.folder}/{RESERVED}", with_checksum(str(reserved)), is_durable=True)
         disk.sync_folder(self.folder)  # also of another process's: it may have died before it did so
         self._reserved = reserved
 
@@ -447,11 +444,10 @@ def read_reserved(folder: str) -> int:
     """Every offset that was given away without a sync is smaller. 0 if there was none."""
     path = f"{folder}/{RESERVED}"
     try:
-        with open(path, "rb") as file:
-            checksum, _, text = file.read().rstrip(b"\n").partition(b" ")
+        text = read_with_checksum(path)
     except FileNotFoundError:
         return 0
-    if xxhash.xxh3_64_hexdigest(text).encode() != checksum:
+    if text is None:
         raise DamagedFrame(path, 0, "the checksum does not match")
     return int(text)
 

@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
-import xxhash
-
 from pxrs.errors import SequenceGap, UnknownProducer
 from pxrs.log.batch import NO_PRODUCER, Header, Origin
+from pxrs.log.index import read_with_checksum, with_checksum
 
 PRODUCERS_MAX: Final = 1_000
 BATCHES_KEPT: Final = 5
@@ -196,23 +195,18 @@ def producers_path(segment: str) -> str:
 
 def dump_producers(producers: Producers) -> bytes:
     """As it is kept beside a segment: JSON, with a checksum of its text."""
-    text = json.dumps(producers.dump())
-    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
+    return with_checksum(json.dumps(producers.dump()))
 
 
 def load_producers(path: str) -> Producers | None:
     """None if the file is missing or damaged: the state is then found in the segments before it."""
-    try:
-        with open(path, "rb") as file:
-            checksum, _, text = file.read().rstrip(b"\n").partition(b" ")
-    except FileNotFoundError:
-        return None
-    if xxhash.xxh3_64_hexdigest(text).encode() != checksum:
-        return None
     producers = Producers()
     try:
+        text = read_with_checksum(path)
+        if text is None:
+            return None
         producers.load(json.loads(text))
-    except (KeyError, TypeError, ValueError):
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
         return None
     return producers
 
