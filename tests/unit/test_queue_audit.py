@@ -11,12 +11,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from pxrs import ConsumeOnce, FixedBackoff, QueueListener
-from pxrs.clock import Clock, ManualClock
+from pxrs.clock import ManualClock
 from pxrs.consumer import Consumer
 from pxrs.errors import (
     Closed,
@@ -33,7 +33,6 @@ from pxrs.errors import (
     UnknownQueue,
 )
 from pxrs.hub import Hub
-from pxrs.log.memory import MemoryLog
 from pxrs.model import Message
 from pxrs.queue import taker as taker_module
 from pxrs.queue.combine import Combiner
@@ -43,34 +42,13 @@ from pxrs.queue.records import OUTCOMES, QUEUES
 from pxrs.queue.taker import Leftovers, Slot, settle
 from pxrs.queue.transaction import Outcome, Transaction
 from pxrs.registry.contract import ABSENT, Commit, Entry
-from pxrs.registry.memory import LIMITS, MemoryRegistry, MemoryStore
+from pxrs.registry.memory import LIMITS, MemoryStore
 from pxrs.testing import waiting
+from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value
 from pxrs.testing.waiting import aside
 
 PATIENCE_S = 5.0
 eventually = partial(waiting.eventually, patience_s=PATIENCE_S)
-T = TypeVar("T")
-
-
-class HookedRegistry(MemoryRegistry):
-    """A handle to which things happen: before and after each commit, after each scan."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        super().__init__(store)
-        self.before: Callable[[Commit], None] = lambda commit: None
-        self.after: Callable[[Commit], None] = lambda commit: None
-        self.scanned: Callable[[str], None] = lambda prefix: None
-
-    def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
-        found = super()._scan(prefix, after, limit)
-        self.scanned(prefix)
-        return found
-
-    def _commit(self, commit: Commit) -> dict[str, int]:
-        self.before(commit)
-        versions = super()._commit(commit)
-        self.after(commit)
-        return versions
 
 
 class RecountingRegistry(HookedRegistry):
@@ -88,23 +66,6 @@ class RecountingRegistry(HookedRegistry):
         return super()._commit(replace(commit, expect=expect))
 
 
-class Place:
-    """A store in memory, and hubs on it as so many processes would have them."""
-
-    def __init__(self, stack: ExitStack, clock: Clock) -> None:
-        self.store = MemoryStore(clock)
-        self._stack = stack
-
-    def open(self, registry: MemoryRegistry | None = None) -> Hub:
-        hub = Hub("memory:", MemoryLog(), "memory:")
-        hub._registry = registry or MemoryRegistry(self.store)
-        return self._stack.enter_context(hub)
-
-    def hooked(self) -> tuple[Hub, HookedRegistry]:
-        registry = HookedRegistry(self.store)
-        return self.open(registry), registry
-
-
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock(10_000)
@@ -113,26 +74,11 @@ def clock() -> ManualClock:
 @pytest.fixture
 def place(clock: ManualClock) -> Iterator[Place]:
     with ExitStack() as stack:
-        yield Place(stack, clock)
-
-
-def take_value(hub: Hub, queue: str, timeout: float | None = None) -> bytes | None:
-    with hub.transaction() as tx:
-        item = tx.take(queue, timeout=timeout)
-    return None if item is None else item.value
+        yield Place(stack, MemoryStore(clock))
 
 
 def values(hub: Hub, queue: str) -> list[bytes]:
     return sorted(item.value for item in hub.queue(queue).peek(100))
-
-
-def store_of(hub: Hub) -> Any:
-    assert hub._queues is not None
-    return hub._queues
-
-
-def is_waiting(hub: Hub, queue: str) -> bool:
-    return any(head.queue.name == queue and head._waiting.locked() for head in store_of(hub)._heads.values())
 
 
 def once(matches: Callable[[Commit], bool], error: BaseException) -> Callable[[Commit], None]:

@@ -1,0 +1,82 @@
+"""Several hubs on one store in memory, as so many processes would have them, and things that happen between their
+requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from pxrs.clock import ManualClock
+from pxrs.hub import Hub
+from pxrs.log.memory import MemoryLog
+from pxrs.registry.contract import Commit, Entry
+from pxrs.registry.memory import MemoryRegistry, MemoryStore
+
+
+class HookedRegistry(MemoryRegistry):
+    """A handle to which things happen: before each request, before and after each commit, after each scan."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.reach: Callable[[], None] = lambda: None
+        self.before: Callable[[Commit], None] = lambda commit: None
+        self.after: Callable[[Commit], None] = lambda commit: None
+        self.scanned: Callable[[str, list[Entry]], list[Entry]] = lambda prefix, found: found
+
+    def _get(self, key: str) -> Entry | None:
+        self.reach()
+        return super()._get(key)
+
+    def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
+        self.reach()
+        return self.scanned(prefix, super()._scan(prefix, after, limit))
+
+    def _commit(self, commit: Commit) -> dict[str, int]:
+        self.reach()
+        self.before(commit)
+        versions = super()._commit(commit)
+        self.after(commit)
+        return versions
+
+
+class Place:
+    """A store in memory, and hubs on it as so many processes would have them."""
+
+    def __init__(self, stack: ExitStack, store: MemoryStore) -> None:
+        self.store = store
+        self._stack = stack
+
+    @property
+    def clock(self) -> ManualClock:
+        assert isinstance(self.store.clock, ManualClock)
+        return self.store.clock
+
+    def on(self, store: MemoryStore) -> Place:
+        return Place(self._stack, store)
+
+    def open(self, registry: MemoryRegistry | None = None, log: MemoryLog | None = None) -> Hub:
+        hub = Hub("memory:", log or MemoryLog(), "memory:")
+        hub._registry = registry or MemoryRegistry(self.store)
+        return self._stack.enter_context(hub)
+
+    def hooked(self) -> tuple[Hub, HookedRegistry]:
+        registry = HookedRegistry(self.store)
+        return self.open(registry), registry
+
+
+def take_value(hub: Hub, queue: str, timeout: float | None = None) -> bytes | None:
+    """Take one item and be done with it."""
+    with hub.transaction() as tx:
+        item = tx.take(queue, timeout=timeout)
+    return None if item is None else item.value
+
+
+def store_of(hub: Hub) -> Any:
+    assert hub._queues is not None
+    return hub._queues
+
+
+def is_waiting(hub: Hub, queue: str) -> bool:
+    """Whether a thread of this process has looked in vain and waits for items."""
+    return any(head.queue.name == queue and head._waiting.locked() for head in store_of(hub)._heads.values())
