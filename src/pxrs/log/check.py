@@ -307,8 +307,7 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
         else:
             what = None
         if what is not None:
-            is_torn = not place.is_synced or not begins_an_append_behind(data, path, position, offset)
-            if bounds.end is None and is_torn:
+            if bounds.end is None and not (place.is_synced and begins_an_append_behind(data, path, position, offset)):
                 break  # what was not synced before the boot; whoever opens the partition cuts it off
             findings.append(place.wrong(path, position, what))
         if isinstance(result, DamagedFrame):
