@@ -1,0 +1,87 @@
+"""What version 0.1 left on disk is opened and goes on: no message, checkpoint, pause or queue item is missing.
+
+The archive was made by `tests/golden/0.1/make.py`, which shows what it holds."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pxrs
+from pxrs.log.check import check
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "0.1" / "old.tar.xz"
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    with tarfile.open(GOLDEN) as packed:
+        packed.extractall(tmp_path, filter="tar")
+    return tmp_path
+
+
+@pytest.fixture(params=["file", "sqlite"])
+def hub(request: pytest.FixtureRequest, old: Path) -> Iterator[pxrs.Hub]:
+    if request.param == "file":
+        opened = pxrs.open(old / "hub")
+    else:
+        opened = pxrs.open(old / "hub-sql", registry=f"sqlite:///{old}/registry.db")
+    with opened:
+        yield opened
+
+
+def values(hub: pxrs.Hub, topic: str) -> list[str]:
+    return [value.decode() for value in hub.topic(topic).to_arrow()["value"].to_pylist()]
+
+
+def test_every_message_is_read_and_more_can_be_sent(hub: pxrs.Hub) -> None:
+    for topic in ("orders", "metrics", "kept"):
+        expected = [f"{topic}-{number}" for number in range(300)]
+        assert sorted(values(hub, topic)) == sorted(expected)
+        with hub.producer(topic) as out:
+            out.send("one more", key="key-1")
+        assert sorted(values(hub, topic)) == sorted([*expected, "one more"])
+    assert values(hub, "dead") == []
+    assert [finding for checked in check(Path(hub.url)) for finding in checked.findings] == []
+
+
+def test_a_group_goes_on_at_its_checkpoints(hub: pxrs.Hub) -> None:
+    before = hub.group("billing").describe()
+    assert before.lag == 168
+    with hub.consumer("orders", group="billing", until="end") as inbox:
+        found = [(message.partition, message.offset) for message in inbox]
+    checkpoints = {row.partition: row.checkpoint for row in before.partitions}
+    ends = {row.partition: row.end for row in before.partitions}
+    assert sorted(found) == [(p, at) for p in sorted(ends) for at in range(checkpoints[p] or 0, ends[p] or 0)]
+    assert hub.group("billing").describe().lag == 0
+
+
+def test_a_paused_partition_is_still_paused_and_can_be_skipped(hub: pxrs.Hub) -> None:
+    (row,) = hub.group("careful").describe().partitions
+    assert row.paused is not None
+    assert row.paused.offset == 0
+    assert "a message that cannot be handled" in row.paused.error
+    assert hub.group("careful").skip("kept", 0) == 0
+    with hub.consumer("kept", group="careful", until="end") as inbox:
+        assert [message.offset for message in inbox] == list(range(1, 300))
+
+
+def test_the_items_of_queues_are_there_and_can_be_taken(hub: pxrs.Hub) -> None:
+    depth = hub.queue("mail").depth()
+    assert (depth.ready, depth.delayed, depth.dead) == (8, 1, 2)
+    taken = []
+    for _ in range(8):
+        with hub.transaction() as tx:
+            item = tx.take("mail", timeout=5)
+            assert item is not None
+            taken.append(item.value.decode())
+    dead = [item.value.decode() for item in hub.queue("mail").dead_letters()]
+    assert sorted([*taken, *dead]) == [f"letter-{number}" for number in range(10)]
+    for number in range(5):
+        with hub.transaction() as tx:
+            item = tx.take("strict", timeout=5)
+            assert item is not None
+            assert item.value == f"step-{number}".encode()
