@@ -255,17 +255,54 @@ class GroupActive(GroupError):
 
 
 class PartitionLost(GroupError):
-    """This member does not own the partition any more: another one has it, or will. Nothing was written.
+    """This member does not own the partitions any more: another member owns them, or will. Nothing was written.
 
-    What was handled since the last checkpoint will be handled again by the new owner."""
+    What was handled since the last checkpoint will be handled again by the new owner. `reason` says how it was lost."""
 
-    def __init__(self, group: str, partitions: Sequence[int]) -> None:
-        self.group, self.partitions = group, tuple(partitions)
-        names = ", ".join(map(str, self.partitions))
-        super().__init__(f"group {group} has taken partition {names} away; the commit was refused")
+    def __init__(self, group: str, partitions: Sequence[int], reason: str = "") -> None:
+        self.group, self.partitions, self.reason = group, tuple(partitions), reason
+        because = f": {reason}" if reason else ""
+        super().__init__(f"group {group}: this member has lost {_name(self.partitions)}{because}")
 
-    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...]]]:
-        return type(self), (self.group, self.partitions)
+    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...], str]]:
+        return type(self), (self.group, self.partitions, self.reason)
+
+
+class CommitUnknown(GroupError, OutcomeUnknown):
+    """The checkpoints of `partitions` may have been written, or may still be: the registry did not answer in time.
+
+    The partitions are not lost by this. A member that is still there writes their checkpoints again about once a
+    second, so read on, or call `commit` again to know. After `close` the next owner begins at whichever was written:
+    what was handled since the last confirmed checkpoint may be handled again."""
+
+    def __init__(self, group: str, partitions: Sequence[int], reason: str) -> None:
+        self.group, self.partitions, self.reason = group, tuple(partitions), reason
+        super().__init__(f"group {group}: the checkpoint of {_name(self.partitions)} may have been written: {reason}")
+
+    def __reduce__(self) -> tuple[type[CommitUnknown], tuple[str, tuple[int, ...], str]]:
+        return type(self), (self.group, self.partitions, self.reason)
+
+
+class GroupUnavailable(GroupError, RegistryUnavailable):
+    """The registry could not be reached in time, and what was asked of the group was not done: `what` says what.
+
+    From `commit`: the checkpoints of `partitions` were not written; the member tries again about once a second. From
+    `close`: they were not written and the partitions not released; others claim them when this member's lease has
+    ended. From `hub.consumer`: this process has not joined and owns nothing; try again later."""
+
+    def __init__(self, group: str, partitions: Sequence[int], what: str, reason: str) -> None:
+        self.group, self.partitions, self.what, self.reason = group, tuple(partitions), what, reason
+        super().__init__(f"group {group}: {what}: {reason}")
+
+    def __reduce__(self) -> tuple[type[GroupUnavailable], tuple[str, tuple[int, ...], str, str]]:
+        return type(self), (self.group, self.partitions, self.what, self.reason)
+
+
+def _name(partitions: Sequence[int]) -> str:
+    """Partitions in a message."""
+    if not partitions:
+        return "its partitions"
+    return f"partition{'s' if len(partitions) > 1 else ''} {', '.join(map(str, partitions))}"
 
 
 class CheckpointOutOfRange(GroupError):

@@ -10,15 +10,19 @@ Invariants, each with the mutation of the simulator that breaks without it:
 - The last checkpoint and the release are one commit, with a new epoch (G5, X9).
 - Every partition's start is written down before anything is handed out (G6).
 - A reply that was lost leaves the version unknown: it is read again, and nothing is concluded from not seeing it (R5).
+- A pause is written at most once, in one commit with a checkpoint that names the failure: see `pause`.
+
+The hooks are called in the middle of a procedure, so they only take note. Code of the user's, which may call back into
+the member, runs when the procedure is over: see `GroupMember.procedure`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from pxrs.errors import Conflict, OutcomeUnknown, PartitionLost
+from pxrs.errors import Conflict, OutcomeUnknown, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -35,11 +39,17 @@ from pxrs.group.reconcile import (
     Snapshot,
     asked_since,
     is_waiting,
+    next_fence_at,
     reconcile,
 )
-from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Member, Owner, partition_of
+from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused, partition_of
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
+
+TAKEN: Final = "another member owns it, or the leader or an administrator has taken it from this member"
+LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
+RELEASED: Final = "this member released it before all that was handed out was done"
+PAUSE_ATTEMPTS_MAX: Final = 10
 
 
 class Get(NamedTuple):
@@ -90,7 +100,7 @@ def _perform(operation: Operation, registry: Registry, lease: Lease | None) -> A
 
 
 class Hooks(Protocol):
-    """What the consumer is told."""
+    """What the member is told. An implementation calls nothing of the protocol, nor code of the user's."""
 
     def assigned(self, partition: int, epoch: int, offset: int) -> Lane: ...
 
@@ -99,7 +109,8 @@ class Hooks(Protocol):
 
     def released(self, lane: Lane) -> None: ...
 
-    def resumed(self, lane: Lane) -> None: ...
+    def resumed(self, lane: Lane) -> None:
+        """It stays after all: `is_stopping` is cleared as soon as this returns."""
 
     def lost(self, lane: Lane) -> None: ...
 
@@ -147,6 +158,13 @@ class MemberProtocol:
         """As far as it knows."""
         leader = self.snapshot.leader if self.snapshot is not None else None
         return leader is not None and leader[0].incarnation == self.incarnation
+
+    @property
+    def fence_at(self) -> float:
+        """When, as the leader, it has to take the next partition from an owner that is slow to hand it over."""
+        if self.snapshot is None:
+            return float("inf")
+        return next_fence_at(self.snapshot, self.incarnation, self.asked, self.handover_s)
 
     def join(self) -> Steps[None]:
         """Be there; and write down where each partition begins, before anybody is handed anything (G6)."""
@@ -199,7 +217,7 @@ class MemberProtocol:
                         self._lose(partition)
                         has_changed = True
                     case Leave():
-                        self.lose_all()
+                        self.lose_all(LEASE_ENDED)
                         self.is_gone = True
             if releases:
                 yield from self.commit(releases, is_last=True)
@@ -292,7 +310,7 @@ class MemberProtocol:
             yield from self._pin()
             found = yield from self._read_checkpoints(claims)
         for claim, entry in found:
-            checkpoint = Checkpoint.load(entry.key, entry.value)
+            checkpoint = replace(Checkpoint.load(entry.key, entry.value), failure="")  # that was another owner's
             lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
             version = versions[self.keys.owner(topic, claim.partition)]
             self.held[claim.partition] = Holding(claim.epoch, version, checkpoint, entry.version, lane)
@@ -320,24 +338,27 @@ class MemberProtocol:
         checkpoint that takes away the version it expects (R5)."""
         if self.held[partition].may_be_released and (yield from self.commit([partition])):
             return True
-        self.held[partition].is_revoking = self.held[partition].lane.is_stopping = False
-        self.hooks.resumed(self.held[partition].lane)
+        holding = self.held[partition]
+        self.hooks.resumed(holding.lane)
+        holding.is_revoking = holding.lane.is_stopping = False
         return False
 
-    def _lose(self, partition: int) -> None:
+    def _lose(self, partition: int, reason: str = TAKEN) -> None:
         holding = self.held.pop(partition)
-        holding.lane.has_undone = holding.lane.position > holding.checkpoint.offset
-        holding.lane.is_stopping = holding.lane.is_lost = True
-        self.hooks.lost(holding.lane)
+        lane = holding.lane
+        lane.has_undone, lane.lost_reason = lane.position > holding.checkpoint.offset, reason
+        lane.is_stopping = lane.is_lost = True
+        self.hooks.lost(lane)
 
-    def lose_all(self) -> None:
-        """The lease is gone, or may be: nothing here is owned any more."""
+    def lose_all(self, reason: str) -> None:
+        """Nothing here is owned any more, or may be: the lease is gone, or this member has left."""
         for partition in list(self.held):
-            self._lose(partition)
+            self._lose(partition, reason)
 
     def due(self) -> list[int]:
         """The partitions whose checkpoint is behind what is done."""
-        return [number for number, holding in self.held.items() if holding.lane.done > holding.checkpoint.offset]
+        holdings = list(self.held.items())  # at once: a thread that could not get the mutex in time reads it too
+        return [number for number, holding in holdings if holding.lane.done > holding.checkpoint.offset]
 
     def commit(self, partitions: Iterable[int], *, is_last: bool = False) -> Steps[list[int]]:
         """Write the checkpoints of what is done; with `is_last` release the partitions in the same commit (G5).
@@ -375,6 +396,7 @@ class MemberProtocol:
                     holding = self.held.pop(number)
                     # By what was written: more may have been done since, which the next owner will do again.
                     holding.lane.has_undone = holding.lane.handed > holding.checkpoint.offset
+                    holding.lane.lost_reason = RELEASED
                     holding.lane.is_stopping = holding.lane.is_lost = True
                     self.hooks.released(holding.lane)
             break
@@ -386,13 +408,13 @@ class MemberProtocol:
         Raises PartitionLost if any of it is owned no more, and what `write` raises."""
         for number in partitions:
             if self.held[number].checkpoint_version is None and not (yield from self._learn(number)):
-                raise PartitionLost(self.keys.group, [number])
+                raise PartitionLost(self.keys.group, [number], TAKEN)
         planned, checkpoints = self._checkpoint_write(partitions, is_last=False)
         try:
             versions = write(planned.expect, planned.put)
         except Conflict as conflict:
             if lost := self._after_conflict(partitions, conflict):
-                raise PartitionLost(self.keys.group, lost) from conflict
+                raise PartitionLost(self.keys.group, lost, TAKEN) from conflict
             raise
         except OutcomeUnknown:
             for number in partitions:
@@ -400,6 +422,42 @@ class MemberProtocol:
             raise
         self._note_checkpoints(partitions, checkpoints, versions)
         return versions
+
+    def pause(self, partition: int, paused: Paused) -> Steps[bool]:
+        """Write that a message could not be handled. False if the partition turned out to be lost.
+
+        The pause is written in one commit with a checkpoint that names the failure. If the reply is lost, call this
+        again: the checkpoint then tells whether the first write landed. If it has not, it never will once this one is
+        written, as both expect the same version of the checkpoint. So an administrator who has removed the pause in
+        between, to have the message tried again, does not see it come back."""
+        place = self.member.topic, partition
+        key = self.keys.pause(*place)
+        for _ in range(PAUSE_ATTEMPTS_MAX):
+            holding = self.held.get(partition)
+            if holding is None:
+                return False
+            if holding.checkpoint_version is None and not (yield from self._learn(partition)):
+                return False
+            if holding.checkpoint.failure == paused.failure:
+                return True
+            there: Entry | None = yield Get(key)
+            if there is not None and Paused.load(key, there.value).offset == paused.offset:
+                return True  # it stands already, and an administrator may have decided on it
+            planned, checkpoints = self._checkpoint_write([partition], is_last=False)
+            checkpoint = replace(checkpoints[partition], failure=paused.failure)
+            expect = {**planned.expect, key: ABSENT if there is None else there.version}
+            put = {self.keys.checkpoint(*place): checkpoint.dump(), key: paused.dump()}
+            try:
+                versions = yield Write(expect, put, is_leased=False)
+            except Conflict as conflict:
+                self._after_conflict([partition], conflict)
+                continue
+            except OutcomeUnknown:
+                holding.checkpoint_version = None
+                raise
+            self._note_checkpoints([partition], {partition: checkpoint}, versions)
+            return True
+        raise RegistryUnavailable(f"{key} was changed by others {PAUSE_ATTEMPTS_MAX} times; try again")
 
     def _note_checkpoints(
         self, partitions: list[int], checkpoints: Mapping[int, Checkpoint], versions: Mapping[str, int]
@@ -420,7 +478,7 @@ class MemberProtocol:
             offset = max(holding.lane.done, holding.checkpoint.offset)
             # That a person has set it, and when, is worth knowing until somebody comes further: see `spark.planning`.
             is_set = offset == holding.checkpoint.offset and holding.checkpoint.by in BY_HAND
-            new = Checkpoint(offset, self.wall(), self.member.name, holding.epoch)
+            new = Checkpoint(offset, self.wall(), self.member.name, holding.epoch, holding.checkpoint.failure)
             checkpoints[number] = holding.checkpoint if is_set else new
             expect[keys.owner(topic, number)] = holding.version
             expect[keys.checkpoint(topic, number)] = holding.checkpoint_version

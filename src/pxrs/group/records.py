@@ -93,6 +93,9 @@ class Member(_Record):
     assignor: str = "sticky"
     is_alone: bool = False
     """It takes every partition, and others must stay away: what it keeps of them cannot move (K4)."""
+    handover_s: float | None = None
+    """How long this member may take to finish what it has in hand of a partition that is to move, before the leader
+    takes the partition from it. None in records of version 0.1: then the leader's own time counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,16 @@ class Checkpoint(_Record):
     when: float = 0.0
     by: str = ""
     epoch: int = 0
+    failure: str = ""
+    """`Paused.failure` of the last pause that this owner wrote. The pause and this field are written by one commit and
+    the field is kept by later checkpoints of the owner, so that the owner finds out after a lost reply whether the
+    pause was written, also if an administrator has removed it since."""
+
+    def dump(self) -> bytes:
+        fields = asdict(self)
+        if not self.failure:  # most have none; then the record is as version 0.1 wrote it
+            del fields["failure"]
+        return json.dumps(fields, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +154,5 @@ class Paused(_Record):
     when: float = 0.0
     by: str = ""
     skip: bool = False
+    failure: str = ""
+    """Id of this failure, made by the member that writes the record; see `Checkpoint.failure`."""

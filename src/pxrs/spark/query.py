@@ -355,6 +355,9 @@ class Query:
 
     lane_released = lane_lost = _gone
 
+    def call_back(self) -> None:
+        """There are no callbacks of a user's."""
+
     def group_changed(self) -> None:
         with self._changed:
             self._changed.notify_all()

@@ -37,6 +37,7 @@ from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.file.journal import Generation, Journal, Published
 from pxrs.registry.file.liveness import LeaseFile, expiry_of
 from pxrs.registry.lease import Lease
+from pxrs.registry.limit import seconds_left
 from pxrs.registry.state import Change, State
 from pxrs.registry.watch import Watch
 
@@ -55,7 +56,7 @@ class FileRegistry(Registry):
 
     def __init__(self, directory: Path, namespace: str, timeout: float) -> None:
         super().__init__(f"file:{directory}")
-        self._timeout = timeout
+        self._timeout = self.timeout_s = timeout
         self._lock = threading.Lock()
         self._watching_lock = threading.Lock()
         self._watcher: _Watcher | None = None
@@ -122,7 +123,7 @@ class FileRegistry(Registry):
 
     def _publish(self, change: Change, check: Callable[[], None]) -> int:
         """Publish the change as soon as `check`, asked of the newest state, does not raise; returns its number."""
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + seconds_left(self._timeout)
         with self._os_errors():
             self._look(check)
             with self._journal.prepared(encode_entry(change)) as scratch:

@@ -27,6 +27,7 @@ from pxrs.errors import LeaseExpired, OutcomeUnknown, RegistryUnavailable
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease
+from pxrs.registry.limit import seconds_left
 from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
 from pxrs.registry.sql.planning import CommitPlan, LeasesDue, payload
 from pxrs.registry.sql.statements import Call, Statement, key_range
@@ -94,7 +95,7 @@ class SqlRegistry(Registry):
     ) -> None:
         """`channel` is where notifications go, or empty if there are none. Takes the database over."""
         super().__init__(database.url, clock=clock)
-        self.database = database
+        self.database, self.timeout_s = database, database.timeout
         self._namespace = namespace
         self._channel = channel
         self._statements = database.statements
@@ -301,7 +302,7 @@ class SqlRegistry(Registry):
 
     def _patiently(self, attempt: Callable[[float], T], timeout: float | None = None) -> T:
         """Try until it works, an answer is final, or the time is over. Tries again only what had no effect."""
-        timeout = self.database.timeout if timeout is None else timeout
+        timeout = seconds_left(self.database.timeout if timeout is None else timeout)
         deadline = time.monotonic() + timeout
         due: list[str] = []
         has_reconnected = False

@@ -146,12 +146,7 @@ class SimulatedMember:
     @property
     def fence_at(self) -> float:
         """When, as the leader, it has to look whether a partition was handed over in time."""
-        protocol = self.protocol
-        if protocol is None or not protocol.asked or protocol.snapshot is None or protocol.snapshot.leader is None:
-            return float("inf")
-        if protocol.snapshot.leader[0].incarnation != self.incarnation:
-            return float("inf")
-        return min(protocol.asked.values()) + protocol.handover_s
+        return float("inf") if self.protocol is None else self.protocol.fence_at
 
     @property
     def next_operation(self) -> Operation | None:
@@ -327,7 +322,7 @@ class SimulatedMember:
         """Everything is lost; it comes back as another incarnation. The lease may or may not be ended at once."""
         self.simulation.note(self, "loses all:", reason)
         if self.protocol is not None:
-            self.protocol.lose_all()
+            self.protocol.lose_all(reason)
         if self.simulation.rng.random() < 0.5:
             self.simulation.store.end_lease(self.lease)
         self.drop()
