@@ -29,6 +29,8 @@ from pxrs.clock import seconds_of
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
+    CommitUnknown,
+    GroupUnavailable,
     InvalidGroup,
     MissingDependency,
     OffsetOutOfRange,
@@ -348,6 +350,10 @@ class Consumer:
             self._member.commit()
         except PartitionLost as error:
             lost = dict.fromkeys(error.partitions, error.reason)
+        except (CommitUnknown, GroupUnavailable) as error:
+            if error.partitions or not self._lost:
+                raise
+            # Nothing is left to be written: what was done is lost already, which is told below.
         with self._lock:  # also what was lost before: the member's thread may have been the first to learn of it
             if not is_callback:  # that is for the one who reads
                 lost = {**self._lost, **lost}

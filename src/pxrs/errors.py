@@ -262,7 +262,7 @@ class PartitionLost(GroupError):
     def __init__(self, group: str, partitions: Sequence[int], reason: str = "") -> None:
         self.group, self.partitions, self.reason = group, tuple(partitions), reason
         because = f": {reason}" if reason else ""
-        super().__init__(f"group {group}: this member has lost {_name(self.partitions)}{because}")
+        super().__init__(f"group {group}: this member has lost {name_partitions(self.partitions)}{because}")
 
     def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...], str]]:
         return type(self), (self.group, self.partitions, self.reason)
@@ -277,7 +277,9 @@ class CommitUnknown(GroupError, OutcomeUnknown):
 
     def __init__(self, group: str, partitions: Sequence[int], reason: str) -> None:
         self.group, self.partitions, self.reason = group, tuple(partitions), reason
-        super().__init__(f"group {group}: the checkpoint of {_name(self.partitions)} may have been written: {reason}")
+        super().__init__(
+            f"group {group}: the checkpoint of {name_partitions(self.partitions)} may have been written: {reason}"
+        )
 
     def __reduce__(self) -> tuple[type[CommitUnknown], tuple[str, tuple[int, ...], str]]:
         return type(self), (self.group, self.partitions, self.reason)
@@ -298,7 +300,7 @@ class GroupUnavailable(GroupError, RegistryUnavailable):
         return type(self), (self.group, self.partitions, self.what, self.reason)
 
 
-def _name(partitions: Sequence[int]) -> str:
+def name_partitions(partitions: Sequence[int]) -> str:
     """Partitions in a message."""
     if not partitions:
         return "its partitions"

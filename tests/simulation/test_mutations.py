@@ -138,6 +138,23 @@ class StartsUnpinned(MemberProtocol):
         return found
 
 
+def pause_without_checkpoint(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """A pause does not expect the checkpoint's version: one that was given up may land after the next one."""
+    if isinstance(operation, Write) and any("/paused/" in key for key in operation.put):
+        return operation._replace(expect=_without(dict(operation.expect), "/checkpoints/"))
+    return operation
+
+
+class PausesAgain(MemberProtocol):
+    """After a lost reply the pause is written again, whether it had landed or not."""
+
+    def _learn(self, partition: int) -> Steps[bool]:
+        is_owned = yield from super()._learn(partition)
+        if is_owned:
+            self.held[partition].checkpoint = replace(self.held[partition].checkpoint, failure="")
+        return is_owned
+
+
 class IgnoresDeadline(SimulatedMember):
     """It goes on until the store tells it that the lease is gone (G8)."""
 
@@ -180,6 +197,12 @@ MUTATIONS = [
     Mutation("ephemeral leader key", Defects(alter=ephemeral_leader, counts_anew=True), ("G2 leader", "G2 terms rise")),
     Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",)),
     Mutation("start not pinned", Defects(protocol=StartsUnpinned), ("G6 start pinned", "X11 nothing lost")),
+    Mutation("pause written again", Defects(protocol=PausesAgain), ("X14 paused once",)),
+    Mutation(
+        "pause without the checkpoint's version",
+        Defects(alter=pause_without_checkpoint),
+        ("X14 paused once", "X10 never back", "X11 nothing lost"),
+    ),
     Mutation("deadline ignored", Defects(member=IgnoresDeadline), ("X3 one owner", "X11 nothing again")),
     Mutation(
         "names instead of incarnations",

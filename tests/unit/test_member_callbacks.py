@@ -68,6 +68,10 @@ def have_members_look(hub: Hub) -> None:
 
 def settle(*consumers: Consumer) -> None:
     eventually(lambda: sorted(p for each in consumers for p in each.assignment) == list(range(PARTITIONS)), PATIENCE_S)
+    for each in consumers:  # the first turn, which ends with a commit of what is done by then, is over
+        eventually(lambda each=each: each._member._commits_at > 0.0, PATIENCE_S)  # type: ignore[misc]
+        with each._member._mutex:
+            pass
 
 
 def finish_one_of_each(hub: Hub, inbox: Consumer) -> None:

@@ -46,6 +46,7 @@ from pxrs.errors import (
     PartitionLost,
     PxrsError,
     RegistryUnavailable,
+    name_partitions,
 )
 from pxrs.group.assign import assignor_named
 from pxrs.group.lane import Lane
@@ -278,19 +279,28 @@ class GroupMember:
                 with time_limit(until - time.monotonic()):
                     lost = self._drive(protocol.commit(protocol.due()))
         except (RegistryUnavailable, OutcomeUnknown) as error:
-            raise self._not_committed(error, [] if protocol is None else protocol.due()) from error
+            raise self._not_committed(error, protocol) from error
         if lost:
             self.wake()  # it may be meant for this member still, and free
             raise PartitionLost(self.keys.group, lost, TAKEN)
 
-    def _not_committed(self, error: RegistryUnavailable | OutcomeUnknown, partitions: list[int]) -> GroupError:
-        """What the user is told of a commit that was not confirmed."""
-        if isinstance(error, RegistryUnavailable) and not isinstance(error, _Busy):
-            names = ", ".join(map(str, partitions))
-            what = f"the checkpoint of partition {names} was not written"
-            return GroupUnavailable(self.keys.group, partitions, what, str(error))
-        # Busy: what is done may be in a commit that the member's own thread waits for.
-        return CommitUnknown(self.keys.group, partitions, str(error))
+    def _not_committed(
+        self, error: RegistryUnavailable | OutcomeUnknown, protocol: MemberProtocol | None, *, is_last: bool = False
+    ) -> GroupError:
+        """What the user is told of a commit, or of the last one, that was not confirmed."""
+        partitions: list[int] = []
+        if protocol is not None:
+            partitions = sorted(protocol.held.copy()) if is_last else protocol.due()
+        reason = f"{error}; others claim what was not released when the lease has ended" if is_last else str(error)
+        # Busy: what is done may be in a commit that the member's own thread waits for. In doubt: in an earlier one.
+        is_unknown = isinstance(error, OutcomeUnknown | _Busy)
+        if is_unknown or (protocol is not None and protocol.is_in_doubt(partitions)):
+            return CommitUnknown(self.keys.group, partitions, reason)
+        named = name_partitions(partitions)
+        what = f"the checkpoint of {named} was not written"
+        if is_last:
+            what = f"{self.name} could not write the last checkpoint of {named}, and has not released them"
+        return GroupUnavailable(self.keys.group, partitions, what, reason)
 
     def commit_with(self, finish: Callable[[], None], write: Callable[..., dict[str, int]]) -> dict[str, int]:
         """Write down what `finish` says is done, in one commit with something else, all or nothing: `write` makes it,
@@ -328,8 +338,7 @@ class GroupMember:
         with self.procedure():
             lane.is_paused = lane.is_failed = True
             lane.seek(lane.done)  # here, for as soon as it is written somebody may decide to go on behind it
-            failure = uuid.uuid4().hex
-            self._unwritten[lane] = Paused(offset, error[:2000], time.time(), self.name, failure=failure)
+            self._unwritten[lane] = Paused(offset, error[:2000], time.time(), self.name, failure=uuid.uuid4().hex)
             try:
                 self._write_paused()
             except (RegistryUnavailable, OutcomeUnknown) as failure:
@@ -354,8 +363,7 @@ class GroupMember:
         except _Busy as busy:
             # The thread that has the mutex waits for the store. Whoever gets the mutex next finishes this.
             threading.Thread(target=self._end_later, name=f"{self._thread.name}-end", daemon=True).start()
-            protocol = self._protocol
-            raise self._not_left(busy, [] if protocol is None else list(protocol.held)) from busy
+            raise self._not_committed(busy, self._protocol, is_last=True) from busy
         if error is not None and error is not self._error:
             raise error
 
@@ -647,30 +655,28 @@ class GroupMember:
         protocol, lease = self._protocol, self._lease
         if until is None:
             until = time.monotonic() + self._registry.timeout_s
-        left_s = until - time.monotonic()
         reason = RELEASED
-        if protocol is not None and lease is not None and lease.alive:
-            self._revoke_all(protocol)
-            self._listener.call_back()  # before they are released; the time that it takes does not count
-        with time_limit(left_s):
-            try:
-                if protocol is not None and lease is not None:
-                    reason = RELEASED if lease.alive else LEASE_ENDED
+        try:
+            if protocol is not None and lease is not None and lease.alive:
+                left_s = until - time.monotonic()
+                self._revoke_all(protocol)
+                self._listener.call_back()  # before they are released
+                until = time.monotonic() + left_s  # the time of the callbacks does not count
+            if protocol is not None and lease is not None:
+                reason = RELEASED if lease.alive else LEASE_ENDED
+                with time_limit(until - time.monotonic()):
                     self._release_all(protocol, lease)
-            except (PxrsError, OSError) as error:
-                _logger.warning(
-                    "group %s, member %s left without its last commit: %s", self.keys.group, self.name, error
-                )
-                if self._error is None and not may_fail:
-                    raise
-            finally:
-                self._protocol = self._lease = None
-                try:
-                    if protocol is not None:
-                        protocol.lose_all(reason)
-                finally:
-                    if lease is not None:
-                        lease.close()
+        except (PxrsError, OSError) as error:
+            _logger.warning("group %s, member %s left without its last commit: %s", self.keys.group, self.name, error)
+            if self._error is None and not may_fail:
+                raise
+        finally:
+            self._protocol = self._lease = None
+            if protocol is not None:
+                protocol.lose_all(reason)
+            if lease is not None:
+                with time_limit(until - time.monotonic()):
+                    lease.close()
         self._listener.call_back()
 
     def _release_all(self, protocol: MemberProtocol, lease: Lease) -> None:
@@ -683,18 +689,9 @@ class GroupMember:
         try:
             lost = drive(protocol.commit(list(protocol.held), is_last=True), self._registry, lease)
         except (RegistryUnavailable, OutcomeUnknown) as error:
-            raise self._not_left(error, list(protocol.held)) from error
+            raise self._not_committed(error, protocol, is_last=True) from error
         if undone := sorted(set(lost) & set(due)):
             raise PartitionLost(self.keys.group, undone, TAKEN)
-
-    def _not_left(self, error: RegistryUnavailable | OutcomeUnknown, partitions: list[int]) -> GroupError:
-        """What the user is told if the partitions could not be released."""
-        rest = f"{error}; others claim what was not released when the lease has ended"
-        if isinstance(error, RegistryUnavailable) and not isinstance(error, _Busy):
-            names = ", ".join(map(str, partitions))
-            what = f"{self.name} could not write the last checkpoint of partition {names}, nor release it"
-            return GroupUnavailable(self.keys.group, partitions, what, rest)
-        return CommitUnknown(self.keys.group, partitions, rest)
 
     def _revoke_all(self, protocol: MemberProtocol) -> None:
         holdings = list(protocol.held.values())

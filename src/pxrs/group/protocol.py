@@ -360,6 +360,11 @@ class MemberProtocol:
         holdings = list(self.held.items())  # at once: a thread that could not get the mutex in time reads it too
         return [number for number, holding in holdings if holding.lane.done > holding.checkpoint.offset]
 
+    def is_in_doubt(self, partitions: Iterable[int]) -> bool:
+        """Whether a checkpoint of any of these was sent without an answer, and may have been written."""
+        holdings = dict(self.held)
+        return any(number in holdings and holdings[number].checkpoint_version is None for number in partitions)
+
     def commit(self, partitions: Iterable[int], *, is_last: bool = False) -> Steps[list[int]]:
         """Write the checkpoints of what is done; with `is_last` release the partitions in the same commit (G5).
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs.group.protocol import Write
 from pxrs.group.reconcile import NOBODY, Place
-from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Owner, partition_of
+from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Owner, Paused, partition_of
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class Ghost:
         self.end_at_first_join: dict[Place, int] = {}
         self.finished: dict[Place, set[int]] = {}
         self.next_out: dict[tuple[Place, int], int] = {}
+        self.failures: set[str] = set()
+        """Those whose pause was written. An admin may have removed it since."""
         self.is_calm = False
         """Nobody is slow and nothing fails: then nothing is fenced."""
         self.claims = self.commits = self.fences = self.handed = 0
@@ -59,6 +61,8 @@ class Ghost:
         for key, value in {**write.put, **write.ephemeral}.items():
             if key.startswith(self.keys.owners):
                 self._owner(request, write, partition_of(key), Owner.load(key, value))
+            elif key.startswith(self.keys.paused):
+                self._paused(request, partition_of(key), Paused.load(key, value))
             elif key == self.keys.leader:
                 self._leader(request, Leader.load(key, value))
             elif key == self.keys.assignment:
@@ -117,6 +121,14 @@ class Ghost:
         if before.incarnation not in (None, owner.incarnation) and self._is_member(before.incarnation):
             raise Violation("X6 release, then claim", f"{owner.incarnation} claimed {place} from living {before}")
         self.at_claim[place, owner.epoch] = self.checkpoints.get(place)
+
+    def _paused(self, request: Request, place: Place, paused: Paused) -> None:
+        owner = self.owners.get(place, NOBODY)
+        if owner.incarnation != request.incarnation:
+            raise Violation("X9 stale epoch", f"{request.incarnation} paused {place}, which {owner} has")
+        if paused.failure in self.failures:
+            raise Violation("X14 paused once", f"{place}: the pause of {paused.failure} was written again")
+        self.failures.add(paused.failure)
 
     def _fenced(self, request: Request, place: Place, before: Owner) -> None:
         self.taken.add((place, before.epoch))

@@ -26,7 +26,7 @@ CALM_STEPS_MAX: Final = 20_000
 MEMBERS_MAX: Final = 6
 EVENTS: Final = (
     *("leave", "crash", "crash", "crash the leader", "stop", "stop", "stop"),
-    *("replace", "jump", "renewals fail", "hang", "reset"),
+    *("replace", "jump", "renewals fail", "hang", "reset", "fail", "fail"),
 )
 
 
@@ -294,8 +294,24 @@ class Simulation:
                 member.hangs_until = self.now + rng.uniform(0, 3 * self.ttl)
             case "reset":
                 self._reset((self.topic, rng.randrange(self.partitions)))
+            case "fail":
+                member.fail()
             case "topic":
                 self._create_topic()
+
+    def decide(self) -> None:
+        """An admin has a message tried again, by removing its pause; then a write of it that was given up may land."""
+        paused = self.store.state.scan(self.keys.paused, None, None)
+        if not paused or self.rng.random() < 0.5:
+            return
+        key = self.rng.choice(paused).key
+        self.note(ADMIN, "retries", key)
+        self.store.delete(key)
+        late = [each for each in self.late if isinstance(each.operation, Write) and key in each.operation.put]
+        if late:
+            request = self.rng.choice(late)
+            self.late.remove(request)
+            self.apply(request)
 
     def _reset(self, place: Place) -> None:
         """An admin sets a checkpoint back, frees the owner in the same commit (G5), and has the members look."""

@@ -106,6 +106,9 @@ class SimulatedStore:
         change = Change(write.put, write.ephemeral, lease=lease)
         request.result = self._apply(change, is_quiet=write.is_quiet)
 
+    def delete(self, key: str) -> None:
+        self._apply(Change(delete=(key,)), is_quiet=False)
+
     def _apply(self, change: Change, *, is_quiet: bool) -> dict[str, int]:
         written = [*change.put, *change.ephemeral]
         records = self.state.records
