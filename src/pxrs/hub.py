@@ -7,7 +7,6 @@ messages; then the log; then the registry.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -269,14 +268,16 @@ class Hub:
     def consumer(self, topic: str | Source, group: str, **options: Any) -> Consumer:
         """A member of the group, which reads the topic; `options` are those of `Consumer`. Raises UnknownTopic.
 
-        In place of a topic's name, anything that is a `Source`. `dead_letters` is a topic's name."""
+        In place of a topic's name, anything that is a `Source`. `dead_letters` is the name of another topic."""
         from pxrs.consumer import Consumer
+        from pxrs.dead_letters import DeadLetterTopic, check_other_topic
 
         self._check_usable()
         source = self._log.topic(topic) if isinstance(topic, str) else topic
         if isinstance(dead_letters := options.get("dead_letters"), str):
-            self._log.topic(dead_letters)  # it must be there before the first one dies
-            options["dead_letters"] = functools.cache(lambda: self.producer(dead_letters, linger_s=0))
+            # The topic must be there before the first message fails.
+            check_other_topic(source.name, source.id, self._log.topic(dead_letters).id)
+            options["dead_letters"] = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
         consumer = Consumer(source, self.registry, group, **{"topic_names": self._topic_names, **options})
         with self._lock:
             if not self._is_closed:

@@ -36,6 +36,7 @@ from pxrs.errors import (
     PxrsError,
     RegistryUnavailable,
 )
+from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
@@ -244,14 +245,16 @@ class GroupMember:
                         lane.done = done
                 raise
 
-    def pause(self, lane: Lane, offset: int, error: str) -> None:
+    def pause(self, lane: Lane, offset: int, failure: Failure) -> None:
         """Write down that a message could not be handled; its partition stands until somebody decides (X14).
 
         If the store cannot be reached the partition stands all the same, and the member's thread tries again."""
         with self._mutex:
             lane.is_paused = lane.is_failed = True
             lane.seek(lane.done)  # here, for as soon as it is written somebody may decide to go on behind it
-            self._unwritten[lane] = Paused(offset, error[:2000], time.time(), self.name)
+            self._unwritten[lane] = Paused(
+                offset, failure.text, time.time(), self.name, error_type=failure.type, traceback=failure.traceback
+            )
             try:
                 self._write_paused()
             except (RegistryUnavailable, OutcomeUnknown) as failure:
