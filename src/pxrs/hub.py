@@ -28,6 +28,7 @@ from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
+from pxrs.registry.contract import LEASE_TTL_MAX, LEASE_TTL_MIN
 
 LEASE_TTL_DEFAULT: Final = 10.0
 
@@ -59,8 +60,8 @@ def open(
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
     """
     ttl = lease_ttl.total_seconds() if isinstance(lease_ttl, timedelta) else float(lease_ttl)
-    if not 0.05 <= ttl <= 86_400:
-        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from 0.05 s to a day")
+    if not LEASE_TTL_MIN <= ttl <= LEASE_TTL_MAX:
+        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from {LEASE_TTL_MIN} s to a day")
     address = parse(url)
     if registry is not None:
         _check_registry(registry)

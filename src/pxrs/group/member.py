@@ -43,7 +43,7 @@ from pxrs.group.projection import Names, projection_of
 from pxrs.group.protocol import MemberProtocol, Steps, drive
 from pxrs.group.records import Checkpoint, Keys, Member, Paused, partition_of
 from pxrs.log.contract import Source
-from pxrs.registry.contract import Registry
+from pxrs.registry.contract import LEASE_TTL_MIN, Registry
 from pxrs.registry.lease import Lease
 from pxrs.registry.watch import Watch
 
@@ -77,6 +77,10 @@ class Timings:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value <= 86_400):
                 raise InvalidGroup(f"{name} is {value!r}: it must be more than 0 and at most a day, in seconds")
+        if self.lease_ttl < LEASE_TTL_MIN:
+            raise InvalidGroup(
+                f"lease_ttl is {self.lease_ttl!r}: no store grants a lease for less than {LEASE_TTL_MIN} s"
+            )
 
 
 class Listener(Protocol):

@@ -7,8 +7,8 @@
         ...
 
 A handler that returns commits what it took and put; one that raises gives the item back, with the reason. What it
-raised is logged with its traceback, a few times a minute for each exception class and line of code; the rest is counted.
-The item is this process's for as long as its lease is renewed, however long the handler takes.
+raised is logged with its traceback, a few times a minute for each exception class and line of code; the rest is
+counted. The item is this process's for as long as its lease is renewed, however long the handler takes.
 
 On failure: while the store cannot be reached the threads try again, ever less often. A commit whose reply was lost is
 settled before the next item is taken. A handler that fails time and again slows its thread down, so that an item that
