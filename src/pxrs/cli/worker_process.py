@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pxrs
 from pxrs.cli.restarts import is_final
-from pxrs.cli.terminal import printable, time_text
+from pxrs.cli.terminal import indented, printable, time_text
 from pxrs.consumer import Consumer
 from pxrs.dead_letters import check_other_topic
 from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
@@ -86,7 +86,7 @@ def tell(as_json: bool, event: str, text: str, *, traceback: str = "", **fields:
         lines = [json.dumps({"event": event, "time": when, **fields, **more, "text": text}, default=str)]
     else:
         lines = [f"{time_text(now)} {printable(text.replace(chr(10), ' '))}"]
-        lines += [f"    {printable(line)}" for line in traceback.splitlines()]
+        lines += [indented(traceback)] if traceback else []
     with suppress(OSError):  # nobody listens any more; that is no reason to leave work undone
         os.write(2, "\n".join([*lines, ""]).encode(errors="backslashreplace"))
 
