@@ -84,6 +84,18 @@ class Runner:
         self.stopped = stopped
 
     def run(self) -> None:
+        try:
+            self._give_out()
+        except BaseException:
+            if self._failure is not None:  # what is raised here came first; this one would be seen nowhere
+                self._log_unraised(self._failure)
+            raise
+        finally:
+            self._log.flush()
+        if self._failure is not None:
+            raise self._failure
+
+    def _give_out(self) -> None:
         consumer = self._consumer
         with ThreadPoolExecutor(self._threads, thread_name_prefix=f"pxrs-handler-{consumer.group}") as pool:
             try:
@@ -102,9 +114,6 @@ class Runner:
                     raise
             finally:
                 self.stopped.set()  # those who retry give up; what is in hand is finished
-        self._log.flush()
-        if self._failure is not None:
-            raise self._failure
 
     def _note(self, done: Future[None]) -> None:
         error = done.exception()
@@ -112,8 +121,13 @@ class Runner:
             with self._lock:
                 is_first, self._failure = self._failure is None, self._failure or error
             if not is_first:  # `run` raises the first alone
-                _logger.error("group %s: %s", self._consumer.group, failure_of(error).text, exc_info=error)
+                self._log_unraised(error)
         self._consumer._change()
+
+    def _log_unraised(self, error: BaseException) -> None:
+        fields = {"group": self._consumer.group}
+        text = failure_of(error).text
+        _logger.error("group %s: %s", self._consumer.group, text, exc_info=error, extra=fields)
 
     def _handle_batch(self, lane: Lane, batch: Batch) -> None:
         consumer = self._consumer

@@ -142,6 +142,15 @@ def test_x14_a_handler_that_fails_on_every_message_does_not_flood_the_log(
     assert hub.topic("dead").end(0) == 500
 
 
+def test_x14_the_count_of_what_was_left_out_is_logged_though_run_raises(
+    hub: Hub, records: Callable[[], list[logging.LogRecord]]
+) -> None:
+    create(hub, partitions=8)
+    with pytest.raises(PartitionsPaused):
+        run_to_the_end(hub)
+    assert [getattr(each, "left_out", 0) for each in records()] == [0] * 5 + [3]
+
+
 def test_x14_of_two_handlers_that_end_the_run_the_one_that_is_not_raised_is_logged(
     hub: Hub, records: Callable[[], list[logging.LogRecord]]
 ) -> None:

@@ -236,8 +236,16 @@ class _Lines(logging.Handler):
         self._settings = settings
 
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._tell(record)
+        except Exception:  # noqa: BLE001 - what cannot be shown must not end the work of the one who logs
+            self.handleError(record)
+
+    def _tell(self, record: logging.LogRecord) -> None:
         text = f"worker {self._settings.number}: {record.getMessage()}"
-        fields = {name: value for name, value in vars(record).items() if name not in _RECORD_FIELDS}
+        added = {name: value for name, value in vars(record).items() if name not in _RECORD_FIELDS}
+        # A module may add fields of any name, also of those that every event has.
+        fields = {f"{name}_" if name in _EVENT_FIELDS else name: value for name, value in added.items()}
         traceback = ""
         if record.exc_info and record.exc_info[1] is not None:
             failure = failure_of(record.exc_info[1])
@@ -246,18 +254,10 @@ class _Lines(logging.Handler):
             if failure.text not in text:
                 text += f": {failure.text}"
         fields |= {**_me(self._settings), "level": record.levelname.lower(), "logger": record.name}
-        for name in (
-            "event",
-            "text",
-            "time",
-            "as_json",
-            "traceback",
-        ):  # of `tell`, which a module's own fields may be too
-            if name in fields:
-                fields[f"{name}_"] = fields.pop(name)
         tell(self._settings.as_json, "log", text, traceback=traceback, **fields)
 
 
+_EVENT_FIELDS: Final = frozenset(["as_json", "event", "time", "text", "traceback"])
 _RECORD_FIELDS: Final = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime"])
 """What every log record has; its other attributes are those that the caller has added with `extra`."""
 
