@@ -123,7 +123,7 @@ class Consumer:
         on_trimmed:       what to do if retention has overtaken the group: raise, or skip to what is left.
         on_error:         what `run` does when a handler raises: "pause" its partition, "retry" it up to `retries_max`
                           times with pauses that double from `retry_pause` and then pause, send it to the topic
-                          `dead_letters`, or "raise".
+                          `dead_letters` ("dead-letter"; if that fails, pause), or "raise".
         on_assigned, on_revoked, on_lost: called with partitions, on another thread; they should be quick. What comes is
                           told before its first message; what goes, before it is released, also by `close`; what was
                           taken, or given up with something in hand, when that is known.

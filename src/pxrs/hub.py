@@ -7,7 +7,6 @@ messages; then the log; then the registry.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -29,6 +28,7 @@ from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
+from pxrs.registry.contract import LEASE_TTL_MAX, LEASE_TTL_MIN
 
 LEASE_TTL_DEFAULT: Final = 10.0
 
@@ -60,8 +60,8 @@ def open(
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
     """
     ttl = lease_ttl.total_seconds() if isinstance(lease_ttl, timedelta) else float(lease_ttl)
-    if not 0.05 <= ttl <= 86_400:
-        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from 0.05 s to a day")
+    if not LEASE_TTL_MIN <= ttl <= LEASE_TTL_MAX:
+        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from {LEASE_TTL_MIN} s to a day")
     address = parse(url)
     if registry is not None:
         _check_registry(registry)
@@ -269,14 +269,16 @@ class Hub:
     def consumer(self, topic: str | Source, group: str, **options: Any) -> Consumer:
         """A member of the group, which reads the topic; `options` are those of `Consumer`. Raises UnknownTopic.
 
-        In place of a topic's name, anything that is a `Source`. `dead_letters` is a topic's name."""
+        In place of a topic's name, anything that is a `Source`. `dead_letters` is the name of another topic."""
         from pxrs.consumer import Consumer
+        from pxrs.dead_letters import DeadLetterTopic, check_other_topic
 
         self._check_usable()
         source = self._log.topic(topic) if isinstance(topic, str) else topic
         if isinstance(dead_letters := options.get("dead_letters"), str):
-            self._log.topic(dead_letters)  # it must be there before the first one dies
-            options["dead_letters"] = functools.cache(lambda: self.producer(dead_letters, linger_s=0))
+            # The topic must be there before the first message fails.
+            check_other_topic(source.name, source.id, self._log.topic(dead_letters).id)
+            options["dead_letters"] = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
         consumer = Consumer(source, self.registry, group, **{"topic_names": self._topic_names, **options})
         with self._lock:
             if not self._is_closed:

@@ -192,6 +192,11 @@ class Producer:
         # The thread is a daemon, so that a forgotten producer does not keep the process; what it holds is still sent.
         atexit.register(self.close)
 
+    @property
+    def topic_id(self) -> str:
+        """The id of the topic that it sends to."""
+        return self._log.id
+
     def send(
         self,
         value: bytes | str | None,

@@ -64,6 +64,7 @@ def test_a_paused_partition_is_still_paused_and_can_be_skipped(hub: pxrs.Hub) ->
     assert row.paused is not None
     assert row.paused.offset == 0
     assert "a message that cannot be handled" in row.paused.error
+    assert (row.error_type, row.traceback) == ("", ""), "0.1 kept neither"
     assert hub.group("careful").skip("kept", 0) == 0
     with hub.consumer("kept", group="careful", until="end") as inbox:
         assert [message.offset for message in inbox] == list(range(1, 300))
@@ -78,7 +79,10 @@ def test_the_items_of_queues_are_there_and_can_be_taken(hub: pxrs.Hub) -> None:
             item = tx.take("mail", timeout=5)
             assert item is not None
             taken.append(item.value.decode())
-    dead = [item.value.decode() for item in hub.queue("mail").dead_letters()]
+    letters = hub.queue("mail").dead_letters().list()
+    assert [(item.error_type, item.traceback) for item in letters] == [("", "")] * 2
+    assert all(item.error for item in letters)
+    dead = [item.value.decode() for item in letters]
     assert sorted([*taken, *dead]) == [f"letter-{number}" for number in range(10)]
     for number in range(5):
         with hub.transaction() as tx:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
+from itertools import groupby
 from typing import Annotated, Any, Final
 
 import typer
@@ -17,7 +18,7 @@ from rich.text import Text
 
 import pxrs
 from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
-from pxrs.cli.terminal import cell, console, is_terminal, printable, time_text
+from pxrs.cli.terminal import cell, console, indented, is_terminal, printable, time_text
 from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupDescription, GroupHandle, PartitionDescription, To, groups
 from pxrs.group.records import Keys
@@ -64,7 +65,8 @@ def describe(
 ) -> None:
     """Show a group's members, and of each partition the owner, epoch, checkpoint, lag, and what holds it up.
 
-    With --watch and --json, one line for each change.
+    Below partitions that a message holds up stands where its handler raised; not with --watch. With --watch and --json,
+    one line for each change.
     """
     with open_hub(at, registry) as hub:
         handle = GroupHandle(hub.registry, group, hub)
@@ -233,7 +235,7 @@ def _show(found: GroupDescription, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(found)))
     else:
-        console().print(_picture(found))
+        console().print(_picture(found, has_tracebacks=True))
 
 
 def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
@@ -260,7 +262,7 @@ def _plain(found: GroupDescription) -> dict[str, Any]:
     return {"group": plain.pop("name"), "lag": found.lag, **plain}
 
 
-def _picture(found: GroupDescription) -> RenderableType:
+def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> RenderableType:
     head = Text.assemble(
         (found.name, "bold"), f"  generation {found.generation}  members {len(found.members)}  lag {found.lag:,}"
     )
@@ -293,11 +295,15 @@ def _picture(found: GroupDescription) -> RenderableType:
             time_text(row.when),
             cell(row.by or ""),
         )
-    held = [
-        Text.assemble((f"{printable(row.topic)}/{row.partition} ", "bold red"), printable(_why(row)))
-        for row in found.partitions
-        if row.paused is not None
-    ]
+    held: list[Text] = []
+    paused = [row for row in found.partitions if row.paused is not None]
+    for traceback, rows in groupby(paused, lambda row: row.traceback):  # many may fail at the same line
+        held += [
+            Text.assemble((f"{printable(row.topic)}/{row.partition} ", "bold red"), printable(_why(row)))
+            for row in rows
+        ]
+        if traceback and has_tracebacks:
+            held.append(Text(indented(traceback)))
     return Group(head, *([members] if found.members else []), partitions, *held)
 
 

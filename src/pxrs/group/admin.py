@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final, Literal, Protocol
 
@@ -60,6 +60,8 @@ _SCHEMA: Final = pa.schema(
         pa.field("lag", pa.int64()),
         pa.field("paused_at", pa.int64()),
         pa.field("error", pa.string()),
+        pa.field("error_type", pa.string()),
+        pa.field("traceback", pa.string()),
     ]
 )
 
@@ -127,7 +129,17 @@ class PartitionDescription:
 
     @property
     def error(self) -> str | None:
+        """What holds the partition up: the class and message of what the handler raised."""
         return None if self.paused is None else self.paused.error
+
+    @property
+    def error_type(self) -> str | None:
+        """The class alone; empty if the pause was written by version 0.1, as is `traceback`."""
+        return None if self.paused is None else self.paused.error_type
+
+    @property
+    def traceback(self) -> str | None:
+        return None if self.paused is None else self.paused.traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +369,7 @@ class GroupHandle:
         key, paused, version = self._pause(topic, partition)
         is_other = offset is not None and paused.offset != offset
         if not is_other and not paused.skip:
-            order = Paused(paused.offset, paused.error, paused.when, paused.by, skip=True)
+            order = replace(paused, skip=True)
             try:
                 self._registry.commit({key: version}, {key: order.dump()})
             except Conflict:  # never another message than the one that was seen

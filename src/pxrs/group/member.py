@@ -48,13 +48,14 @@ from pxrs.errors import (
     RegistryUnavailable,
     name_partitions,
 )
+from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
 from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, Holding, MemberProtocol, Steps, drive
 from pxrs.group.records import Checkpoint, Keys, Member, Paused, partition_of
 from pxrs.log.contract import Source
-from pxrs.registry.contract import Registry
+from pxrs.registry.contract import LEASE_TTL_MIN, Registry
 from pxrs.registry.lease import Lease
 from pxrs.registry.limit import time_limit
 from pxrs.registry.watch import Watch
@@ -92,6 +93,10 @@ class Timings:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value <= 86_400):
                 raise InvalidGroup(f"{name} is {value!r}: it must be more than 0 and at most a day, in seconds")
+        if self.lease_ttl < LEASE_TTL_MIN:
+            raise InvalidGroup(
+                f"lease_ttl is {self.lease_ttl!r}: no store grants a lease for less than {LEASE_TTL_MIN} s"
+            )
 
 
 class Listener(Protocol):
@@ -331,14 +336,22 @@ class GroupMember:
         except _Busy as busy:
             raise GroupUnavailable(self.keys.group, (), "no checkpoint was written", str(busy)) from busy
 
-    def pause(self, lane: Lane, offset: int, error: str) -> None:
+    def pause(self, lane: Lane, offset: int, failure: Failure) -> None:
         """Write down that a message could not be handled; its partition stands until somebody decides (X14).
 
         If the store cannot be reached the partition stands all the same, and the member's thread tries again."""
         with self.procedure():
             lane.is_paused = lane.is_failed = True
             lane.seek(lane.done)  # here, for as soon as it is written somebody may decide to go on behind it
-            self._unwritten[lane] = Paused(offset, error[:2000], time.time(), self.name, failure=uuid.uuid4().hex)
+            self._unwritten[lane] = Paused(
+                offset,
+                failure.text,
+                time.time(),
+                self.name,
+                error_type=failure.type,
+                traceback=failure.traceback,
+                failure=uuid.uuid4().hex,
+            )
             try:
                 self._write_paused()
             except (RegistryUnavailable, OutcomeUnknown) as failure:

@@ -151,8 +151,13 @@ class Paused(_Record):
 
     offset: int
     error: str
+    """The class and the message of what the handler raised; and of a second error, if dealing with it failed too."""
     when: float = 0.0
     by: str = ""
     skip: bool = False
+    error_type: str = ""
+    """The class of what the handler raised. Empty in records of version 0.1, as is `traceback`."""
+    traceback: str = ""
+    """Where it was raised, up to `failures.TRACEBACK_CHARACTERS_MAX` characters."""
     failure: str = ""
     """Id of this failure, made by the member that writes the record; see `Checkpoint.failure`."""

@@ -50,6 +50,9 @@ ABSENT: Final = 0
 KEY_BYTES_MAX: Final = 512
 TIMEOUT_S_DEFAULT: Final = 10.0
 CLOSERS_MAX: Final = 16
+LEASE_TTL_MIN: Final = 0.05
+LEASE_TTL_MAX: Final = 86_400.0
+"""Between these, in seconds, a lease may be asked for."""
 # Printable ASCII without the space, and without `;`, which marks folders in ZooKeeper.
 _SEGMENT = re.compile(r"[!-.0-:<-~]+")
 _EMPTY: Final[Mapping[str, bytes]] = {}
@@ -178,8 +181,8 @@ class Registry(ABC):
         """A new lease, renewed in the background until it is closed. The store may grant more than `ttl` seconds."""
         self._check_usable()
         seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else float(ttl)
-        if not 0.05 <= seconds <= 86_400:
-            raise ValueError(f"lease ttl is {seconds:g} s: it must be from 0.05 s to a day")
+        if not LEASE_TTL_MIN <= seconds <= LEASE_TTL_MAX:
+            raise ValueError(f"lease ttl is {seconds:g} s: it must be from {LEASE_TTL_MIN} s to a day")
         check_time(self.url)
         lease = self._lease(seconds)
         with self._handles_lock:
