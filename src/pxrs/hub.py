@@ -24,7 +24,7 @@ from pxrs import registry as registries
 from pxrs.clock import seconds_of
 from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, UsedAfterFork
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.contract import READ_BYTES_DEFAULT, Log, Source, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, DamagedTopic, Log, Source, TopicLog
 from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
@@ -227,12 +227,19 @@ class Hub:
         return TopicHandle(self._log.create_topic(topic), self._unread)
 
     def topics(self) -> list[Topic]:
-        """All topics, in the order of their names."""
+        """All topics that can be opened, in the order of their names. See `damaged_topics` for the others."""
         self._check_usable()
         return self._log.topics()
 
+    def damaged_topics(self) -> list[DamagedTopic]:
+        """The topics that cannot be opened, because their stored description is damaged, in the order of their names.
+
+        Restore a topic's `topic.json` from a copy; or delete the topic, with all its messages, and make it again."""
+        self._check_usable()
+        return self._log.damaged_topics()
+
     def topic(self, name: str) -> TopicHandle:
-        """A topic to read. Raises UnknownTopic."""
+        """A topic to read. Raises UnknownTopic, and DamagedFrame if its stored description is damaged."""
         self._check_usable()
         return TopicHandle(self._log.topic(name), self._unread)
 
@@ -242,10 +249,9 @@ class Hub:
         return unread(self.registry, topic)
 
     def delete_topic(self, name: str) -> None:
-        """Remove a topic and its messages. Raises UnknownTopic."""
+        """Remove a topic and its messages, also one that is damaged. Raises UnknownTopic."""
         self._check_usable()
-        identity = self._log.topic(name).id
-        self._log.delete_topic(name)
+        identity = self._log.delete_topic(name)
         if os.path.isdir(os.path.join(self.url, "staging")):  # Spark has written here
             from pxrs.spark.manifest import forget_topic
             from pxrs.spark.staging import Staging

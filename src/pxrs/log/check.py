@@ -22,9 +22,11 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from pxrs.errors import DamagedFrame, InvalidUrl, LogError
+from pxrs.errors import DamagedFrame, InvalidUrl, LogBusy
 from pxrs.log import published as published_module
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, read_header, read_payload
+from pxrs.log.contract import DamagedTopic
+from pxrs.log.description import look_up
 from pxrs.log.directory import DirectoryLog
 from pxrs.log.index import Index
 from pxrs.log.partition import read_reserved
@@ -90,37 +92,32 @@ class _Bounds(NamedTuple):
 
 def check(path: Path) -> Iterator[Checked]:
     """Read the log in this directory, file by file. Raises InvalidUrl if there is none."""
-    log = DirectoryLog(path)
+    DirectoryLog(path).close()  # refuses what cannot hold a log
     topics = path / "topics"
     if not topics.is_dir():
         what = "it has no folder topics" if path.is_dir() else "there is no such directory"
         raise InvalidUrl(f"{path} is no log: {what}; give the directory that was given to pxrs.open")
-    return _check_topics(log, topics)
+    return _check_topics(topics)
 
 
-def _check_topics(log: DirectoryLog, topics: Path) -> Iterator[Checked]:
-    try:
-        for name in sorted(os.listdir(topics)):
-            if TOPIC_NAME.fullmatch(name):
-                yield from _check_topic(log, name, topics / name)
-        yield from _check_nameless(topics)
-    finally:
-        log.close()
+def _check_topics(topics: Path) -> Iterator[Checked]:
+    for name in sorted(os.listdir(topics)):
+        if TOPIC_NAME.fullmatch(name):
+            yield from _check_topic(name, topics / name)
+    yield from _check_nameless(topics)
 
 
-def _check_topic(log: DirectoryLog, name: str, link: Path) -> Iterator[Checked]:
+def _check_topic(name: str, link: Path) -> Iterator[Checked]:
     if not link.is_dir():
         # A deletion takes the link first, and a creation makes it last.
         if link.is_symlink() and not link.is_dir():
             yield _of_topic(name, link, "the folder that it leads to is missing, and with it all messages")
         return
     folder = link.resolve()  # once: a topic that is made meanwhile under the same name has another one
-    topic, what = _read_topic(log, name)
+    topic, what = _read_topic(link)
     there = _partition_numbers(folder)
     if not folder.exists() or link.resolve() != folder:
         return  # it was deleted meanwhile
-    if topic is not None and link.is_symlink() and topic.id != folder.name:
-        what = f"it has the id {topic.id}, and its folder is {folder.name}"
     numbers = there if topic is None else set(range(topic.partitions))
     if what is None and there - numbers:
         what = f"the topic has {len(numbers)} partitions, and there are folders of {len(there - numbers)} more"
@@ -165,19 +162,15 @@ def _of_topic(name: str, file: Path, what: str) -> Checked:
     return Checked(name, None, str(file), 0, 0, [Finding(name, None, str(file), 0, what)])
 
 
-def _read_topic(log: DirectoryLog, name: str) -> tuple[Topic | None, str | None]:
+def _read_topic(link: Path) -> tuple[Topic | None, str | None]:
     """The topic, or else what is wrong with its file."""
     try:
-        topic = log._meta(name)
-    except OSError as error:
-        return None, _unreadable(error)
-    except (LogError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return None, f"it does not describe a topic: {getattr(error, 'what', error)}"
-    if topic is None:
-        return None, "it is missing, and without it the topic cannot be opened"
-    if topic.name != name or not isinstance(topic.partitions, int):
-        return None, f"it describes a topic {topic.name} with {topic.partitions!r} partitions"
-    return topic, None
+        found = look_up(link.parent, link.name)
+    except (OSError, LogBusy) as error:
+        return None, _unreadable(error) if isinstance(error, OSError) else str(error)
+    if isinstance(found, DamagedTopic):
+        return None, found.error.what
+    return found, None  # None: it was deleted meanwhile
 
 
 def _partition_numbers(folder: Path) -> set[int]:

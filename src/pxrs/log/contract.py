@@ -13,10 +13,21 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from pxrs.errors import DamagedFrame
 from pxrs.log.batch import ANONYMOUS, Batch, Origin
 from pxrs.model import Topic
 
 READ_BYTES_DEFAULT = 8 << 20
+
+
+class DamagedTopic(NamedTuple):
+    """A topic that cannot be opened, because its stored description is missing, damaged, or that of another topic."""
+
+    name: str
+    id: str | None
+    """None if it cannot be told."""
+    error: DamagedFrame
+    """What is wrong with it."""
 
 
 class Append(NamedTuple):
@@ -103,15 +114,19 @@ class Log(ABC):
 
     @abstractmethod
     def topics(self) -> list[Topic]:
-        """All topics, in the order of their names."""
+        """All topics that can be opened, in the order of their names."""
+
+    @abstractmethod
+    def damaged_topics(self) -> list[DamagedTopic]:
+        """The topics whose stored description is damaged, in the order of their names. They cannot be opened."""
 
     @abstractmethod
     def topic(self, name: str) -> TopicLog:
-        """Raises UnknownTopic."""
+        """Raises UnknownTopic, and DamagedFrame if the topic's stored description is damaged."""
 
     @abstractmethod
-    def delete_topic(self, name: str) -> None:
-        """Raises UnknownTopic. Readers that have it open see it gone."""
+    def delete_topic(self, name: str) -> str:
+        """Remove a topic, also a damaged one; its id. Who has it open gets TopicDeleted. Raises UnknownTopic."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -20,13 +20,14 @@ from pxrs.errors import (
     InvalidRecord,
     OffsetOutOfRange,
     OffsetTrimmed,
+    TopicDeleted,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
     UsedAfterFork,
 )
 from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, encode
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, TopicLog
 from pxrs.log.producers import SILENT_S_MAX, Asked, Placed, Producers
 from pxrs.model import Topic
 
@@ -202,7 +203,7 @@ class MemoryTopic(TopicLog):
     def _check_usable(self) -> None:
         self._log._check_usable()
         if self._is_deleted:
-            raise UnknownTopic(self.name)
+            raise TopicDeleted(self.name, self.id, self.name in self._log._topics)
 
     def _wake(self, *, is_deleted: bool = False) -> None:
         with self._changed:
@@ -232,6 +233,10 @@ class MemoryLog(Log):
         with self._lock:
             return [self._topics[name].topic for name in sorted(self._topics)]
 
+    def damaged_topics(self) -> list[DamagedTopic]:
+        self._check_usable()
+        return []
+
     def topic(self, name: str) -> MemoryTopic:
         self._check_usable()
         with self._lock:
@@ -239,13 +244,14 @@ class MemoryLog(Log):
                 raise UnknownTopic(name, sorted(self._topics))
             return self._topics[name]
 
-    def delete_topic(self, name: str) -> None:
+    def delete_topic(self, name: str) -> str:
         self._check_usable()
         with self._lock:
             if name not in self._topics:
                 raise UnknownTopic(name, sorted(self._topics))
             gone = self._topics.pop(name)
         gone._wake(is_deleted=True)
+        return gone.id
 
     def close(self) -> None:
         if os.getpid() != self._pid:

@@ -18,7 +18,8 @@ a new segment from the published end, and what lies behind it in the old one is 
 outlive the machine's run: after another one the medium itself is read.
 A writer may also die after it made the next segment and before it published that. The next one finishes the roll:
 were it to go on in the old segment, the empty one would stand for the offsets that it gets.
-The folder of a deleted topic is gone for good, and one of the same name has another: an append looks for it.
+The folder of a deleted topic is gone for good, and a later topic of the same name has another one. An append looks
+whether its files are still in place, and fails if they are not; `DirectoryTopic` tells a deletion from damage.
 After another boot the published end is rebuilt: the last segment is checked frame by frame, cut where the one unsynced
 append is torn, and synced. Damage that a later append proves to be older is reported, never cut (F5).
 
@@ -52,7 +53,6 @@ from pxrs.errors import (
     LogError,
     SequenceGap,
     UnknownProducer,
-    UnknownTopic,
 )
 from pxrs.log.batch import (
     Header,
@@ -388,7 +388,8 @@ class Partition:
             try:  # from before the first attempt: an interrupt must not leave it locked, and unlocking twice is no harm
                 self._lock(time.monotonic() + self._timeout)
                 if not self._published.is_in_place():
-                    raise UnknownTopic(self.place.rpartition("/")[0])
+                    what = "somebody has removed it; open the log again, in every process"
+                    raise DamagedFrame(self._published.path, 0, what)
                 self._check_lock()
                 yield
             except (UnknownProducer, SequenceGap):  # refused before anything was done

@@ -44,7 +44,8 @@ class Reader:
 
     def start(self) -> int:
         bases = segment_bases(self.folder)
-        if not bases and self._published().end:
+        # Listed again if there were none: the first append may have come in between.
+        if not bases and self._published().end and not (bases := segment_bases(self.folder)):
             raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
         return bases[0] if bases else 0
 

@@ -28,6 +28,7 @@ from pxrs.errors import (
     OffsetOutOfRange,
     OffsetTrimmed,
     SequenceGap,
+    TopicDeleted,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
@@ -141,8 +142,8 @@ class _Topics(_Fixtures):
 
     def test_g7_a_topic_made_again_is_another_one(self, log: Log, topic: TopicLog) -> None:
         topic.append([Append(0, records([b"old"]))])
-        log.delete_topic("orders")
-        assert log.topics() == []
+        assert log.delete_topic("orders") == topic.id
+        assert (log.topics(), log.damaged_topics()) == ([], [])
         with pytest.raises(UnknownTopic):
             log.topic("orders")
         again = log.create_topic(new_topic())
@@ -154,8 +155,9 @@ class _Topics(_Fixtures):
     def test_a_deleted_topic_takes_no_more_appends(self, log: Log, topic: TopicLog) -> None:
         log.delete_topic("orders")
         log.create_topic(new_topic())
-        with pytest.raises((UnknownTopic, Closed)):
+        with pytest.raises(TopicDeleted) as deleted:
             topic.append([Append(0, records([b"stray"]))])
+        assert (deleted.value.id, deleted.value.is_made_again) == (topic.id, True)
         assert values_from(log.topic("orders"), 0) == []
 
     def test_a_closed_log_refuses(self, log: Log, topic: TopicLog) -> None:
