@@ -207,6 +207,11 @@ class DamagedFrame(LogError):
         return type(self), (self.file, self.position, self.what)
 
 
+class MisplacedFile(DamagedFrame):
+    """A file of the log belongs to another topic or partition, as after a mistake in a restore. Nothing was changed.
+    Put the right file in its place; `pxrs check` names all that are misplaced."""
+
+
 class AppendFailed(LogError):
     """The append could not be made durable and is not part of the log. Try again: a retry is stored once."""
 

@@ -152,8 +152,10 @@ def test_partitions_that_are_missing_or_too_many_are_found(tmp_path: Path) -> No
     folder = make(tmp_path)
     folder.rename(folder.with_name("partition-1"))
     findings = run(tmp_path)[1]
-    assert files_of(findings) == ["topic.json", "partition-0"]
+    assert files_of(findings[:2]) == ["topic.json", "partition-0"]
     assert "missing" in findings[1].what
+    assert {finding.partition for finding in findings[2:]} == {1}
+    assert all("written for another topic" in finding.what for finding in findings[2:])
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "empty", "no text"])

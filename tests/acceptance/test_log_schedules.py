@@ -147,7 +147,7 @@ def test_l3_a_writer_dies_in_a_roll_and_a_smaller_batch_comes_next(
 ) -> None:
     """It would have fitted into the old segment, whose successor is there already."""
     topic = new_topic(tmp_path)
-    sent = fill(topic, 11)
+    sent = fill(topic, 10)
 
     def work() -> None:
         with before_each("fsync", faults.kill):  # the new segment is made, its name is not synced yet
@@ -156,14 +156,14 @@ def test_l3_a_writer_dies_in_a_roll_and_a_smaller_batch_comes_next(
     with faults.child(work) as pid:
         assert faults.wait_exit(pid) == -signal.SIGKILL
     assert len(segments(tmp_path)) == 2
-    assert segments(tmp_path)[0].stat().st_size + 700 < 8192, "there is room for a small one"
-    assert topic.append(one(b"small")) == [11]
+    assert segments(tmp_path)[0].stat().st_size + 710 < 8192, "there is room for a small one"
+    assert topic.append(one(b"small")) == [10]
     if is_booted:
         boot()
     late = opened(tmp_path)
     assert values(late) == [*sent, b"small"]
     large = [b"%d" % number * 3000 for number in range(3)]
-    assert [late.append(one(value)) for value in large] == [[12], [13], [14]]
+    assert [late.append(one(value)) for value in large] == [[11], [12], [13]]
     boot()
     assert values(opened(tmp_path)) == [*sent, b"small", *large]
     assert findings(tmp_path) == []
@@ -344,7 +344,7 @@ def test_x15_more_waiters_than_the_system_allows_get_an_error_of_the_log(
 # Damage.
 
 
-@pytest.mark.parametrize("position", [20, 700], ids=["first frame", "a later frame"])
+@pytest.mark.parametrize("position", [20, 730], ids=["first frame", "a later frame"])
 def test_f5_no_time_is_believed_of_a_damaged_segment_without_an_index(position: int, tmp_path: Path) -> None:
     topic = new_topic(tmp_path, retention_s=1000.0)
     fill(topic, 40, timestamp=5000 * SECOND)
@@ -382,7 +382,7 @@ def test_f5_after_a_boot_a_damaged_tail_leaves_the_sealed_segments_readable(
     sent = fill(topic, 40)
     tail = segments(tmp_path)[-1]
     first = int(tail.stem)
-    flip(tail, 700)
+    flip(tail, 730)
     boot()
     late = opened(tmp_path)
     stored: list[bytes] = []

@@ -12,7 +12,17 @@ import pytest
 import xxhash
 
 from pxrs.errors import DamagedFrame, InvalidRecord, SequenceGap
-from pxrs.log.batch import HEADER_BYTES, SCHEMA, Origin, encode, header_bytes, padding, read_header, read_payload
+from pxrs.log.batch import (
+    HEADER_BYTES_MIN,
+    SCHEMA,
+    Origin,
+    encode,
+    header_bytes,
+    padding,
+    place_id,
+    read_header,
+    read_payload,
+)
 from pxrs.log.check import check
 from pxrs.log.contract import Append
 from pxrs.log.directory import DirectoryLog
@@ -21,6 +31,8 @@ from pxrs.testing.log_contract import records, values_from
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log-format-1"
 PRODUCER = uuid.UUID("00112233-4455-6677-8899-aabbccddeeff")
+PLACE = place_id("0123456789abcdef0123456789abcdef", 1)
+STORED_AT = 1_700_000_001_000_000
 ROWS = [
     {"key": b"account-7", "value": b"paid", "timestamp": 1_700_000_000_000_001, "headers": None},
     {"key": None, "value": b"", "timestamp": 1_700_000_000_000_000, "headers": []},
@@ -35,7 +47,8 @@ def batch() -> pa.RecordBatch:
 
 def frame(codec: str) -> bytes:
     payload = encode(batch(), codec)
-    return header_bytes(payload, 42, Origin(PRODUCER, 3, 9), follows=1) + payload.data.to_pybytes() + padding(payload)
+    header = header_bytes(payload, 42, Origin(PRODUCER, 3, 9), place=PLACE, stored_at=STORED_AT, follows=1)
+    return header + payload.data.to_pybytes() + padding(payload)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -73,7 +86,7 @@ def test_the_header_is_as_the_document_says() -> None:
 def test_every_damaged_bit_is_noticed() -> None:
     data = (GOLDEN / "none.frame").read_bytes()
     header = read_header(data, "golden", 0)
-    for bit in range(0, (HEADER_BYTES + header.payload_bytes) * 8, 3):
+    for bit in range(0, (HEADER_BYTES_MIN + header.payload_bytes) * 8, 3):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedFrame, match="golden at byte 0"):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import uuid
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +21,8 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from pxrs.errors import DamagedFrame, InvalidUrl, LogBusy
-from pxrs.log import published as published_module
-from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, read_header, read_payload
+from pxrs.errors import DamagedFrame, InvalidUrl, LogBusy, MisplacedFile
+from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, place_id, read_header, read_payload
 from pxrs.log.contract import DamagedTopic
 from pxrs.log.description import look_up
 from pxrs.log.directory import DirectoryLog
@@ -67,6 +65,8 @@ class _Place(NamedTuple):
     topic: str
     number: int
     folder: str
+    id: int
+    """As files name it: `place_id`."""
     is_synced: bool = True
     """Each append was; else a power loss may have taken any of the last segment."""
 
@@ -125,7 +125,9 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
         yield _of_topic(name, folder / "topic.json", what)
     is_synced = topic is None or topic.durability == "disk"
     for number in sorted(numbers | there):
-        place = _Place(name, number, str(folder / "partitions" / f"partition-{number}"), is_synced)
+        # The folder bears the id; only what is no link was put together by hand.
+        identity = place_id(folder.name if topic is None or link.is_symlink() else topic.id, number)
+        place = _Place(name, number, str(folder / "partitions" / f"partition-{number}"), identity, is_synced)
         yield from _check_partition(place)
 
 
@@ -183,18 +185,22 @@ def _partition_numbers(folder: Path) -> set[int]:
 
 def _check_partition(place: _Place) -> Iterator[Checked]:
     try:
-        published, end_min, bases = _look(place.folder)
+        published, end_min, bases = _look(place)
+    except MisplacedFile as error:
+        yield place.only(error.file, error.what)
+        yield from _check_unpublished(place, 0, segment_bases(place.folder))
+        return
     except OSError as error:
         if os.path.exists(os.path.dirname(os.path.dirname(place.folder))):  # else the topic was deleted meanwhile
             missing = "the partition's folder is missing"
             yield place.only(place.folder, missing if isinstance(error, FileNotFoundError) else _unreadable(error))
         return
     try:
-        read_reserved(place.folder)
+        read_reserved(place.folder, place.id)
     except DamagedFrame as damage:
         yield place.only(damage.file, damage.what)
     if published is None:
-        if _is_damaged(place.folder):
+        if _is_damaged(place):
             what = "a part of it is damaged; whoever opens the partition finds the end again in the last segment"
             yield place.only(f"{place.folder}/{PUBLISHED}", what)
         yield from _check_unpublished(place, end_min if place.is_synced else 0, bases)
@@ -219,7 +225,7 @@ def _check_unpublished(place: _Place, end_min: int, bases: list[int]) -> Iterato
     elif end_min:
         what = f"messages up to offset {end_min:,} were published, and no segment is there"
         tail = place.only(f"{place.folder}/{PUBLISHED}", what)
-    if _read_published(place.folder)[0] is not None:
+    if _is_opened(place):
         # Somebody opened it meanwhile, and may have appended to what was being read.
         yield from _check_partition(place)
         return
@@ -229,22 +235,29 @@ def _check_unpublished(place: _Place, end_min: int, bases: list[int]) -> Iterato
         yield tail
 
 
-def _look(folder: str) -> tuple[Published | None, int, list[int]]:
+def _is_opened(place: _Place) -> bool:
+    try:
+        return _read_published(place)[0] is not None
+    except MisplacedFile:
+        return False  # nobody can open it
+
+
+def _look(place: _Place) -> tuple[Published | None, int, list[int]]:
     """What is published, up to where something was before the last boot, and the segments that are there."""
     while True:
-        published, end_min = _read_published(folder)
-        bases = segment_bases(folder)
+        published, end_min = _read_published(place)
+        bases = segment_bases(place.folder)
         if published is None or published.segment in bases:
             return published, end_min, bases
-        again, _ = _read_published(folder)
+        again, _ = _read_published(place)
         if again is not None and again.segment == published.segment:
             return published, end_min, bases
         # A writer went on to another segment, and retention took this one away: look again.
 
 
-def _is_damaged(folder: str) -> bool:
+def _is_damaged(place: _Place) -> bool:
     try:
-        file = _PublishedReader(f"{folder}/{PUBLISHED}")
+        file = _PublishedReader(place)
     except FileNotFoundError:
         return False
     try:
@@ -253,9 +266,10 @@ def _is_damaged(folder: str) -> bool:
         file.close()
 
 
-def _read_published(folder: str) -> tuple[Published | None, int]:
+def _read_published(place: _Place) -> tuple[Published | None, int]:
+    """Raises MisplacedFile."""
     try:
-        file = _PublishedReader(f"{folder}/{PUBLISHED}")
+        file = _PublishedReader(place)
     except FileNotFoundError:
         return None, 0
     try:
@@ -267,10 +281,8 @@ def _read_published(folder: str) -> tuple[Published | None, int]:
 class _PublishedReader(PublishedFile):
     """Only reads: a check makes no file, and can be made by who may not write."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._boot = uuid.UUID(published_module.boot_id()).bytes  # type: ignore[attr-defined]
+    def __init__(self, place: _Place) -> None:
+        super().__init__(f"{place.folder}/{PUBLISHED}", place.id, os.O_RDONLY)
 
     def is_damaged(self) -> bool:
         """In this boot. What a power loss tore is not: whoever opens the partition next makes it anew."""
@@ -290,7 +302,7 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
     index, messages = Index(), 0
     findings: list[Finding] = []
     offset, is_known = base, True
-    for position, result in _walk(data, path, min(limit, data.size)):
+    for position, result in _walk(place, data, path, min(limit, data.size)):
         if bounds.end is not None and offset >= bounds.end:
             break  # left behind by a failed sync; the next segment has taken its place
         if isinstance(result, DamagedFrame):
@@ -300,7 +312,7 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
         else:
             what = None
         if what is not None:
-            if bounds.end is None and not (place.is_synced and begins_an_append_behind(data, path, position, offset)):
+            if bounds.end is None and not _is_certain(place, data, path, position, offset, result):
                 break  # what was not synced before the boot; whoever opens the partition cuts it off
             findings.append(place.wrong(path, position, what))
         if isinstance(result, DamagedFrame):
@@ -314,8 +326,18 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
         findings.append(place.wrong(path, data.size, what))
     if bounds.is_sealed and not findings:
         findings += _check_index(place, path, index)
-    findings += _check_producers(place, path)
+    findings += _check_producers(place, path, base)
     return Checked(place.topic, place.number, path, messages, data.size, findings)
+
+
+def _is_certain(
+    place: _Place, data: pa.Buffer, path: str, position: int, offset: int, result: Header | DamagedFrame
+) -> bool:
+    """Whether damage in the last segment is no append that a power loss tore: the file begins with a frame of another
+    place or offset, or a later append proves that this one was synced."""
+    if position == 0 and (isinstance(result, Header | MisplacedFile)):
+        return True
+    return place.is_synced and begins_an_append_behind(data, path, position, offset, place.id)
 
 
 def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> str | None:
@@ -329,18 +351,18 @@ def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> st
     return None
 
 
-def _walk(data: pa.Buffer, path: str, limit: int) -> Iterator[tuple[int, Header | DamagedFrame]]:
+def _walk(place: _Place, data: pa.Buffer, path: str, limit: int) -> Iterator[tuple[int, Header | DamagedFrame]]:
     """Every frame up to the limit, and for each stretch that is none, its damage."""
     view = memoryview(data)
     position = 0
     while position < limit:
         try:
-            header = read_header(view[position : position + HEADER_BYTES], path, position)
+            header = read_header(view[position : position + HEADER_BYTES], path, position, place.id)
             length = min(header.frame_bytes, data.size - position)
             read_payload(header, data.slice(position, length), path, position)
         except DamagedFrame as damage:
             yield position, damage
-            position = next_frame(view, path, position + ALIGNMENT, limit)
+            position = next_frame(view, path, position + ALIGNMENT, limit, place.id)
             continue
         yield position, header
         position += header.frame_bytes
@@ -356,17 +378,23 @@ def _check_index(place: _Place, segment: str, true: Index) -> list[Finding]:
         return [place.wrong(path, 0, _unreadable(error))]
     if stored is None:
         return [place.wrong(path, 0, "the index is damaged; remove it, it is made again")]
-    if stored.dump() != true.dump():
+    if stored.place_id not in (None, place.id):
+        return [place.wrong(path, 0, "it was written for another topic or partition; remove it, it is made again")]
+    if stored.place_id is None:
+        true.last_stored = stored.last_stored  # which the format before did not have
+    if stored.dump(place.id) != true.dump(place.id):
         return [place.wrong(path, 0, "the index does not fit its segment; remove it, it is made again")]
     return []
 
 
-def _check_producers(place: _Place, segment: str) -> list[Finding]:
+def _check_producers(place: _Place, segment: str, base: int) -> list[Finding]:
     """The producers' state at the segment's beginning. One that is missing is found again in the segments before."""
     path = producers_path(segment)
     what = "the producers' state is damaged; remove it, it is found again in the segments"
     try:
-        is_sound = load_producers(path) is not None or not os.path.exists(path)
+        is_sound = load_producers(path, place.id, base) is not None or not os.path.exists(path)
+    except MisplacedFile as error:
+        return [place.wrong(path, 0, f"{error.what}; remove it, it is found again in the segments")]
     except OSError as error:
         return [place.wrong(path, 0, _unreadable(error))]
     except (ValueError, KeyError, TypeError, AttributeError):

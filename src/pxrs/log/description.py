@@ -20,7 +20,7 @@ from typing import Any, Final
 import xxhash
 
 from pxrs import disk
-from pxrs.errors import DamagedFrame, LogBusy
+from pxrs.errors import DamagedFrame, LogBusy, MisplacedFile
 from pxrs.log.contract import DamagedTopic
 from pxrs.model import Topic
 
@@ -82,8 +82,8 @@ def look_up(topics: Path, name: str) -> Topic | DamagedTopic | None:
             what = f"it cannot be read: {error.strerror}"
             return DamagedTopic(name, target, DamagedFrame(str(folder / META), 0, what))
         if topic.name != name or target not in (None, topic.id):
-            what = f"it describes the topic {topic.name} with the id {topic.id}, and is in the folder of {name}"
-            return DamagedTopic(name, target, DamagedFrame(str(folder / META), 0, what))
+            what = f"it describes the topic {topic.name} with the id {topic.id}, and {name} leads to it in {target}"
+            return DamagedTopic(name, target, MisplacedFile(str(folder / META), 0, what))
         return topic
     raise LogBusy(f"the topic {name} is deleted and made again faster than it can be opened")
 

@@ -39,13 +39,14 @@ from pxrs.errors import (
     refused_in,
 )
 from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
-from pxrs.log.batch import Batch, encode
+from pxrs.log.batch import Batch, encode, place_id
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, TopicLog
 from pxrs.log.crew import Crew
 from pxrs.log.description import look_up, target_of, write_topic
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published
+from pxrs.log.reading import SealedSegment
 from pxrs.model import TOPIC_NAME, Topic
 
 _logger: Final = logging.getLogger(__name__)
@@ -451,7 +452,7 @@ class DirectoryTopic(TopicLog):
                     segments = partition.reader.sealed_segments()
                     keep = self._keep_from(segments, partition.published().segment_bytes, now)
                     keep = min(keep, (unread or {}).get(number, keep))
-                    if segments and keep > segments[0][0]:
+                    if segments and keep > segments[0].base:
                         moved[number] = partition.drop_before(keep)
             except LogError as error:  # one that is damaged keeps no other from being trimmed
                 errors.append(error)
@@ -459,17 +460,17 @@ class DirectoryTopic(TopicLog):
             raise errors[0]
         return moved
 
-    def _keep_from(self, segments: list[tuple[int, int, int, int]], tail_bytes: int, now: int) -> int:
+    def _keep_from(self, segments: list[SealedSegment], tail_bytes: int, now: int) -> int:
         """The first offset to keep: whole segments go, the oldest first, while they are too old or too many bytes."""
         topic = self.topic
-        total = tail_bytes + sum(size for _, _, size, _ in segments)
-        keep = segments[0][0] if segments else 0
-        for _, following, size, last_time in segments:
-            is_old = topic.retention_s is not None and last_time < self._oldest(now)
+        total = tail_bytes + sum(segment.bytes for segment in segments)
+        keep = segments[0].base if segments else 0
+        for segment in segments:
+            is_old = topic.retention_s is not None and segment.last_time < self._oldest(now)
             is_much = topic.retention_bytes is not None and total > topic.retention_bytes
             if not is_old and not is_much:
                 break
-            keep, total = following, total - size
+            keep, total = segment.following, total - segment.bytes
         return keep
 
     def _oldest(self, now: int) -> int:
@@ -492,6 +493,7 @@ class DirectoryTopic(TopicLog):
                         found = self._open[number] = Partition(
                             folder,
                             f"{self.name}/{number}",
+                            place_id(self.id, number),
                             segment_bytes=self.topic.segment_bytes,
                             timeout=self._timeout,
                             is_synced=self.topic.durability == "disk",

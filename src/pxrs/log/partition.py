@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -51,6 +52,7 @@ from pxrs.errors import (
     DamagedFrame,
     LogBusy,
     LogError,
+    MisplacedFile,
     SequenceGap,
     UnknownProducer,
 )
@@ -81,6 +83,7 @@ from pxrs.log.segment import (
 LOCK_PAUSE_S_MAX: Final = 0.005
 RESERVED: Final = "reserved"
 RESERVED_OFFSETS: Final = 1 << 16
+_logger = logging.getLogger(__name__)
 
 
 class Ready(NamedTuple):
@@ -94,14 +97,16 @@ class Ready(NamedTuple):
 class Partition:
     """A handle of this process. Threads share it."""
 
-    def __init__(self, folder: str, place: str, *, segment_bytes: int, timeout: float, is_synced: bool = True) -> None:
-        """`place` names the partition in messages; `is_synced` is the choice of durability."""
-        self.folder, self.place = folder, place
+    def __init__(
+        self, folder: str, place: str, place_id: int, *, segment_bytes: int, timeout: float, is_synced: bool = True
+    ) -> None:
+        """`place` names the partition in messages, `place_id` in files; `is_synced` is the choice of durability."""
+        self.folder, self.place, self._place_id = folder, place, place_id
         self._segment_bytes, self._timeout = segment_bytes, timeout
         self._is_synced = is_synced
         self._reserved = 0
         """As this process knows it; another one may have reserved more."""
-        self._published = PublishedFile(f"{folder}/{PUBLISHED}")
+        self._published = PublishedFile(f"{folder}/{PUBLISHED}", place_id)
         self._appending = threading.Lock()
         try:
             self._lock_file = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -109,7 +114,7 @@ class Partition:
             self._published.close()
             raise
         self._tail = _Tail(-1)
-        self.reader = Reader(folder, place, self.published)
+        self.reader = Reader(folder, place, place_id, self.published)
 
     def published(self) -> Published:
         """What may be read; rebuilt first if nothing was published since the machine started."""
@@ -151,13 +156,16 @@ class Partition:
 
     def _origins(self, bases: list[int], offset: int) -> Iterator[tuple[Origin, int]]:
         for base, following in pairwise(bases):
-            sealed = Sealed(segment_path(self.folder, base), base, following)
-            for _, header in sealed.frames_from(sealed.index.position_of(offset)):
+            sealed = self._sealed(base, following)
+            for _, header in sealed.frames_from(sealed.position_of(offset)):
                 yield header.origin, header.base_offset
         tail = self._tail
         path, begin = segment_path(self.folder, tail.base), tail.index.position_of(offset)
-        for _, header in headers_of(tail.descriptor, path, begin, tail.index.segment_bytes):
+        for _, header in headers_of(tail.descriptor, path, begin, tail.index.segment_bytes, self._place_id):
             yield header.origin, header.base_offset
+
+    def _sealed(self, base: int, following: int) -> Sealed:
+        return Sealed(segment_path(self.folder, base), base, following, self._place_id)
 
     def _write(self, published: Published, new: list[tuple[Ready, int]]) -> None:
         size = sum(ready.payload.frame_bytes for ready, _ in new)
@@ -167,8 +175,11 @@ class Partition:
         path = segment_path(self.folder, tail.base)
         pieces: list[object] = []
         headers: list[Header] = []
+        stored_at = wall_time_us()
         for follows, (ready, offset) in enumerate(new):
-            raw = header_bytes(ready.payload, offset, ready.origin, follows=follows)
+            raw = header_bytes(
+                ready.payload, offset, ready.origin, place=self._place_id, stored_at=stored_at, follows=follows
+            )
             headers.append(read_header(raw, path, 0))
             pieces += [raw, ready.payload.data, padding(ready.payload)]
         if not self._is_synced:
@@ -197,7 +208,16 @@ class Partition:
     def _current(self) -> Published:
         """What is published, with `_tail` as it says. Repairs what a writer that died has left. Holds the lock."""
         published = self._published.read()
-        if published is None:
+        if published is not None and self._is_outdated(published):
+            _logger.warning(
+                "%s: %s says that the log ends at offset %d, and there is more behind it, as after the restore of an "
+                "older copy; the end is found in the last segment",
+                self.place,
+                self._published.path,
+                published.end,
+            )
+            published = self._recover(is_outdated=True)
+        elif published is None:
             published = self._recover()
         tail = self._tail
         if tail.base != published.segment:
@@ -213,6 +233,33 @@ class Partition:
             self._cut(published)
         return published
 
+    def _is_outdated(self, published: Published) -> bool:
+        """Whether more was appended than one writer can leave that died before it published: then `published` is an older
+        copy, or of another partition and too old to name it. Raises MisplacedFile before anything is cut by it.
+
+        Such a writer leaves one append behind the published end of the last segment, or an empty segment that begins
+        there. Holds the lock."""
+        if published.segment_bytes and _size(segment_path(self.folder, published.end)):
+            return True
+        if self._tail.base != published.segment:  # once for each segment: it reads the folder
+            bases = segment_bases(self.folder)
+            if bases and bases[-1] > published.segment and bases[-1] != published.end:
+                return True
+        path = segment_path(self.folder, published.segment)
+        size = _size(path)
+        if size <= published.segment_bytes:
+            return False
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            behind = headers_of(descriptor, path, published.segment_bytes, size, self._place_id)
+            return any(header.follows == 0 and at > published.segment_bytes for at, header in behind)
+        except MisplacedFile:
+            raise
+        except DamagedFrame:  # torn: what such a writer has left
+            return False
+        finally:
+            os.close(descriptor)
+
     def _open_tail(self, published: Published) -> _Tail:
         path = segment_path(self.folder, published.segment)
         tail = _Tail(published.segment, os.open(path, os.O_RDWR | os.O_CLOEXEC))
@@ -222,33 +269,55 @@ class Partition:
 
     def _producers_before(self, base: int) -> Producers:
         """The producers' state at a segment's beginning: as it was written then, or found again in older segments."""
-        found = load_producers(producers_path(segment_path(self.folder, base)))
+        found = self._load_producers(base)
         if found is not None:
             return found
         bases = segment_bases(self.folder)
         for at in range(bisect_right(bases, base) - 1, -1, -1):
-            producers = load_producers(producers_path(segment_path(self.folder, bases[at])))
+            producers = self._load_producers(bases[at])
             if producers is None and at > 0:
                 continue
             # What was dropped before the first segment is as good as forgotten.
             producers = Producers(forgotten=bases[at] - 1) if producers is None else producers
             for older, following in pairwise(bases[at : bisect_right(bases, base)]):
-                sealed = Sealed(segment_path(self.folder, older), older, following)
+                sealed = self._sealed(older, following)
                 producers.note_all((header for _, header in sealed.frames_from(0)), time.time())
             return producers
         return Producers()
 
+    def _load_producers(self, base: int) -> Producers | None:
+        """None also if the file belongs elsewhere: like a damaged one it is made up for by the segments."""
+        path = producers_path(segment_path(self.folder, base))
+        try:
+            return load_producers(path, self._place_id, base)
+        except MisplacedFile as error:
+            _logger.warning("%s; the state is found again in the segments", error)
+            return None
+
     def _learn(self, tail: _Tail, published: Published) -> None:
-        """Take in the headers that other processes have appended."""
-        path, begin = segment_path(self.folder, tail.base), tail.index.segment_bytes
+        """Take in the headers that other processes have appended. Raises DamagedFrame if they do not lead to the
+        published end: then the segment or `published` is not the one that belongs here."""
+        index, path = tail.index, segment_path(self.folder, tail.base)
+        begin, end = index.segment_bytes, published.segment_bytes
 
         def noted() -> Iterator[Header]:
-            for position, header in headers_of(tail.descriptor, path, begin, published.segment_bytes):
-                tail.index.note(header, position)
+            expected = index.next_offset if begin else tail.base
+            for position, header in headers_of(tail.descriptor, path, begin, end, self._place_id):
+                if header.base_offset != expected:
+                    raise DamagedFrame(path, position, f"offset {header.base_offset} where {expected} must be")
+                index.note(header, position)
+                expected = header.next_offset
                 yield header
 
-        if begin < published.segment_bytes:
+        if begin < end:
             tail.producers.note_all(noted(), time.time())
+        found = index.segment_bytes, index.next_offset if end else tail.base
+        if found != (end, published.end):
+            raise DamagedFrame(
+                path,
+                end,
+                f"its frames end at byte {found[0]:,}, offset {found[1]}, and the published end is {published.end}",
+            )
 
     def _roll(self, published: Published) -> Published:
         """Go on in a new segment, from the published end. The old one is synced up to there."""
@@ -258,11 +327,16 @@ class Partition:
         try:
             if not self._is_synced:
                 self._sync_whole(old, published)
-            write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump())
-            write_beside(producers_path(path), dump_producers(old.producers), is_durable=True)
-            # One that is there already was made by a writer that died before it published anything in it.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump(self._place_id))
+            state = dump_producers(old.producers, self._place_id, published.end)
+            write_beside(producers_path(path), state, is_durable=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._tail = _Tail(published.end, descriptor)
+            if published.end == old.base:  # its first append could not be synced
+                os.ftruncate(descriptor, 0)
+            elif os.fstat(descriptor).st_size:
+                # One that a writer made and that it died before it could publish is empty.
+                raise DamagedFrame(path, 0, "a segment with messages lies where the next one is to begin")
             disk.sync_folder(self.folder)
         except OSError as error:
             raise self._failed(error) from error
@@ -275,7 +349,7 @@ class Partition:
         if published.is_suspect:
             data = pa.py_buffer(pread(tail.descriptor, published.segment_bytes, 0))
             path = segment_path(self.folder, tail.base)
-            for at, header in frames(data, path, 0, data.size):
+            for at, header in frames(data, path, 0, data.size, place=self._place_id):
                 check_payload(header, memoryview(data)[at : at + header.frame_bytes], path, at)
             write_beside(path, data, is_durable=True)
             disk.sync_folder(self.folder)
@@ -286,9 +360,15 @@ class Partition:
             self._published.write(published, *published[1:4], is_suspect=True)
             raise
 
-    def _recover(self) -> Published:
-        """After a start of the machine, for the first time, or because what is published is damaged: find the end in
-        the last segment. Holds the lock."""
+    def _recover(self, *, is_outdated: bool = False) -> Published:
+        """After a start of the machine, for the first time, or because what is published is damaged or outdated: find
+        the end in the last segment. Holds the lock."""
+        # What may be misplaced is read before anything is made or cut.
+        known = self._published.whole()
+        # Only a power loss takes what was published, and only where appends are not synced.
+        is_lossy = not self._is_synced and not self._published.is_of_this_boot()
+        durable = 0 if is_lossy else self._published.end_before()
+        reserved = read_reserved(self.folder, self._place_id) if is_lossy else 0
         bases = segment_bases(self.folder)
         base = bases[-1] if bases else 0
         path = segment_path(self.folder, base)
@@ -296,31 +376,36 @@ class Partition:
         try:
             data = pa.py_buffer(pread(descriptor, os.fstat(descriptor).st_size, 0))
             position, end = 0, base
-            known = self._published.whole()
-            if known is not None and known.is_suspect and known.segment == base:
+            if known is not None and known.is_suspect and known.segment == base and not is_outdated:
                 # What a failed sync left behind its end is no part of the log, though it can be read.
                 self._tail = _Tail(-1)
                 return self._published.rebuild(*known[1:4], is_suspect=True)
-            # Only a power loss takes what was published, and only where appends are not synced.
-            is_lossy = not self._is_synced and not self._published.is_of_this_boot()
-            durable = 0 if is_lossy else self._published.end_before()
+            is_ours = False
             try:
                 view = memoryview(data)
-                for at, header in frames(data, path, 0, data.size):
+                for at, header in frames(data, path, 0, data.size, place=self._place_id):
                     if header.base_offset != end:
-                        raise DamagedFrame(path, at, f"offset {header.base_offset} where {end} must be")
+                        kind = DamagedFrame if at else MisplacedFile
+                        raise kind(path, at, f"offset {header.base_offset} where {end} must be")
+                    is_ours = is_ours or header.place_id is not None
                     check_payload(header, view[at : at + header.frame_bytes], path, at)
                     position, end = at + header.frame_bytes, header.next_offset
-            except DamagedFrame:
-                if not is_lossy and (end < durable or begins_an_append_behind(data, path, position, end)):
+            except DamagedFrame as damage:
+                # A foreign frame before any frame that names this partition: the file is misplaced. Behind one, it is
+                # what was on the medium before an append that a power loss tore.
+                if isinstance(damage, MisplacedFile) and not is_ours:
+                    raise
+                if not is_lossy and (
+                    end < durable or begins_an_append_behind(data, path, position, end, self._place_id)
+                ):
                     raise
                 os.ftruncate(descriptor, position)
             if end < durable:
                 raise DamagedFrame(
                     path, position, f"it ends at offset {end}, and messages up to {durable} were published"
                 )
-            if is_lossy and end < (reserved := read_reserved(self.folder)):
-                gap = gap_bytes(end, reserved - end)
+            if end < reserved:
+                gap = gap_bytes(end, reserved - end, place=self._place_id, stored_at=wall_time_us())
                 _pwrite_all(descriptor, [gap], position)
                 position, end = position + len(gap), reserved
             disk.sync_data(descriptor)
@@ -335,10 +420,10 @@ class Partition:
         """Before offsets up to this one are given away without a sync: see that no later boot gives them again."""
         if end <= self._reserved:
             return
-        reserved = read_reserved(self.folder)
+        reserved = read_reserved(self.folder, self._place_id)
         if end > reserved:
             reserved = end + RESERVED_OFFSETS
-            write_beside(f"{self.folder}/{RESERVED}", with_checksum(str(reserved)), is_durable=True)
+            write_beside(f"{self.folder}/{RESERVED}", dump_reserved(reserved, self._place_id), is_durable=True)
         disk.sync_folder(self.folder)  # also of another process's: it may have died before it did so
         self._reserved = reserved
 
@@ -441,8 +526,13 @@ class Partition:
         self._tail = _Tail(-1)
 
 
-def read_reserved(folder: str) -> int:
-    """Every offset that was given away without a sync is smaller. 0 if there was none."""
+def dump_reserved(reserved: int, place: int) -> bytes:
+    return with_checksum(f"{reserved} {place:016x}")
+
+
+def read_reserved(folder: str, place: int) -> int:
+    """Every offset that was given away without a sync is smaller. 0 if there was none. Raises DamagedFrame, and
+    MisplacedFile if the file belongs to another partition."""
     path = f"{folder}/{RESERVED}"
     try:
         text = read_with_checksum(path)
@@ -450,7 +540,25 @@ def read_reserved(folder: str) -> int:
         return 0
     if text is None:
         raise DamagedFrame(path, 0, "the checksum does not match")
-    return int(text)
+    number, _, written_for = text.partition(" ")
+    if written_for and written_for != f"{place:016x}":  # the format before has the number alone
+        raise MisplacedFile(
+            path, 0, "it was written for another topic or partition; put back the one that belongs here"
+        )
+    return int(number)
+
+
+def _size(path: str) -> int:
+    """Of a file; 0 if it is missing."""
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def wall_time_us() -> int:
+    """What a frame is stamped with when it is stored: microseconds since 1970."""
+    return time.time_ns() // 1000
 
 
 class _Tail:
