@@ -41,7 +41,7 @@ from pxrs.errors import (
 )
 from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
 from pxrs.log.batch import Batch, encode
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, RetentionPlan, TopicLog
 from pxrs.log.crew import Crew
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
@@ -352,9 +352,8 @@ class DirectoryTopic(TopicLog):
     def _ready(self, positions: Mapping[int, int]) -> set[int]:
         return {partition for partition, offset in positions.items() if self.end(partition) > offset}
 
-    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
-        moved = {}
-        errors: list[LogError] = []
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        plan = RetentionPlan({}, [])
         for number in range(self.partitions):
             try:
                 with self._reading(number) as partition:
@@ -363,9 +362,22 @@ class DirectoryTopic(TopicLog):
                     segments = partition.reader.sealed_segments()
                     keep = self._keep_from(segments, partition.published().segment_bytes, now)
                     keep = min(keep, (unread or {}).get(number, keep))
-                    if segments and keep > segments[0][0]:
-                        moved[number] = partition.drop_before(keep)
-            except LogError as error:  # one that is damaged keeps no other from being trimmed
+                    # Whole segments go: the start is the end of the last one of which nothing is kept.
+                    dropped = [following for _, following, _, _ in segments if following <= keep]
+                    if dropped:
+                        plan.starts[number] = dropped[-1]
+            except LogError as error:  # a damaged partition keeps no other from being trimmed
+                plan.errors.append(error)
+        return plan
+
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        moved = {}
+        errors: list[LogError] = []
+        for number, start in starts.items():
+            try:
+                with self._reading(number) as partition:
+                    moved[number] = partition.drop_before(start)
+            except LogError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
