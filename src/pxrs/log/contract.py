@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from pxrs.errors import DamagedFrame
+from pxrs.errors import DamagedFrame, LogError
 from pxrs.log.batch import ANONYMOUS, Batch, Origin
 from pxrs.model import Topic
 
@@ -39,6 +39,15 @@ class Append(NamedTuple):
     since: int | None = None
     """Where the partition ended before the first try of this producer's first batch: if it has forgotten producers
     since, it looks from there whether this is one of them. Without it, that is refused: UnknownProducer."""
+
+
+class RetentionPlan(NamedTuple):
+    """What `TopicLog.plan_retention` found."""
+
+    starts: dict[int, int]
+    """The new start of each partition from which something may be removed."""
+    errors: list[LogError]
+    """Why partitions that are not in `starts` could not be looked at."""
 
 
 class Source(ABC):
@@ -99,10 +108,23 @@ class TopicLog(Source):
         if nothing of that partition was stored, UnknownProducer and SequenceGap by origin."""
 
     @abstractmethod
-    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Remove what the topic's retention allows, at this time in microseconds; the new starts of what moved.
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        """Which start each partition may get by the topic's retention, at this time in microseconds. Removes nothing.
 
-        unread: of partitions, offsets from which on nothing goes."""
+        unread: by partition, the offset from which on everything is kept."""
+
+    @abstractmethod
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        """Remove the messages before these offsets, by partition, as far as whole stored pieces lie before them; the
+        new starts of the partitions that moved. A partition that fails keeps no other from being trimmed."""
+
+    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
+        """`plan_retention`, then `trim`. Raises the first error once every sound partition is trimmed."""
+        plan = self.plan_retention(now, unread)
+        moved = self.trim(plan.starts)
+        if plan.errors:
+            raise plan.errors[0]
+        return moved
 
 
 class Log(ABC):

@@ -40,7 +40,7 @@ from pxrs.errors import (
 )
 from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
 from pxrs.log.batch import Batch, encode, place_id
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.crew import Crew
 from pxrs.log.description import look_up, target_of, write_topic
 from pxrs.log.partition import Partition, Ready
@@ -441,9 +441,8 @@ class DirectoryTopic(TopicLog):
     def _ready(self, positions: Mapping[int, int]) -> set[int]:
         return {partition for partition, offset in positions.items() if self.end(partition) > offset}
 
-    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
-        moved = {}
-        errors: list[LogError] = []
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        plan = RetentionPlan({}, [])
         for number in range(self.partitions):
             try:
                 with self._reading(number) as partition:
@@ -452,9 +451,22 @@ class DirectoryTopic(TopicLog):
                     segments = partition.reader.sealed_segments()
                     keep = self._keep_from(segments, partition.published().segment_bytes, now)
                     keep = min(keep, (unread or {}).get(number, keep))
-                    if segments and keep > segments[0].base:
-                        moved[number] = partition.drop_before(keep)
-            except LogError as error:  # one that is damaged keeps no other from being trimmed
+                    # Whole segments go: the start is the end of the last one of which nothing is kept.
+                    dropped = [each.following for each in segments if each.following <= keep]
+                    if dropped:
+                        plan.starts[number] = dropped[-1]
+            except LogError as error:  # a damaged partition keeps no other from being trimmed
+                plan.errors.append(error)
+        return plan
+
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        moved = {}
+        errors: list[LogError] = []
+        for number, start in starts.items():
+            try:
+                with self._reading(number) as partition:
+                    moved[number] = partition.drop_before(start)
+            except LogError as error:
                 errors.append(error)
         if errors:
             raise errors[0]

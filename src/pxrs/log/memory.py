@@ -27,7 +27,7 @@ from pxrs.errors import (
     UsedAfterFork,
 )
 from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, encode
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.producers import SILENT_S_MAX, Asked, Placed, Producers
 from pxrs.model import Topic
 
@@ -57,6 +57,10 @@ class _Partition:
         self.payloads.append(payload)
         self.origins.append(origin)
         self.end += payload.rows
+
+    def count_before(self, offset: int) -> int:
+        """How many batches, from the first on, end at this offset or before it."""
+        return len(self.bases) if offset >= self.end else max(0, bisect_right(self.bases, offset) - 1)
 
     def drop(self, count: int) -> None:
         """Forget the first batches."""
@@ -165,19 +169,29 @@ class MemoryTopic(TopicLog):
             self._changed.notify_all()
         return [placed[i].offset for i in range(len(appends))]
 
-    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
-        starts = {}
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        plan = RetentionPlan({}, [])
         with self._changed:
             self._check_usable()
             for partition, place in enumerate(self._stored):
                 place.producers.forget_silent(now / 1e6 - SILENT_S_MAX)
                 count = self._expired(place.payloads, now)
                 if unread and partition in unread:  # the batch that it is in stays, and all behind it
-                    count = min(count, max(0, bisect_right(place.bases, unread[partition]) - 1))
+                    count = min(count, place.count_before(unread[partition]))
                 if count:
+                    plan.starts[partition] = place.bases[count] if count < len(place.bases) else place.end
+        return plan
+
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        moved = {}
+        with self._changed:
+            self._check_usable()
+            for partition, start in starts.items():
+                place = self._stored[partition]
+                if count := place.count_before(start):
                     place.drop(count)
-                    starts[partition] = place.start
-        return starts
+                    moved[partition] = place.start
+        return moved
 
     def _expired(self, payloads: Sequence[Payload], now: int) -> int:
         """How many batches from the beginning are too old, or too many for the bytes that may be kept."""
