@@ -299,7 +299,8 @@ class Hub:
         return GroupHandle(self.registry, name, self._log, sources)
 
     def _topic_names(self) -> dict[str, str]:
-        return {topic.id: topic.name for topic in self._log.topics()}
+        damaged = {topic.id: topic.name for topic in self._log.damaged_topics() if topic.id is not None}
+        return damaged | {topic.id: topic.name for topic in self._log.topics()}
 
     def groups(self) -> list[str]:
         """The names of all groups."""
