@@ -68,6 +68,11 @@ class Topic:
     extra: dict[str, Any] = field(default_factory=dict)
     """What a later version wrote and this one does not know; kept as it is."""
 
+    @property
+    def is_retained(self) -> bool:
+        """It has a retention setting, by which messages are removed."""
+        return self.retention_s is not None or self.retention_bytes is not None
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not TOPIC_NAME.fullmatch(self.name):
             raise InvalidTopic(

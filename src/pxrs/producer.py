@@ -175,9 +175,7 @@ class Producer:
         self._since = 0.0
         """Nothing that waits in an open chunk is older."""
         self._rounds_begun = self._rounds_done = self._settled = 0
-        topic = log.topic
-        has_retention = topic.retention_s is not None or topic.retention_bytes is not None
-        self._retains_at = 0.0 if has_retention else None
+        self._retains_at = 0.0 if log.topic.is_retained else None
         self._retain = retain or (lambda: log.retain(time.time_ns() // 1000))
         self._appender = Appender(log, _whole("tries_max", tries_max, 1, 1_000))
         self._broken = self._appender.broken

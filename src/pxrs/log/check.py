@@ -32,6 +32,7 @@ from pxrs.log.producers import load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
 from pxrs.log.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
+from pxrs.log.start import missing_before, read_start
 from pxrs.model import TOPIC_NAME, Topic
 
 _PARTITION_FOLDER: Final = re.compile(r"partition-(0|[1-9][0-9]*)")
@@ -69,6 +70,8 @@ class _Place(NamedTuple):
     """As files name it: `place_id`."""
     is_synced: bool = True
     """Each append was; else a power loss may have taken any of the last segment."""
+    is_retained: bool = True
+    """The topic has a retention setting, as far as is known."""
 
     def wrong(self, file: str, position: int, what: str) -> Finding:
         return Finding(self.topic, self.number, file, position, what)
@@ -127,7 +130,8 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
     for number in sorted(numbers | there):
         # The folder bears the id; only what is no link was put together by hand.
         identity = place_id(folder.name if topic is None or link.is_symlink() else topic.id, number)
-        place = _Place(name, number, str(folder / "partitions" / f"partition-{number}"), identity, is_synced)
+        partition = str(folder / "partitions" / f"partition-{number}")
+        place = _Place(name, number, partition, identity, is_synced, topic is None or topic.is_retained)
         yield from _check_partition(place)
 
 
@@ -199,6 +203,7 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
         read_reserved(place.folder, place.id)
     except DamagedFrame as damage:
         yield place.only(damage.file, damage.what)
+    yield from _check_start(place, bases)
     if published is None:
         if _is_damaged(place):
             what = "a part of it is damaged; whoever opens the partition finds the end again in the last segment"
@@ -215,6 +220,18 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
     else:
         what = f"the segment is missing, and messages up to offset {published.end:,} are published"
         yield place.only(segment_path(place.folder, published.segment), what)
+
+
+def _check_start(place: _Place, bases: list[int]) -> Iterator[Checked]:
+    """Whether the first segment is there. Called after `bases` were listed: retention writes `start`, then unlinks."""
+    try:
+        start = read_start(place.folder, place.id, is_retained=place.is_retained)
+    except DamagedFrame as damage:
+        yield place.only(damage.file, damage.what)
+        return
+    if bases and start is not None and bases[0] > start:
+        missing = missing_before(place.folder, start, bases[0])
+        yield place.only(missing.file, missing.what)
 
 
 def _check_unpublished(place: _Place, end_min: int, bases: list[int]) -> Iterator[Checked]:

@@ -509,6 +509,7 @@ class DirectoryTopic(TopicLog):
                             segment_bytes=self.topic.segment_bytes,
                             timeout=self._timeout,
                             is_synced=self.topic.durability == "disk",
+                            is_retained=self.topic.is_retained,
                         )
                     except OSError as error:
                         if not self._is_there():

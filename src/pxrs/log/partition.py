@@ -3,6 +3,7 @@
     partition-N/
       00000000000000000000.log .index .producers    segments, their sparse indexes, producers' state at their beginning
       published                                     up to where readers may read
+      start                                         the first offset, once retention has removed some
       reserved                                      offsets below it may have been given away; with durability "os" only
       lock                                          held while appending; never the data file itself
 
@@ -79,6 +80,7 @@ from pxrs.log.segment import (
     segment_bases,
     segment_path,
 )
+from pxrs.log.start import write_start
 
 LOCK_PAUSE_S_MAX: Final = 0.005
 RESERVED: Final = "reserved"
@@ -98,9 +100,18 @@ class Partition:
     """A handle of this process. Threads share it."""
 
     def __init__(
-        self, folder: str, place: str, place_id: int, *, segment_bytes: int, timeout: float, is_synced: bool = True
+        self,
+        folder: str,
+        place: str,
+        place_id: int,
+        *,
+        segment_bytes: int,
+        timeout: float,
+        is_synced: bool = True,
+        is_retained: bool = False,
     ) -> None:
-        """`place` names the partition in messages, `place_id` in files; `is_synced` is the choice of durability."""
+        """`place` names the partition in messages, `place_id` in files; `is_synced` is the choice of durability;
+        `is_retained`: the topic has a retention setting."""
         self.folder, self.place, self._place_id = folder, place, place_id
         self._segment_bytes, self._timeout = segment_bytes, timeout
         self._is_synced = is_synced
@@ -114,7 +125,7 @@ class Partition:
             self._published.close()
             raise
         self._tail = _Tail(-1)
-        self.reader = Reader(folder, place, place_id, self.published)
+        self.reader = Reader(folder, place, place_id, self.published, is_retained=is_retained)
 
     def published(self) -> Published:
         """What may be read; rebuilt first if nothing was published since the machine started."""
@@ -370,6 +381,8 @@ class Partition:
         durable = 0 if is_lossy else self._published.end_before()
         reserved = read_reserved(self.folder, self._place_id) if is_lossy else 0
         bases = segment_bases(self.folder)
+        if not bases and (start := self.reader.known_start()):  # else the offsets would be given away a second time
+            raise DamagedFrame(self.folder, 0, f"it begins at offset {start}, and every segment is missing")
         base = bases[-1] if bases else 0
         path = segment_path(self.folder, base)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -452,9 +465,11 @@ class Partition:
         with self._exclusive():
             published = self._current()
             bases = segment_bases(self.folder)
-            for base, following in pairwise(bases):
-                if following > min(keep, published.end):
-                    break
+            dropped = [(base, after) for base, after in pairwise(bases) if after <= min(keep, published.end)]
+            if dropped:
+                # First of all: else a crash, or a reader that comes in between, would call the segments missing.
+                write_start(self.folder, self._place_id, max(dropped[-1][1], self.reader.known_start() or 0))
+            for base, _ in dropped:
                 path = segment_path(self.folder, base)
                 for file in (path, index_path(path), producers_path(path)):
                     with contextlib.suppress(FileNotFoundError):

@@ -7,6 +7,7 @@ index as far as they have read it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -23,6 +24,7 @@ from pxrs.log.batch import HEADER_BYTES, HEADER_BYTES_MIN, Batch, Header, read_h
 from pxrs.log.index import Index
 from pxrs.log.published import Published
 from pxrs.log.segment import Sealed, frames, last_run, segment_bases, segment_path
+from pxrs.log.start import missing_before, read_start
 
 MAPPED_MAX: Final = 16
 PIECE_BYTES: Final = 64 << 10
@@ -33,9 +35,13 @@ _NO_OFFSETS: Final = pa.array([], pa.int64())
 class Reader:
     """A handle of this process. Threads share it."""
 
-    def __init__(self, folder: str, place: str, place_id: int, published: Callable[[], Published]) -> None:
-        """`place` names the partition in messages, `place_id` in files; `published` tells what may be read."""
+    def __init__(
+        self, folder: str, place: str, place_id: int, published: Callable[[], Published], *, is_retained: bool
+    ) -> None:
+        """`place` names the partition in messages, `place_id` in files; `published` tells what may be read;
+        `is_retained`: the topic has a retention setting."""
         self.folder, self.place, self._place_id, self._published = folder, place, place_id, published
+        self._is_retained = is_retained
         self._cache = threading.Lock()  # guards what follows
         self._bases: list[int] = []
         self._mapped: OrderedDict[int, Sealed] = OrderedDict()
@@ -43,11 +49,17 @@ class Reader:
         self._seen = _Seen(-1)
 
     def start(self) -> int:
+        """The first offset that must be there. If the segment that holds it is missing, whoever reads there is told."""
         bases = segment_bases(self.folder)
         # Listed again if there were none: the first append may have come in between.
         if not bases and self._published().end and not (bases := segment_bases(self.folder)):
             raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
-        return bases[0] if bases else 0
+        known = self.known_start()
+        return known if known is not None else (bases[0] if bases else 0)
+
+    def known_start(self) -> int | None:
+        """As `read_start` tells it. Called after the segments were listed: retention writes it before it unlinks."""
+        return read_start(self.folder, self._place_id, is_retained=self._is_retained)
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
         try:
@@ -205,8 +217,15 @@ class Reader:
                 self._bases = segment_bases(self.folder)
             at = bisect_right(self._bases, offset) - 1
             if at < 0:
-                raise OffsetTrimmed(self.place, offset, self._bases[0] if self._bases else published.end)
+                raise self._absent(offset, self._bases[0] if self._bases else published.end)
             return min(self._bases[at], published.segment)
+
+    def _absent(self, offset: int, first: int) -> DamagedFrame | OffsetTrimmed:
+        """Why there is nothing at an offset before `first`, where the first segment begins that is there."""
+        start = self.known_start()
+        if start is not None and start <= offset:
+            return missing_before(self.folder, start, first)
+        return OffsetTrimmed(self.place, offset, first if start is None else start)
 
     def forget_dropped(self) -> int:
         """Look again which segments are there, after some were dropped; the first offset."""
@@ -215,6 +234,8 @@ class Reader:
             for known in (self._mapped, self._last_times):
                 for base in [base for base in known if base not in self._bases]:
                     del known[base]
+            if not self._bases:  # the last segment is never dropped: somebody has removed it, or the topic is deleted
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.folder)
             return self._bases[0]
 
     def clear(self) -> None:
