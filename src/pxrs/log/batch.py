@@ -4,8 +4,8 @@ A frame is a header and a payload, one Arrow IPC record batch without its schema
 computed before the append lock is taken; that of the header, which covers the other one and the offset given under the
 lock, is computed there. A reader that trusts a frame has checked both.
 
-Frames are written in format 2, whose header names the topic and the partition and says when the frame was stored. Frames
-of format 1 do neither; they are read as before, and both may follow each other in one segment.
+Frames are written in format 2, whose header names the topic and the partition and says when the frame was stored.
+Frames of format 1 do neither; they are read as before. Frames of both formats may follow each other in one segment.
 """
 
 from __future__ import annotations
@@ -240,8 +240,8 @@ def padding(payload: Payload) -> bytes:
 
 
 def read_header(data: bytes | memoryview, file: str, position: int, place: int | None = None) -> Header:
-    """The header at the beginning of `data`, checked. Raises DamagedFrame, and MisplacedFile if the header names another
-    partition than `place`, where that is given.
+    """The header at the beginning of `data`, checked. Raises DamagedFrame, and MisplacedFile if the header names
+    another partition than `place`, where that is given.
 
     `data` need not hold more than the header: HEADER_BYTES, or what is left of the file."""
     if len(data) < HEADER_BYTES_MIN:

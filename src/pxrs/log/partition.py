@@ -245,8 +245,8 @@ class Partition:
         return published
 
     def _is_outdated(self, published: Published) -> bool:
-        """Whether more was appended than one writer can leave that died before it published: then `published` is an older
-        copy, or of another partition and too old to name it. Raises MisplacedFile before anything is cut by it.
+        """Whether more was appended than one writer can leave that died before it published: then `published` is an
+        older copy, or of another partition and too old to name it. Raises MisplacedFile before anything is cut by it.
 
         Such a writer leaves one append behind the published end of the last segment, or an empty segment that begins
         there. Holds the lock."""

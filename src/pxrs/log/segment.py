@@ -137,8 +137,8 @@ class Sealed:
         return 0 if entry is None else entry.position
 
     def _checked(self, find: Callable[[Index], Entry | None]) -> Entry | None:
-        """An entry of the index that leads to the frame it names. Where it leads elsewhere, either that frame is damaged,
-        or the index belongs to another segment: then the index is made again."""
+        """An entry of the index that leads to the frame it names. Where it leads elsewhere, either that frame is
+        damaged, or the index belongs to another segment: then the index is made again."""
         entry = find(self.index)
         if entry is None or self._is_index_checked or self._leads_to(entry):
             return entry
