@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
+from pxrs import disk
 from pxrs.errors import DamagedFrame, InvalidUrl, LogBusy, MisplacedFile
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, place_id, read_header, read_payload
 from pxrs.log.contract import DamagedTopic
@@ -420,4 +421,4 @@ def _check_producers(place: _Place, segment: str, base: int) -> list[Finding]:
 
 
 def _unreadable(error: OSError) -> str:
-    return f"it cannot be read: {error.strerror or error}"
+    return f"it cannot be read: {disk.explain(error)}"

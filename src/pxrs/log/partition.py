@@ -447,7 +447,7 @@ class Partition:
 
     def _failed(self, error: OSError) -> LogError:
         advice = "make room, then try again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "try again"
-        return AppendFailed(f"{self.place}: {error.strerror}; nothing of it is in the log: {advice}")
+        return AppendFailed(f"{self.place}: {disk.explain(error)}; nothing of it is in the log: {advice}")
 
     # Retention.
 
