@@ -35,6 +35,7 @@ MAGIC: Final = b"PXRS"
 FORMAT: Final = 2
 ALIGNMENT: Final = 32
 FRAME_BYTES_MAX: Final = 64 << 20
+GAP_ROWS_MAX: Final = (1 << 32) - 1
 NO_PRODUCER: Final = uuid.UUID(int=0)
 _NO_BYTES: Final = NO_PRODUCER.bytes
 _START: Final = struct.Struct("<4sBBH")

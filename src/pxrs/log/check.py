@@ -31,11 +31,13 @@ from pxrs.log.index import Index
 from pxrs.log.partition import read_reserved
 from pxrs.log.producers import load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
-from pxrs.log.published import Published, PublishedFile
+from pxrs.log.published import NOTHING, Published, PublishedFile
+from pxrs.log.recovery import next_run
 from pxrs.log.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
 from pxrs.log.start import missing_before, read_start
 from pxrs.model import TOPIC_NAME, Topic
 
+_OFFSET_MAX: Final = (1 << 63) - 1
 _PARTITION_FOLDER: Final = re.compile(r"partition-(0|[1-9][0-9]*)")
 
 
@@ -190,10 +192,10 @@ def _partition_numbers(folder: Path) -> set[int]:
 
 def _check_partition(place: _Place) -> Iterator[Checked]:
     try:
-        published, end_min, bases = _look(place)
+        published, last, bases = _look(place)
     except MisplacedFile as error:
         yield place.only(error.file, error.what)
-        yield from _check_unpublished(place, 0, segment_bases(place.folder))
+        yield from _check_unpublished(place, NOTHING, segment_bases(place.folder))
         return
     except OSError as error:
         if os.path.exists(os.path.dirname(os.path.dirname(place.folder))):  # else the topic was deleted meanwhile
@@ -209,7 +211,7 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
         if _is_damaged(place):
             what = "a part of it is damaged; whoever opens the partition finds the end again in the last segment"
             yield place.only(f"{place.folder}/{PUBLISHED}", what)
-        yield from _check_unpublished(place, end_min if place.is_synced else 0, bases)
+        yield from _check_unpublished(place, last, bases)
         return
     bases = [base for base in bases if base <= published.segment]
     for base, following in pairwise([*bases, published.segment]):
@@ -235,13 +237,15 @@ def _check_start(place: _Place, bases: list[int]) -> Iterator[Checked]:
         yield place.only(missing.file, missing.what)
 
 
-def _check_unpublished(place: _Place, end_min: int, bases: list[int]) -> Iterator[Checked]:
-    """A partition that nobody has opened since the machine was started."""
+def _check_unpublished(place: _Place, last: Published, bases: list[int]) -> Iterator[Checked]:
+    """A partition that nobody has opened since the machine was started. `last` was published before."""
     tail = None
     if bases:
+        # Where appends are not synced, a power loss may have taken what was published; but no segment as a whole.
+        end_min = last.end if place.is_synced or last.segment > bases[-1] else 0
         tail = _check_segment(place, bases[-1], _Bounds(None, None, False, end_min))
-    elif end_min:
-        what = f"messages up to offset {end_min:,} were published, and no segment is there"
+    elif last.end:
+        what = f"messages up to offset {last.end:,} were published, and no segment is there"
         tail = place.only(f"{place.folder}/{PUBLISHED}", what)
     if _is_opened(place):
         # Somebody opened it meanwhile, and may have appended to what was being read.
@@ -260,16 +264,16 @@ def _is_opened(place: _Place) -> bool:
         return False  # nobody can open it
 
 
-def _look(place: _Place) -> tuple[Published | None, int, list[int]]:
-    """What is published, up to where something was before the last boot, and the segments that are there."""
+def _look(place: _Place) -> tuple[Published | None, Published, list[int]]:
+    """What is published, what was last, also before this boot, and the segments that are there."""
     while True:
-        published, end_min = _read_published(place)
+        published, last = _read_published(place)
         bases = segment_bases(place.folder)
         if published is None or published.segment in bases:
-            return published, end_min, bases
+            return published, last, bases
         again, _ = _read_published(place)
         if again is not None and again.segment == published.segment:
-            return published, end_min, bases
+            return published, last, bases
         # A writer went on to another segment, and retention took this one away: look again.
 
 
@@ -284,14 +288,14 @@ def _is_damaged(place: _Place) -> bool:
         file.close()
 
 
-def _read_published(place: _Place) -> tuple[Published | None, int]:
+def _read_published(place: _Place) -> tuple[Published | None, Published]:
     """Raises MisplacedFile."""
     try:
         file = _PublishedReader(place)
     except FileNotFoundError:
-        return None, 0
+        return None, NOTHING
     try:
-        return file.read(), file.end_before()
+        return file.read(), file.last()
     finally:
         file.close()
 
@@ -352,16 +356,21 @@ def _is_certain(
     place: _Place, data: pa.Buffer, path: str, position: int, offset: int, result: Header | DamagedFrame
 ) -> bool:
     """Whether damage in the last segment is no append that a power loss tore: the file begins with a frame of another
-    place or offset, or a later append proves that this one was synced."""
-    if position == 0 and (isinstance(result, Header | MisplacedFile)):
+    place or offset, a later append proves that this one was synced, or, where none is, whole frames lie behind it."""
+    if position == 0 and isinstance(result, Header | MisplacedFile):
         return True
-    return place.is_synced and begins_an_append_behind(data, path, position, offset, place.id)
+    if place.is_synced:
+        return begins_an_append_behind(data, path, position, offset, place.id)
+    return bool(next_run(data, path, position, offset, place.id, _OFFSET_MAX))
 
 
 def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> str | None:
     """What is wrong with a file of that size whose frames end at this offset. Damage before it explains a wrong end."""
     if bounds.limit is not None and size < bounds.limit:
-        return f"{bounds.limit - size:,} published bytes are missing at the end"
+        return (
+            f"{bounds.limit - size:,} published bytes are missing at the end, as in a copy that was made while the log "
+            "was appended to; whoever opens the partition goes on behind what is whole"
+        )
     if is_sound and bounds.end is not None and offset != bounds.end:
         return f"it ends at offset {offset}, and {bounds.end} is where it must end"
     if bounds.end is None and offset < bounds.end_min:

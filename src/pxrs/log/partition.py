@@ -58,6 +58,7 @@ from pxrs.errors import (
     UnknownProducer,
 )
 from pxrs.log.batch import (
+    GAP_ROWS_MAX,
     Header,
     Origin,
     Payload,
@@ -72,6 +73,7 @@ from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, l
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
 from pxrs.log.reading import Reader, headers_of, pread
+from pxrs.log.recovery import Scanned, scan, whole_behind
 from pxrs.log.segment import (
     Sealed,
     begins_an_append_behind,
@@ -125,15 +127,32 @@ class Partition:
             self._published.close()
             raise
         self._tail = _Tail(-1)
+        self._looked_at = -1
+        """The last segment of which this process has seen that no published byte is missing."""
         self.reader = Reader(folder, place, place_id, self.published, is_retained=is_retained)
 
     def published(self) -> Published:
-        """What may be read; rebuilt first if nothing was published since the machine started."""
+        """What may be read; rebuilt first if nothing was published since the machine started, or if not all of it is
+        there."""
         published = self._published.read()
         if published is None or not self._published.is_in_place():
             with self._exclusive():
                 published = self._current()
+        elif published.segment != self._looked_at:  # once for each segment
+            if self._is_short(published):
+                published = self._recovered(published)
+            self._looked_at = published.segment
         return published
+
+    def _recovered(self, published: Published) -> Published:
+        """What is published after a recovery. As it was if that is not possible: whoever reads what is missing is told,
+        and the rest stays readable."""
+        try:
+            with self._exclusive():
+                return self._current()
+        except DamagedFrame as damage:
+            _logger.warning("%s: %s", self.place, damage)
+            return published
 
     # Appending.
 
@@ -228,7 +247,7 @@ class Partition:
                 published.end,
             )
             published = self._recover(is_outdated=True)
-        elif published is None:
+        elif published is None or self._is_short(published):
             published = self._recover()
         tail = self._tail
         if tail.base != published.segment:
@@ -243,6 +262,12 @@ class Partition:
         if status.st_size > published.segment_bytes:
             self._cut(published)
         return published
+
+    def _is_short(self, published: Published) -> bool:
+        """Whether published bytes are missing: in a copy that was made while the log was appended to, or because
+        somebody removed them."""
+        path = segment_path(self.folder, published.segment)
+        return _size(path) < published.segment_bytes or not os.path.exists(path)
 
     def _is_outdated(self, published: Published) -> bool:
         """Whether more was appended than one writer can leave that died before it published: then `published` is an
@@ -372,62 +397,136 @@ class Partition:
             raise
 
     def _recover(self, *, is_outdated: bool = False) -> Published:
-        """After a start of the machine, for the first time, or because what is published is damaged or outdated: find
-        the end in the last segment. Holds the lock."""
+        """After a start of the machine, for the first time, or because what is published is damaged, outdated, or more
+        than there is: find the end in the last segment. Holds the lock."""
         # What may be misplaced is read before anything is made or cut.
         known = self._published.whole()
+        last = self._published.last()
         # Only a power loss takes what was published, and only where appends are not synced.
         is_lossy = not self._is_synced and not self._published.is_of_this_boot()
-        durable = 0 if is_lossy else self._published.end_before()
         reserved = read_reserved(self.folder, self._place_id) if is_lossy else 0
-        bases = segment_bases(self.folder)
-        if not bases and (start := self.reader.known_start()):  # else the offsets would be given away a second time
-            raise DamagedFrame(self.folder, 0, f"it begins at offset {start}, and every segment is missing")
-        base = bases[-1] if bases else 0
+        base = self._last_base(last)
         path = segment_path(self.folder, base)
+        self._tail = _Tail(-1)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             data = pa.py_buffer(pread(descriptor, os.fstat(descriptor).st_size, 0))
-            position, end = 0, base
-            if known is not None and known.is_suspect and known.segment == base and not is_outdated:
+            is_suspect = known is not None and known.is_suspect and known.segment == base and not is_outdated
+            if known is not None and is_suspect and data.size >= known.segment_bytes:
                 # What a failed sync left behind its end is no part of the log, though it can be read.
-                self._tail = _Tail(-1)
                 return self._published.rebuild(*known[1:4], is_suspect=True)
-            is_ours = False
-            try:
-                view = memoryview(data)
-                for at, header in frames(data, path, 0, data.size, place=self._place_id):
-                    if header.base_offset != end:
-                        kind = DamagedFrame if at else MisplacedFile
-                        raise kind(path, at, f"offset {header.base_offset} where {end} must be")
-                    is_ours = is_ours or header.place_id is not None
-                    check_payload(header, view[at : at + header.frame_bytes], path, at)
-                    position, end = at + header.frame_bytes, header.next_offset
-            except DamagedFrame as damage:
-                # A foreign frame before any frame that names this partition: the file is misplaced. Behind one, it is
-                # what was on the medium before an append that a power loss tore.
-                if isinstance(damage, MisplacedFile) and not is_ours:
-                    raise
-                if not is_lossy and (
-                    end < durable or begins_an_append_behind(data, path, position, end, self._place_id)
-                ):
-                    raise
-                os.ftruncate(descriptor, position)
-            if end < durable:
-                raise DamagedFrame(
-                    path, position, f"it ends at offset {end}, and messages up to {durable} were published"
+            scanned = scan(data, path, base, self._place_id)
+            if is_lossy:
+                return self._recover_lossy(descriptor, data, base, scanned, max(reserved, last.end))
+            if scanned.damage is not None and begins_an_append_behind(
+                data, path, scanned.position, scanned.end, self._place_id
+            ):
+                raise scanned.damage
+            if scanned.end < last.end:
+                if last.segment == base and data.size >= last.segment_bytes:
+                    raise scanned.damage or DamagedFrame(
+                        path,
+                        scanned.position,
+                        f"it ends at offset {scanned.end}, and messages up to {last.end} were published",
+                    )
+                _logger.warning(
+                    "%s: %s ends at offset %d, and messages up to %d were published: it looks like a copy that was "
+                    "made while the log was appended to; the %d offsets between belong to no message from now on",
+                    self.place,
+                    path,
+                    scanned.end,
+                    last.end,
+                    last.end - scanned.end,
                 )
-            if end < reserved:
-                gap = gap_bytes(end, reserved - end, place=self._place_id, stored_at=wall_time_us())
-                _pwrite_all(descriptor, [gap], position)
-                position, end = position + len(gap), reserved
+                return self._go_on_behind(base, scanned.found, scanned.end, last.end)
+            if scanned.damage is not None:
+                os.ftruncate(descriptor, scanned.position)
             disk.sync_data(descriptor)
             disk.sync_folder(self.folder)
         finally:
             os.close(descriptor)
-        self._tail = _Tail(-1)
         # If there is one of this boot, the damaged one may have been the mark of a failed sync.
-        return self._published.rebuild(base, position, end, is_suspect=known is not None)
+        return self._published.rebuild(base, scanned.position, scanned.end, is_suspect=known is not None)
+
+    def _last_base(self, last: Published) -> int:
+        """The first offset of the last segment that is there. Raises DamagedFrame if somebody has removed later ones.
+
+        A copy that was made while the log was appended to may lack them too. It differs: the last segment that it has
+        was appended to when it was copied, so it has no index, which is made when a segment is sealed."""
+        bases = segment_bases(self.folder)
+        if not bases and (last.end or self.reader.known_start()):
+            raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
+        if not bases:
+            return 0
+        if last.segment > bases[-1] and os.path.exists(index_path(segment_path(self.folder, bases[-1]))):
+            path = segment_path(self.folder, last.segment)
+            raise DamagedFrame(path, 0, f"the segment is missing, and messages up to offset {last.end} were published")
+        return bases[-1]
+
+    def _recover_lossy(self, descriptor: int, data: pa.Buffer, base: int, scanned: Scanned, until: int) -> Published:
+        """After another boot, where appends were not synced: a power loss may have taken any part of the last segment.
+        What is whole is kept. The offsets behind it, up to the last that may have been given away, become a gap."""
+        path = segment_path(self.folder, base)
+        behind, damaged = whole_behind(data, path, scanned, self._place_id, until)
+        found = scanned.found + behind
+        position = found[-1][0] + found[-1][1].frame_bytes if found else 0
+        end = found[-1][1].next_offset if found else base
+        for damage in damaged:
+            _logger.warning(
+                "%s: %s is damaged at byte %d: the messages from offset %d up to %d cannot be read (%s); those behind "
+                "them are kept",
+                self.place,
+                path,
+                damage.position,
+                damage.offset,
+                damage.next_offset,
+                damage.what,
+            )
+        if position < data.size:
+            _logger.warning(
+                "%s: %s was not whole behind byte %d, offset %d, as after a power loss; the %d bytes there are cut off",
+                self.place,
+                path,
+                position,
+                end,
+                data.size - position,
+            )
+            os.ftruncate(descriptor, position)
+        if damaged:  # nothing can be appended to it: whoever does reads all headers first
+            disk.sync_data(descriptor)
+            return self._go_on_behind(base, found, end, until)
+        gap = self._gap(end, until)
+        _pwrite_all(descriptor, [gap], position)
+        disk.sync_data(descriptor)
+        disk.sync_folder(self.folder)
+        return self._published.rebuild(base, position + len(gap), max(end, until))
+
+    def _go_on_behind(self, base: int, found: list[tuple[int, Header]], end: int, until: int) -> Published:
+        """Seal the segment at `base`, of which these frames can be read, and go on in a new one from its `end` on. The
+        new one begins with a gap up to `until`. Nothing of the old one is changed: what lies in it behind `end` is no
+        part of the log."""
+        if found:
+            old, index = segment_path(self.folder, base), Index()
+            for position, header in found:
+                index.note(header, position)
+            producers = self._producers_before(base)
+            producers.note_all((header for _, header in found), time.time())
+            state = dump_producers(producers, self._place_id, end)
+            write_beside(producers_path(segment_path(self.folder, end)), state, is_durable=True)
+            write_beside(index_path(old), index.dump(self._place_id))
+        gap = self._gap(end, until)
+        write_beside(segment_path(self.folder, end), gap, is_durable=True)
+        disk.sync_folder(self.folder)
+        return self._published.rebuild(end, len(gap), max(end, until))
+
+    def _gap(self, end: int, until: int) -> bytes:
+        """Frames without messages for the offsets from `end` up to `until`; none if there are none."""
+        gaps = b""
+        while end < until:
+            rows = min(until - end, GAP_ROWS_MAX)
+            gaps += gap_bytes(end, rows, place=self._place_id, stored_at=wall_time_us())
+            end += rows
+        return gaps
 
     def _reserve(self, end: int) -> None:
         """Before offsets up to this one are given away without a sync: see that no later boot gives them again."""

@@ -44,6 +44,9 @@ class Published(NamedTuple):
     must go on in a new segment."""
 
 
+NOTHING: Final = Published(0, 0, 0, 0)
+
+
 class PublishedFile:
     """The file, open. One process at a time writes it, under the append lock; any may read it."""
 
@@ -66,10 +69,11 @@ class PublishedFile:
             raise DamagedFrame(self.path, 0, "it was removed and made again while the log was open")
         return True
 
-    def end_before(self) -> int:
-        """Up to where messages were published in any boot, as far as the file tells: they were durable."""
+    def last(self) -> Published:
+        """What was published last in any boot, as far as the file tells: up to its end messages were durable, unless
+        the topic's appends are not synced. Counters begin anew with each boot; ends only grow."""
         slots, _ = self._slots()
-        return max((slot.end for slot, _ in slots), default=0)
+        return max((slot for slot, _ in slots), key=lambda slot: (slot.end, slot.segment), default=NOTHING)
 
     def read(self) -> Published | None:
         """What is published. None if nothing was in this boot, or if a slot is damaged: that one may be the newer, and

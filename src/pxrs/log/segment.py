@@ -193,9 +193,11 @@ class Sealed:
         return index
 
     def _fits(self, index: Index) -> bool:
-        return (
-            0 < index.segment_bytes <= self.data.size and bool(index.entries) and index.entries[0].offset == self.base
-        )
+        if not index.entries or not 0 < index.segment_bytes <= self.data.size:
+            return False
+        # The first entry is not the segment's first offset if its first frame was damaged when the index was made.
+        first = index.entries[0]
+        return first.offset == self.base if first.position == 0 else self.base < first.offset < self.end_offset
 
 
 def last_run(
