@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import pyarrow as pa
 
 from pxrs import registry as registries
-from pxrs.clock import seconds_of
+from pxrs.clock import seconds_of, wall_time_us
 from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, UsedAfterFork
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, DamagedTopic, Log, Source, TopicLog
@@ -112,9 +111,9 @@ class TopicHandle:
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
 
-        Producers do it by themselves about once a minute."""
+        Producers do it by themselves: see `pxrs.producer.RETAIN_EVERY_S`."""
         unread = self._unread(self.id) if self._unread is not None and self.topic.keep_unread else None
-        return self.log.retain(time.time_ns() // 1000, unread)
+        return self.log.retain(wall_time_us(), unread)
 
     def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
@@ -197,12 +196,15 @@ class Hub:
         segment_bytes: int = SEGMENT_BYTES_DEFAULT,
         durability: str = "disk",
         keep_unread: bool = False,
+        segment_s: float | timedelta | None = None,
     ) -> TopicHandle:
         """Make a topic. Its partition count and partitioner are fixed for good.
 
         partitioner: xxh64, murmur2 as Kafka's clients hash, or the name of an entry point pxrs.partitioners.
-        retention:  how long a message is kept, in seconds or as a timedelta; retention_bytes: how much of each
-                    partition. None keeps everything.
+        retention:  how long a message is kept, in seconds or as a timedelta, counted from when it was stored, whatever
+                    its own time says; retention_bytes: how much of each partition. None keeps everything.
+        segment_bytes, segment_s: how large a segment gets, and for how long it takes appends (by default a quarter of
+                    `retention`). Retention removes whole segments: messages stay for up to that much longer.
         durability: what an append waits for. "disk": that it survives a power loss. "os": that it survives the death
                     of every process; a power loss takes what the operating system had not written yet.
         keep_unread: retention takes nothing that a group has yet to read. A group that nobody needs must be deleted.
@@ -223,6 +225,7 @@ class Hub:
             retention_bytes,
             durability,
             keep_unread,
+            seconds_of(segment_s),
         )
         return TopicHandle(self._log.create_topic(topic), self._unread)
 

@@ -37,6 +37,12 @@ def create(
     durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
     retention: Annotated[float | None, typer.Option(help="Keep messages for so many seconds.")] = None,
     retention_bytes: Annotated[int | None, typer.Option(help="Keep so many bytes of each partition.")] = None,
+    segment_s: Annotated[
+        float | None,
+        typer.Option(
+            "--segment-s", help="Begin a new segment after so many seconds; by default a quarter of the retention."
+        ),
+    ] = None,
     keep_unread: Annotated[
         bool, typer.Option("--keep-unread", help="Keep all that a group has yet to read, whatever its age.")
     ] = False,
@@ -52,6 +58,7 @@ def create(
             retention=retention,
             retention_bytes=retention_bytes,
             keep_unread=keep_unread,
+            segment_s=segment_s,
         )
     typer.echo(f"made {name} with {partitions} partitions")
 
@@ -117,6 +124,7 @@ def describe(name: str, at: At, as_json: Json = False) -> None:
         "durability": topic.durability,
     }
     settings |= {"retention_s": topic.retention_s, "retention_bytes": topic.retention_bytes}
+    settings |= {"segment_bytes": topic.segment_bytes, "segment_s": topic.segment_age_s}
     settings["keep_unread"] = topic.keep_unread
     if as_json:
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]

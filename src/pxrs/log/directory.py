@@ -478,7 +478,7 @@ class DirectoryTopic(TopicLog):
         total = tail_bytes + sum(segment.bytes for segment in segments)
         keep = segments[0].base if segments else 0
         for segment in segments:
-            is_old = topic.retention_s is not None and segment.last_time < self._oldest(now)
+            is_old = topic.retention_s is not None and segment.last_stored < self._oldest(now)
             is_much = topic.retention_bytes is not None and total > topic.retention_bytes
             if not is_old and not is_much:
                 break
@@ -486,7 +486,7 @@ class DirectoryTopic(TopicLog):
         return keep
 
     def _oldest(self, now: int) -> int:
-        """The time before which messages may go."""
+        """What was stored before this time may go."""
         assert self.topic.retention_s is not None
         return now - int(self.topic.retention_s * 1_000_000)
 
@@ -510,6 +510,7 @@ class DirectoryTopic(TopicLog):
                             timeout=self._timeout,
                             is_synced=self.topic.durability == "disk",
                             is_retained=self.topic.is_retained,
+                            segment_s=self.topic.segment_age_s,
                         )
                     except OSError as error:
                         if not self._is_there():

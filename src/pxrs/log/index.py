@@ -46,6 +46,8 @@ class Index:
         """The latest time of any message in the segment."""
         self.last_stored = NO_TIME
         """When the last of its frames was stored: the latest `Header.stored_at`."""
+        self.first_stored = NO_TIME
+        """When the first of its frames was stored; NO_TIME if that one does not say it (format 1). Not in the file."""
         self.place_id: int | None = None
         """Of a loaded index: the partition that it was written for; None if the file is of the format before."""
         self.segment_bytes = 0
@@ -56,11 +58,18 @@ class Index:
     def note(self, header: Header, position: int) -> None:
         """The segment's next frame. What follows damage has an entry of its own: nothing leads to it from before."""
         is_next = position == self.segment_bytes
+        if self.next_offset is None and header.place_id is not None:
+            self.first_stored = header.stored_at
         if not self.entries or not is_next or position - self.entries[-1].position >= INTERVAL_BYTES:
             self.entries.append(Entry(header.base_offset, position, self.last_time))
         self.last_time = max(self.last_time, header.last_timestamp)
         self.last_stored = max(self.last_stored, header.stored_at)
         self.segment_bytes, self.next_offset = position + header.frame_bytes, header.next_offset
+
+    @property
+    def is_stamped(self) -> bool:
+        """Whether all its frames say when they were stored: no frame of format 1 comes behind one of format 2."""
+        return self.first_stored != NO_TIME
 
     def position_of(self, offset: int) -> int:
         """Where to begin to look for the offset: at a frame, not behind it."""
@@ -104,6 +113,16 @@ class Index:
         index.last_stored, index.place_id = rest or (last_time, None)
         index.entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(body)]
         return index
+
+
+def stored_time(last_stored: int, segment: int | str, *, is_stamped: bool) -> int:
+    """When the last frame of a segment was stored, in microseconds since 1970. Raises FileNotFoundError.
+
+    last_stored: as the index has it. Frames of format 1 do not say when they were stored. The latest time of their
+    messages stands for it, which the senders have given and which may lie long ago. So if not all frames are stamped,
+    the time at which the file was last written counts too: the later of the two, so that nothing is removed too early.
+    segment: its path or descriptor."""
+    return last_stored if is_stamped else max(last_stored, os.stat(segment).st_mtime_ns // 1000)
 
 
 def write_beside(path: str, data: bytes, *, is_durable: bool = False) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pxrs import clock
 from pxrs.errors import (
     Closed,
     InvalidRecord,
@@ -36,6 +37,8 @@ class _Partition:
     def __init__(self) -> None:
         self.bases: list[int] = []
         self.payloads: list[Payload] = []
+        self.stored: list[int] = []
+        """When each batch was stored."""
         self.origins: list[Origin] = []
         self.start = 0
         self.end = 0
@@ -55,6 +58,7 @@ class _Partition:
         self.producers.note(origin, self.end, time.time())
         self.bases.append(self.end)
         self.payloads.append(payload)
+        self.stored.append(clock.wall_time_us())
         self.origins.append(origin)
         self.end += payload.rows
 
@@ -64,7 +68,7 @@ class _Partition:
 
     def drop(self, count: int) -> None:
         """Forget the first batches."""
-        del self.bases[:count], self.payloads[:count], self.origins[:count]
+        del self.bases[:count], self.payloads[:count], self.stored[:count], self.origins[:count]
         self.start = self.bases[0] if self.bases else self.end
 
 
@@ -175,7 +179,7 @@ class MemoryTopic(TopicLog):
             self._check_usable()
             for partition, place in enumerate(self._stored):
                 place.producers.forget_silent(now / 1e6 - SILENT_S_MAX)
-                count = self._expired(place.payloads, now)
+                count = self._expired(place, now)
                 if unread and partition in unread:  # the batch that it is in stays, and all behind it
                     count = min(count, place.count_before(unread[partition]))
                 if count:
@@ -193,12 +197,12 @@ class MemoryTopic(TopicLog):
                     moved[partition] = place.start
         return moved
 
-    def _expired(self, payloads: Sequence[Payload], now: int) -> int:
+    def _expired(self, place: _Partition, now: int) -> int:
         """How many batches from the beginning are too old, or too many for the bytes that may be kept."""
-        count = 0
+        count, payloads = 0, place.payloads
         if self.topic.retention_s is not None:
             oldest = now - int(self.topic.retention_s * 1_000_000)
-            while count < len(payloads) and payloads[count].last_timestamp < oldest:
+            while count < len(payloads) and place.stored[count] < oldest:
                 count += 1
         if self.topic.retention_bytes is not None:
             size = sum(payload.frame_bytes for payload in payloads[count:])

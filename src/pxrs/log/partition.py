@@ -46,7 +46,7 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from pxrs import disk
+from pxrs import clock, disk
 from pxrs.errors import (
     AppendFailed,
     Closed,
@@ -68,7 +68,7 @@ from pxrs.log.batch import (
     padding,
     read_header,
 )
-from pxrs.log.index import Index, read_with_checksum, with_checksum, write_beside
+from pxrs.log.index import Index, read_with_checksum, stored_time, with_checksum, write_beside
 from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
@@ -111,11 +111,14 @@ class Partition:
         timeout: float,
         is_synced: bool = True,
         is_retained: bool = False,
+        segment_s: float | None = None,
     ) -> None:
         """`place` names the partition in messages, `place_id` in files; `is_synced` is the choice of durability;
-        `is_retained`: the topic has a retention setting."""
+        `is_retained`: the topic has a retention setting; `segment_s`: how long a segment takes appends, None for ever.
+        """
         self.folder, self.place, self._place_id = folder, place, place_id
         self._segment_bytes, self._timeout = segment_bytes, timeout
+        self._segment_us = None if segment_s is None else int(segment_s * 1_000_000)
         self._is_synced = is_synced
         self._reserved = 0
         """As this process knows it; another one may have reserved more."""
@@ -199,13 +202,15 @@ class Partition:
 
     def _write(self, published: Published, new: list[tuple[Ready, int]]) -> None:
         size = sum(ready.payload.frame_bytes for ready, _ in new)
-        if published.segment_bytes and published.segment_bytes + size > self._segment_bytes:
+        if published.segment_bytes and (
+            published.segment_bytes + size > self._segment_bytes or self._is_tail_old(clock.wall_time_us())
+        ):
             published = self._roll(published)
         tail = self._tail
         path = segment_path(self.folder, tail.base)
         pieces: list[object] = []
         headers: list[Header] = []
-        stored_at = wall_time_us()
+        stored_at = clock.wall_time_us()
         for follows, (ready, offset) in enumerate(new):
             raw = header_bytes(
                 ready.payload, offset, ready.origin, place=self._place_id, stored_at=stored_at, follows=follows
@@ -234,6 +239,11 @@ class Partition:
             tail.producers.note(header.origin, header.base_offset, now)
             position += header.frame_bytes
         self._published.write(published, tail.base, position, headers[-1].next_offset)
+
+    def _is_tail_old(self, now: int) -> bool:
+        """Whether the last segment has taken appends for as long as one may: else a trickle of messages would keep it
+        young for ever, and nothing in it would ever be old enough to be removed."""
+        return self._segment_us is not None and self._tail.index.first_stored <= now - self._segment_us
 
     def _current(self) -> Published:
         """What is published, with `_tail` as it says. Repairs what a writer that died has left. Holds the lock."""
@@ -524,7 +534,7 @@ class Partition:
         gaps = b""
         while end < until:
             rows = min(until - end, GAP_ROWS_MAX)
-            gaps += gap_bytes(end, rows, place=self._place_id, stored_at=wall_time_us())
+            gaps += gap_bytes(end, rows, place=self._place_id, stored_at=clock.wall_time_us())
             end += rows
         return gaps
 
@@ -551,12 +561,14 @@ class Partition:
     # Retention.
 
     def seal(self, before: int) -> None:
-        """If all messages of the last segment are from before this time, go on in a new one: then it can be dropped."""
+        """If all of the last segment was stored before this time, go on in a new one: then it can be dropped."""
         if not self.published().segment_bytes:
             return
         with self._exclusive():
             published = self._current()
-            if published.segment_bytes and self._tail.index.last_time < before:
+            index = self._tail.index
+            stored = stored_time(index.last_stored, self._tail.descriptor, is_stamped=index.is_stamped)
+            if published.segment_bytes and stored < before:
                 self._roll(published)
 
     def drop_before(self, keep: int) -> int:
@@ -668,11 +680,6 @@ def _size(path: str) -> int:
         return os.stat(path).st_size
     except FileNotFoundError:
         return 0
-
-
-def wall_time_us() -> int:
-    """What a frame is stamped with when it is stored: microseconds since 1970."""
-    return time.time_ns() // 1000
 
 
 class _Tail:

@@ -271,8 +271,7 @@ class Reader:
                 with contextlib.suppress(FileNotFoundError):  # another process retains too
                     sealed = self._sealed(base)
                     sealed.check_place()
-                    index = sealed.index
-                    found.append(SealedSegment(base, following, sealed.data.size, index.last_time, index.last_stored))
+                    found.append(SealedSegment(base, following, sealed.data.size, sealed.last_stored()))
         return found
 
 
@@ -283,8 +282,6 @@ class SealedSegment(NamedTuple):
     following: int
     """The first offset of the next one."""
     bytes: int
-    last_time: int
-    """The latest time of a message in it."""
     last_stored: int
     """When the last of its frames was stored."""
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, HEADER_BYTES_MIN, MAGIC, Header, read_header, read_payload
-from pxrs.log.index import ANY_TIME, Entry, Index, write_beside
+from pxrs.log.index import ANY_TIME, Entry, Index, stored_time, write_beside
 
 SUFFIX: Final = ".log"
 _MAGIC: Final = re.compile(re.escape(MAGIC))
@@ -87,6 +87,15 @@ class Sealed:
             raise
         except DamagedFrame:
             pass  # whoever reads it meets that
+
+    def last_stored(self) -> int:
+        """When its last frame was stored, as far as that can be told. Raises FileNotFoundError."""
+        try:
+            first = read_header(memoryview(self.data)[:HEADER_BYTES], self.path, 0)
+            is_stamped = first.place_id is not None
+        except DamagedFrame:  # the index may know, and the file's own time is no earlier
+            is_stamped = False
+        return stored_time(self.index.last_stored, self.path, is_stamped=is_stamped)
 
     def frames_from(self, position: int) -> Iterator[tuple[int, Header]]:
         """Those before the next segment: what a failed sync left behind it is not part of the log (L3)."""
