@@ -86,3 +86,8 @@ def boot_id() -> str:
         command = ["/usr/sbin/sysctl", "-n", "kern.bootsessionuuid"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     raise OSError(f"no boot id on {sys.platform}")  # pragma: no cover
+
+
+def wall_time_us() -> int:
+    """The time that stored messages are stamped with, and that their age is counted by: microseconds since 1970."""
+    return time.time_ns() // 1000

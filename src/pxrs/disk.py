@@ -6,6 +6,7 @@ systems are refused: their locks and their links are not safe between hosts (F8)
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
         *("fuse.glusterfs", "fuse.sshfs", "fuse.davfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "virtiofs"),
     }
 )
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""The process, or the system, has as many files open as it may."""
 
 
 def require_posix(what: str) -> None:
@@ -52,6 +55,20 @@ def _sync_drive(descriptor: int) -> None:  # pragma: no cover - macOS
     import fcntl
 
     fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined]
+
+
+def explain(error: OSError) -> str:
+    """The file, what the operating system says of it, and what to do if that is known."""
+    what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror or error)
+    if error.errno == errno.ENFILE:
+        return f"{what}; the whole system has as many files open as it may: raise it with `sysctl fs.file-max`"
+    if error.errno == errno.EMFILE:
+        return (
+            f"{what}; raise the limit of open files with `ulimit -n` (of a systemd service: LimitNOFILE=), or use "
+            "fewer: each open partition and each thread that waits for messages takes up to three descriptors, each "
+            "lease of a registry in files and each connection one"
+        )
+    return what
 
 
 def make_folders(path: Path) -> None:

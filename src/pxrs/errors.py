@@ -129,6 +129,28 @@ class UnknownTopic(LogError, KeyError):
         return f"no topic {self.topic!r}{known}; create it with create_topic or `pxrs topic create`"
 
 
+class TopicDeleted(UnknownTopic):
+    """The topic that this handle, producer or consumer was opened for has been deleted.
+
+    `id` is the deleted topic's. `is_made_again`: a new topic has the name now. It is another topic, with messages and
+    offsets of its own: open the topic, producer or consumer again to use it."""
+
+    def __init__(self, topic: str, id: str, is_made_again: bool) -> None:
+        super().__init__(topic)
+        self.id, self.is_made_again = id, is_made_again
+
+    def __str__(self) -> str:
+        if self.is_made_again:
+            return (
+                f"topic {self.topic!r} was deleted and made again, and this is a handle to the deleted one "
+                f"(id {self.id}): to use the new one, open it again"
+            )
+        return f"topic {self.topic!r} was deleted; create it with create_topic or `pxrs topic create`, then open it"
+
+    def __reduce__(self) -> tuple[type[TopicDeleted], tuple[str, str, bool]]:
+        return type(self), (self.topic, self.id, self.is_made_again)
+
+
 class TopicExists(LogError):
     """A topic of this name is there already. Use it, or choose another name."""
 
@@ -183,6 +205,11 @@ class DamagedFrame(LogError):
 
     def __reduce__(self) -> tuple[type[DamagedFrame], tuple[str, int, str]]:
         return type(self), (self.file, self.position, self.what)
+
+
+class MisplacedFile(DamagedFrame):
+    """A file of the log belongs to another topic or partition, as after a mistake in a restore. Nothing was changed.
+    Put the right file in its place; `pxrs check` names all that are misplaced."""
 
 
 class AppendFailed(LogError):

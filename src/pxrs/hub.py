@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import pyarrow as pa
 
 from pxrs import registry as registries
-from pxrs.clock import seconds_of
+from pxrs.clock import seconds_of, wall_time_us
 from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, UsedAfterFork
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.contract import READ_BYTES_DEFAULT, Log, Source, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, DamagedTopic, Log, Source, TopicLog
 from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
@@ -112,9 +111,9 @@ class TopicHandle:
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
 
-        Producers do it by themselves about once a minute."""
+        Producers do it by themselves: see `pxrs.producer.RETAIN_EVERY_S`."""
         unread = self._unread(self.id) if self._unread is not None and self.topic.keep_unread else None
-        return self.log.retain(time.time_ns() // 1000, unread)
+        return self.log.retain(wall_time_us(), unread)
 
     def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
@@ -197,12 +196,15 @@ class Hub:
         segment_bytes: int = SEGMENT_BYTES_DEFAULT,
         durability: str = "disk",
         keep_unread: bool = False,
+        segment_s: float | timedelta | None = None,
     ) -> TopicHandle:
         """Make a topic. Its partition count and partitioner are fixed for good.
 
         partitioner: xxh64, murmur2 as Kafka's clients hash, or the name of an entry point pxrs.partitioners.
-        retention:  how long a message is kept, in seconds or as a timedelta; retention_bytes: how much of each
-                    partition. None keeps everything.
+        retention:  how long a message is kept, in seconds or as a timedelta, counted from when it was stored, whatever
+                    its own time says; retention_bytes: how much of each partition. None keeps everything.
+        segment_bytes, segment_s: how large a segment gets, and for how long it takes appends (by default a quarter of
+                    `retention`). Retention removes whole segments: messages stay for up to that much longer.
         durability: what an append waits for. "disk": that it survives a power loss. "os": that it survives the death
                     of every process; a power loss takes what the operating system had not written yet.
         keep_unread: retention takes nothing that a group has yet to read. A group that nobody needs must be deleted.
@@ -223,16 +225,24 @@ class Hub:
             retention_bytes,
             durability,
             keep_unread,
+            seconds_of(segment_s),
         )
         return TopicHandle(self._log.create_topic(topic), self._unread)
 
     def topics(self) -> list[Topic]:
-        """All topics, in the order of their names."""
+        """All topics that can be opened, in the order of their names. See `damaged_topics` for the others."""
         self._check_usable()
         return self._log.topics()
 
+    def damaged_topics(self) -> list[DamagedTopic]:
+        """The topics that cannot be opened, because their stored description is damaged, in the order of their names.
+
+        Restore a topic's `topic.json` from a copy; or delete the topic, with all its messages, and make it again."""
+        self._check_usable()
+        return self._log.damaged_topics()
+
     def topic(self, name: str) -> TopicHandle:
-        """A topic to read. Raises UnknownTopic."""
+        """A topic to read. Raises UnknownTopic, and DamagedFrame if its stored description is damaged."""
         self._check_usable()
         return TopicHandle(self._log.topic(name), self._unread)
 
@@ -242,10 +252,9 @@ class Hub:
         return unread(self.registry, topic)
 
     def delete_topic(self, name: str) -> None:
-        """Remove a topic and its messages. Raises UnknownTopic."""
+        """Remove a topic and its messages, also one that is damaged. Raises UnknownTopic."""
         self._check_usable()
-        identity = self._log.topic(name).id
-        self._log.delete_topic(name)
+        identity = self._log.delete_topic(name)
         if os.path.isdir(os.path.join(self.url, "staging")):  # Spark has written here
             from pxrs.spark.manifest import forget_topic
             from pxrs.spark.staging import Staging
@@ -295,7 +304,8 @@ class Hub:
         return GroupHandle(self.registry, name, self._log, sources)
 
     def _topic_names(self) -> dict[str, str]:
-        return {topic.id: topic.name for topic in self._log.topics()}
+        damaged = {topic.id: topic.name for topic in self._log.damaged_topics() if topic.id is not None}
+        return damaged | {topic.id: topic.name for topic in self._log.topics()}
 
     def groups(self) -> list[str]:
         """The names of all groups."""

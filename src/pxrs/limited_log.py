@@ -136,3 +136,77 @@ class LimitedLog:
             self._logger.log(
                 window.level, "%s (%s left out of the log; this is the last)", last, count, extra=extra, stacklevel=3
             )
+
+
+class Outage:
+    """Logs failures of something that is tried again and again until it works, such as a write to a full disk.
+
+        outage = Outage(logger, "group g, member m", extra={"group": "g"})
+        while True:
+            try:
+                step()
+            except StorageFull as error:
+                outage.failed(error)
+            else:
+                outage.worked()
+
+    The first failure of each class of error is logged, then at most one a minute, with the number of those in between;
+    and once it is over. It is over when a step works and none has failed for `quiet_s` seconds: some steps may work
+    while others fail. Any thread may call it."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        what: str,
+        *,
+        level: int = logging.WARNING,
+        extra: Mapping[str, object] | None = None,
+        every_s: float = WINDOW_S,
+        quiet_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """what: what fails, as records begin. level, extra: of the records. clock: for tests."""
+        self._logger, self._what, self._level, self._extra, self._clock = logger, what, level, dict(extra or {}), clock
+        self._every_s, self._quiet_s = every_s, quiet_s
+        self._lock = threading.Lock()
+        self._logged_at: dict[type[BaseException], float] = {}
+        """When a failure of each class was last logged; also in an earlier outage."""
+        self._since: float | None = None
+        """When the present outage began; None while all works."""
+        self._failed_at = 0.0
+        self._failures = self._left_out = 0
+        self._is_logged = False
+        """A failure of the present outage was logged: then its end is, too."""
+
+    def failed(self, error: BaseException) -> None:
+        """A step failed, and will be tried again."""
+        with self._lock:
+            now = self._failed_at = self._clock()
+            self._since = now if self._since is None else self._since
+            self._failures += 1
+            is_logged = now >= self._logged_at.get(type(error), -self._every_s + now) + self._every_s
+            if not is_logged:
+                self._left_out += 1
+                return
+            self._logged_at[type(error)] = now
+            left_out, self._left_out, self._is_logged = self._left_out, 0, True
+        more = f" ({left_out:,} failures before it were left out of the log)" if left_out else ""
+        fields = {**self._extra, "error_type": type(error).__name__, "left_out": left_out}
+        self._logger.log(self._level, "%s: %s; will try again%s", self._what, error, more, extra=fields, stacklevel=2)
+
+    def worked(self) -> None:
+        """A step worked."""
+        if self._since is None:  # without the lock: a failure that comes now is followed by another call
+            return
+        with self._lock:
+            if self._since is None or self._clock() < self._failed_at + self._quiet_s:
+                return
+            failures, lasted_s, is_logged = self._failures, self._failed_at - self._since, self._is_logged
+            self._since = None
+            if is_logged:  # else the next record counts them
+                self._failures = self._left_out = 0
+            self._is_logged = False
+        if is_logged:
+            fields = {**self._extra, "failures": failures}
+            text = "%s: works again; it failed %d times in %.1f s"
+            self._logger.log(self._level, text, self._what, failures, lasted_s, extra=fields, stacklevel=2)

@@ -65,8 +65,26 @@ class Topic:
     """What an append waits for: "disk", the medium; or "os", no more than that the operating system has it."""
     keep_unread: bool = False
     """Retention takes nothing that a group has yet to read."""
+    segment_s: float | None = None
+    """For how long a segment takes appends. None: for a quarter of `retention_s`, if there is one. See `segment_age_s`.
+    """
     extra: dict[str, Any] = field(default_factory=dict)
     """What a later version wrote and this one does not know; kept as it is."""
+
+    @property
+    def is_retained(self) -> bool:
+        """It has a retention setting, by which messages are removed."""
+        return self.retention_s is not None or self.retention_bytes is not None
+
+    @property
+    def segment_age_s(self) -> float | None:
+        """How long a segment takes appends before the next one begins; None if only its size ends it.
+
+        Retention removes whole segments, once the last message in them is old enough: by a quarter of the retention
+        nothing is kept for much longer than it, however steadily messages come."""
+        if self.segment_s is None:
+            return None if self.retention_s is None else self.retention_s / 4
+        return self.segment_s
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not TOPIC_NAME.fullmatch(self.name):
@@ -83,10 +101,14 @@ class Topic:
             raise InvalidTopic(f"{self.name}: durability {self.durability!r}; choose from {', '.join(DURABILITIES)}")
         if not _is_number(self.segment_bytes, int) or not 4096 <= self.segment_bytes <= 1 << 31:
             raise InvalidTopic(f"{self.name}: segment_bytes {self.segment_bytes!r}; choose from 4,096 to 2 GiB")
-        for name, kind in (("retention_s", int | float), ("retention_bytes", int)):
+        for name, kind, default in (
+            ("retention_s", int | float, "to keep everything"),
+            ("retention_bytes", int, "to keep everything"),
+            ("segment_s", int | float, "for a quarter of the retention"),
+        ):
             value = getattr(self, name)
             if value is not None and not (_is_number(value, kind) and 0 < value < math.inf):
-                raise InvalidTopic(f"{self.name}: {name} is {value!r}; give more than 0, or None to keep everything")
+                raise InvalidTopic(f"{self.name}: {name} is {value!r}; give more than 0, or None {default}")
 
 
 def _is_number(value: object, kind: type | UnionType) -> bool:

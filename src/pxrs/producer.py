@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -34,7 +35,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pxrs.appender import Appender, Outcome
+from pxrs.clock import wall_time_us
 from pxrs.errors import BufferFull, Closed, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
+from pxrs.limited_log import Outage
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
 from pxrs.model import microseconds_of
@@ -63,7 +66,7 @@ TRIES_MAX_DEFAULT: Final = 8
 MESSAGE_BYTES_MAX: Final = FRAME_BYTES_MAX - (1 << 16)
 SLICE_BYTES_MAX: Final = 256 << 20
 RETAIN_EVERY_S: Final = 60.0
-"""How often a producer that stores something applies the topic's retention."""
+"""How often a producer that stores something applies the topic's retention; more often if a quarter of it is less."""
 SMALL_BYTES: Final = 448
 """A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size."""
 SMALL_COUNTED_BYTES: Final = 512
@@ -114,6 +117,8 @@ class Producer:
         "_partitions",
         "_ready",
         "_retain",
+        "_retain_every_s",
+        "_retain_outage",
         "_retains_at",
         "_rounds_begun",
         "_rounds_done",
@@ -144,7 +149,8 @@ class Producer:
                         A small message counts as 512.
         buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried when the log raises AppendFailed.
-        retain:         what applies the topic's retention, about once a minute; the log itself if none is given.
+        retain:         what applies the topic's retention, every RETAIN_EVERY_S or every quarter of the retention,
+                        whichever is shorter, while something is stored; the log itself if none is given.
         """
         self._log = log
         self._linger_s = _seconds("linger_s", linger_s, 60)
@@ -175,10 +181,10 @@ class Producer:
         self._since = 0.0
         """Nothing that waits in an open chunk is older."""
         self._rounds_begun = self._rounds_done = self._settled = 0
-        topic = log.topic
-        has_retention = topic.retention_s is not None or topic.retention_bytes is not None
-        self._retains_at = 0.0 if has_retention else None
-        self._retain = retain or (lambda: log.retain(time.time_ns() // 1000))
+        self._retains_at = 0.0 if log.topic.is_retained else None
+        self._retain_every_s = min(RETAIN_EVERY_S, (log.topic.retention_s or math.inf) / 4)
+        self._retain = retain or (lambda: log.retain(wall_time_us()))
+        self._retain_outage = Outage(_logger, f"retention of {log.name} failed", extra={"topic": log.name})
         self._appender = Appender(log, _whole("tries_max", tries_max, 1, 1_000))
         self._broken = self._appender.broken
         self._error: BaseException | None = None
@@ -572,11 +578,12 @@ class Producer:
             self._rounds_done = self._rounds_begun
         self._done.ring()
         if self._retains_at is not None and time.monotonic() >= self._retains_at:
-            self._retains_at = time.monotonic() + RETAIN_EVERY_S
+            self._retains_at = time.monotonic() + self._retain_every_s
             try:
                 self._retain()
-            except Exception as error:  # noqa: BLE001 - what was sent is stored; tried again in a minute
-                _logger.warning("retention of %s failed: %s", self._log.name, error)
+                self._retain_outage.worked()
+            except Exception as error:  # noqa: BLE001 - what was sent is stored, and it is tried again
+                self._retain_outage.failed(error)
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         """Under the lock: tell those who wait, and give the buffer back."""

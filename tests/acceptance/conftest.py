@@ -7,7 +7,22 @@ from collections.abc import Callable
 
 import pytest
 
+from pxrs import clock
 from pxrs.log import published
+
+
+class WallTime:
+    """The time that messages are stored at, in microseconds since 1970."""
+
+    us = 0
+
+
+@pytest.fixture
+def wall(monkeypatch: pytest.MonkeyPatch) -> WallTime:
+    """The time is what the test says from now on."""
+    wall = WallTime()
+    monkeypatch.setattr(clock, "wall_time_us", lambda: wall.us)
+    return wall
 
 
 @pytest.fixture

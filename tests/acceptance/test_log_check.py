@@ -152,8 +152,10 @@ def test_partitions_that_are_missing_or_too_many_are_found(tmp_path: Path) -> No
     folder = make(tmp_path)
     folder.rename(folder.with_name("partition-1"))
     findings = run(tmp_path)[1]
-    assert files_of(findings) == ["topic.json", "partition-0"]
+    assert files_of(findings[:2]) == ["topic.json", "partition-0"]
     assert "missing" in findings[1].what
+    assert {finding.partition for finding in findings[2:]} == {1}
+    assert all("written for another topic" in finding.what for finding in findings[2:])
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "empty", "no text"])
@@ -238,10 +240,10 @@ def test_a_topic_that_is_deleted_meanwhile_is_no_finding(tmp_path: Path, monkeyp
     monkeypatch.setattr(check_module, "segment_bases", list_late)
     assert [finding for checked in seen for finding in checked.findings] == []
     make(tmp_path, "c")
-    read = DirectoryLog._meta
-    monkeypatch.setattr(DirectoryLog, "_meta", lambda *_: monkeypatch.undo() or delete("c"))
+    look_up = check_module.look_up
+    monkeypatch.setattr(check_module, "look_up", lambda *_: monkeypatch.undo() or (delete("c") and None))
     assert run(tmp_path) == (0, [])
-    assert read is DirectoryLog._meta, "the deletion took place"
+    assert look_up is check_module.look_up, "the deletion took place"
 
 
 def test_beside_a_writer_and_retention_nothing_is_found(tmp_path: Path) -> None:

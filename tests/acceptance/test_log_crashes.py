@@ -423,7 +423,7 @@ def test_l4_an_unknown_producer_is_refused_also_after_a_roll(tmp_path: Path) -> 
 
 
 def test_the_published_end_is_read_whole_while_it_is_being_written(tmp_path: Path) -> None:
-    file = published_module.PublishedFile(str(tmp_path / "published"))
+    file = published_module.PublishedFile(str(tmp_path / "published"), 1)
     last = None
     for end in range(1, 50):
         last = file.write(last, 0, end * 10, end)

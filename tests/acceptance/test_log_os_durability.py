@@ -16,10 +16,12 @@ import pytest
 import pxrs
 from pxrs import disk
 from pxrs.errors import DamagedFrame, InvalidTopic
+from pxrs.log.batch import Origin, read_header, read_payload
 from pxrs.log.check import check
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, TopicLog
 from pxrs.log.directory import DirectoryLog
 from pxrs.log.partition import RESERVED_OFFSETS
+from pxrs.log.segment import next_frame
 from pxrs.model import Topic
 from pxrs.testing import power
 from pxrs.testing.log_contract import records
@@ -47,6 +49,100 @@ def lose_the_last_byte(folder: Path) -> None:
 
 def findings(folder: Path) -> list[str]:
     return [finding.what for checked in check(folder) for finding in checked.findings]
+
+
+def read(topic: TopicLog) -> tuple[dict[int, bytes], list[int]]:
+    """What can be read, by offset, and the offsets at which damage was met."""
+    found: dict[int, bytes] = {}
+    damaged: list[int] = []
+    offset = topic.start(0)
+    while offset < topic.end(0):
+        try:
+            batches = topic.read(0, offset)
+        except DamagedFrame:
+            damaged.append(offset)
+            offset += 1
+            continue
+        assert batches, "a reader that waits here waits for ever"
+        for batch in batches:
+            assert batch.base_offset == offset
+            found |= enumerate(batch.records.column("value").to_pylist(), offset)
+            offset = batch.next_offset
+    return found, damaged
+
+
+def whole_frames(folder: Path) -> set[int]:
+    """The offsets of all messages whose frames are whole, found without regard to what lies between them."""
+    found: set[int] = set()
+    for path in folder.glob("topics/t/partitions/partition-0/*.log"):
+        data, position = pa.py_buffer(path.read_bytes()), 0
+        while (position := next_frame(memoryview(data), "", position, data.size)) < data.size:
+            header = read_header(memoryview(data)[position:][:128], "", position)
+            try:
+                read_payload(header, data.slice(position), "", position)
+            except DamagedFrame:
+                position += 32
+                continue
+            found |= set() if header.is_gap else set(range(header.base_offset, header.next_offset))
+            position += header.frame_bytes
+    return found
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("within", [20, 300], ids=["header", "payload"])
+@pytest.mark.parametrize("is_torn", [False, True], ids=["whole end", "torn end"])
+def test_after_a_boot_a_flipped_bit_costs_one_message_and_is_told(
+    within: int, is_torn: bool, tmp_path: Path, boot: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = DirectoryLog(tmp_path)
+    topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
+    producer = uuid.uuid4()
+    for number in range(50):
+        topic.append([Append(0, records([b"%d" % number + b"x" * 300]), Origin(producer, 0, number))])
+    log.close()
+    frame_bytes = tail(tmp_path).stat().st_size // 50
+    flip(tail(tmp_path), 7 * frame_bytes + within)
+    if is_torn:
+        lose_the_last_byte(tmp_path)
+    boot()
+    before = tail(tmp_path)
+    whole = set(range(50)) - {7} - ({49} if is_torn else set())
+    (told,) = [each for checked in check(tmp_path) for each in checked.findings]
+    assert (told.file, told.position) == (str(before.resolve()), 7 * frame_bytes)
+    for _ in range(2):
+        topic = DirectoryLog(tmp_path).topic("t")
+        found, damaged = read(topic)
+        assert (found.keys(), damaged) == (whole, [7])
+        boot()  # and nothing changes with another one
+    assert "offset 7 up to 8 cannot be read" in caplog.text
+    topic = DirectoryLog(tmp_path).topic("t")
+    end = topic.end(0)
+    assert end == 1 + RESERVED_OFFSETS
+    assert topic.append([Append(0, records([b"retry"]), Origin(producer, 0, 48))]) == [48], "stored once"
+    assert topic.append([Append(0, records([b"after"]))]) == [end]
+    found, damaged = read(DirectoryLog(tmp_path).topic("t"))
+    assert (found.keys(), damaged) == (whole | {end}, [7])
+    (told,) = [each for checked in check(tmp_path) for each in checked.findings]
+    assert (told.file, told.position) == (str(before.resolve()), 7 * frame_bytes)
+
+
+def test_after_a_boot_whole_messages_between_two_damaged_ones_are_kept(
+    tmp_path: Path, boot: Callable[[], None]
+) -> None:
+    topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
+    for number in range(50):
+        topic.append([Append(0, records([b"%d" % number + b"x" * 300]))])
+    frame_bytes = tail(tmp_path).stat().st_size // 50
+    for number in (7, 30, 31, 48):
+        flip(tail(tmp_path), number * frame_bytes + 20)
+    boot()
+    found, damaged = read(DirectoryLog(tmp_path).topic("t"))
+    assert (found.keys(), damaged) == (set(range(50)) - {7, 30, 31, 48}, [7, 30, 31, 48])
 
 
 def test_no_append_is_synced_and_offsets_are_reserved_many_at_a_time(
@@ -124,7 +220,7 @@ def tape(fast: Path) -> power.Tape:
 def test_l1_whatever_a_power_loss_takes_the_rest_is_right_and_no_offset_is_given_again(
     tape: power.Tape, fast: Path, boot: Callable[[], None]
 ) -> None:
-    shortest = longest = 0
+    shortest = longest = damaged = 0
     for seed in range(LOSSES):
         dice = random.Random(seed)
         at = dice.randrange(len(tape.events) + 1)
@@ -138,18 +234,21 @@ def test_l1_whatever_a_power_loss_takes_the_rest_is_right_and_no_offset_is_given
         for offset, values in tape.marks(at):
             sealed = sealed if values else max(sealed, offset)
             sent += values
-        batches = topic.read(0, 0, 1 << 30) if topic.end(0) else []
-        found = [value for batch in batches for value in batch.records.column("value").to_pylist()]
+        found, lost = read(topic)
         # The append that was under way may be there too, though nobody was told.
-        assert found[: len(sent)] == sent[: len(found)], f"seed {seed}"
-        assert len(found) >= sealed, f"seed {seed}: what was sealed is lost"
+        assert all(value == sent[at] for at, value in found.items() if at < len(sent)), f"seed {seed}"
+        assert found.keys() >= set(range(sealed)), f"seed {seed}: what was sealed is lost"
+        assert found.keys() >= whole_frames(target), f"seed {seed}: what is whole is lost"
         assert topic.append([Append(0, records([b"after"]))])[0] >= len(sent), f"seed {seed}: an offset was given again"
-        assert not findings(target), f"seed {seed}"
-        shortest, longest = shortest + (len(found) < len(sent)), longest + (len(found) >= len(sent) > 0)
+        assert bool(findings(target)) == bool(lost), f"seed {seed}: damage, and nothing else, is told"
+        kept = sum(at < len(sent) for at in found)
+        shortest, longest = shortest + (kept < len(sent)), longest + (kept == len(sent) > 0)
+        damaged += bool(lost)
         log.close()
         shutil.rmtree(target)
     assert shortest > LOSSES // 10, "losses were met"
     assert longest > LOSSES // 10
+    assert damaged > LOSSES // 50, "whole messages behind a hole were met"
 
 
 def test_a_damaged_reservation_is_told_and_never_guessed(tmp_path: Path, boot: Callable[[], None]) -> None:

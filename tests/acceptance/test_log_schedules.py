@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
@@ -42,6 +42,9 @@ from pxrs.log.segment import Sealed
 from pxrs.model import Topic
 from pxrs.producer import Producer
 from pxrs.testing import faults, power
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import WallTime
 
 BOUND_S = 20.0
 SECOND = 1_000_000
@@ -147,7 +150,7 @@ def test_l3_a_writer_dies_in_a_roll_and_a_smaller_batch_comes_next(
 ) -> None:
     """It would have fitted into the old segment, whose successor is there already."""
     topic = new_topic(tmp_path)
-    sent = fill(topic, 11)
+    sent = fill(topic, 10)
 
     def work() -> None:
         with before_each("fsync", faults.kill):  # the new segment is made, its name is not synced yet
@@ -156,14 +159,14 @@ def test_l3_a_writer_dies_in_a_roll_and_a_smaller_batch_comes_next(
     with faults.child(work) as pid:
         assert faults.wait_exit(pid) == -signal.SIGKILL
     assert len(segments(tmp_path)) == 2
-    assert segments(tmp_path)[0].stat().st_size + 700 < 8192, "there is room for a small one"
-    assert topic.append(one(b"small")) == [11]
+    assert segments(tmp_path)[0].stat().st_size + 710 < 8192, "there is room for a small one"
+    assert topic.append(one(b"small")) == [10]
     if is_booted:
         boot()
     late = opened(tmp_path)
     assert values(late) == [*sent, b"small"]
     large = [b"%d" % number * 3000 for number in range(3)]
-    assert [late.append(one(value)) for value in large] == [[12], [13], [14]]
+    assert [late.append(one(value)) for value in large] == [[11], [12], [13]]
     boot()
     assert values(opened(tmp_path)) == [*sent, b"small", *large]
     assert findings(tmp_path) == []
@@ -199,11 +202,13 @@ def test_l4_a_failed_sync_of_one_producer_makes_nobody_forget_another(tmp_path: 
     assert values(opened(tmp_path)) == [b"once", b"other"]
 
 
-def test_l3_the_segment_that_a_failed_sync_ends_is_indexed_whole(tmp_path: Path) -> None:
+def test_l3_the_segment_that_a_failed_sync_ends_is_indexed_whole(tmp_path: Path, wall: WallTime) -> None:
     """Also by a handle that has not seen its last frames: an index of a part would let retention take the rest."""
-    topic = new_topic(tmp_path, retention_s=1000.0)
+    topic = new_topic(tmp_path, retention_s=1000.0, segment_s=1e6)
+    wall.us = 1 * SECOND
     topic.append(one(b"old", timestamp=1 * SECOND))
     other = opened(tmp_path)
+    wall.us = 5000 * SECOND
     other.append(one(b"new", timestamp=5000 * SECOND))
     fail_sync(other, one(b"lost", timestamp=5000 * SECOND))
     assert topic.append(one(b"later", timestamp=9000 * SECOND)) == [2]
@@ -344,9 +349,12 @@ def test_x15_more_waiters_than_the_system_allows_get_an_error_of_the_log(
 # Damage.
 
 
-@pytest.mark.parametrize("position", [20, 700], ids=["first frame", "a later frame"])
-def test_f5_no_time_is_believed_of_a_damaged_segment_without_an_index(position: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("position", [20, 730], ids=["first frame", "a later frame"])
+def test_f5_no_time_is_believed_of_a_damaged_segment_without_an_index(
+    position: int, tmp_path: Path, wall: WallTime
+) -> None:
     topic = new_topic(tmp_path, retention_s=1000.0)
+    wall.us = 5000 * SECOND
     fill(topic, 40, timestamp=5000 * SECOND)
     before = segments(tmp_path)
     flip(before[0], position)
@@ -359,8 +367,9 @@ def test_f5_no_time_is_believed_of_a_damaged_segment_without_an_index(position: 
     assert segments(tmp_path) == before
 
 
-def test_f5_no_flipped_bit_of_an_index_is_believed(tmp_path: Path) -> None:
+def test_f5_no_flipped_bit_of_an_index_is_believed(tmp_path: Path, wall: WallTime) -> None:
     topic = new_topic(tmp_path, retention_s=1000.0)
+    wall.us = 5000 * SECOND
     sent = fill(topic, 40, timestamp=5000 * SECOND)
     index = segments(tmp_path)[1].with_suffix(".index")
     whole = index.read_bytes()
@@ -382,7 +391,7 @@ def test_f5_after_a_boot_a_damaged_tail_leaves_the_sealed_segments_readable(
     sent = fill(topic, 40)
     tail = segments(tmp_path)[-1]
     first = int(tail.stem)
-    flip(tail, 700)
+    flip(tail, 730)
     boot()
     late = opened(tmp_path)
     stored: list[bytes] = []
@@ -581,8 +590,9 @@ def test_a_partition_that_cannot_be_opened_leaks_no_descriptor(tmp_path: Path, m
     assert topic.end(0) == 0
 
 
-def test_messages_of_a_quiet_partition_go_when_they_are_old(tmp_path: Path) -> None:
+def test_messages_of_a_quiet_partition_go_when_they_are_old(tmp_path: Path, wall: WallTime) -> None:
     topic = new_topic(tmp_path, retention_s=1000.0)
+    wall.us = 5002 * SECOND
     fill(topic, 3, timestamp=5000 * SECOND)
     assert topic.retain(5900 * SECOND) == {}
     assert topic.retain(6003 * SECOND) == {0: 3}

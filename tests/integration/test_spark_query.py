@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 
 import pxrs
+from pxrs import clock
 from pxrs.errors import CheckpointOutOfRange, CheckpointsDiffer, DataLost, GroupActive, PartitionLost, PartitionsPaused
 from pxrs.group.member import GroupMember
 from pxrs.group.records import Checkpoint, Keys, Paused
@@ -200,13 +201,15 @@ def test_k3_a_repeated_batch_reads_nothing_that_others_have_done(hub: Hub) -> No
 
 
 @pytest.fixture
-def aging() -> Iterator[Hub]:
-    """A thousand messages of half a day ago and ten of now, in a topic that keeps a day."""
+def aging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A thousand messages stored half a day ago and ten now, in a topic that keeps a day."""
     with pxrs.open("memory:") as hub:
         hub.create_topic("orders", partitions=1, retention=timedelta(days=1))
         with hub.producer("orders") as out:
             for count, age_s in ((1000, 43_200), (10, 0)):
-                times = pa.array([int((time.time() - age_s) * 1e6)] * count, pa.timestamp("us", tz="UTC"))
+                stored = int((time.time() - age_s) * 1e6)
+                monkeypatch.setattr(clock, "wall_time_us", lambda stored=stored: stored)
+                times = pa.array([stored] * count, pa.timestamp("us", tz="UTC"))
                 out.send_batch(pa.table({"value": [b"v"] * count, "timestamp": times})).result()
         yield hub
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pxrs import registry as registries
+from pxrs.clock import wall_time_us
 from pxrs.errors import (
     Conflict,
     GroupActive,
@@ -268,7 +269,7 @@ def test_the_lag_of_a_topic_that_is_gone_is_unknown(
 def test_the_lag_counts_what_retention_has_left(registry: Registry, log: MemoryLog) -> None:
     fill(log, "short", 1, retention_s=1.0)
     Worker(registry, log, "anna", "short").join().settle()
-    log.topic("short").retain(10_000_000)
+    log.topic("short").retain(wall_time_us() + 10_000_000)
     start = log.topic("short").start(0)
     (row,) = GroupHandle(registry, "billing", log).describe().partitions
     assert (row.checkpoint, row.start, row.lag) == (0, start, 10 - start)
@@ -404,7 +405,7 @@ def test_an_offset_that_retention_took_is_refused_and_a_time_before_it_is_the_st
 ) -> None:
     fill(log, "short", 1, retention_s=1.0)
     Worker(registry, log, "anna", "short").join().settle().leave()
-    log.topic("short").retain(10_000_000)
+    log.topic("short").retain(wall_time_us() + 10_000_000)
     start = log.topic("short").start(0)
     group = GroupHandle(registry, "billing", log)
     with pytest.raises(OffsetTrimmed):

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+import uuid
+from datetime import timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+import xxhash
 
 import pxrs
-from pxrs.errors import RegistryUnavailable
+from pxrs import clock
+from pxrs.errors import InvalidTopic, RegistryUnavailable
+from pxrs.log.batch import _HEADER_1, MAGIC, SCHEMA, encode
+from pxrs.log.contract import Append, TopicLog
+from pxrs.log.directory import DirectoryLog
+from pxrs.model import Topic
+from pxrs.producer import Producer
 
 LAST_WEEK = 7 * 86_400 * 1_000_000
 
@@ -60,3 +71,82 @@ def test_retention_that_cannot_ask_who_reads_takes_nothing(
             out.send(b"b", timestamp=LAST_WEEK).result()
         assert "retention of t failed" in caplog.text
         assert (topic.start(0), topic.end(0)) == (0, 2)
+
+
+def test_a_producer_applies_a_short_retention_every_quarter_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with pxrs.open("memory:") as hub:
+        for name, retention, every_s in (("short", 8.0, 2.0), ("long", 86_400.0, 60.0)):
+            calls: list[float] = []
+            log = hub.create_topic(name, partitions=1, retention=retention).log
+            producer = Producer(log, linger_s=0, retain=lambda calls=calls: calls.append(now[0]))
+            begun = now[0]
+            for _ in range(4):
+                for step in (0.0, every_s - 0.001):
+                    now[0] += step
+                    producer.send(b"x")
+                    producer.flush()
+                now[0] += 0.001
+            producer.close()
+            assert [round(at - begun, 2) for at in calls] == [round(number * every_s, 2) for number in range(4)]
+
+
+def test_a_retention_that_fails_at_every_try_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RegistryUnavailable("away")
+
+    with pxrs.open("memory:") as hub:
+        log = hub.create_topic("t", partitions=1, retention=1e-6).log
+        with caplog.at_level(logging.WARNING), Producer(log, linger_s=0, retain=fail) as out:
+            for _ in range(20):
+                out.send(b"x")
+                out.flush()
+    assert [record.getMessage() for record in caplog.records] == ["retention of t failed: away; will try again"]
+    assert caplog.records[0].topic == "t"  # type: ignore[attr-defined]
+
+
+def old_segment(path: Path, last_time_us: int, written_s: float) -> TopicLog:
+    """A topic with a sealed segment of format 1, whose message has this time and whose file was written then."""
+    log = DirectoryLog(path)
+    topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, retention_s=100.0))
+    records = pa.RecordBatch.from_pylist([{"value": b"x", "timestamp": last_time_us}], SCHEMA)
+    payload = encode(records, "none")
+    fixed = _HEADER_1.pack(
+        MAGIC, 1, 0, 96, -(-(96 + payload.data.size) // 32) * 32, 1, 0, last_time_us, last_time_us, bytes(16), 0, 0, 0,
+        payload.checksum, payload.data.size, 0,
+    )  # fmt: skip
+    frame = fixed + xxhash.xxh3_64_intdigest(fixed).to_bytes(8, "little") + payload.data.to_pybytes()
+    segment = Path(topic.partition_folder(0)) / f"{0:020d}.log"  # type: ignore[attr-defined]
+    segment.write_bytes(frame + bytes(-len(frame) % 32))
+    os.utime(segment, (written_s, written_s))
+    return topic
+
+
+@pytest.mark.parametrize("is_sealed", [False, True], ids=["tail", "sealed"])
+@pytest.mark.parametrize(("last_time_s", "written_s"), [(1, 5000), (5000, 1)], ids=["old messages", "old file"])
+def test_a_segment_without_stored_times_is_as_young_as_its_file_or_its_messages(
+    last_time_s: int, written_s: int, is_sealed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = old_segment(tmp_path, last_time_s * 1_000_000, written_s)
+    assert topic.end(0) == 1
+    os.utime(Path(topic.partition_folder(0)) / f"{0:020d}.log", (written_s, written_s))  # type: ignore[attr-defined]
+    if is_sealed:
+        monkeypatch.setattr(clock, "wall_time_us", lambda: 5050 * 1_000_000)
+        next_record = pa.RecordBatch.from_pylist([{"value": b"y", "timestamp": 0}], SCHEMA)
+        assert topic.append([Append(0, next_record)]) == [1]
+        assert len(list(tmp_path.glob("logs/*/partitions/*/*.log"))) == 2, "it takes no appends of another format"
+    assert topic.retain(5099 * 1_000_000) == {}
+    assert topic.retain(5101 * 1_000_000) == {0: 1}
+
+
+def test_the_settings_of_a_segment_are_kept_and_checked(tmp_path: Path) -> None:
+    with pxrs.open(tmp_path) as hub:
+        hub.create_topic("given", segment_s=timedelta(minutes=5), retention=3600)
+        hub.create_topic("quarter", retention=3600)
+        hub.create_topic("never")
+        with pytest.raises(InvalidTopic, match="segment_s"):
+            hub.create_topic("bad", segment_s=0)
+    with pxrs.open(tmp_path) as hub:
+        ages = {topic.name: (topic.segment_s, topic.segment_age_s) for topic in hub.topics()}
+    assert ages == {"given": (300.0, 300.0), "quarter": (None, 900.0), "never": (None, None)}

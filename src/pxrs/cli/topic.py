@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -16,8 +16,8 @@ from rich.table import Table
 
 import pxrs
 from pxrs.cli.options import At, Json, open_hub
-from pxrs.cli.terminal import data_field, echo, echo_data, printable
-from pxrs.errors import InvalidRecord
+from pxrs.cli.terminal import cell, console, data_field, echo, echo_data, printable, tell_error
+from pxrs.errors import DamagedFrame, InvalidRecord, LogError, UnknownTopic
 from pxrs.model import CODECS, DURABILITIES, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
 from pxrs.producer import MESSAGE_BYTES_MAX
 
@@ -37,6 +37,12 @@ def create(
     durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
     retention: Annotated[float | None, typer.Option(help="Keep messages for so many seconds.")] = None,
     retention_bytes: Annotated[int | None, typer.Option(help="Keep so many bytes of each partition.")] = None,
+    segment_s: Annotated[
+        float | None,
+        typer.Option(
+            "--segment-s", help="Begin a new segment after so many seconds; by default a quarter of the retention."
+        ),
+    ] = None,
     keep_unread: Annotated[
         bool, typer.Option("--keep-unread", help="Keep all that a group has yet to read, whatever its age.")
     ] = False,
@@ -52,34 +58,63 @@ def create(
             retention=retention,
             retention_bytes=retention_bytes,
             keep_unread=keep_unread,
+            segment_s=segment_s,
         )
     typer.echo(f"made {name} with {partitions} partitions")
 
 
 @app.command("list")
 def list_(at: At, as_json: Json = False) -> None:
-    """List the topics, and how many messages each holds."""
+    """List the topics, and how many messages each holds. Exit code 1 if any is damaged."""
     with open_hub(at, None) as hub:
-        rows = [(topic, _count(hub, topic)) for topic in hub.topics()]
+        rows = _rows(hub)
     if as_json:
-        for topic, count in rows:
-            typer.echo(json.dumps({"topic": topic.name, "partitions": topic.partitions, "messages": count}))
-        return
-    table = Table("topic", box=None, header_style="bold")
-    table.add_column("partitions", justify="right")
-    table.add_column("messages", justify="right")
-    for topic, count in rows:
-        table.add_row(topic.name, str(topic.partitions), f"{count:,}")
-    Console().print(table)
+        for row in rows:
+            plain = {"topic": row.name, "partitions": row.partitions, "messages": row.messages}
+            typer.echo(json.dumps(plain if row.damage is None else {**plain, "damage": row.damage}))
+    else:
+        table = Table("topic", box=None, header_style="bold")
+        table.add_column("partitions", justify="right")
+        table.add_column("messages", justify="right")
+        is_damaged = any(row.damage is not None for row in rows)
+        if is_damaged:
+            table.add_column("damage")
+        for row in rows:
+            counts = ["-" if count is None else f"{count:,}" for count in (row.partitions, row.messages)]
+            table.add_row(row.name, *counts, *([cell(row.damage or "")] if is_damaged else []))
+        console().print(table)
+    if any(row.damage is not None for row in rows):
+        raise typer.Exit(1)
+
+
+class _Row(NamedTuple):
+    """A topic as it is listed; None for what damage leaves unknown."""
+
+    name: str
+    partitions: int | None
+    messages: int | None
+    damage: str | None = None
+
+
+def _rows(hub: pxrs.Hub) -> list[_Row]:
+    advice = "restore the file from a copy, or delete the topic"
+    rows = [_Row(each.name, None, None, f"{each.error}; {advice}") for each in hub.damaged_topics()]
+    for topic in hub.topics():
+        try:
+            rows.append(_Row(topic.name, topic.partitions, _count(hub, topic)))
+        except UnknownTopic:  # deleted just now
+            continue
+        except LogError as error:
+            rows.append(_Row(topic.name, topic.partitions, None, str(error)))
+    return sorted(rows)
 
 
 @app.command()
 def describe(name: str, at: At, as_json: Json = False) -> None:
     """Show a topic's settings, and the first and next offset of each partition."""
     with pxrs.open(at) as hub:
-        topic = next((topic for topic in hub.topics() if topic.name == name), None)
         handle = hub.topic(name)
-        assert topic is not None
+        topic = handle.topic
         ends = [(p, handle.start(p), handle.end(p)) for p in range(topic.partitions)]
     settings: dict[str, Any] = {
         "topic": topic.name,
@@ -89,30 +124,35 @@ def describe(name: str, at: At, as_json: Json = False) -> None:
         "durability": topic.durability,
     }
     settings |= {"retention_s": topic.retention_s, "retention_bytes": topic.retention_bytes}
+    settings |= {"segment_bytes": topic.segment_bytes, "segment_s": topic.segment_age_s}
     settings["keep_unread"] = topic.keep_unread
     if as_json:
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
         typer.echo(json.dumps({**settings, "partitions": offsets}))
         return
-    console = Console()
-    console.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()), highlight=False)
+    out = Console()
+    out.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()), highlight=False)
     table = Table(box=None, header_style="bold")
     for column in ("partition", "start", "end", "messages"):
         table.add_column(column, justify="right")
     for p, start, end in ends:
         table.add_row(str(p), f"{start:,}", f"{end:,}", f"{end - start:,}")
-    console.print(table)
+    out.print(table)
 
 
 @app.command()
 def delete(name: str, at: At, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Remove a topic and all its messages."""
     with pxrs.open(at) as hub:
-        count = _count(hub, next((t for t in hub.topics() if t.name == name), None) or hub.topic(name).topic)
+        try:
+            what = f"its {_count(hub, hub.topic(name).topic):,} messages"
+        except DamagedFrame as damage:  # it can be removed all the same
+            tell_error(type(damage).__name__, str(damage))
+            what = "all its messages (they cannot be counted)"
         if not yes:
-            typer.confirm(f"Remove {name} and its {count:,} messages for good?", abort=True)
+            typer.confirm(f"Remove {name} and {what} for good?", abort=True)
         hub.delete_topic(name)
-    typer.echo(f"removed {name} and its {count:,} messages")
+    typer.echo(f"removed {name} and {what}")
 
 
 def send(
@@ -129,9 +169,9 @@ def send(
     if sys.stdin is None:
         raise InvalidRecord("standard input is closed; give it the lines to send")
     count = 0
-    console = Console(stderr=True)
+    err = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} messages"), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    bar = Progress(*columns, console=err, disable=not err.is_terminal)
     with pxrs.open(at) as hub, hub.producer(topic) as out, bar:
         task = bar.add_task("sending", total=None)
         for line in iter(lambda: sys.stdin.buffer.readline(LINE_BYTES_MAX), b""):
@@ -245,8 +285,8 @@ def check(directory: Path, as_json: Json = False) -> None:
 
     findings, messages, size = [], 0, 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    err = Console(stderr=True)
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
         for checked in check_log(directory):
             findings += checked.findings

@@ -14,6 +14,7 @@ ends a change half-way, run it again: each of them may be repeated.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ import pyarrow as pa
 
 from pxrs.errors import (
     Conflict,
+    DamagedFrame,
     GroupActive,
     GroupError,
     InvalidGroup,
@@ -35,11 +37,13 @@ from pxrs.errors import (
 from pxrs.group.projection import projection_of
 from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import GROUP_NAME, Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused, partition_of
+from pxrs.log.contract import DamagedTopic
 from pxrs.model import Topic, microseconds_of
 from pxrs.registry.contract import ABSENT, Entry, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
+_logger: Final = logging.getLogger(__name__)
 KEYS_EACH: Final = 3
 """A change of one partition names its owner, its checkpoint and its pause."""
 
@@ -85,6 +89,8 @@ class Topics(Protocol):
     """Where topics are looked up. A `Hub` does, and so does a `Log`."""
 
     def topics(self) -> Sequence[Topic]: ...
+
+    def damaged_topics(self) -> Sequence[DamagedTopic]: ...
 
     def topic(self, name: str) -> Offsets: ...
 
@@ -245,6 +251,8 @@ class GroupHandle:
         self.name = name
         self._keys = Keys(name)
         self._registry, self._topics, self._sources = registry, topics, tuple(sources)
+        self._told: set[str] = set()
+        """Ids of damaged topics that were logged: `describe` may be called every second."""
 
     def describe(self) -> GroupDescription:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""
@@ -406,9 +414,11 @@ class GroupHandle:
         """Of topics by id, also of those that only a member still knows."""
         names = {member.topic: member.topic_name for member in state.members.values()}
         names |= {source.id: source.name for source in self._sources}
+        names |= {damaged.id: damaged.name for damaged in self._topics.damaged_topics() if damaged.id is not None}
         return names | {topic.id: topic.name for topic in self._topics.topics()}
 
     def _find(self, id: str) -> Offsets | None:
+        """What has this id; None if it is gone. Raises DamagedFrame if it is a topic that cannot be opened."""
         for source in self._sources:
             if source.id == id:
                 return source
@@ -419,16 +429,26 @@ class GroupHandle:
                 except UnknownTopic:  # deleted just now
                     return None
                 return found if found.id == id else None
+        for damaged in self._topics.damaged_topics():
+            if damaged.id == id:
+                raise damaged.error
         return None
 
     def _ranges(self, id: str) -> dict[int, tuple[int, int]]:
-        """The start and end of each partition; none of a topic that is gone."""
+        """The start and end of each partition; none of a topic that is gone, or that is damaged: where the group is
+        can be told all the same."""
         try:
             source = self._find(id)
             if source is None:
                 return {}
             return {number: (source.start(number), source.end(number)) for number in range(source.partitions)}
         except UnknownTopic:
+            return {}
+        except DamagedFrame as error:
+            if id not in self._told:
+                self._told.add(id)
+                fields = {"group": self.name, "topic": id}
+                _logger.warning("group %s: the lag in topic %s is not known: %s", self.name, id, error, extra=fields)
             return {}
 
     def _source(self, name: str) -> Offsets:

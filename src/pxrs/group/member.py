@@ -54,6 +54,7 @@ from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
 from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, Holding, MemberProtocol, Steps, drive
 from pxrs.group.records import Checkpoint, Keys, Member, Paused, partition_of
+from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
 from pxrs.registry.contract import LEASE_TTL_MIN, Registry
 from pxrs.registry.lease import Lease
@@ -163,6 +164,9 @@ class GroupMember:
         self._fresh: list[Lane] = []
         """Assigned, and not yet given to the consumer."""
         self._projection = projection_of(registry, self.keys, topic_names)
+        fields = {"group": group, "member": self.name}
+        self._outage = Outage(_logger, f"group {group}, member {self.name}", extra=fields)
+        """Logs what keeps the member's thread from its work, such as a store that is full or cannot be reached."""
         self._commits_at = 0.0
         self._told: object = None
         self._adrift: list[Lane] = []
@@ -423,8 +427,9 @@ class GroupMember:
                     _logger.warning(
                         "group %s, member %s: still not at rest after %d looks", self.keys.group, self.name, _LOOKS_MAX
                     )
+                self._outage.worked()
             except (RegistryUnavailable, OutcomeUnknown, LeaseExpired) as error:
-                _logger.warning("group %s, member %s: %s", self.keys.group, self.name, error)
+                self._outage.failed(error)
                 timeout = None
             except BaseException as error:  # noqa: BLE001 - raised in the user's thread by `check`
                 self._fail(error)

@@ -40,6 +40,7 @@ from pxrs.errors import Conflict, InvalidGroup, OutcomeUnknown, PartitionLost, R
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import Holding, MemberProtocol
 from pxrs.group.records import Checkpoint
+from pxrs.limited_log import Outage
 from pxrs.log.batch import Batch
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
@@ -127,6 +128,8 @@ class _Loop:
         self.consumer, self.engine, self.max_messages = consumer, engine, max_messages
         self.member = consumer._member
         self.keys = self.member.keys
+        fields = {"group": self.keys.group, "member": self.member.name}
+        self._outage = Outage(_logger, f"group {self.keys.group}: before a transaction", extra=fields)
         registry = self.member._registry
         if not isinstance(registry, SqlRegistry) or registry.database.dialect not in DATABASES:
             raise InvalidGroup(f"the registry {registry.url} is no PostgreSQL or SQLite database")
@@ -150,9 +153,10 @@ class _Loop:
         try:
             self._is_checked = self._is_checked or self._check_engine()
             if self._is_checked and self._is_settled(lane):
+                self._outage.worked()
                 return True
         except (RegistryUnavailable, OutcomeUnknown) as error:
-            _logger.warning("group %s, partition %d: %s; will try again", self.keys.group, lane.partition, error)
+            self._outage.failed(error)
         time.sleep(_RETRY_S)
         self.put_back(lane)
         return False

@@ -1,8 +1,11 @@
 """Record batches and the frames that hold them on disk and on the wire (docs/format.md).
 
-A frame is a header of 96 bytes and a payload, one Arrow IPC record batch without its schema. Two checksums: that of the
-payload is computed before the append lock is taken; that of the header, which covers the other one and the offset given
-under the lock, is computed there over 88 bytes. A reader that trusts a frame has checked both.
+A frame is a header and a payload, one Arrow IPC record batch without its schema. Two checksums: that of the payload is
+computed before the append lock is taken; that of the header, which covers the other one and the offset given under the
+lock, is computed there. A reader that trusts a frame has checked both.
+
+Frames are written in format 2, whose header names the topic and the partition and says when the frame was stored.
+Frames of format 1 do neither; they are read as before. Frames of both formats may follow each other in one segment.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import xxhash
 
-from pxrs.errors import DamagedFrame, InvalidRecord
+from pxrs.errors import DamagedFrame, InvalidRecord, MisplacedFile
 from pxrs.model import CODECS
 
 HEADERS_TYPE: Final = pa.list_(
@@ -29,14 +32,22 @@ SCHEMA: Final = pa.schema(
     ]
 )
 MAGIC: Final = b"PXRS"
-FORMAT: Final = 1
+FORMAT: Final = 2
 ALIGNMENT: Final = 32
 FRAME_BYTES_MAX: Final = 64 << 20
+GAP_ROWS_MAX: Final = (1 << 32) - 1
 NO_PRODUCER: Final = uuid.UUID(int=0)
 _NO_BYTES: Final = NO_PRODUCER.bytes
-_HEADER: Final = struct.Struct("<4sBBHIIQqq16sIIQQII")
+_START: Final = struct.Struct("<4sBBH")
+_FIELDS: Final = "IIQqq16sIIQQII"
+_HEADER: Final = struct.Struct(f"<4sBBH{_FIELDS}Qq16x")
+_HEADER_1: Final = struct.Struct(f"<4sBBH{_FIELDS}")
 _CHECKSUM: Final = struct.Struct("<Q")
 HEADER_BYTES: Final = _HEADER.size + _CHECKSUM.size
+"""Of a frame of format 2, which is the longest."""
+HEADER_BYTES_MIN: Final = _HEADER_1.size + _CHECKSUM.size
+"""Of a frame of format 1."""
+_LAYOUTS: Final = {1: _HEADER_1, 2: _HEADER}
 _OPTIONS: Final = {
     codec: pa.ipc.IpcWriteOptions(compression=None if codec == "none" else codec, use_threads=False) for codec in CODECS
 }
@@ -74,6 +85,12 @@ class Header(NamedTuple):
     payload_bytes: int
     follows: int
     """How many frames of the same append come before it. One with none proves that all before it was synced."""
+    place_id: int | None
+    """The topic and partition that it was written for, as `place_id` makes it; None in format 1, which has none."""
+    stored_at: int
+    """When the storing process wrote it, microseconds since 1970. Format 1 has no such field: the latest time of a
+    record stands for it."""
+    header_bytes: int
 
     @property
     def origin(self) -> Origin:
@@ -173,10 +190,22 @@ def _serialize(records: pa.RecordBatch, codec: str) -> pa.Buffer:
     return sink.getvalue()[_SCHEMA_BYTES:end]
 
 
+def place_id(topic_id: str, partition: int) -> int:
+    """What files carry to name the partition that they belong to: XXH3-64 of `<topic id>/<partition>`."""
+    return xxhash.xxh3_64_intdigest(f"{topic_id}/{partition}".encode())
+
+
 def header_bytes(
-    payload: Payload, base_offset: int, origin: Origin = ANONYMOUS, *, follows: int = 0, schema_id: int = 0
+    payload: Payload,
+    base_offset: int,
+    origin: Origin = ANONYMOUS,
+    *,
+    place: int,
+    stored_at: int,
+    follows: int = 0,
+    schema_id: int = 0,
 ) -> bytes:
-    """The header of a frame that gets this offset."""
+    """The header of a frame that gets this offset, in the partition with this `place_id`."""
     fixed = _HEADER.pack(
         MAGIC,
         FORMAT,
@@ -194,13 +223,16 @@ def header_bytes(
         payload.checksum,
         payload.data.size,
         follows,
+        place,
+        stored_at,
     )
     return fixed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fixed))
 
 
-def gap_bytes(base_offset: int, rows: int) -> bytes:
+def gap_bytes(base_offset: int, rows: int, *, place: int, stored_at: int) -> bytes:
     """A frame without messages that takes up so many offsets."""
-    return header_bytes(Payload(_NOTHING, xxhash.xxh3_64_intdigest(b""), rows, _NO_TIME, _NO_TIME, 0), base_offset)
+    nothing = Payload(_NOTHING, xxhash.xxh3_64_intdigest(b""), rows, _NO_TIME, _NO_TIME, 0)
+    return header_bytes(nothing, base_offset, place=place, stored_at=stored_at)
 
 
 def padding(payload: Payload) -> bytes:
@@ -208,18 +240,35 @@ def padding(payload: Payload) -> bytes:
     return bytes(payload.frame_bytes - HEADER_BYTES - payload.data.size)
 
 
-def read_header(data: bytes | memoryview, file: str, position: int) -> Header:
-    """The header at the beginning of `data`, checked. Raises DamagedFrame."""
-    if len(data) < HEADER_BYTES:
+def read_header(data: bytes | memoryview, file: str, position: int, place: int | None = None) -> Header:
+    """The header at the beginning of `data`, checked. Raises DamagedFrame, and MisplacedFile if the header names
+    another partition than `place`, where that is given.
+
+    `data` need not hold more than the header: HEADER_BYTES, or what is left of the file."""
+    if len(data) < HEADER_BYTES_MIN:
         raise DamagedFrame(file, position, f"{len(data)} bytes are too few for a frame's header")
-    (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
-    if xxhash.xxh3_64_intdigest(data[: _HEADER.size]) != checksum:
+    magic, version, codec, length = _START.unpack_from(data)
+    if magic != MAGIC:
+        raise DamagedFrame(file, position, "no frame begins here")
+    if not HEADER_BYTES_MIN <= length <= len(data):
+        raise DamagedFrame(file, position, f"a header of {length} bytes, and {len(data)} are there")
+    (checksum,) = _CHECKSUM.unpack_from(data, length - _CHECKSUM.size)
+    if xxhash.xxh3_64_intdigest(data[: length - _CHECKSUM.size]) != checksum:
         raise DamagedFrame(file, position, "the header's checksum does not match")
-    (
-        magic,
-        version,
+    layout = _LAYOUTS.get(version)
+    if layout is None:
+        raise DamagedFrame(file, position, f"a frame of format {version}, which this version does not read")
+    if length != layout.size + _CHECKSUM.size:
+        raise DamagedFrame(file, position, "the header contradicts itself")
+    fields = layout.unpack_from(data)
+    _, _, _, _, frame, rows, base, first, last, producer, epoch, schema, sequence, digest, size, follows = fields[:16]
+    if codec >= len(CODECS) or frame != _padded(length + size) or not rows:
+        raise DamagedFrame(file, position, "the header contradicts itself")
+    written_for, stored_at = (None, last) if version == 1 else fields[16:]
+    if place is not None and written_for is not None and written_for != place:
+        raise MisplacedFile(file, position, "the frame was written for another topic or partition")
+    return Header(
         codec,
-        length,
         frame,
         rows,
         base,
@@ -232,12 +281,10 @@ def read_header(data: bytes | memoryview, file: str, position: int) -> Header:
         digest,
         size,
         follows,
-    ) = _HEADER.unpack_from(data)
-    if magic != MAGIC or version != FORMAT:
-        raise DamagedFrame(file, position, f"a frame of format {magic!r} {version}, which this version does not read")
-    if codec >= len(CODECS) or frame != _padded(length + size) or length != HEADER_BYTES or not rows:
-        raise DamagedFrame(file, position, "the header contradicts itself")
-    return Header(codec, frame, rows, base, first, last, producer, epoch, schema, sequence, digest, size, follows)
+        written_for,
+        stored_at,
+        length,
+    )
 
 
 def check_payload(header: Header, data: memoryview, file: str, position: int) -> None:
@@ -246,7 +293,7 @@ def check_payload(header: Header, data: memoryview, file: str, position: int) ->
         raise DamagedFrame(
             file, position, f"the file ends {header.frame_bytes - len(data):,} bytes before the frame does"
         )
-    payload = data[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+    payload = data[header.header_bytes : header.header_bytes + header.payload_bytes]
     if xxhash.xxh3_64_intdigest(payload) != header.payload_checksum:
         raise DamagedFrame(file, position, "the payload's checksum does not match")
 
@@ -257,7 +304,7 @@ def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> p
     if header.is_gap:
         return _NO_RECORDS
     try:
-        records = pa.ipc.read_record_batch(data.slice(HEADER_BYTES, header.payload_bytes), SCHEMA)
+        records = pa.ipc.read_record_batch(data.slice(header.header_bytes, header.payload_bytes), SCHEMA)
     except (pa.ArrowInvalid, OSError) as error:
         raise DamagedFrame(file, position, f"the payload is no record batch: {error}") from error
     if records.num_rows != header.rows:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import uuid
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,18 +21,23 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-from pxrs.errors import DamagedFrame, InvalidUrl, LogError
-from pxrs.log import published as published_module
-from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, read_header, read_payload
+from pxrs import disk
+from pxrs.errors import DamagedFrame, InvalidUrl, LogBusy, MisplacedFile
+from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, place_id, read_header, read_payload
+from pxrs.log.contract import DamagedTopic
+from pxrs.log.description import look_up
 from pxrs.log.directory import DirectoryLog
 from pxrs.log.index import Index
 from pxrs.log.partition import read_reserved
 from pxrs.log.producers import load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
-from pxrs.log.published import Published, PublishedFile
+from pxrs.log.published import NOTHING, Published, PublishedFile
+from pxrs.log.recovery import next_run
 from pxrs.log.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
+from pxrs.log.start import missing_before, read_start
 from pxrs.model import TOPIC_NAME, Topic
 
+_OFFSET_MAX: Final = (1 << 63) - 1
 _PARTITION_FOLDER: Final = re.compile(r"partition-(0|[1-9][0-9]*)")
 
 
@@ -65,8 +69,12 @@ class _Place(NamedTuple):
     topic: str
     number: int
     folder: str
+    id: int
+    """As files name it: `place_id`."""
     is_synced: bool = True
     """Each append was; else a power loss may have taken any of the last segment."""
+    is_retained: bool = True
+    """The topic has a retention setting, as far as is known."""
 
     def wrong(self, file: str, position: int, what: str) -> Finding:
         return Finding(self.topic, self.number, file, position, what)
@@ -90,37 +98,32 @@ class _Bounds(NamedTuple):
 
 def check(path: Path) -> Iterator[Checked]:
     """Read the log in this directory, file by file. Raises InvalidUrl if there is none."""
-    log = DirectoryLog(path)
+    DirectoryLog(path).close()  # refuses what cannot hold a log
     topics = path / "topics"
     if not topics.is_dir():
         what = "it has no folder topics" if path.is_dir() else "there is no such directory"
         raise InvalidUrl(f"{path} is no log: {what}; give the directory that was given to pxrs.open")
-    return _check_topics(log, topics)
+    return _check_topics(topics)
 
 
-def _check_topics(log: DirectoryLog, topics: Path) -> Iterator[Checked]:
-    try:
-        for name in sorted(os.listdir(topics)):
-            if TOPIC_NAME.fullmatch(name):
-                yield from _check_topic(log, name, topics / name)
-        yield from _check_nameless(topics)
-    finally:
-        log.close()
+def _check_topics(topics: Path) -> Iterator[Checked]:
+    for name in sorted(os.listdir(topics)):
+        if TOPIC_NAME.fullmatch(name):
+            yield from _check_topic(name, topics / name)
+    yield from _check_nameless(topics)
 
 
-def _check_topic(log: DirectoryLog, name: str, link: Path) -> Iterator[Checked]:
+def _check_topic(name: str, link: Path) -> Iterator[Checked]:
     if not link.is_dir():
         # A deletion takes the link first, and a creation makes it last.
         if link.is_symlink() and not link.is_dir():
             yield _of_topic(name, link, "the folder that it leads to is missing, and with it all messages")
         return
     folder = link.resolve()  # once: a topic that is made meanwhile under the same name has another one
-    topic, what = _read_topic(log, name)
+    topic, what = _read_topic(link)
     there = _partition_numbers(folder)
     if not folder.exists() or link.resolve() != folder:
         return  # it was deleted meanwhile
-    if topic is not None and link.is_symlink() and topic.id != folder.name:
-        what = f"it has the id {topic.id}, and its folder is {folder.name}"
     numbers = there if topic is None else set(range(topic.partitions))
     if what is None and there - numbers:
         what = f"the topic has {len(numbers)} partitions, and there are folders of {len(there - numbers)} more"
@@ -128,7 +131,10 @@ def _check_topic(log: DirectoryLog, name: str, link: Path) -> Iterator[Checked]:
         yield _of_topic(name, folder / "topic.json", what)
     is_synced = topic is None or topic.durability == "disk"
     for number in sorted(numbers | there):
-        place = _Place(name, number, str(folder / "partitions" / f"partition-{number}"), is_synced)
+        # The folder bears the id; only what is no link was put together by hand.
+        identity = place_id(folder.name if topic is None or link.is_symlink() else topic.id, number)
+        partition = str(folder / "partitions" / f"partition-{number}")
+        place = _Place(name, number, partition, identity, is_synced, topic is None or topic.is_retained)
         yield from _check_partition(place)
 
 
@@ -165,19 +171,15 @@ def _of_topic(name: str, file: Path, what: str) -> Checked:
     return Checked(name, None, str(file), 0, 0, [Finding(name, None, str(file), 0, what)])
 
 
-def _read_topic(log: DirectoryLog, name: str) -> tuple[Topic | None, str | None]:
+def _read_topic(link: Path) -> tuple[Topic | None, str | None]:
     """The topic, or else what is wrong with its file."""
     try:
-        topic = log._meta(name)
-    except OSError as error:
-        return None, _unreadable(error)
-    except (LogError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return None, f"it does not describe a topic: {getattr(error, 'what', error)}"
-    if topic is None:
-        return None, "it is missing, and without it the topic cannot be opened"
-    if topic.name != name or not isinstance(topic.partitions, int):
-        return None, f"it describes a topic {topic.name} with {topic.partitions!r} partitions"
-    return topic, None
+        found = look_up(link.parent, link.name)
+    except (OSError, LogBusy) as error:
+        return None, _unreadable(error) if isinstance(error, OSError) else str(error)
+    if isinstance(found, DamagedTopic):
+        return None, found.error.what
+    return found, None  # None: it was deleted meanwhile
 
 
 def _partition_numbers(folder: Path) -> set[int]:
@@ -190,21 +192,26 @@ def _partition_numbers(folder: Path) -> set[int]:
 
 def _check_partition(place: _Place) -> Iterator[Checked]:
     try:
-        published, end_min, bases = _look(place.folder)
+        published, last, bases = _look(place)
+    except MisplacedFile as error:
+        yield place.only(error.file, error.what)
+        yield from _check_unpublished(place, NOTHING, segment_bases(place.folder))
+        return
     except OSError as error:
         if os.path.exists(os.path.dirname(os.path.dirname(place.folder))):  # else the topic was deleted meanwhile
             missing = "the partition's folder is missing"
             yield place.only(place.folder, missing if isinstance(error, FileNotFoundError) else _unreadable(error))
         return
     try:
-        read_reserved(place.folder)
+        read_reserved(place.folder, place.id)
     except DamagedFrame as damage:
         yield place.only(damage.file, damage.what)
+    yield from _check_start(place, bases)
     if published is None:
-        if _is_damaged(place.folder):
+        if _is_damaged(place):
             what = "a part of it is damaged; whoever opens the partition finds the end again in the last segment"
             yield place.only(f"{place.folder}/{PUBLISHED}", what)
-        yield from _check_unpublished(place, end_min if place.is_synced else 0, bases)
+        yield from _check_unpublished(place, last, bases)
         return
     bases = [base for base in bases if base <= published.segment]
     for base, following in pairwise([*bases, published.segment]):
@@ -218,15 +225,29 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
         yield place.only(segment_path(place.folder, published.segment), what)
 
 
-def _check_unpublished(place: _Place, end_min: int, bases: list[int]) -> Iterator[Checked]:
-    """A partition that nobody has opened since the machine was started."""
+def _check_start(place: _Place, bases: list[int]) -> Iterator[Checked]:
+    """Whether the first segment is there. Called after `bases` were listed: retention writes `start`, then unlinks."""
+    try:
+        start = read_start(place.folder, place.id, is_retained=place.is_retained)
+    except DamagedFrame as damage:
+        yield place.only(damage.file, damage.what)
+        return
+    if bases and start is not None and bases[0] > start:
+        missing = missing_before(place.folder, start, bases[0])
+        yield place.only(missing.file, missing.what)
+
+
+def _check_unpublished(place: _Place, last: Published, bases: list[int]) -> Iterator[Checked]:
+    """A partition that nobody has opened since the machine was started. `last` was published before."""
     tail = None
     if bases:
+        # Where appends are not synced, a power loss may have taken what was published; but no segment as a whole.
+        end_min = last.end if place.is_synced or last.segment > bases[-1] else 0
         tail = _check_segment(place, bases[-1], _Bounds(None, None, False, end_min))
-    elif end_min:
-        what = f"messages up to offset {end_min:,} were published, and no segment is there"
+    elif last.end:
+        what = f"messages up to offset {last.end:,} were published, and no segment is there"
         tail = place.only(f"{place.folder}/{PUBLISHED}", what)
-    if _read_published(place.folder)[0] is not None:
+    if _is_opened(place):
         # Somebody opened it meanwhile, and may have appended to what was being read.
         yield from _check_partition(place)
         return
@@ -236,22 +257,29 @@ def _check_unpublished(place: _Place, end_min: int, bases: list[int]) -> Iterato
         yield tail
 
 
-def _look(folder: str) -> tuple[Published | None, int, list[int]]:
-    """What is published, up to where something was before the last boot, and the segments that are there."""
+def _is_opened(place: _Place) -> bool:
+    try:
+        return _read_published(place)[0] is not None
+    except MisplacedFile:
+        return False  # nobody can open it
+
+
+def _look(place: _Place) -> tuple[Published | None, Published, list[int]]:
+    """What is published, what was last, also before this boot, and the segments that are there."""
     while True:
-        published, end_min = _read_published(folder)
-        bases = segment_bases(folder)
+        published, last = _read_published(place)
+        bases = segment_bases(place.folder)
         if published is None or published.segment in bases:
-            return published, end_min, bases
-        again, _ = _read_published(folder)
+            return published, last, bases
+        again, _ = _read_published(place)
         if again is not None and again.segment == published.segment:
-            return published, end_min, bases
+            return published, last, bases
         # A writer went on to another segment, and retention took this one away: look again.
 
 
-def _is_damaged(folder: str) -> bool:
+def _is_damaged(place: _Place) -> bool:
     try:
-        file = _PublishedReader(f"{folder}/{PUBLISHED}")
+        file = _PublishedReader(place)
     except FileNotFoundError:
         return False
     try:
@@ -260,13 +288,14 @@ def _is_damaged(folder: str) -> bool:
         file.close()
 
 
-def _read_published(folder: str) -> tuple[Published | None, int]:
+def _read_published(place: _Place) -> tuple[Published | None, Published]:
+    """Raises MisplacedFile."""
     try:
-        file = _PublishedReader(f"{folder}/{PUBLISHED}")
+        file = _PublishedReader(place)
     except FileNotFoundError:
-        return None, 0
+        return None, NOTHING
     try:
-        return file.read(), file.end_before()
+        return file.read(), file.last()
     finally:
         file.close()
 
@@ -274,10 +303,8 @@ def _read_published(folder: str) -> tuple[Published | None, int]:
 class _PublishedReader(PublishedFile):
     """Only reads: a check makes no file, and can be made by who may not write."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._boot = uuid.UUID(published_module.boot_id()).bytes  # type: ignore[attr-defined]
+    def __init__(self, place: _Place) -> None:
+        super().__init__(f"{place.folder}/{PUBLISHED}", place.id, os.O_RDONLY)
 
     def is_damaged(self) -> bool:
         """In this boot. What a power loss tore is not: whoever opens the partition next makes it anew."""
@@ -297,7 +324,7 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
     index, messages = Index(), 0
     findings: list[Finding] = []
     offset, is_known = base, True
-    for position, result in _walk(data, path, min(limit, data.size)):
+    for position, result in _walk(place, data, path, min(limit, data.size)):
         if bounds.end is not None and offset >= bounds.end:
             break  # left behind by a failed sync; the next segment has taken its place
         if isinstance(result, DamagedFrame):
@@ -307,7 +334,7 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
         else:
             what = None
         if what is not None:
-            if bounds.end is None and not (place.is_synced and begins_an_append_behind(data, path, position, offset)):
+            if bounds.end is None and not _is_certain(place, data, path, position, offset, result):
                 break  # what was not synced before the boot; whoever opens the partition cuts it off
             findings.append(place.wrong(path, position, what))
         if isinstance(result, DamagedFrame):
@@ -321,14 +348,29 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
         findings.append(place.wrong(path, data.size, what))
     if bounds.is_sealed and not findings:
         findings += _check_index(place, path, index)
-    findings += _check_producers(place, path)
+    findings += _check_producers(place, path, base)
     return Checked(place.topic, place.number, path, messages, data.size, findings)
+
+
+def _is_certain(
+    place: _Place, data: pa.Buffer, path: str, position: int, offset: int, result: Header | DamagedFrame
+) -> bool:
+    """Whether damage in the last segment is no append that a power loss tore: the file begins with a frame of another
+    place or offset, a later append proves that this one was synced, or, where none is, whole frames lie behind it."""
+    if position == 0 and isinstance(result, Header | MisplacedFile):
+        return True
+    if place.is_synced:
+        return begins_an_append_behind(data, path, position, offset, place.id)
+    return bool(next_run(data, path, position, offset, place.id, _OFFSET_MAX))
 
 
 def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> str | None:
     """What is wrong with a file of that size whose frames end at this offset. Damage before it explains a wrong end."""
     if bounds.limit is not None and size < bounds.limit:
-        return f"{bounds.limit - size:,} published bytes are missing at the end"
+        return (
+            f"{bounds.limit - size:,} published bytes are missing at the end, as in a copy that was made while the log "
+            "was appended to; whoever opens the partition goes on behind what is whole"
+        )
     if is_sound and bounds.end is not None and offset != bounds.end:
         return f"it ends at offset {offset}, and {bounds.end} is where it must end"
     if bounds.end is None and offset < bounds.end_min:
@@ -336,18 +378,18 @@ def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> st
     return None
 
 
-def _walk(data: pa.Buffer, path: str, limit: int) -> Iterator[tuple[int, Header | DamagedFrame]]:
+def _walk(place: _Place, data: pa.Buffer, path: str, limit: int) -> Iterator[tuple[int, Header | DamagedFrame]]:
     """Every frame up to the limit, and for each stretch that is none, its damage."""
     view = memoryview(data)
     position = 0
     while position < limit:
         try:
-            header = read_header(view[position : position + HEADER_BYTES], path, position)
+            header = read_header(view[position : position + HEADER_BYTES], path, position, place.id)
             length = min(header.frame_bytes, data.size - position)
             read_payload(header, data.slice(position, length), path, position)
         except DamagedFrame as damage:
             yield position, damage
-            position = next_frame(view, path, position + ALIGNMENT, limit)
+            position = next_frame(view, path, position + ALIGNMENT, limit, place.id)
             continue
         yield position, header
         position += header.frame_bytes
@@ -363,17 +405,23 @@ def _check_index(place: _Place, segment: str, true: Index) -> list[Finding]:
         return [place.wrong(path, 0, _unreadable(error))]
     if stored is None:
         return [place.wrong(path, 0, "the index is damaged; remove it, it is made again")]
-    if stored.dump() != true.dump():
+    if stored.place_id not in (None, place.id):
+        return [place.wrong(path, 0, "it was written for another topic or partition; remove it, it is made again")]
+    if stored.place_id is None:
+        true.last_stored = stored.last_stored  # which the format before did not have
+    if stored.dump(place.id) != true.dump(place.id):
         return [place.wrong(path, 0, "the index does not fit its segment; remove it, it is made again")]
     return []
 
 
-def _check_producers(place: _Place, segment: str) -> list[Finding]:
+def _check_producers(place: _Place, segment: str, base: int) -> list[Finding]:
     """The producers' state at the segment's beginning. One that is missing is found again in the segments before."""
     path = producers_path(segment)
     what = "the producers' state is damaged; remove it, it is found again in the segments"
     try:
-        is_sound = load_producers(path) is not None or not os.path.exists(path)
+        is_sound = load_producers(path, place.id, base) is not None or not os.path.exists(path)
+    except MisplacedFile as error:
+        return [place.wrong(path, 0, f"{error.what}; remove it, it is found again in the segments")]
     except OSError as error:
         return [place.wrong(path, 0, _unreadable(error))]
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -382,4 +430,4 @@ def _check_producers(place: _Place, segment: str) -> list[Finding]:
 
 
 def _unreadable(error: OSError) -> str:
-    return f"it cannot be read: {error.strerror or error}"
+    return f"it cannot be read: {disk.explain(error)}"

@@ -13,10 +13,21 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from pxrs.errors import DamagedFrame, LogError
 from pxrs.log.batch import ANONYMOUS, Batch, Origin
 from pxrs.model import Topic
 
 READ_BYTES_DEFAULT = 8 << 20
+
+
+class DamagedTopic(NamedTuple):
+    """A topic that cannot be opened, because its stored description is missing, damaged, or that of another topic."""
+
+    name: str
+    id: str | None
+    """None if it cannot be told."""
+    error: DamagedFrame
+    """What is wrong with it."""
 
 
 class Append(NamedTuple):
@@ -28,6 +39,15 @@ class Append(NamedTuple):
     since: int | None = None
     """Where the partition ended before the first try of this producer's first batch: if it has forgotten producers
     since, it looks from there whether this is one of them. Without it, that is refused: UnknownProducer."""
+
+
+class RetentionPlan(NamedTuple):
+    """What `TopicLog.plan_retention` found."""
+
+    starts: dict[int, int]
+    """The new start of each partition from which something may be removed."""
+    errors: list[LogError]
+    """Why partitions that are not in `starts` could not be looked at."""
 
 
 class Source(ABC):
@@ -88,10 +108,23 @@ class TopicLog(Source):
         if nothing of that partition was stored, UnknownProducer and SequenceGap by origin."""
 
     @abstractmethod
-    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
-        """Remove what the topic's retention allows, at this time in microseconds; the new starts of what moved.
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        """Which start each partition may get by the topic's retention, at this time in microseconds. Removes nothing.
 
-        unread: of partitions, offsets from which on nothing goes."""
+        unread: by partition, the offset from which on everything is kept."""
+
+    @abstractmethod
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        """Remove the messages before these offsets, by partition, as far as whole stored pieces lie before them; the
+        new starts of the partitions that moved. A partition that fails keeps no other from being trimmed."""
+
+    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
+        """`plan_retention`, then `trim`. Raises the first error once every sound partition is trimmed."""
+        plan = self.plan_retention(now, unread)
+        moved = self.trim(plan.starts)
+        if plan.errors:
+            raise plan.errors[0]
+        return moved
 
 
 class Log(ABC):
@@ -103,15 +136,19 @@ class Log(ABC):
 
     @abstractmethod
     def topics(self) -> list[Topic]:
-        """All topics, in the order of their names."""
+        """All topics that can be opened, in the order of their names."""
+
+    @abstractmethod
+    def damaged_topics(self) -> list[DamagedTopic]:
+        """The topics whose stored description is damaged, in the order of their names. They cannot be opened."""
 
     @abstractmethod
     def topic(self, name: str) -> TopicLog:
-        """Raises UnknownTopic."""
+        """Raises UnknownTopic, and DamagedFrame if the topic's stored description is damaged."""
 
     @abstractmethod
-    def delete_topic(self, name: str) -> None:
-        """Raises UnknownTopic. Readers that have it open see it gone."""
+    def delete_topic(self, name: str) -> str:
+        """Remove a topic, also a damaged one; its id. Who has it open gets TopicDeleted. Raises UnknownTopic."""
 
     @abstractmethod
     def close(self) -> None: ...

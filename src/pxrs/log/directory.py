@@ -9,8 +9,10 @@ network file systems are refused, because their locks are not safe (F8).
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
-import json
+import logging
 import os
 import shutil
 import threading
@@ -18,21 +20,18 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
-import xxhash
-
 from pxrs import disk
 from pxrs.errors import (
-    AppendFailed,
     Closed,
-    DamagedFrame,
     InvalidRecord,
     InvalidUrl,
+    LogBusy,
     LogError,
     ReadFailed,
+    TopicDeleted,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
@@ -40,16 +39,17 @@ from pxrs.errors import (
     refused_in,
 )
 from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
-from pxrs.log.batch import Batch, encode
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
+from pxrs.log.batch import Batch, encode, place_id
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.crew import Crew
+from pxrs.log.description import look_up, target_of, write_topic
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published
+from pxrs.log.reading import SealedSegment
 from pxrs.model import TOPIC_NAME, Topic
 
-_META: Final = "topic.json"
-_CHECKSUM: Final = "checksum"
+_logger: Final = logging.getLogger(__name__)
 _RESTING_MAX: Final = 4
 
 
@@ -66,15 +66,17 @@ class DirectoryLog(Log):
         self._timeout = timeout
         self._lock = threading.Lock()
         self._open: dict[str, DirectoryTopic] = {}
+        self._told: set[str] = set()
+        """Names of the damaged topics that were found, and logged, by the last look at all topics."""
         self._pid = os.getpid()
         self._is_closed = False
 
     def create_topic(self, topic: Topic) -> TopicLog:
         self._check_usable()
         target, link = self._topics / topic.name, os.path.join(os.pardir, "logs", topic.id)
-        if target.exists():
-            raise TopicExists(f"there is a topic {topic.name!r} already")
         with self._os_errors():
+            if target.exists():
+                raise self._exists(topic.name)
             disk.make_folders(self._topics)
             disk.make_folders(self._logs)
             self._finish_deletions()
@@ -85,82 +87,139 @@ class DirectoryLog(Log):
                 raise TopicExists(f"there is a topic with the id {topic.id!r} already") from None
             try:
                 self._prepare(topic, folder)
-                if target.is_symlink() and not target.exists():  # it leads nowhere: somebody has removed the folder
-                    self._take_link(target)
+                if target.is_symlink() and not target.exists():  # somebody has removed the topic's folder by hand
+                    with self._naming():
+                        if target.is_symlink() and not target.exists():
+                            os.unlink(target)
                 os.symlink(link, target)
             except BaseException as error:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, LogBusy), self._naming():
                     if os.readlink(target) == link:  # an interrupt came right behind it
                         self._take_link(target)
                 shutil.rmtree(folder, ignore_errors=True)
                 if isinstance(error, FileExistsError):
-                    raise TopicExists(f"there is a topic {topic.name!r} already") from error
+                    raise self._exists(topic.name) from error
                 raise
             disk.sync_folder(self._topics)
-        return self.topic(topic.name)
+        return self._opened(topic)  # by its id: the name may be another topic's by now
 
-    def _take_link(self, link: Path) -> Path:
-        """Move a link away; one of several who try gets it, and with it the folder that it leads to."""
-        taken = self._topics / f".deleted-{uuid.uuid4().hex}"
-        os.rename(link, taken)
-        return taken
+    def _exists(self, name: str) -> TopicExists:
+        found = look_up(self._topics, name)
+        if isinstance(found, DamagedTopic):
+            return TopicExists(f"there is a topic {name!r} already, and it is damaged: delete it first ({found.error})")
+        return TopicExists(f"there is a topic {name!r} already")
+
+    def _take_link(self, link: Path) -> str:
+        """Move a topic's link away, which deletes the topic; the name of the folder that it led to. Under `_naming`."""
+        target = os.readlink(link)
+        os.rename(link, self._topics / f".deleted-{uuid.uuid4().hex}")
+        return os.path.basename(target)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Hold the lock of the folder `topics`, which everyone takes who removes a topic's link.
+
+        So the link that is removed is the one that was looked at, and not that of a topic that another process has made
+        meanwhile under the same name. Who makes a link needs no lock: `symlink` refuses a name that is taken."""
+        descriptor = os.open(self._topics, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            until = time.monotonic() + self._timeout
+            while not _try_lock(descriptor):
+                if time.monotonic() > until:
+                    raise LogBusy(
+                        f"{self._topics}: another process has held its lock for {self._timeout:g} s; is it stopped?"
+                    )
+                time.sleep(0.005)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _prepare(self, topic: Topic, folder: Path) -> None:
         for partition in range(topic.partitions):
             (folder / "partitions" / f"partition-{partition}").mkdir(parents=True)
-        with open(folder / _META, "w") as file:
-            described = asdict(topic)
-            json.dump({**described, _CHECKSUM: _checksum(described)}, file, indent=2)
-            file.flush()
-            disk.sync_data(file.fileno())
+        write_topic(folder, topic)
         for each in (folder / "partitions", folder, self._logs):
             disk.sync_folder(each)
 
     def topics(self) -> list[Topic]:
+        return [found for found in self._look_up_all() if isinstance(found, Topic)]
+
+    def damaged_topics(self) -> list[DamagedTopic]:
+        return [found for found in self._look_up_all() if isinstance(found, DamagedTopic)]
+
+    def _look_up_all(self) -> list[Topic | DamagedTopic]:
         self._check_usable()
-        try:
-            names = sorted(os.listdir(self._topics))
-        except FileNotFoundError:
-            return []
-        return [topic for name in names if TOPIC_NAME.fullmatch(name) and (topic := self._meta(name)) is not None]
+        with self._os_errors():
+            try:
+                names = sorted(os.listdir(self._topics))
+            except FileNotFoundError:
+                return []
+            found = [look_up(self._topics, name) for name in names if TOPIC_NAME.fullmatch(name)]
+        damaged = {each.name: each for each in found if isinstance(each, DamagedTopic)}
+        for name, each in damaged.items():
+            if name not in self._told:  # once for each time that it becomes damaged
+                _logger.warning("topic %s is damaged: %s", name, each.error, extra={"topic": name, "id": each.id})
+        self._told = set(damaged)
+        return [each for each in found if each is not None]
 
     def topic(self, name: str) -> TopicLog:
         self._check_usable()
-        topic = self._meta(name) if TOPIC_NAME.fullmatch(name) else None
-        if topic is None:
+        with self._os_errors():
+            found = look_up(self._topics, name) if TOPIC_NAME.fullmatch(name) else None
+        if found is None:
             raise UnknownTopic(name, [topic.name for topic in self.topics()])
+        if isinstance(found, DamagedTopic):
+            raise found.error
+        return self._opened(found)
+
+    def _opened(self, topic: Topic) -> DirectoryTopic:
         with self._lock:
-            found = self._open.get(name)
+            found = self._open.get(topic.name)
             if found is None or found.id != topic.id:
                 if found is not None:
-                    found.close()
-                found = self._open[name] = DirectoryTopic(topic, self._logs / topic.id, self._timeout)
+                    found.close(is_deleted=True)
+                found = self._open[topic.name] = DirectoryTopic(topic, self._logs / topic.id, self._timeout)
             return found
 
-    def delete_topic(self, name: str) -> None:
-        self.topic(name)
+    def delete_topic(self, name: str) -> str:
+        self._check_usable()
         with self._os_errors():
-            try:
-                link = self._take_link(self._topics / name)
-            except FileNotFoundError:
-                raise UnknownTopic(name) from None
-            identity = os.path.basename(os.readlink(link))
-            disk.sync_folder(self._topics)
-            self._finish_deletions()
+            found = look_up(self._topics, name) if TOPIC_NAME.fullmatch(name) else None
+            if found is None:
+                raise UnknownTopic(name, [topic.name for topic in self.topics()])
+            with self._naming():
+                try:
+                    identity = self._take_link(self._topics / name)
+                except FileNotFoundError:  # another process was faster
+                    raise UnknownTopic(name) from None
         with self._lock:
             if name in self._open and self._open[name].id == identity:
                 self._open.pop(name).close(is_deleted=True)
+        try:
+            disk.sync_folder(self._topics)
+        except OSError as error:
+            raise LogError(
+                f"topic {name} is deleted, but a power loss may bring it back: {disk.explain(error)}"
+            ) from error
+        self._finish_deletions()
+        return identity
 
     def _finish_deletions(self) -> None:
-        """Remove what belongs to links that were moved away, by this process or by one that died at it."""
-        for link in self._topics.glob(".deleted-*"):
-            with contextlib.suppress(FileNotFoundError):
-                folder = self._logs / os.path.basename(os.readlink(link))
+        """Remove the folders of links that were moved away, by this process or by one that died before it did.
+
+        Several processes may do this at once. What fails is logged: the topics are deleted all the same, and the next
+        one who creates or deletes a topic tries again."""
+        try:
+            for link in self._topics.glob(".deleted-*"):
                 with contextlib.suppress(FileNotFoundError):
-                    os.rename(folder, folder.with_name(f".deleted-{folder.name}"))
-                os.unlink(link)
-        for gone in self._logs.glob(".deleted-*"):
-            shutil.rmtree(gone, ignore_errors=True)
+                    folder = self._logs / os.path.basename(os.readlink(link))
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(folder, folder.with_name(f".deleted-{folder.name}"))
+                    os.unlink(link)
+            for gone in self._logs.glob(".deleted-*"):
+                shutil.rmtree(gone, onerror=_tell_unless_gone)
+        except OSError as error:
+            _tell_left_over(error)
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -170,13 +229,6 @@ class DirectoryLog(Log):
             for topic in self._open.values():
                 topic.close()
             self._open.clear()
-
-    def _meta(self, name: str) -> Topic | None:
-        path = self._topics / name / _META
-        try:
-            return read_topic(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -189,27 +241,27 @@ class DirectoryLog(Log):
         try:
             yield
         except OSError as error:
-            raise LogError(f"{error.filename or self._root}: {error.strerror}") from error
+            raise LogError(f"{self._root}: {disk.explain(error)}") from error
 
 
-def read_topic(path: Path) -> Topic:
-    """A topic as it is described in its folder. Raises DamagedFrame."""
+def _tell_unless_gone(function: object, path: str, told: Any) -> None:
+    """Another process may remove the same folder at the same time: then names vanish, or come too late to be seen."""
+    error = told[1]
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+        _tell_left_over(error)
+
+
+def _tell_left_over(error: BaseException) -> None:
+    what = disk.explain(error) if isinstance(error, OSError) else error
+    _logger.warning("files of a deleted topic are left over: %s; the next deletion tries again", what)
+
+
+def _try_lock(descriptor: int) -> bool:
     try:
-        found = json.loads(path.read_bytes())
-        checksum = found.pop(_CHECKSUM, None)
-        if checksum != _checksum(found):
-            raise DamagedFrame(str(path), 0, f"the checksum {checksum!r} does not match")
-        known = {field.name for field in fields(Topic)}
-        extra = {key: value for key, value in found.items() if key not in known}
-        kept = {key: value for key, value in found.items() if key in known}
-        return Topic(**{**kept, "extra": {**kept.get("extra", {}), **extra}})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DamagedFrame(str(path), 0, f"it is no topic's description: {error}") from error
-
-
-def _checksum(described: dict[str, Any]) -> str:
-    """Of what a topic's file says, however it is laid out."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True, separators=(",", ":")).encode())
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 class DirectoryTopic(TopicLog):
@@ -229,7 +281,9 @@ class DirectoryTopic(TopicLog):
 
     def start(self, partition: int) -> int:
         with self._reading(partition) as opened:
-            return opened.reader.start()
+            found = opened.reader.start()
+            self._check_listed()
+            return found
 
     def end(self, partition: int) -> int:
         with self._reading(partition) as opened:
@@ -241,7 +295,9 @@ class DirectoryTopic(TopicLog):
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         with self._reading(partition) as opened:
-            return opened.reader.offset_at(timestamp)
+            found = opened.reader.offset_at(timestamp)
+            self._check_listed()
+            return found
 
     def published(self, partition: int) -> Published:
         """What readers may read of a partition's files; for the checker."""
@@ -256,11 +312,45 @@ class DirectoryTopic(TopicLog):
         opened = self._partition(partition)
         try:
             yield opened
-        except OSError as error:
-            self._check_usable()  # closing takes the files away from under a reader
-            if not self._folder.exists():
-                raise UnknownTopic(self.name) from error
-            raise ReadFailed(f"{opened.place}: {error.filename or opened.folder}: {error.strerror}") from error
+        except (OSError, LogError, Closed) as error:
+            self._check_there(error)
+            if isinstance(error, OSError):
+                raise ReadFailed(f"{opened.place}: {disk.explain(error)}") from error
+            raise
+
+    def _check_there(self, error: BaseException) -> None:
+        """Raise TopicDeleted, or Closed, if that is the reason of this error.
+
+        A deletion, or closing the topic, takes the files away from under whoever uses them at that moment, in any
+        order. What that looks like (missing files, an empty folder, a closed descriptor) says nothing about the log."""
+        try:
+            self._check_usable()
+            if not self._is_there():
+                raise self._deleted()
+        except (TopicDeleted, Closed) as reason:
+            raise reason from error
+
+    def _check_listed(self) -> None:
+        """After an answer that comes from a list of the segments: a deletion meanwhile may have made it too short."""
+        if not self._is_there():
+            raise self._deleted()
+
+    def _is_there(self) -> bool:
+        """False once the topic is deleted; its folder is moved away in one step."""
+        try:
+            os.stat(self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # it cannot be told: then the error at hand is the better one to raise
+        return True
+
+    def _deleted(self) -> TopicDeleted:
+        try:
+            target = target_of(self._folder.parent.parent / "topics" / self.name)
+        except OSError:  # what is certain is that it was deleted
+            target = None
+        return TopicDeleted(self.name, self.id, target not in (None, self.id))
 
     def append(self, appends: Sequence[Append]) -> list[int]:
         ready: dict[int, list[Ready]] = {}
@@ -279,10 +369,10 @@ class DirectoryTopic(TopicLog):
 
         try:
             stored = self._crew.run([functools.partial(store, number) for number in ready])
-        except LogError as error:
-            error.refused = refused_in(refused)
-            if isinstance(error, AppendFailed) and not self._folder.exists():
-                raise UnknownTopic(self.name) from error
+        except (LogError, Closed) as error:
+            self._check_there(error)
+            if isinstance(error, LogError):
+                error.refused = refused_in(refused)
             raise
         if refused:
             raise UnknownProducer.of(self.name, refused)
@@ -329,17 +419,16 @@ class DirectoryTopic(TopicLog):
                 waiter = _Waiter()
             except OSError as error:
                 raise LogError(
-                    f"{self.name}: too many wait at once ({error.strerror}); see fs.inotify.max_user_instances"
+                    f"{self.name}: too many wait at once: {disk.explain(error)}; see also `sysctl "
+                    "fs.inotify.max_user_instances`"
                 ) from error
             with self._lock:
                 self._waiting.add(waiter)
         try:
             yield waiter
         except OSError as error:
-            self._check_usable()
-            if not self._folder.exists():
-                raise UnknownTopic(self.name) from error
-            raise LogError(f"{self.name}: cannot wait: {error.filename}: {error.strerror}") from error
+            self._check_there(error)
+            raise LogError(f"{self.name}: cannot wait: {disk.explain(error)}") from error
         finally:
             with self._lock:
                 self._waiting.discard(waiter)
@@ -352,9 +441,8 @@ class DirectoryTopic(TopicLog):
     def _ready(self, positions: Mapping[int, int]) -> set[int]:
         return {partition for partition, offset in positions.items() if self.end(partition) > offset}
 
-    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
-        moved = {}
-        errors: list[LogError] = []
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        plan = RetentionPlan({}, [])
         for number in range(self.partitions):
             try:
                 with self._reading(number) as partition:
@@ -363,29 +451,42 @@ class DirectoryTopic(TopicLog):
                     segments = partition.reader.sealed_segments()
                     keep = self._keep_from(segments, partition.published().segment_bytes, now)
                     keep = min(keep, (unread or {}).get(number, keep))
-                    if segments and keep > segments[0][0]:
-                        moved[number] = partition.drop_before(keep)
-            except LogError as error:  # one that is damaged keeps no other from being trimmed
+                    # Whole segments go: the start is the end of the last one of which nothing is kept.
+                    dropped = [each.following for each in segments if each.following <= keep]
+                    if dropped:
+                        plan.starts[number] = dropped[-1]
+            except LogError as error:  # a damaged partition keeps no other from being trimmed
+                plan.errors.append(error)
+        return plan
+
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        moved = {}
+        errors: list[LogError] = []
+        for number, start in starts.items():
+            try:
+                with self._reading(number) as partition:
+                    moved[number] = partition.drop_before(start)
+            except LogError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
         return moved
 
-    def _keep_from(self, segments: list[tuple[int, int, int, int]], tail_bytes: int, now: int) -> int:
+    def _keep_from(self, segments: list[SealedSegment], tail_bytes: int, now: int) -> int:
         """The first offset to keep: whole segments go, the oldest first, while they are too old or too many bytes."""
         topic = self.topic
-        total = tail_bytes + sum(size for _, _, size, _ in segments)
-        keep = segments[0][0] if segments else 0
-        for _, following, size, last_time in segments:
-            is_old = topic.retention_s is not None and last_time < self._oldest(now)
+        total = tail_bytes + sum(segment.bytes for segment in segments)
+        keep = segments[0].base if segments else 0
+        for segment in segments:
+            is_old = topic.retention_s is not None and segment.last_stored < self._oldest(now)
             is_much = topic.retention_bytes is not None and total > topic.retention_bytes
             if not is_old and not is_much:
                 break
-            keep, total = following, total - size
+            keep, total = segment.following, total - segment.bytes
         return keep
 
     def _oldest(self, now: int) -> int:
-        """The time before which messages may go."""
+        """What was stored before this time may go."""
         assert self.topic.retention_s is not None
         return now - int(self.topic.retention_s * 1_000_000)
 
@@ -404,21 +505,24 @@ class DirectoryTopic(TopicLog):
                         found = self._open[number] = Partition(
                             folder,
                             f"{self.name}/{number}",
+                            place_id(self.id, number),
                             segment_bytes=self.topic.segment_bytes,
                             timeout=self._timeout,
                             is_synced=self.topic.durability == "disk",
+                            is_retained=self.topic.is_retained,
+                            segment_s=self.topic.segment_age_s,
                         )
-                    except FileNotFoundError:
-                        raise UnknownTopic(self.name) from None
                     except OSError as error:
-                        raise LogError(f"{folder}: {error.strerror}") from error
+                        if not self._is_there():
+                            raise self._deleted() from error
+                        raise LogError(f"{self.name}/{number}: {disk.explain(error)}") from error
         return found
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"topic {self.name} was opened before a fork: open it again in the child")
         if self._is_deleted:
-            raise UnknownTopic(self.name)
+            raise self._deleted()
         if self._is_closed:
             raise Closed(f"topic {self.name} was closed")
 

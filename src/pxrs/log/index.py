@@ -1,8 +1,8 @@
 """A sparse index of a segment: where to begin looking for an offset or a time.
 
 An entry for about every 64 KiB: a frame's first offset, its position in the file, and the latest time seen before it.
-For a sealed segment it is kept beside it as a file; a missing or damaged one is made again from the segment, which
-alone is the truth.
+For a sealed segment it is kept beside it as a file, which names the partition. A file that is missing, damaged or of
+another partition is made again from the segment, which alone is the truth.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from pxrs import disk
 from pxrs.log.batch import Header
 
 INTERVAL_BYTES: Final = 64 << 10
-_MAGIC: Final = b"PXI2"
-_HEAD: Final = struct.Struct("<4sIQq")
+_MAGIC: Final = b"PXI3"
+_HEAD: Final = struct.Struct("<4sIQqqQ")
+_MAGIC_2: Final = b"PXI2"
+"""Of the format before: without the time of storing and the partition."""
+_HEAD_2: Final = struct.Struct("<4sIQq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<QQq")
 NO_TIME: Final = -(1 << 63)
@@ -41,6 +44,12 @@ class Index:
         self.entries: list[Entry] = []
         self.last_time = NO_TIME
         """The latest time of any message in the segment."""
+        self.last_stored = NO_TIME
+        """When the last of its frames was stored: the latest `Header.stored_at`."""
+        self.first_stored = NO_TIME
+        """When the first of its frames was stored; NO_TIME if that one does not say it (format 1). Not in the file."""
+        self.place_id: int | None = None
+        """Of a loaded index: the partition that it was written for; None if the file is of the format before."""
         self.segment_bytes = 0
         """How many bytes of the segment it covers."""
         self.next_offset: int | None = None
@@ -49,10 +58,18 @@ class Index:
     def note(self, header: Header, position: int) -> None:
         """The segment's next frame. What follows damage has an entry of its own: nothing leads to it from before."""
         is_next = position == self.segment_bytes
+        if self.next_offset is None and header.place_id is not None:
+            self.first_stored = header.stored_at
         if not self.entries or not is_next or position - self.entries[-1].position >= INTERVAL_BYTES:
             self.entries.append(Entry(header.base_offset, position, self.last_time))
         self.last_time = max(self.last_time, header.last_timestamp)
+        self.last_stored = max(self.last_stored, header.stored_at)
         self.segment_bytes, self.next_offset = position + header.frame_bytes, header.next_offset
+
+    @property
+    def is_stamped(self) -> bool:
+        """Whether all its frames say when they were stored: no frame of format 1 comes behind one of format 2."""
+        return self.first_stored != NO_TIME
 
     def position_of(self, offset: int) -> int:
         """Where to begin to look for the offset: at a frame, not behind it."""
@@ -65,30 +82,47 @@ class Index:
 
     def position_at(self, timestamp: int) -> int:
         """Where to begin to look for the first message of that time or later."""
-        # All before an entry are earlier than its time says; so begin at the last one whose time is too early.
-        return next((entry.position for entry in reversed(self.entries) if entry.time < timestamp), 0)
+        found = self.entry_at(timestamp)
+        return 0 if found is None else found.position
 
-    def dump(self) -> bytes:
+    def entry_at(self, timestamp: int) -> Entry | None:
+        # All before an entry are earlier than its time says; so begin at the last one whose time is too early.
+        return next((entry for entry in reversed(self.entries) if entry.time < timestamp), None)
+
+    def dump(self, place: int) -> bytes:
+        """As a file, for the partition with this `place_id`."""
         body = b"".join(_ENTRY.pack(*entry) for entry in self.entries)
-        data = _HEAD.pack(_MAGIC, len(self.entries), self.segment_bytes, self.last_time) + body
+        data = _HEAD.pack(_MAGIC, len(self.entries), self.segment_bytes, self.last_time, self.last_stored, place) + body
         return data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
 
     @classmethod
     def load(cls, data: bytes) -> Index | None:
         """None if it is damaged."""
-        if len(data) < _HEAD.size + _CHECKSUM.size:
+        head = _HEAD_2 if data.startswith(_MAGIC_2) else _HEAD
+        if len(data) < head.size + _CHECKSUM.size:
             return None
         data, (checksum,) = data[: -_CHECKSUM.size], _CHECKSUM.unpack(data[-_CHECKSUM.size :])
         if xxhash.xxh3_64_intdigest(data) != checksum:
             return None
-        magic, count, segment_bytes, last_time = _HEAD.unpack_from(data)
-        body = data[_HEAD.size :]
-        if magic != _MAGIC or len(body) != count * _ENTRY.size:
+        magic, count, segment_bytes, last_time, *rest = head.unpack_from(data)
+        body = data[head.size :]
+        if magic not in (_MAGIC, _MAGIC_2) or len(body) != count * _ENTRY.size:
             return None
         index = cls()
         index.segment_bytes, index.last_time = segment_bytes, last_time
+        index.last_stored, index.place_id = rest or (last_time, None)
         index.entries = [Entry(*fields) for fields in _ENTRY.iter_unpack(body)]
         return index
+
+
+def stored_time(last_stored: int, segment: int | str, *, is_stamped: bool) -> int:
+    """When the last frame of a segment was stored, in microseconds since 1970. Raises FileNotFoundError.
+
+    last_stored: as the index has it. Frames of format 1 do not say when they were stored. The latest time of their
+    messages stands for it, which the senders have given and which may lie long ago. So if not all frames are stamped,
+    the time at which the file was last written counts too: the later of the two, so that nothing is removed too early.
+    segment: its path or descriptor."""
+    return last_stored if is_stamped else max(last_stored, os.stat(segment).st_mtime_ns // 1000)
 
 
 def write_beside(path: str, data: bytes, *, is_durable: bool = False) -> None:

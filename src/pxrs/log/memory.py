@@ -15,18 +15,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pxrs import clock
 from pxrs.errors import (
     Closed,
     InvalidRecord,
     OffsetOutOfRange,
     OffsetTrimmed,
+    TopicDeleted,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
     UsedAfterFork,
 )
 from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, encode
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Log, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.producers import SILENT_S_MAX, Asked, Placed, Producers
 from pxrs.model import Topic
 
@@ -35,6 +37,8 @@ class _Partition:
     def __init__(self) -> None:
         self.bases: list[int] = []
         self.payloads: list[Payload] = []
+        self.stored: list[int] = []
+        """When each batch was stored."""
         self.origins: list[Origin] = []
         self.start = 0
         self.end = 0
@@ -54,12 +58,17 @@ class _Partition:
         self.producers.note(origin, self.end, time.time())
         self.bases.append(self.end)
         self.payloads.append(payload)
+        self.stored.append(clock.wall_time_us())
         self.origins.append(origin)
         self.end += payload.rows
 
+    def count_before(self, offset: int) -> int:
+        """How many batches, from the first on, end at this offset or before it."""
+        return len(self.bases) if offset >= self.end else max(0, bisect_right(self.bases, offset) - 1)
+
     def drop(self, count: int) -> None:
         """Forget the first batches."""
-        del self.bases[:count], self.payloads[:count], self.origins[:count]
+        del self.bases[:count], self.payloads[:count], self.stored[:count], self.origins[:count]
         self.start = self.bases[0] if self.bases else self.end
 
 
@@ -164,26 +173,36 @@ class MemoryTopic(TopicLog):
             self._changed.notify_all()
         return [placed[i].offset for i in range(len(appends))]
 
-    def retain(self, now: int, unread: Mapping[int, int] | None = None) -> dict[int, int]:
-        starts = {}
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        plan = RetentionPlan({}, [])
         with self._changed:
             self._check_usable()
             for partition, place in enumerate(self._stored):
                 place.producers.forget_silent(now / 1e6 - SILENT_S_MAX)
-                count = self._expired(place.payloads, now)
+                count = self._expired(place, now)
                 if unread and partition in unread:  # the batch that it is in stays, and all behind it
-                    count = min(count, max(0, bisect_right(place.bases, unread[partition]) - 1))
+                    count = min(count, place.count_before(unread[partition]))
                 if count:
-                    place.drop(count)
-                    starts[partition] = place.start
-        return starts
+                    plan.starts[partition] = place.bases[count] if count < len(place.bases) else place.end
+        return plan
 
-    def _expired(self, payloads: Sequence[Payload], now: int) -> int:
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        moved = {}
+        with self._changed:
+            self._check_usable()
+            for partition, start in starts.items():
+                place = self._stored[partition]
+                if count := place.count_before(start):
+                    place.drop(count)
+                    moved[partition] = place.start
+        return moved
+
+    def _expired(self, place: _Partition, now: int) -> int:
         """How many batches from the beginning are too old, or too many for the bytes that may be kept."""
-        count = 0
+        count, payloads = 0, place.payloads
         if self.topic.retention_s is not None:
             oldest = now - int(self.topic.retention_s * 1_000_000)
-            while count < len(payloads) and payloads[count].last_timestamp < oldest:
+            while count < len(payloads) and place.stored[count] < oldest:
                 count += 1
         if self.topic.retention_bytes is not None:
             size = sum(payload.frame_bytes for payload in payloads[count:])
@@ -202,7 +221,7 @@ class MemoryTopic(TopicLog):
     def _check_usable(self) -> None:
         self._log._check_usable()
         if self._is_deleted:
-            raise UnknownTopic(self.name)
+            raise TopicDeleted(self.name, self.id, self.name in self._log._topics)
 
     def _wake(self, *, is_deleted: bool = False) -> None:
         with self._changed:
@@ -232,6 +251,10 @@ class MemoryLog(Log):
         with self._lock:
             return [self._topics[name].topic for name in sorted(self._topics)]
 
+    def damaged_topics(self) -> list[DamagedTopic]:
+        self._check_usable()
+        return []
+
     def topic(self, name: str) -> MemoryTopic:
         self._check_usable()
         with self._lock:
@@ -239,13 +262,14 @@ class MemoryLog(Log):
                 raise UnknownTopic(name, sorted(self._topics))
             return self._topics[name]
 
-    def delete_topic(self, name: str) -> None:
+    def delete_topic(self, name: str) -> str:
         self._check_usable()
         with self._lock:
             if name not in self._topics:
                 raise UnknownTopic(name, sorted(self._topics))
             gone = self._topics.pop(name)
         gone._wake(is_deleted=True)
+        return gone.id
 
     def close(self) -> None:
         if os.getpid() != self._pid:

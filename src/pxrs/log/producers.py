@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
-from pxrs.errors import SequenceGap, UnknownProducer
+from pxrs.errors import MisplacedFile, SequenceGap, UnknownProducer
 from pxrs.log.batch import NO_PRODUCER, Header, Origin
 from pxrs.log.index import read_with_checksum, with_checksum
 
@@ -193,21 +193,28 @@ def producers_path(segment: str) -> str:
     return segment.removesuffix(".log") + ".producers"
 
 
-def dump_producers(producers: Producers) -> bytes:
-    """As it is kept beside a segment: JSON, with a checksum of its text."""
-    return with_checksum(json.dumps(producers.dump()))
+def dump_producers(producers: Producers, place: int, base: int) -> bytes:
+    """As it is kept beside the segment that begins at `base`: JSON, with a checksum of its text. It names the partition
+    by its `place_id`, and the segment."""
+    return with_checksum(json.dumps({"place": f"{place:016x}", "segment": base, **producers.dump()}))
 
 
-def load_producers(path: str) -> Producers | None:
-    """None if the file is missing or damaged: the state is then found in the segments before it."""
+def load_producers(path: str, place: int, base: int) -> Producers | None:
+    """None if the file is missing or damaged: the state is then found in the segments before it. Raises MisplacedFile
+    if it belongs to another partition or segment."""
     producers = Producers()
     try:
         text = read_with_checksum(path)
         if text is None:
             return None
-        producers.load(json.loads(text))
+        found = json.loads(text)
+        producers.load(found)
+        # The format before has neither field.
+        written_for = found.get("place", f"{place:016x}"), found.get("segment", base)
     except (FileNotFoundError, KeyError, TypeError, ValueError):
         return None
+    if written_for != (f"{place:016x}", base):
+        raise MisplacedFile(path, 0, "it was written for another topic, partition or segment")
     return producers
 
 

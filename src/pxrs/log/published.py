@@ -4,6 +4,9 @@ It moves only after the sync, so no reader ever sees what a power loss could und
 written in turn, each with a counter and a checksum: a reader that meets one half written looks again. It is never
 synced itself; it carries the id of the boot it was written in, and after another boot it counts for nothing and is
 rebuilt from the segments. Writing it also wakes those who wait: the kernel tells them that the file was modified.
+
+Each slot names the partition, so that a file of another one is an error (MisplacedFile) before anything is read or cut
+by what it says. Slots of the format before do not; what they say is compared with the segment by whoever appends.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from typing import Final, NamedTuple
 import xxhash
 
 from pxrs.clock import boot_id
-from pxrs.errors import DamagedFrame
+from pxrs.errors import DamagedFrame, MisplacedFile
 
 NAME: Final = "published"
-_SLOT: Final = struct.Struct("<QQQQQ16s")
+_SLOT: Final = struct.Struct("<QQQQBB2xI16s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _STRIDE: Final = 64
+_FORMAT: Final = 2
+"""In each slot. Slots of the format before have 0 there, and in the place of the partition."""
 _LOOKS: Final = 5
 """How often a slot that is not whole is read again: a writer may be at it."""
 
@@ -39,12 +44,17 @@ class Published(NamedTuple):
     must go on in a new segment."""
 
 
+NOTHING: Final = Published(0, 0, 0, 0)
+
+
 class PublishedFile:
     """The file, open. One process at a time writes it, under the append lock; any may read it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, place: int, flags: int = os.O_RDWR | os.O_CREAT) -> None:
+        """`place` is the partition's `place_id`; a slot has room for its lower half."""
         self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._place = place & 0xFFFF_FFFF
+        self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
         self._boot = uuid.UUID(boot_id()).bytes
         status = os.fstat(self._descriptor)
         self._identity = (status.st_dev, status.st_ino)
@@ -59,11 +69,11 @@ class PublishedFile:
             raise DamagedFrame(self.path, 0, "it was removed and made again while the log was open")
         return True
 
-    def end_before(self) -> int:
-        """Up to where messages were published in any boot, as far as the file tells: they were durable."""
-        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
-        ends = (_SLOT.unpack_from(data, at)[3] for at in (0, _STRIDE) if self._is_whole(data[at : at + _STRIDE]))
-        return max(ends, default=0)
+    def last(self) -> Published:
+        """What was published last in any boot, as far as the file tells: up to its end messages were durable, unless
+        the topic's appends are not synced. Counters begin anew with each boot; ends only grow."""
+        slots, _ = self._slots()
+        return max((slot for slot, _ in slots), key=lambda slot: (slot.end, slot.segment), default=NOTHING)
 
     def read(self) -> Published | None:
         """What is published. None if nothing was in this boot, or if a slot is damaged: that one may be the newer, and
@@ -94,13 +104,24 @@ class PublishedFile:
 
     def _parse(self) -> tuple[list[Published], list[int]]:
         """The slots of this boot, and where those are that are damaged, or that a writer is at."""
+        slots, damaged = self._slots()
+        return [slot for slot, boot in slots if boot == self._boot], damaged
+
+    def _slots(self) -> tuple[list[tuple[Published, bytes]], list[int]]:
+        """The whole slots of any boot, each with its boot, and where the damaged ones are. Raises MisplacedFile."""
         data = os.pread(self._descriptor, 2 * _STRIDE, 0)
         slots, damaged = [], []
         for at in (0, _STRIDE):
             if self._is_whole(slot := data[at : at + _STRIDE]):
-                counter, segment, segment_bytes, end, suspect, boot = _SLOT.unpack_from(slot)
-                if boot == self._boot:
-                    slots.append(Published(counter, segment, segment_bytes, end, bool(suspect)))
+                counter, segment, segment_bytes, end, suspect, version, place, boot = _SLOT.unpack_from(slot)
+                if version and place != self._place:
+                    raise MisplacedFile(
+                        self.path,
+                        at,
+                        "it was written for another topic or partition; put back the one that belongs here, or remove "
+                        "it: the end is then found in the last segment",
+                    )
+                slots.append((Published(counter, segment, segment_bytes, end, bool(suspect)), boot))
             elif slot.strip(b"\0"):
                 damaged.append(at)
         return slots, damaged
@@ -110,7 +131,7 @@ class PublishedFile:
     ) -> Published:
         """Publish; `last` is what was published before, whose slot is left alone."""
         published = Published(1 if last is None else last.counter + 1, segment, segment_bytes, end, is_suspect)
-        data = _SLOT.pack(*published, self._boot)
+        data = _SLOT.pack(*published, _FORMAT, self._place, self._boot)
         data += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
         if os.pwrite(self._descriptor, data, published.counter % 2 * _STRIDE) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)

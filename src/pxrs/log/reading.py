@@ -7,6 +7,7 @@ index as far as they have read it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import threading
@@ -14,15 +15,16 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, OffsetOutOfRange, OffsetTrimmed
-from pxrs.log.batch import HEADER_BYTES, Batch, Header, read_header, read_payload
+from pxrs.log.batch import HEADER_BYTES, HEADER_BYTES_MIN, Batch, Header, read_header, read_payload
 from pxrs.log.index import Index
 from pxrs.log.published import Published
 from pxrs.log.segment import Sealed, frames, last_run, segment_bases, segment_path
+from pxrs.log.start import missing_before, read_start
 
 MAPPED_MAX: Final = 16
 PIECE_BYTES: Final = 64 << 10
@@ -33,9 +35,13 @@ _NO_OFFSETS: Final = pa.array([], pa.int64())
 class Reader:
     """A handle of this process. Threads share it."""
 
-    def __init__(self, folder: str, place: str, published: Callable[[], Published]) -> None:
-        """`place` names the partition in messages; `published` tells what may be read."""
-        self.folder, self.place, self._published = folder, place, published
+    def __init__(
+        self, folder: str, place: str, place_id: int, published: Callable[[], Published], *, is_retained: bool
+    ) -> None:
+        """`place` names the partition in messages, `place_id` in files; `published` tells what may be read;
+        `is_retained`: the topic has a retention setting."""
+        self.folder, self.place, self._place_id, self._published = folder, place, place_id, published
+        self._is_retained = is_retained
         self._cache = threading.Lock()  # guards what follows
         self._bases: list[int] = []
         self._mapped: OrderedDict[int, Sealed] = OrderedDict()
@@ -43,10 +49,17 @@ class Reader:
         self._seen = _Seen(-1)
 
     def start(self) -> int:
+        """The first offset that must be there. If the segment that holds it is missing, whoever reads there is told."""
         bases = segment_bases(self.folder)
-        if not bases and self._published().end:
+        # Listed again if there were none: the first append may have come in between.
+        if not bases and self._published().end and not (bases := segment_bases(self.folder)):
             raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
-        return bases[0] if bases else 0
+        known = self.known_start()
+        return known if known is not None else (bases[0] if bases else 0)
+
+    def known_start(self) -> int | None:
+        """As `read_start` tells it. Called after the segments were listed: retention writes it before it unlinks."""
+        return read_start(self.folder, self._place_id, is_retained=self._is_retained)
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
         try:
@@ -107,7 +120,7 @@ class Reader:
             position = self._tail_index(descriptor, path, published).position_of(offset)
             data, origin = self._tail_bytes(descriptor, path, published, position)
             end = min(published.segment_bytes, origin + data.size)
-            for at, header in frames(data, path, position, end, origin):
+            for at, header in frames(data, path, position, end, origin, self._place_id):
                 if header.next_offset > offset:
                     records = read_payload(header, data.slice(at - origin, header.frame_bytes), path, at)
                     yield _batch(header, records, offset)
@@ -140,14 +153,16 @@ class Reader:
                 self._seen = _Seen(published.segment)
             index = self._seen.index
             try:
-                for position, header in headers_of(descriptor, path, index.segment_bytes, published.segment_bytes):
+                begin, end = index.segment_bytes, published.segment_bytes
+                for position, header in headers_of(descriptor, path, begin, end, self._place_id):
                     index.note(header, position)
             except DamagedFrame as damage:  # who reads there meets it; what is around it can be found
                 if self._seen.searched < published.segment_bytes:
                     self._seen.searched = published.segment_bytes
                     at, expected = damage.position, index.next_offset or published.segment
                     rest = pa.py_buffer(pread(descriptor, published.segment_bytes - at, at))
-                    for position, header in last_run(rest, path, at, expected, published.end, at):
+                    run = last_run(rest, path, at, expected, published.end, at, place=self._place_id)
+                    for position, header in run:
                         index.note(header, position)
             return index
 
@@ -185,7 +200,7 @@ class Reader:
                 self._last_times[base] = sealed.index.last_time
             if sealed.index.last_time < timestamp:
                 return None
-            position = sealed.index.position_at(timestamp)
+            position = sealed.position_at(timestamp)
             begin = next(header.base_offset for _, header in sealed.frames_from(position))
         if begin >= published.end:
             return None
@@ -202,8 +217,15 @@ class Reader:
                 self._bases = segment_bases(self.folder)
             at = bisect_right(self._bases, offset) - 1
             if at < 0:
-                raise OffsetTrimmed(self.place, offset, self._bases[0] if self._bases else published.end)
+                raise self._absent(offset, self._bases[0] if self._bases else published.end)
             return min(self._bases[at], published.segment)
+
+    def _absent(self, offset: int, first: int) -> DamagedFrame | OffsetTrimmed:
+        """Why there is nothing at an offset before `first`, where the first segment begins that is there."""
+        start = self.known_start()
+        if start is not None and start <= offset:
+            return missing_before(self.folder, start, first)
+        return OffsetTrimmed(self.place, offset, first if start is None else start)
 
     def forget_dropped(self) -> int:
         """Look again which segments are there, after some were dropped; the first offset."""
@@ -212,6 +234,8 @@ class Reader:
             for known in (self._mapped, self._last_times):
                 for base in [base for base in known if base not in self._bases]:
                     del known[base]
+            if not self._bases:  # the last segment is never dropped: somebody has removed it, or the topic is deleted
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.folder)
             return self._bases[0]
 
     def clear(self) -> None:
@@ -232,13 +256,13 @@ class Reader:
             path = segment_path(self.folder, base)
             if at == len(self._bases):
                 raise DamagedFrame(path, 0, "the segment that must follow it is missing")
-            found = self._mapped[base] = Sealed(path, base, self._bases[at])
+            found = self._mapped[base] = Sealed(path, base, self._bases[at], self._place_id)
             if len(self._mapped) > MAPPED_MAX:
                 self._mapped.popitem(last=False)
             return found
 
-    def sealed_segments(self) -> list[tuple[int, int, int, int]]:
-        """Of each: its first offset, the next one's, its bytes, the time of its latest message."""
+    def sealed_segments(self) -> list[SealedSegment]:
+        """Those that retention may remove. Raises MisplacedFile: what belongs to another partition must not go."""
         published = self._published()
         self._refresh_bases()
         found = []
@@ -246,8 +270,20 @@ class Reader:
             if base < published.segment:
                 with contextlib.suppress(FileNotFoundError):  # another process retains too
                     sealed = self._sealed(base)
-                    found.append((base, following, sealed.data.size, sealed.index.last_time))
+                    sealed.check_place()
+                    found.append(SealedSegment(base, following, sealed.data.size, sealed.last_stored()))
         return found
+
+
+class SealedSegment(NamedTuple):
+    """What retention goes by."""
+
+    base: int
+    following: int
+    """The first offset of the next one."""
+    bytes: int
+    last_stored: int
+    """When the last of its frames was stored."""
 
 
 class _Seen:
@@ -270,13 +306,19 @@ def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch,
     return (Batch(offset, records.slice(skip)) if skip > 0 else Batch(header.base_offset, records)), size
 
 
-def headers_of(descriptor: int, path: str, position: int, end: int) -> Iterator[tuple[int, Header]]:
-    """Of the frames from this position on, read a piece of the file at a time: many small frames, or part of one."""
+def headers_of(
+    descriptor: int, path: str, position: int, end: int, place: int | None = None
+) -> Iterator[tuple[int, Header]]:
+    """Of the frames from this position on, read a piece of the file at a time: many small frames, or part of one.
+
+    Raises DamagedFrame, and MisplacedFile at a frame of another partition than `place`, where that is given."""
     while position < end:
         begin = position
         piece = memoryview(pread(descriptor, min(PIECE_BYTES, end - begin), begin))
-        while position < end and position - begin + HEADER_BYTES <= len(piece):
-            header = read_header(piece[position - begin : position - begin + HEADER_BYTES], path, position)
+        # A header may be shorter than HEADER_BYTES where the piece ends with what is to be read.
+        needed = HEADER_BYTES if begin + len(piece) < end else HEADER_BYTES_MIN
+        while position < end and position - begin + needed <= len(piece):
+            header = read_header(piece[position - begin : position - begin + HEADER_BYTES], path, position, place)
             yield position, header
             position += header.frame_bytes
         if position == begin:

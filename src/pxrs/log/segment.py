@@ -8,19 +8,21 @@ that may be cut, and a map of it would kill the reader (L2).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import pyarrow as pa
 
-from pxrs.errors import DamagedFrame
-from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, MAGIC, Header, read_header, read_payload
-from pxrs.log.index import ANY_TIME, Index, write_beside
+from pxrs.errors import DamagedFrame, MisplacedFile
+from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, HEADER_BYTES_MIN, MAGIC, Header, read_header, read_payload
+from pxrs.log.index import ANY_TIME, Entry, Index, stored_time, write_beside
 
 SUFFIX: Final = ".log"
 _MAGIC: Final = re.compile(re.escape(MAGIC))
+_logger = logging.getLogger(__name__)
 
 
 def segment_path(folder: str, base: int) -> str:
@@ -33,25 +35,29 @@ def segment_bases(folder: str) -> list[int]:
     return sorted(int(name) for name in names if len(name) == 20 and name.isdigit())
 
 
-def frames(data: pa.Buffer, path: str, begin: int, end: int, origin: int = 0) -> Iterator[tuple[int, Header]]:
-    """The frames from `begin` up to `end`, positions in the file whose byte `origin` is the buffer's first."""
+def frames(
+    data: pa.Buffer, path: str, begin: int, end: int, origin: int = 0, place: int | None = None
+) -> Iterator[tuple[int, Header]]:
+    """The frames from `begin` up to `end`, positions in the file whose byte `origin` is the buffer's first.
+
+    Raises DamagedFrame, and MisplacedFile at a frame of another partition than `place`, where that is given."""
     view = memoryview(data)
     position = begin
     while position < end:
-        header = read_header(view[position - origin : position - origin + HEADER_BYTES], path, position)
+        header = read_header(view[position - origin : position - origin + HEADER_BYTES], path, position, place)
         if position + header.frame_bytes > end:
             raise DamagedFrame(path, position, "the frame is longer than the segment")
         yield position, header
         position += header.frame_bytes
 
 
-def next_frame(view: memoryview, path: str, begin: int, limit: int) -> int:
-    """Where the next whole header is, behind damage; the limit if there is none."""
+def next_frame(view: memoryview, path: str, begin: int, limit: int, place: int | None = None) -> int:
+    """Where the next whole header of this partition is, behind damage; the limit if there is none."""
     for found in _MAGIC.finditer(view, begin, limit):
         position = found.start()
-        if position % ALIGNMENT == 0 and position + HEADER_BYTES <= limit:
+        if position % ALIGNMENT == 0 and position + HEADER_BYTES_MIN <= limit:
             try:
-                read_header(view[position : position + HEADER_BYTES], path, position)
+                read_header(view[position : min(position + HEADER_BYTES, limit)], path, position, place)
             except DamagedFrame:
                 continue
             return position
@@ -61,19 +67,40 @@ def next_frame(view: memoryview, path: str, begin: int, limit: int) -> int:
 class Sealed:
     """A sealed segment, mapped."""
 
-    def __init__(self, path: str, base: int, end_offset: int) -> None:
-        """`end_offset` is the first offset of the next segment. Raises FileNotFoundError if retention was faster."""
-        self.path, self.base, self.end_offset = path, base, end_offset
+    def __init__(self, path: str, base: int, end_offset: int, place: int) -> None:
+        """`end_offset` is the first offset of the next segment, `place` the partition's `place_id`. Raises
+        FileNotFoundError if retention was faster."""
+        self.path, self.base, self.end_offset, self._place = path, base, end_offset, place
         self._run: list[tuple[int, Header]] | None = None
         """What was found behind damage; None as long as none was met."""
         with pa.memory_map(path) as file:
             self.data: pa.Buffer = file.read_buffer()
+        self._is_index_checked = False
+        """The index was compared with all headers of the segment, or made from them."""
         self.index = self._load_index()
+
+    def check_place(self) -> None:
+        """Raises MisplacedFile if its first frame was written for another partition."""
+        try:
+            read_header(memoryview(self.data)[:HEADER_BYTES], self.path, 0, self._place)
+        except MisplacedFile:
+            raise
+        except DamagedFrame:
+            pass  # whoever reads it meets that
+
+    def last_stored(self) -> int:
+        """When its last frame was stored, as far as that can be told. Raises FileNotFoundError."""
+        try:
+            first = read_header(memoryview(self.data)[:HEADER_BYTES], self.path, 0)
+            is_stamped = first.place_id is not None
+        except DamagedFrame:  # the index may know, and the file's own time is no earlier
+            is_stamped = False
+        return stored_time(self.index.last_stored, self.path, is_stamped=is_stamped)
 
     def frames_from(self, position: int) -> Iterator[tuple[int, Header]]:
         """Those before the next segment: what a failed sync left behind it is not part of the log (L3)."""
         expected = None if position else self.base
-        for at, header in frames(self.data, self.path, position, self.data.size):
+        for at, header in frames(self.data, self.path, position, self.data.size, place=self._place):
             if expected is not None and header.base_offset != expected:
                 raise DamagedFrame(self.path, at, f"offset {header.base_offset} where {expected} must be")
             yield at, header
@@ -84,7 +111,7 @@ class Sealed:
 
     def frames_for(self, offset: int) -> Iterator[tuple[int, Header]]:
         """From the one that has this offset on. What lies behind damage is found too."""
-        entry = self.index.entry_of(offset)
+        entry = self._checked(lambda index: index.entry_of(offset))
         begin, expected = (0, self.base) if entry is None else (entry.position, entry.offset)
         while True:
             try:
@@ -102,11 +129,44 @@ class Sealed:
 
     def _last_run(self, damaged: int, expected: int) -> list[tuple[int, Header]]:
         if self._run is None or (self._run and self._run[0][0] <= damaged):
-            self._run = last_run(self.data, self.path, damaged, expected, self.end_offset)
+            self._run = last_run(self.data, self.path, damaged, expected, self.end_offset, place=self._place)
         return self._run
 
     def records(self, position: int, header: Header) -> pa.RecordBatch:
         return read_payload(header, self.data.slice(position, header.frame_bytes), self.path, position)
+
+    def position_of(self, offset: int) -> int:
+        """Where to begin to look for the offset: at a frame, not behind it."""
+        entry = self._checked(lambda index: index.entry_of(offset))
+        return 0 if entry is None else entry.position
+
+    def position_at(self, timestamp: int) -> int:
+        """Where to begin to look for the first message of that time or later."""
+        entry = self._checked(lambda index: index.entry_at(timestamp))
+        return 0 if entry is None else entry.position
+
+    def _checked(self, find: Callable[[Index], Entry | None]) -> Entry | None:
+        """An entry of the index that leads to the frame it names. Where it leads elsewhere, either that frame is
+        damaged, or the index belongs to another segment: then the index is made again."""
+        entry = find(self.index)
+        if entry is None or self._is_index_checked or self._leads_to(entry):
+            return entry
+        true = self._scan()
+        known = {(each.offset, each.position) for each in true.entries}
+        stored = [each for each in self.index.entries if each.position < true.segment_bytes]
+        if any((each.offset, each.position) not in known for each in stored):
+            _logger.warning("%s does not fit its segment; it is made again", index_path(self.path))
+            self._keep(true)
+            self.index = true
+        self._is_index_checked = True
+        return find(self.index)
+
+    def _leads_to(self, entry: Entry) -> bool:
+        try:
+            view = memoryview(self.data)[entry.position : entry.position + HEADER_BYTES]
+            return read_header(view, self.path, entry.position, self._place).base_offset == entry.offset
+        except DamagedFrame:
+            return False
 
     def _load_index(self) -> Index:
         path = index_path(self.path)
@@ -115,12 +175,20 @@ class Sealed:
                 index = Index.load(file.read())
         except FileNotFoundError:
             index = None
+        if index is not None and index.place_id not in (None, self._place):
+            _logger.warning("%s was written for another topic or partition; it is made again", path)
+            index = None
         if index is None or not self._fits(index):
             index = self._scan()
-            if index.last_time != ANY_TIME:
-                with contextlib.suppress(OSError):  # it saves the next reader the work, no more
-                    write_beside(path, index.dump())
+            self._is_index_checked = True
+            self._keep(index)
         return index
+
+    def _keep(self, index: Index) -> None:
+        """Beside the segment, if it covers all of it."""
+        if index.last_time != ANY_TIME:
+            with contextlib.suppress(OSError):  # it saves the next reader the work, no more
+                write_beside(index_path(self.path), index.dump(self._place))
 
     def _scan(self) -> Index:
         index = Index()
@@ -130,17 +198,26 @@ class Sealed:
         except DamagedFrame:
             # What is before the damage can be found; who reads on meets it, who looks for a time too, and no retention
             # takes it for old.
-            index.last_time = ANY_TIME
+            index.last_time = index.last_stored = ANY_TIME
         return index
 
     def _fits(self, index: Index) -> bool:
-        return (
-            0 < index.segment_bytes <= self.data.size and bool(index.entries) and index.entries[0].offset == self.base
-        )
+        if not index.entries or not 0 < index.segment_bytes <= self.data.size:
+            return False
+        # The first entry is not the segment's first offset if its first frame was damaged when the index was made.
+        first = index.entries[0]
+        return first.offset == self.base if first.position == 0 else self.base < first.offset < self.end_offset
 
 
 def last_run(
-    data: pa.Buffer, path: str, damaged: int, expected: int, end_offset: int, origin: int = 0
+    data: pa.Buffer,
+    path: str,
+    damaged: int,
+    expected: int,
+    end_offset: int,
+    origin: int = 0,
+    *,
+    place: int | None = None,
 ) -> list[tuple[int, Header]]:
     """The frames behind damage that lead without a break to the segment's end; none if there are none.
 
@@ -151,10 +228,10 @@ def last_run(
     the buffer's first. end_offset: where the segment must end."""
     view = memoryview(data)
     begin = damaged - origin + ALIGNMENT
-    while (begin := next_frame(view, path, begin, data.size)) < data.size:
+    while (begin := next_frame(view, path, begin, data.size, place)) < data.size:
         found: list[tuple[int, Header]] = []
         try:
-            for position, header in frames(data, path, begin + origin, origin + data.size, origin):
+            for position, header in frames(data, path, begin + origin, origin + data.size, origin, place):
                 if header.base_offset != (found[-1][1].next_offset if found else max(header.base_offset, expected + 1)):
                     break
                 found.append((position, header))
@@ -171,16 +248,16 @@ def index_path(segment: str) -> str:
     return segment.removesuffix(SUFFIX) + ".index"
 
 
-def begins_an_append_behind(data: pa.Buffer, path: str, position: int, end: int) -> bool:
+def begins_an_append_behind(data: pa.Buffer, path: str, position: int, end: int, place: int) -> bool:
     """Whether a whole frame that begins an append lies behind `position`: then what is before it was synced.
 
     end: the offset at `position`. A message may hold a copy of a frame; one of an older offset proves nothing."""
     view = memoryview(data)
-    for at in range(-(-(position + 1) // ALIGNMENT) * ALIGNMENT, data.size - HEADER_BYTES + 1, ALIGNMENT):
+    for at in range(-(-(position + 1) // ALIGNMENT) * ALIGNMENT, data.size - HEADER_BYTES_MIN + 1, ALIGNMENT):
         if bytes(view[at : at + 4]) != MAGIC:
             continue
         try:
-            header = read_header(view[at : at + HEADER_BYTES], path, at)
+            header = read_header(view[at : at + HEADER_BYTES], path, at, place)
             read_payload(header, data.slice(at, min(header.frame_bytes, data.size - at)), path, at)
         except DamagedFrame:
             continue

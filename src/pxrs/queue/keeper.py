@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
 from pxrs.failures import Failure
+from pxrs.limited_log import Outage
 from pxrs.queue import moves
 from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
 from pxrs.queue.taker import Leftovers, Taker
@@ -64,6 +65,10 @@ class Keeper:
         self._deaths: Watch | None = None
         self._woken = threading.Event()
         self._is_stopping = False
+        what = f"queues of {store.registry.url}"
+        # At this level, for those who use the queues are told of the same outage by their own calls.
+        self._outage = Outage(_logger, what, level=logging.INFO)
+        self._jobs_outage = Outage(_logger, f"{what}, what transactions have left", level=logging.INFO)
 
     def look_after(self, queue: Queue) -> None:
         """This process takes from the queue."""
@@ -117,10 +122,11 @@ class Keeper:
             self._woken.clear()
             try:
                 pause_s = self._turn()
+                self._outage.worked()
             except Closed:
                 return
             except (RegistryUnavailable, OutcomeUnknown, LeaseExpired, Conflict) as error:
-                _logger.info("queues of %s: %s; will try again", self._store.registry.url, error)
+                self._outage.failed(error)
                 pause_s = RETRY_S
             except PxrsError as error:  # such as an item that is damaged: it must not keep the others
                 _logger.warning("queues of %s: %s", self._store.registry.url, error)
@@ -177,7 +183,7 @@ class Keeper:
                 try:
                     jobs[0]()
                 except RegistryUnavailable as error:
-                    _logger.info("queues of %s: %s; will try again", url, error)
+                    self._jobs_outage.failed(error)
                     return  # the others cannot be done either
                 except Exception as error:  # whatever it is, the others are to be done
                     _logger.warning("queues of %s: %s; will try again", url, error, exc_info=not _is_ours(error))
@@ -185,6 +191,8 @@ class Keeper:
                     with self._lock:
                         self._jobs.append(jobs[0])
                 del jobs[0]
+            if not has_failed:
+                self._jobs_outage.worked()
         finally:
             with self._lock:
                 self._jobs = jobs + self._jobs

@@ -39,7 +39,7 @@ from pyspark.sql.types import (
 
 import pxrs
 from pxrs.clock import boot_id
-from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, OffsetTrimmed, UnknownTopic, WrongMachine
+from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, OffsetTrimmed, TopicDeleted, WrongMachine
 from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.hub import Hub
 from pxrs.log.batch import SCHEMA, Batch
@@ -238,7 +238,7 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
         _topic.cache_clear()
         topic = _topic(part.where.url, part.where.topic)
         if topic.id != part.topic_id:
-            raise UnknownTopic(part.where.topic)
+            raise TopicDeleted(part.where.topic, part.topic_id, is_made_again=True)
     stored = [name for name in part.columns if name in SCHEMA.names]
     for each in part.ranges:
         for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):

@@ -256,8 +256,8 @@ def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
 
 
 def missing_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> list[str]:
-    """The topics that these name and that are not there."""
-    there = {topic.name for topic in hub.topics()}
+    """The topics that these name and that are not there. One that is damaged is: to open it raises the damage."""
+    there = {topic.name for topic in hub.topics()} | {topic.name for topic in hub.damaged_topics()}
     return list(dict.fromkeys(topic for each in pipelines for topic in each.topics() if topic not in there))
 
 

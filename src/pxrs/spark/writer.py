@@ -159,11 +159,15 @@ def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
     publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
     publisher.finish_others()
     try:
-        topics = {each.id for each in hub.topics()}
+        damaged = hub.damaged_topics()
+        topics = {each.id for each in hub.topics()} | {each.id for each in damaged if each.id is not None}
     except (LogError, OSError) as error:  # of another topic: it must not stop this one
         _logger.warning("what is left of deleted topics stays: %s", error)
-    else:
-        forget_deleted_topics(hub.registry, staging, topics)
+        return publisher
+    if nameless := [each.name for each in damaged if each.id is None]:
+        _logger.warning("what is left of deleted topics stays: the id of topic %s cannot be told", nameless[0])
+        return publisher
+    forget_deleted_topics(hub.registry, staging, topics)
     return publisher
 
 

@@ -21,6 +21,7 @@ Fault = Callable[[str], None]
 CALLS = (
     *("open", "close", "read", "write", "pread", "pwrite", "fsync", "fdatasync"),
     *("link", "unlink", "rename", "mkdir", "rmdir", "stat", "listdir", "scandir", "ftruncate", "replace", "pwritev"),
+    *("readlink", "symlink"),
 )
 
 

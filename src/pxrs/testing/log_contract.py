@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from pxrs import clock
 from pxrs.errors import (
     Closed,
     InvalidRecord,
@@ -28,6 +29,7 @@ from pxrs.errors import (
     OffsetOutOfRange,
     OffsetTrimmed,
     SequenceGap,
+    TopicDeleted,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
@@ -141,8 +143,8 @@ class _Topics(_Fixtures):
 
     def test_g7_a_topic_made_again_is_another_one(self, log: Log, topic: TopicLog) -> None:
         topic.append([Append(0, records([b"old"]))])
-        log.delete_topic("orders")
-        assert log.topics() == []
+        assert log.delete_topic("orders") == topic.id
+        assert (log.topics(), log.damaged_topics()) == ([], [])
         with pytest.raises(UnknownTopic):
             log.topic("orders")
         again = log.create_topic(new_topic())
@@ -154,8 +156,9 @@ class _Topics(_Fixtures):
     def test_a_deleted_topic_takes_no_more_appends(self, log: Log, topic: TopicLog) -> None:
         log.delete_topic("orders")
         log.create_topic(new_topic())
-        with pytest.raises((UnknownTopic, Closed)):
+        with pytest.raises(TopicDeleted) as deleted:
             topic.append([Append(0, records([b"stray"]))])
+        assert (deleted.value.id, deleted.value.is_made_again) == (topic.id, True)
         assert values_from(log.topic("orders"), 0) == []
 
     def test_a_closed_log_refuses(self, log: Log, topic: TopicLog) -> None:
@@ -460,10 +463,19 @@ class _Waits(_Fixtures):
 
 
 class _Retention(_Fixtures):
-    def fill(self, topic: TopicLog, batches: int = 20) -> None:
-        """Batches of 5 kB, so that each fills the smallest segment; batch i is of the time i seconds."""
+    @pytest.fixture
+    def wall(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The time at which messages are stored, in microseconds: what its last item says. Override it for a log whose
+        time is not `pxrs.clock.wall_time_us` of this process."""
+        wall = [0]
+        monkeypatch.setattr(clock, "wall_time_us", lambda: wall[-1])
+        return wall
+
+    def fill(self, topic: TopicLog, wall: list[int], batches: int = 20) -> None:
+        """Batches of 5 kB, so that each fills the smallest segment; batch i is stored at i seconds."""
         for i in range(batches):
-            topic.append([Append(0, records([b"%04d" % i + b"." * 5000], [i * 1_000_000]))])
+            wall.append(i * 1_000_000)
+            topic.append([Append(0, records([b"%04d" % i + b"." * 5000], [5]))])
 
     def check(self, topic: TopicLog, moved: dict[int, int], end: int) -> None:
         start = topic.start(0)
@@ -480,37 +492,64 @@ class _Retention(_Fixtures):
         assert topic.wait({0: 0}, 0) == {0}
         assert topic.append([Append(0, records([b"next"]))]) == [end]
 
-    def test_retention_by_time_removes_only_what_is_old(self, log: Log) -> None:
+    def test_retention_by_time_removes_only_what_is_old(self, log: Log, wall: list[int]) -> None:
         topic = log.create_topic(new_topic(retention_s=10.0, segment_bytes=4096))
-        self.fill(topic)
+        self.fill(topic, wall)
         moved = topic.retain(now=22_000_000)
         assert topic.start(0) <= 12, "a message of the last ten seconds is gone"
         assert topic.start(0) >= 8, "much too old messages are still there"
         self.check(topic, moved, 20)
 
-    def test_retention_by_size_keeps_about_that_much(self, log: Log) -> None:
+    @pytest.mark.parametrize("time_us", [-(10**15), 0, 10**18])
+    def test_retention_by_time_counts_from_when_a_message_was_stored(
+        self, log: Log, wall: list[int], time_us: int
+    ) -> None:
+        """Copied history does not go at once, and what a sender's clock puts into the future goes in time."""
+        topic = log.create_topic(new_topic(retention_s=10.0))
+        wall.append(100_000_000)
+        for _ in range(3):
+            topic.append([Append(0, records([b"x"], [time_us]))])
+        assert topic.retain(now=105_000_000) == {}
+        assert topic.retain(now=110_000_000) == {}
+        assert topic.retain(now=110_000_001) == {0: 3}
+        assert topic.append([Append(0, records([b"next"], [time_us]))]) == [3]
+
+    def test_retention_by_time_also_takes_what_comes_in_a_trickle(self, log: Log, wall: list[int]) -> None:
+        """A message each second: the partition never falls silent, and the newest messages are always young."""
+        topic = log.create_topic(new_topic(retention_s=40.0))
+        for second in range(200):
+            wall.append(second * 1_000_000)
+            assert topic.append([Append(0, records([b"%d" % second], [5]))]) == [second]
+            topic.retain(wall[-1])
+            kept = second - topic.start(0)
+            assert min(second, 40) <= kept, "a message of the last forty seconds is gone"
+            assert kept <= 40 + 10 + 1, "messages stay much longer than they should"
+        assert values_from(topic, 0, topic.start(0)) == [b"%d" % second for second in range(topic.start(0), 200)]
+
+    def test_retention_by_size_keeps_about_that_much(self, log: Log, wall: list[int]) -> None:
         topic = log.create_topic(new_topic(retention_bytes=52_000, segment_bytes=4096))
-        self.fill(topic)
+        self.fill(topic, wall)
         moved = topic.retain(now=0)
         assert 5 <= topic.start(0) <= 15
         self.check(topic, moved, 20)
 
-    def test_retention_keeps_everything_by_default(self, log: Log) -> None:
+    def test_retention_keeps_everything_by_default(self, log: Log, wall: list[int]) -> None:
         topic = log.create_topic(new_topic(segment_bytes=4096))
-        self.fill(topic)
+        self.fill(topic, wall)
         assert topic.retain(now=10**18) == {}
         assert topic.start(0) == 0
 
-    def test_nothing_old_nothing_moved(self, log: Log) -> None:
+    def test_nothing_old_nothing_moved(self, log: Log, wall: list[int]) -> None:
         topic = log.create_topic(new_topic(retention_s=100.0, retention_bytes=10 << 20, segment_bytes=4096))
-        self.fill(topic)
+        self.fill(topic, wall)
         assert topic.retain(now=20_000_000) == {}
 
     def test_l4_a_retry_is_known_after_retention(self, log: Log, producer: uuid.UUID) -> None:
         topic = log.create_topic(new_topic(retention_s=1.0, segment_bytes=4096))
         for i in range(5):
             topic.append([Append(0, records([b"." * 5000], [i]), origin(i, producer))])
-        topic.retain(now=10**12)
+        topic.retain(now=clock.wall_time_us() + 10**9)
+        assert topic.start(0) == 5
         assert topic.append([Append(0, records([b"." * 5000], [4]), origin(4, producer))]) == [4]
         assert topic.append([Append(0, records([b"."], [5]), origin(5, producer))]) == [5]
 

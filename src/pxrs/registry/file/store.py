@@ -284,7 +284,7 @@ class FileRegistry(Registry):
         try:
             yield
         except OSError as error:
-            where = f"{self.url}: {error.filename or 'I/O'}: {error.strerror}"
+            where = f"{self.url}: {disk.explain(error)}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFull(f"{where}; nothing was written: make room, then try again") from error
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

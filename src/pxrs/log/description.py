@@ -1,0 +1,108 @@
+"""`topic.json`: a topic as its folder describes it, and where a topic's name leads.
+
+`topics/<name>` is a link to `../logs/<id>`, the topic's folder. A deletion moves the link away before the folder, and a
+creation makes the link last, so a link that stays in place leads to a whole folder. If `topic.json` is missing or
+damaged all the same, or describes another topic than the link says, the topic is damaged: it cannot be opened, but the
+name is taken, and the topic can be deleted. A link whose folder is missing is no topic: somebody has removed the folder
+by hand.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from pxrs import disk
+from pxrs.errors import DamagedFrame, LogBusy, MisplacedFile
+from pxrs.log.contract import DamagedTopic
+from pxrs.model import Topic
+
+META: Final = "topic.json"
+_CHECKSUM: Final = "checksum"
+_LOOKS_MAX: Final = 1000
+"""How often a name is looked up again because its topic was deleted, and made again, between two system calls."""
+
+
+def write_topic(folder: Path, topic: Topic) -> None:
+    """Describe a topic in its folder, durably but for the folder's own entry."""
+    with open(folder / META, "w") as file:
+        described = asdict(topic)
+        json.dump({**described, _CHECKSUM: _checksum(described)}, file, indent=2)
+        file.flush()
+        disk.sync_data(file.fileno())
+
+
+def read_topic(path: Path) -> Topic:
+    """A topic as it is described in its folder. Raises DamagedFrame."""
+    try:
+        found = json.loads(path.read_bytes())
+        checksum = found.pop(_CHECKSUM, None)
+        if checksum != _checksum(found):
+            raise DamagedFrame(str(path), 0, f"the checksum {checksum!r} does not match")
+        known = {field.name for field in fields(Topic)}
+        extra = {key: value for key, value in found.items() if key not in known}
+        kept = {key: value for key, value in found.items() if key in known}
+        return Topic(**{**kept, "extra": {**kept.get("extra", {}), **extra}})
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise DamagedFrame(str(path), 0, f"it does not describe a topic: {error}") from error
+
+
+def _checksum(described: dict[str, Any]) -> str:
+    """Of what a topic's file says, however it is laid out."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True, separators=(",", ":")).encode())
+
+
+def look_up(topics: Path, name: str) -> Topic | DamagedTopic | None:
+    """What the name leads to; None if there is no such topic. Raises OSError if that cannot be told."""
+    link = topics / name
+    for _ in range(_LOOKS_MAX):
+        target = target_of(link)
+        folder = link if target is None else topics.parent / "logs" / target
+        try:
+            topic = read_topic(folder / META)
+        except (FileNotFoundError, NotADirectoryError):
+            if target_of(link) != target:
+                continue  # it was deleted meanwhile
+            if not _is_folder(folder):
+                return None
+            what = "it is missing, and without it the topic cannot be opened"
+            return DamagedTopic(name, target, DamagedFrame(str(folder / META), 0, what))
+        except DamagedFrame as error:
+            return DamagedTopic(name, target, error)
+        except OSError as error:
+            if error.errno in (*disk.NO_DESCRIPTORS, errno.ENOMEM):
+                raise  # the file may be as sound as any
+            what = f"it cannot be read: {error.strerror}"
+            return DamagedTopic(name, target, DamagedFrame(str(folder / META), 0, what))
+        if topic.name != name or target not in (None, topic.id):
+            what = f"it describes the topic {topic.name} with the id {topic.id}, and {name} leads to it in {target}"
+            return DamagedTopic(name, target, MisplacedFile(str(folder / META), 0, what))
+        return topic
+    raise LogBusy(f"the topic {name} is deleted and made again faster than it can be opened")
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a folder itself is there, and not a link: one may have been made in its place a moment ago."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def target_of(link: Path) -> str | None:
+    """The name of the folder that a topic's link leads to; None if nothing is there, or something that is no link."""
+    try:
+        return os.path.basename(os.readlink(link))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # no link
+            return None
+        raise

@@ -1,0 +1,52 @@
+"""Where a partition begins: the file `start` tells segments that retention has removed from segments that are missing.
+
+Retention writes it, durably, before it unlinks segments: every offset from `start` on must be there. Before the first
+time there is no such file, and the partition begins at 0. Version 0.1 removed segments without writing it: of a topic
+with a retention setting nothing can be said without the file. Where there is no such setting, nothing removes segments.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pxrs import disk
+from pxrs.errors import DamagedFrame, MisplacedFile
+from pxrs.log.index import read_with_checksum, with_checksum, write_beside
+from pxrs.log.segment import segment_path
+
+NAME: Final = "start"
+_ADVICE: Final = "remove it: the first segment that is there is then taken for the beginning"
+
+
+def read_start(folder: str, place: int, *, is_retained: bool) -> int | None:
+    """The first offset that must be there; None if that is not known. Raises DamagedFrame, and MisplacedFile if the
+    file belongs to another partition.
+
+    place: the partition's `place_id`. is_retained: the topic has a retention setting."""
+    path = f"{folder}/{NAME}"
+    try:
+        text = read_with_checksum(path)
+    except FileNotFoundError:
+        return None if is_retained else 0
+    if text is None:
+        raise DamagedFrame(path, 0, f"the checksum does not match; {_ADVICE}")
+    offset, _, written_for = text.partition(" ")
+    if written_for != f"{place:016x}":
+        raise MisplacedFile(path, 0, f"it was written for another topic or partition; {_ADVICE}")
+    return int(offset)
+
+
+def write_start(folder: str, place: int, offset: int) -> None:
+    """Durable when it returns. Under the partition's lock."""
+    write_beside(f"{folder}/{NAME}", with_checksum(f"{offset} {place:016x}"), is_durable=True)
+    disk.sync_folder(folder)
+
+
+def missing_before(folder: str, start: int, first: int) -> DamagedFrame:
+    """The error for a partition that begins at `start` and whose first segment that is there begins at `first`."""
+    return DamagedFrame(
+        segment_path(folder, start),
+        0,
+        f"the segment is missing, and with it the offsets {start} to {first - 1}, which retention has not removed; the "
+        f"first offset that is there is {first}",
+    )

@@ -1,0 +1,389 @@
+"""Topics that other processes delete, and make again, at any moment of what this process does with them (G7).
+
+`faults.Steps` lets the other process act right before the n-th system call of an operation, for every n. The other
+process is a second `DirectoryLog`, which shares nothing with the first one but the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import pxrs
+from pxrs.errors import Closed, LogBusy, LogError, TopicDeleted, TopicExists, UnknownTopic
+from pxrs.log.batch import SCHEMA
+from pxrs.log.contract import Append, Log
+from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.memory import MemoryLog
+from pxrs.model import Topic
+from pxrs.testing import faults
+
+BOUND_S = 30.0
+
+
+def described(name: str = "t", partitions: int = 1) -> Topic:
+    return Topic(name, uuid.uuid4().hex, partitions, segment_bytes=4096, retention_bytes=6000)
+
+
+def one(value: bytes = b"x" * 1500) -> list[Append]:
+    return [Append(0, pa.RecordBatch.from_pylist([{"value": value, "timestamp": 5}], SCHEMA))]
+
+
+def make(path: Path, name: str = "t") -> None:
+    """A topic of several segments."""
+    log = DirectoryLog(path)
+    topic = log.create_topic(described(name))
+    for _ in range(5):
+        topic.append(one())
+    log.close()
+
+
+def delete(path: Path) -> None:
+    log = DirectoryLog(path)
+    log.delete_topic("t")
+    log.close()
+
+
+def delete_and_make_again(path: Path) -> None:
+    delete(path)
+    make(path)
+
+
+OPERATIONS: dict[str, Callable[[DirectoryTopic], object]] = {
+    "start": lambda topic: topic.start(0),
+    "end": lambda topic: topic.end(0),
+    "read": lambda topic: topic.read(0, 0),
+    "read the tail": lambda topic: topic.read(0, 4),
+    "offset_at": lambda topic: topic.offset_at(0, 1),
+    "append": lambda topic: topic.append(one()),
+    "wait": lambda topic: topic.wait({0: 4}, 0),
+    "retain": lambda topic: topic.retain(0),
+}
+
+
+@pytest.mark.parametrize("act", [delete, delete_and_make_again])
+@pytest.mark.parametrize("is_warm", [False, True], ids=["first use", "files open"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_g7_an_operation_that_meets_the_deletion_of_its_topic_succeeds_or_names_it(
+    operation: str, is_warm: bool, act: Callable[[Path], None], tmp_path: Path
+) -> None:
+    at, is_over, refusals = 0, False, 0
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        make(path)
+        log = DirectoryLog(path)
+        topic = log.topic("t")
+        assert isinstance(topic, DirectoryTopic)
+        if is_warm:
+            OPERATIONS["read"](topic)
+            OPERATIONS["append"](topic)
+        expected = {"offset_at": 0, "start": 0, "wait": {0}}.get(operation)
+        with faults.counted(faults.Steps(at, lambda _: act(path))) as steps:  # noqa: B023
+            try:
+                result = OPERATIONS[operation](topic)
+                assert expected is None or result == expected, f"before system call {at}"
+            except TopicDeleted:
+                refusals += 1
+        is_over = steps.count < at
+        log.close()
+        shutil.rmtree(path)
+    assert refusals, "at some of the calls the deletion was noticed"
+    assert at > 1
+
+
+@pytest.mark.parametrize("left", [0, 1], ids=["no name", "some names"])
+@pytest.mark.parametrize("operation", ["start", "read", "offset_at", "append", "retain"])
+def test_g7_a_folder_that_is_emptied_while_it_is_listed_is_no_retention_and_no_damage(
+    operation: str, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel lists a folder in pieces: a deletion meanwhile leaves out any of the names."""
+    make(tmp_path)
+    topic = DirectoryLog(tmp_path).topic("t")
+    assert isinstance(topic, DirectoryTopic)
+    topic.end(0)
+    listed = os.listdir
+    deleted: list[str] = []
+
+    def list_late(folder: Any = ".") -> list[str]:
+        names = listed(folder)
+        if str(folder).endswith("partition-0") and not deleted:
+            deleted.append(str(folder))
+            delete(tmp_path)
+            return sorted(name for name in names if name.endswith(".log"))[len(names) if not left else -1 :]
+        return names
+
+    monkeypatch.setattr(os, "listdir", list_late)
+    if operation == "append":
+        with pytest.raises(UnknownTopic):
+            OPERATIONS["retain"](topic)
+    with pytest.raises(UnknownTopic):
+        OPERATIONS[operation](topic)
+    assert deleted
+
+
+def meddle(path: Path) -> None:
+    """What another process does that makes and deletes topics: it also finishes deletions that it finds begun.
+
+    While this one holds the lock of names it does not come to that: it would wait."""
+    log = DirectoryLog(path, timeout=0.0)
+    log.create_topic(described("more"))
+    with contextlib.suppress(LogBusy):
+        log.delete_topic("other")
+        log.create_topic(described("other"))
+    log.close()
+
+
+def test_delete_topic_succeeds_whatever_others_delete_and_make_meanwhile(tmp_path: Path) -> None:
+    at, is_over = 0, False
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        make(path)
+        make(path, "other")
+        log = DirectoryLog(path)
+        identity = log.topic("t").id
+        with faults.counted(faults.Steps(at, lambda _: meddle(path))) as steps:  # noqa: B023
+            assert log.delete_topic("t") == identity
+        is_over = steps.count < at
+        assert [topic.name for topic in log.topics()] == (["other"] if is_over else ["more", "other"])
+        log.close()
+    assert at > 10
+
+
+def test_one_of_two_who_delete_the_same_topic_succeeds_and_the_other_is_told(tmp_path: Path) -> None:
+    at, is_over, refusals = 0, False, 0
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        make(path)
+        log = DirectoryLog(path)
+        done: list[str] = []
+
+        def act(_: str, path: Path = path, done: list[str] = done) -> None:
+            with contextlib.suppress(UnknownTopic, LogBusy):
+                done.append(DirectoryLog(path, timeout=0.0).delete_topic("t"))
+
+        with faults.counted(faults.Steps(at, act)) as steps:
+            try:
+                done.append(log.delete_topic("t"))
+            except UnknownTopic:
+                refusals += 1
+        is_over = steps.count < at
+        assert len(done) == 1
+        assert log.topics() == []
+        assert [file for file in path.rglob("*") if file.name not in ("topics", "logs")] == [], "all files are gone"
+        log.close()
+    assert refusals
+
+
+def test_create_topic_returns_its_own_topic_whatever_others_do_with_the_name(tmp_path: Path) -> None:
+    at, is_over, others = 0, False, 0
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        make(path, "other")
+        log = DirectoryLog(path)
+        wanted = described()
+
+        def act(_: str, path: Path = path) -> None:
+            other = DirectoryLog(path)
+            if any(topic.name == "t" for topic in other.topics()):
+                other.delete_topic("t")
+            other.create_topic(described())
+
+        with faults.counted(faults.Steps(at, act)) as steps:
+            try:
+                made = log.create_topic(wanted)
+                assert made.id == wanted.id
+                made.append(one())
+            except (TopicExists, TopicDeleted):
+                others += 1
+        is_over = steps.count < at
+        assert [topic.name for topic in log.topics()] == ["other", "t"]
+        log.topic("t").append(one())
+        log.close()
+    assert others
+
+
+def test_a_listing_beside_deletions_holds_whole_topics(tmp_path: Path) -> None:
+    at, is_over = 0, False
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        make(path)
+        make(path, "other")
+        log = DirectoryLog(path)
+        with faults.counted(faults.Steps(at, lambda _: delete_and_make_again(path))) as steps:  # noqa: B023
+            names = [topic.name for topic in log.topics()]
+        is_over = steps.count < at
+        assert names in (["other", "t"], ["other"])
+        log.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory"])
+def test_who_holds_a_topic_that_was_made_again_is_told_so_and_what_to_do(kind: str, tmp_path: Path) -> None:
+    log: Log = MemoryLog() if kind == "memory" else DirectoryLog(tmp_path)
+    old = log.create_topic(described())
+    old.append(one())
+    log.delete_topic("t")
+    with pytest.raises(TopicDeleted, match=r"'t' was deleted; create it") as error:
+        old.end(0)
+    assert not error.value.is_made_again
+    new = log.create_topic(described())
+    new.append(one())
+    for act in (lambda: old.end(0), lambda: old.append(one()), lambda: old.wait({0: 0}, 0), lambda: old.read(0, 0)):
+        with pytest.raises(TopicDeleted, match=r"deleted and made again.*open it again") as error:
+            act()
+        assert (error.value.topic, error.value.id, error.value.is_made_again) == ("t", old.id, True)
+        assert "create" not in str(error.value)
+        copy = pickle.loads(pickle.dumps(error.value))  # an executor sends it to its driver
+        assert (str(copy), copy.id) == (str(error.value), old.id)
+    assert log.topic("t").end(0) == 1
+    log.close()
+
+
+def test_a_handle_of_a_topic_that_another_process_made_again_stays_that_of_the_old_one(tmp_path: Path) -> None:
+    with pxrs.open(tmp_path) as hub:
+        old = hub.create_topic("t", partitions=1)
+        sent = hub.producer("t", linger_s=0)
+        sent.send(b"a", partition=0).result(BOUND_S)
+        delete_and_make_again(tmp_path)
+        assert hub.topic("t").end(0) == 5, "the present one is opened, and closes the old one's files"
+        with pytest.raises(TopicDeleted):
+            old.end(0)
+        receipt = sent.send(b"b", partition=0)
+        with pytest.raises(TopicDeleted):
+            receipt.result(BOUND_S)
+        with pytest.raises(TopicDeleted):
+            sent.flush()
+        sent.close()
+
+
+def test_a_hub_closes_without_error_after_its_topics_were_deleted_elsewhere(tmp_path: Path) -> None:
+    hub = pxrs.open(tmp_path)
+    hub.create_topic("t", partitions=1)
+    with hub.producer("t") as sent:
+        sent.send(b"a")
+    idle = hub.producer("t")
+    inbox = hub.consumer("t", "g")
+    assert len(inbox.poll(BOUND_S)) == 1
+    delete_and_make_again(tmp_path)
+    hub.topic("t")
+    with pytest.raises(TopicDeleted):
+        inbox.poll(BOUND_S)
+    hub.close()
+    idle.close()
+
+
+def test_a_closed_log_says_closed_and_not_deleted(tmp_path: Path) -> None:
+    log = DirectoryLog(tmp_path)
+    topic = log.create_topic(described())
+    topic.append(one())
+    log.close()
+    for act in (lambda: topic.end(0), lambda: topic.append(one()), lambda: topic.read(0, 0)):
+        with pytest.raises(Closed):
+            act()
+
+
+def test_a_thread_that_appends_while_another_one_deletes_is_told_of_the_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = DirectoryLog(tmp_path)
+    topic = log.create_topic(described())
+    topic.append(one())
+    assert isinstance(topic, DirectoryTopic)
+    may_go_on, is_waiting = threading.Event(), threading.Event()
+    partition = topic._partition(0)
+
+    def held(number: int) -> Any:
+        is_waiting.set()
+        assert may_go_on.wait(BOUND_S)
+        return partition
+
+    monkeypatch.setattr(topic, "_partition", held)
+    told: list[BaseException] = []
+
+    def work(act: Callable[[], object]) -> None:
+        try:
+            act()
+        except LogError as error:
+            told.append(error)
+        except Closed as error:
+            told.append(error)
+
+    acts: list[Callable[[], object]] = [lambda: topic.append(one()), lambda: topic.end(0)]
+    threads = [threading.Thread(target=work, args=(act,), daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    assert is_waiting.wait(BOUND_S)
+    log.delete_topic("t")
+    may_go_on.set()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert [type(error) for error in told] == [TopicDeleted, TopicDeleted]
+
+
+def test_two_who_make_a_topic_whose_folder_was_removed_by_hand_leave_one_that_stays(tmp_path: Path) -> None:
+    at, is_over = 0, False
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        make(path)
+        shutil.rmtree((path / "topics/t").resolve())
+        log, made = DirectoryLog(path), list[str]()
+
+        def act(_: str, path: Path = path, made: list[str] = made) -> None:
+            with contextlib.suppress(TopicExists, LogBusy):
+                made.append(DirectoryLog(path, timeout=0.0).create_topic(described()).id)
+
+        with faults.counted(faults.Steps(at, act)) as steps, contextlib.suppress(TopicExists):
+            made.append(log.create_topic(described()).id)
+        is_over = steps.count < at
+        assert made == [log.topic("t").id]
+        log.close()
+
+
+def test_a_topic_that_appears_during_a_look_up_is_whole(tmp_path: Path) -> None:
+    at, is_over = 0, False
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        make(path, "other")
+        log = DirectoryLog(path)
+        with faults.counted(faults.Steps(at, lambda _: make(path))) as steps, contextlib.suppress(UnknownTopic):  # noqa: B023
+            assert log.topic("t").start(0) == 0
+        is_over = steps.count < at
+        log.close()
+    assert at > 3
+
+
+def append_if_free(path: Path) -> None:
+    """What another process appends, unless this one holds the append lock."""
+    with contextlib.suppress(LogBusy):
+        DirectoryLog(path, timeout=0.0).topic("t").append(one())
+
+
+def test_the_first_append_during_a_look_at_the_start_is_no_damage(tmp_path: Path) -> None:
+    at, is_over, ends = 0, False, set[int]()
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        log = DirectoryLog(path)
+        topic = log.create_topic(described())
+        with faults.counted(faults.Steps(at, lambda _: append_if_free(path))) as steps:  # noqa: B023
+            assert topic.start(0) == 0
+        is_over = steps.count < at
+        ends.add(topic.end(0))
+        log.close()
+    assert ends == {0, 1}, "at some of the calls the other one could append"
