@@ -138,22 +138,6 @@ def test_an_interrupt_at_any_moment_leaves_no_handle_with_a_state_of_its_own(tmp
         signal.signal(signal.SIGALRM, previous)
 
 
-def test_what_lies_behind_a_lost_entry_is_cut_off(tmp_path: Path) -> None:
-    """A power loss may keep an entry and lose the one before it; neither was acknowledged."""
-    with registry.open(tmp_path) as handle:
-        handle.commit(put={"kept": b"1"})
-        lost = handle.commit(put={"lost": b"1"})["lost"]
-        handle.commit(put={"kept": b"stale", "lost": b"stale"})
-        Path(handle._journal.generation.entry(lost)).unlink()  # type: ignore[attr-defined]
-    with registry.open(tmp_path) as handle:
-        entry = handle.get("kept")
-        assert entry is not None
-        assert entry.value == b"1"
-        handle.commit(expect={"kept": entry.version, "lost": 0}, put={"kept": b"2"})
-        with registry.open(tmp_path) as fresh:
-            assert {key: value for key, (value, _) in view(fresh).items()} == {"kept": b"2"}
-
-
 def test_a_slow_observer_does_not_end_a_lease_that_was_renewed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
