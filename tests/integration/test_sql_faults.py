@@ -35,7 +35,7 @@ from pxrs.errors import (
 )
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.contract import Commit
-from pxrs.registry.sql import ddl, sqlite
+from pxrs.registry.sql import ddl, sqlite, store
 from pxrs.registry.sql.database import ConnectionLost, Inherited, Session
 from pxrs.registry.sql.planning import CommitPlan
 from pxrs.registry.sql.postgresql import PostgresSession
@@ -51,6 +51,7 @@ from pxrs.testing.registry_contract import at_once, eventually, quieten
 from pxrs.testing.servers import PostgresServer, certificates, installed_postgres
 
 LOCALE = "en_US.UTF-8"
+GOLDEN = Path(__file__).parents[1] / "golden" / "0.1"
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +344,91 @@ class TestLeases:
             with pytest.raises(LeaseExpired):
                 first.commit(put={"a": b""}, lease=lease)
 
+    @pytest.mark.parametrize("look", ["get", "scan", "commit", "claim", "lease", "sweep"])
+    def test_r7_a_clock_set_back_keeps_a_dead_holder_for_one_more_ttl_at_most(
+        self, server: PostgresServer, look: str
+    ) -> None:
+        """Its lease expires an hour and 30 s ahead of the clock, which no lease of 30 s does. Whoever notices it sets
+        the expiry to 30 s from now: a living holder has a whole ttl to renew."""
+        url = self.database_with_a_clock_to_step(server)
+        with open_sql(url) as first, open_sql(url) as second:
+            lease = first.lease(30)
+            lease.abandon()
+            first.commit(ephemeral={"m/1": b""}, lease=lease)
+            self.step(server, -3600)
+            if look == "get":
+                assert second.get("m/1") is not None
+            elif look == "scan":
+                assert len(second.scan("m/")) == 1
+            elif look == "commit":
+                first.commit(put={"a": b""}, lease=lease)
+            elif look == "claim":
+                with pytest.raises(Conflict):
+                    second.commit(expect={"m/1": ABSENT}, put={"a": b""})
+            elif look == "lease":
+                second.lease(30).close()
+            else:
+                left = second.sweep()
+                assert left is not None
+                assert left <= 31
+            self.step(server, -3600 + 15)
+            assert second.get("m/1") is not None, "it has a whole ttl"
+            self.step(server, -3600 + 40)
+            assert second.get("m/1") is None
+            with pytest.raises(LeaseExpired):
+                first.commit(put={"a": b""}, lease=lease)
+
+    def test_r7_a_clock_set_back_ends_no_living_lease(self, server: PostgresServer) -> None:
+        url = self.database_with_a_clock_to_step(server)
+        with open_sql(url) as first, open_sql(url) as second, first.lease(30) as lease:
+            first.commit(ephemeral={"m": b""}, lease=lease)
+            self.step(server, -3600)
+            assert second.get("m") is not None
+            lease._renew()
+            self.step(server, -3600 + 20)
+            lease._renew()
+            self.step(server, -3600 + 40)
+            assert second.get("m") is not None
+            first.commit(put={"a": b""}, lease=lease)
+
+    def test_r7_a_watcher_notices_that_the_clock_was_set_back(self, server: PostgresServer) -> None:
+        """Nobody else looks: the key of the dead holder goes, and the watch is woken."""
+        url = self.database_with_a_clock_to_step(server)
+        with open_sql(url) as first, open_sql(url) as second, second.watch("m/") as watch:
+            lease = first.lease(1.0)
+            lease.abandon()
+            first.commit(ephemeral={"m/1": b""}, lease=lease)
+            self.step(server, -3600)
+            eventually(lambda: not second.versions(("m/",))[0], 30)
+            assert watch.wait(30)
+
+    def test_many_leases_that_expire_too_far_ahead_are_all_corrected_by_one_watcher(
+        self, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(store, "DUE_LEASES_MAX", 2)
+        with open_sql(self.database_with_a_clock_to_step(server)) as registry:
+            for _ in range(5):
+                registry.lease(30).abandon()
+            self.step(server, -3600)
+            while registry.sweep() == 0.0:
+                continue
+            ahead = f"SELECT count(*) FROM pxrs_lease WHERE expires_ms > {int((time.time() - 3600 + 60) * 1000)}"
+            assert server.sql(ahead, self._database) == [(0,)]
+
+    def test_tables_of_version_0_1_are_opened_and_their_leases_corrected(self, server: PostgresServer) -> None:
+        """`ttl_ms` was there from the start, so the tables need no change, with and without the right to make any."""
+        url = self.database_with_a_clock_to_step(server)
+        statements = (GOLDEN / "postgresql.sql").read_text().replace("pxrs_app", "CURRENT_USER")
+        server.sql(statements, self._database)
+        for address in (url, f"{url}?create=false"):
+            with open_sql(address) as registry, registry.lease(30) as lease:
+                registry.commit(ephemeral={"m": b""}, put={"n": b"1"}, lease=lease)
+                server.sql("UPDATE pxrs_lease SET expires_ms = expires_ms + 3600000", self._database)
+                assert registry.get("m") is not None
+                left = "SELECT max(expires_ms - extract(epoch FROM clock_timestamp()) * 1000)::bigint FROM pxrs_lease"
+                ((left_ms,),) = server.sql(left, self._database)
+                assert left_ms <= 31_000
+
     def test_r3_an_expired_lease_that_nobody_has_met_yet_is_not_renewed(self, server: PostgresServer) -> None:
         with open_sql(self.database_with_a_clock_to_step(server)) as registry:
             lease = registry.lease(30)
@@ -611,6 +697,20 @@ class TestSqlite:
             within(5, InvalidUrl, lambda p=path: open_sql(f"sqlite:///{p}"))  # type: ignore[misc]
         within(5, SchemaMissing, lambda: open_sql(f"sqlite:///{tmp_path / 'new.db'}?create=false"))
         assert not (tmp_path / "new.db").exists()
+
+    def test_an_expiry_further_ahead_than_its_ttl_is_corrected(self, tmp_path: Path) -> None:
+        """SQLite counts on a clock that is never set back; but a file may come from elsewhere."""
+        path = tmp_path / "registry.db"
+        with open_sql(f"sqlite:///{path}") as registry, closing(sqlite3.connect(path)) as connection:
+            lease = registry.lease(30)
+            lease.abandon()
+            registry.commit(ephemeral={"m": b""}, lease=lease)
+            ((before,),) = connection.execute("SELECT expires_ms FROM pxrs_lease")
+            connection.execute("UPDATE pxrs_lease SET expires_ms = expires_ms + 3600000")
+            connection.commit()
+            assert registry.get("m") is not None
+            ((after,),) = connection.execute("SELECT expires_ms FROM pxrs_lease")
+            assert before <= after < before + 3_000_000
 
     def test_the_printed_ddl_makes_what_create_false_needs(self, tmp_path: Path) -> None:
         path = tmp_path / "r.db"
