@@ -72,6 +72,20 @@ def test_a_removed_entry_is_refused_at_opening_and_nothing_is_cut_off(number: in
         assert entry.value == b"8"
 
 
+def test_without_a_copy_the_registry_opens_once_the_later_entries_are_moved_away(tmp_path: Path) -> None:
+    """What docs/registry.md says to do then."""
+    with registry.open(tmp_path) as handle:
+        commit_many(handle, 8)
+    _, _, _, removed, *later = entries_of(tmp_path)
+    for path in (removed, *later):
+        path.unlink()
+    with registry.open(tmp_path) as handle:
+        entry = handle.get("n")
+        assert entry is not None
+        assert entry.value == b"3"
+        handle.commit(expect={"n": entry.version}, put={"n": b"4"})
+
+
 def test_several_removed_entries_are_refused_at_opening(tmp_path: Path) -> None:
     with registry.open(tmp_path) as handle:
         commit_many(handle, 12)
