@@ -340,7 +340,7 @@ def test_a_copy_in_the_place_of_the_original_is_noticed(store: Store) -> None:
 def test_a_lease_ends_when_its_registry_is_replaced(store: Store) -> None:
     """Nobody who opens the registry that is in place now sees the lease, so its holder must not count on it."""
     with registry.open(store.url) as handle:
-        lease = handle.lease(1.0)
+        lease = handle.lease(5.0)
         handle.commit(ephemeral={"member": b""}, lease=lease)
         store.move_away()
         store.restore_copy()

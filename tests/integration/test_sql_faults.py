@@ -130,7 +130,7 @@ class TestLostReplies:
         with open_sql(url_of(server, proxy, timeout=0.5)) as registry:
             registry.commit(put={"a": b"1"})
             count = self.before_commit(monkeypatch, proxy.drop_replies)
-            within(1.5, OutcomeUnknown, lambda: registry.commit(put={"a": b"2"}))
+            within(5, OutcomeUnknown, lambda: registry.commit(put={"a": b"2"}))
             assert count == [1]
             monkeypatch.undo()
             proxy.restore()
@@ -192,7 +192,7 @@ class TestServerFaults:
             server.pause()
             try:
                 for call in calls:
-                    within(1.5, RegistryUnavailable, call)
+                    within(5, RegistryUnavailable, call)
             finally:
                 server.resume()
             # What was never answered had not sent COMMIT.
@@ -204,8 +204,8 @@ class TestServerFaults:
             version = registry.commit(put={"a": b"1"})["a"]
             proxy.stall()
             # One that expects all its keys is sent whole, so nobody knows whether it arrives.
-            within(1.5, OutcomeUnknown, lambda: registry.commit(expect={"a": version}, delete=["a"]))
-            within(1.5, RegistryUnavailable, lambda: registry.commit(put={"a": b"2"}))
+            within(5, OutcomeUnknown, lambda: registry.commit(expect={"a": version}, delete=["a"]))
+            within(5, RegistryUnavailable, lambda: registry.commit(put={"a": b"2"}))
             proxy.restore()
             registry.commit(put={"a": b"2"})
 
@@ -216,7 +216,7 @@ class TestServerFaults:
             versions = registry.commit(put={"w/a": b"1", "w/b": b"1"})
             quieten(watch)
             server.kill()
-            assert watch.wait(10), "a lost connection is a doubt, and a doubt is a wake"
+            assert watch.wait(30), "a lost connection is a doubt, and a doubt is a wake"
             server.restart()
             with open_sql(url) as other:
                 other.commit(expect=versions, put={"w/a": b"2"})
@@ -224,12 +224,12 @@ class TestServerFaults:
                 entry = _patient_get(registry, "w/a")
                 if entry is not None and entry.value == b"2":
                     break
-                assert watch.wait(10), "the change during the outage was missed"
+                assert watch.wait(30), "the change during the outage was missed"
             registry.commit(expect={"w/a": entry.version}, put={"w/a": b"3"})
             eventually(lambda: not watch.wait(0.2))
             with open_sql(url) as other:
                 other.commit(put={"w/a": b"4"})
-            assert watch.wait(10), "it listens again"
+            assert watch.wait(30), "it listens again"
 
     @pytest.mark.parametrize("fault", ["crash", "lost replies"])
     def test_r1_histories_stay_linearizable_through_faults(
@@ -271,30 +271,30 @@ class TestServerFaults:
             proxy.stall()
             with open_sql(registry_url(server, registry)) as other:
                 other.commit(put={"w/a": b""})
-            assert watch.wait(5), "a probe that gets no answer is a doubt"
+            assert watch.wait(30), "a probe that gets no answer is a doubt"
             proxy.restore()
 
     def test_r2_a_change_while_nobody_listened_wakes(self, server: PostgresServer, proxy: Proxy) -> None:
         with open_sql(url_of(server, proxy)) as registry, registry.watch("w/") as watch:
             quieten(watch)
             proxy.cut()
-            assert watch.wait(5), "a lost connection is a doubt"
+            assert watch.wait(30), "a lost connection is a doubt"
             quieten(watch)
             with open_sql(registry_url(server, registry)) as other:
                 other.commit(put={"w/a": b""})
             assert not watch.wait(0.1), "nobody can have told it yet"
             proxy.restore()
-            assert watch.wait(5)
+            assert watch.wait(30)
 
     def test_the_watcher_learns_of_a_lease_that_is_younger_than_the_watch(self, server: PostgresServer) -> None:
         url = url_of(server)
         with open_sql(url) as registry, open_sql(url) as other, registry.watch("m/") as watch:
             quieten(watch)
-            lease = other.lease(0.4)
+            lease = other.lease(2.0)
             other.commit(ephemeral={"m/1": b""}, lease=lease)
             lease.abandon()
-            assert watch.wait(5), "the key came"
-            assert watch.wait(2), "the key went, and nobody but the watcher looked"
+            assert watch.wait(30), "the key came"
+            assert watch.wait(30), "the key went, and nobody but the watcher looked"
             assert registry.scan("m/") == []
 
 
@@ -395,7 +395,7 @@ class TestLeases:
         """Nobody else looks: the key of the dead holder goes, and the watch is woken."""
         url = self.database_with_a_clock_to_step(server)
         with open_sql(url) as first, open_sql(url) as second, second.watch("m/") as watch:
-            lease = first.lease(1.0)
+            lease = first.lease(3.0)
             lease.abandon()
             first.commit(ephemeral={"m/1": b""}, lease=lease)
             self.step(server, -3600)
@@ -449,7 +449,7 @@ class TestLeases:
                 ending.join(0.2)
                 assert ending.is_alive(), "the end waits for the commit"
                 session.commit(plan.writes(found))
-            ending.join(5)
+            ending.join(30)
             assert registry.get("m") is None, "and then takes its keys"
 
     def database_with_a_clock_to_step(self, server: PostgresServer) -> str:
@@ -471,7 +471,7 @@ class TestLeases:
         server.sql(f"UPDATE stepped.clock SET seconds = {seconds}", self._database)
 
     def test_r6_commits_that_wait_do_not_keep_renewals_waiting(self, server: PostgresServer) -> None:
-        with open_sql(url_of(server, timeout=5)) as registry, registry.lease(0.8) as lease:
+        with open_sql(url_of(server, timeout=5)) as registry, registry.lease(2.5) as lease:
             registry.commit(put={"a": b""}, ephemeral={"m": b""}, lease=lease)
             with psycopg.connect(server.url) as blocker:
                 blocker.execute("SELECT 1 FROM pxrs_entry WHERE namespace = %s FOR UPDATE", [registry._namespace])
@@ -480,21 +480,20 @@ class TestLeases:
                 ]
                 for thread in waiting:
                     thread.start()
-                until = time.monotonic() + 2
-                while time.monotonic() < until:
-                    assert not lease.lost.wait(0.1)
+                assert not lease.lost.wait(3.5), "the commits wait for up to 3.75 s, and the renewals with them"
                 blocker.rollback()
             for thread in waiting:
-                thread.join(10)
+                thread.join(30)
             assert lease.alive
 
     def test_leases_that_nobody_meets_are_cleared_away(self, server: PostgresServer) -> None:
         with open_sql(url_of(server)) as registry:
             for _ in range(3):
-                registry.lease(0.05).abandon()
+                registry.lease(2.0).abandon()
             count = f"SELECT count(*) FROM pxrs_lease WHERE namespace = '{registry._namespace}'"
             assert server.sql(count) == [(3,)]
-            time.sleep(0.06)
+            now_ms = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+            eventually(lambda: server.sql(f"{count} AND expires_ms > {now_ms}") == [(0,)])
             with registry.lease(5):
                 assert server.sql(count) == [(1,)]
 
@@ -597,7 +596,7 @@ class TestAccess:
             with open_sql(address) as registry, registry.watch("m/") as watch, registry.lease(5) as lease:
                 quieten(watch)
                 registry.commit(expect={"a": ABSENT}, put={"a": b"1"}, ephemeral={"m/1": b""}, lease=lease)
-                assert watch.wait(5)
+                assert watch.wait(30)
                 assert len(registry.scan("")) == 2
                 registry.commit(delete=["a"])
         server.sql("UPDATE pxrs_meta SET value = '99' WHERE name = 'layout'", "owned")
@@ -668,15 +667,15 @@ class TestPostgresScans:
             quieten(watch)
             quieten(heard)
             listening.commit(put={"w/a": b""})
-            assert watch.wait(5)
+            assert watch.wait(30)
             quieten(heard)
             registry.commit(put={"w/a": b"2"})
-            assert heard.wait(5), "who polls notifies those who listen"
-            lease = listening.lease(0.3)
+            assert heard.wait(30), "who polls notifies those who listen"
+            lease = listening.lease(2.0)
             listening.commit(ephemeral={"w/m": b""}, lease=lease)
             lease.abandon()
             while registry.get("w/m") is not None:
-                assert watch.wait(5)
+                assert watch.wait(30)
 
 
 def _nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -740,8 +739,8 @@ class TestSqlite:
                     assert holder.stdout is not None
                     assert holder.stdout.readline() == b"held\n"
                     holder.send_signal(signal.SIGSTOP)
-                    within(1.5, RegistryUnavailable, lambda: registry.commit(put={"a": b"2"}))
-                    within(1.5, RegistryUnavailable, lambda: registry.lease(5))
+                    within(5, RegistryUnavailable, lambda: registry.commit(put={"a": b"2"}))
+                    within(5, RegistryUnavailable, lambda: registry.lease(5))
                     entry = registry.get("a")
                     assert entry is not None, "readers are not in the way"
                     assert entry.value == b"1"
@@ -852,7 +851,7 @@ class TestForks:
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
             quieten(watch)
             registry.commit(put={"w/a": b""})
-            assert watch.wait(5)
+            assert watch.wait(30)
             assert registry.database._lanes["work"]._idle == connections, "none was lost"
 
 

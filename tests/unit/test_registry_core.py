@@ -126,12 +126,12 @@ def test_r3_a_renewal_that_comes_back_after_the_deadline_revives_nothing() -> No
 
     store = Renewals(clock, slow)
     clock.advance(2.0)
-    assert was_asked.wait(10)
+    assert was_asked.wait(30)
     clock.advance(7.0)
     assert not store.lease.alive
     may_answer.set()
     assert store.asked.acquire(timeout=10)
-    store.lease._thread.join(10)
+    store.lease._thread.join(30)
     assert not store.lease.alive
     store.lease.close()
 
@@ -160,7 +160,7 @@ def test_memory_leases_follow_a_manual_clock() -> None:
         assert other.get("m") is not None
         with other.watch("m") as watch:
             clock.advance(0.2)
-            assert watch.wait(10)
+            assert watch.wait(30)
             assert other.get("m") is None
 
 
@@ -187,7 +187,7 @@ def test_a_memory_lease_that_is_due_before_the_others_is_noticed_in_time() -> No
         registry.commit(ephemeral={"m": b""}, lease=lease)
         with registry.watch("m") as watch:
             clock.advance(6)
-            assert watch.wait(10)
+            assert watch.wait(30)
 
 
 def test_a_watch_covers_its_prefixes_and_single_keys() -> None:

@@ -365,7 +365,7 @@ class TestPoller:
         watch = Watch(("k",), poller.remove)
         try:
             poller.add(watch)
-            assert watch.wait(5)
+            assert watch.wait(30)
             assert not watch.wait(0.02), "and then there is nothing new"
         finally:
             poller.close()
