@@ -25,13 +25,14 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("step", [*CHANGES, Seal("0000000001-abc")], ids=repr)
-def test_an_entry_is_read_as_it_was_written(step: Change | Seal) -> None:
-    assert decode_entry(encode_entry(step), "here") == step
+@pytest.mark.parametrize("synced", [None, 0, 41])
+@pytest.mark.parametrize("step", [*CHANGES, Seal("0000000001-abc")], ids=lambda step: repr(step)[:40])
+def test_an_entry_is_read_as_it_was_written(step: Change | Seal, synced: int | None) -> None:
+    assert decode_entry(encode_entry(step, synced), "here") == (step, synced)
 
 
 def test_any_damage_of_an_entry_is_noticed() -> None:
-    data = encode_entry(CHANGES[1])
+    data = encode_entry(CHANGES[1], 41)
     dice = random.Random(3)
     for _ in range(500):
         damaged = bytearray(data)
