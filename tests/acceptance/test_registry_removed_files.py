@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from pxrs import registry
-from pxrs.errors import LeaseExpired, RegistryCorrupt, RegistryError, RegistryReplaced, RegistryUnavailable
+from pxrs.errors import (
+    LeaseExpired,
+    OutcomeUnknown,
+    RegistryCorrupt,
+    RegistryError,
+    RegistryReplaced,
+    RegistryUnavailable,
+)
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.file import journal
 from pxrs.registry.file.codec import Seal, decode_entry, encode_entry
@@ -347,6 +355,46 @@ def test_a_lease_ends_when_its_registry_is_replaced(store: Store) -> None:
         assert lease.lost.wait(PATIENCE_S)
         with pytest.raises(LeaseExpired):
             handle.commit(put={"n": b"1"}, lease=lease)
+
+
+def test_a_file_registry_replaced_in_the_moment_of_a_commit_is_an_unknown_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store("file", tmp_path)
+    with registry.open(store.url) as handle:
+        handle.commit(put={"n": b"1"})
+        link = os.link
+
+        def link_and_replace(source: str, target: str) -> None:
+            link(source, target)
+            store.move_away()
+            store.restore_copy()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "link", link_and_replace)
+            with pytest.raises(OutcomeUnknown):
+                handle.commit(put={"n": b"2"})
+        assert_stopped(handle)
+
+
+def test_a_sqlite_file_removed_in_the_moment_of_a_commit_is_an_unknown_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store("sqlite", tmp_path)
+    with registry.open(store.url) as handle:
+        handle.commit(put={"n": b"1"})
+
+        def execute(connection: sqlite3.Connection, statement: str, *values: object) -> sqlite3.Cursor:
+            cursor = sqlite3.Connection.execute(connection, statement, *values)  # type: ignore[arg-type]
+            if statement == "COMMIT":
+                store.remove()
+            return cursor
+
+        with monkeypatch.context() as patched:
+            patched.setattr("pxrs.registry.sql.sqlite._Connection.execute", execute, raising=False)
+            with pytest.raises(OutcomeUnknown):
+                handle.commit(put={"n": b"2"})
+        assert_stopped(handle)
 
 
 def test_a_waiting_watch_is_woken_when_a_sqlite_file_is_removed(tmp_path: Path) -> None:

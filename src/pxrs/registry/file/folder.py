@@ -26,8 +26,8 @@ class Folder:
             return False
         if not os.path.samestat(found, os.fstat(self._descriptor)):
             raise RegistryReplaced(
-                f"{self.path}: this directory was replaced by another one while it was open; nothing was written. "
-                "Put the original back, or open the registry again to use what lies there now"
+                f"{self.path}: this directory was replaced by another one while it was open. Put the original back, or "
+                "open the registry again to use what lies there now"
             )
         return True
 

@@ -211,7 +211,8 @@ class Journal:
         numbers, later = self.generation.numbers(), self._later_entry()
         if numbers is None:
             return False
-        missing = next((n for n in range(self._begun_at + 1, self.number + 1) if n not in numbers), None)
+        read = range(self._begun_at + 1, self.number + 1)
+        missing = next((n for n in read if n not in numbers and not self.generation.has_entry(n)), None)
         if missing is None and later is None and max(numbers, default=0) <= self.number:
             now = time.monotonic()
             self._inspect_at = now + max(INSPECT_S, (now - began) / INSPECT_SHARE)
@@ -343,7 +344,7 @@ class Journal:
             return None
         try:
             in_place = generation.in_place()
-        except OSError as error:
+        except (OSError, RegistryReplaced) as error:
             raise OutcomeUnknown(f"{generation.path}: published, but then: {error}") from error
         if not in_place:
             # Either others have sealed and moved the folder behind our entry, or the link went into a folder that

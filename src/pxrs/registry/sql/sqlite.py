@@ -175,8 +175,10 @@ class SqliteDatabase(Database):
                 path = self._log_path
                 if connection is None or _identity(path) == connection.log:
                     return
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
+        except OSError as error:
+            raise RegistryUnavailable(f"{self.url}: {path}: {error.strerror}") from error
         raise RegistryReplaced(
             f"{self.url}: {path} was removed, moved or replaced by another file while it was open; put the original "
             "back, or open the registry again to use what lies there now"
@@ -216,10 +218,10 @@ class SqliteDatabase(Database):
             if self._held is None:
                 self._held = _hold(self.path)
             self.check_in_place(connection)
-        except FileNotFoundError as error:
+        except OSError as error:
             connection.close()
-            raise RegistryUnavailable(f"{self.url}: the file was removed while it was being opened") from error
-        except RegistryReplaced:
+            raise RegistryUnavailable(f"{self.url}: the file was removed while it was being opened: {error}") from error
+        except RegistryError:
             connection.close()
             raise
         return connection
@@ -297,7 +299,7 @@ class SqliteSession(Session):
             raise OutcomeUnknown(f"{self._database.url}: COMMIT failed: {error}") from error
         try:
             self._database.check_in_place(self._connection)
-        except RegistryReplaced as error:
+        except (RegistryReplaced, RegistryUnavailable) as error:
             raise OutcomeUnknown(f"{error}; a commit was being made at that moment") from error
 
     def rollback(self) -> None:
