@@ -79,8 +79,16 @@ class SchemaMissing(RegistryError):
     """The tables are not there and were not to be created. Run what `pxrs registry ddl` prints."""
 
 
+class RegistryReplaced(RegistryError):
+    """The registry's file or directory was removed, moved, or replaced by another one while this handle was open.
+
+    Nothing was written. If the original is put back, the handle works again. If what lies there now is meant to be
+    used, such as a restored copy, close this handle and open a new one."""
+
+
 class RegistryCorrupt(RegistryError):
-    """Stored data is damaged. Nothing is guessed: `where` names the place. Restore it from a copy."""
+    """Stored data is damaged or missing. Nothing is guessed: `where` names the place. Stop the processes that use the
+    registry, and restore what is named from a copy (docs/registry.md, "A damaged file registry")."""
 
     def __init__(self, where: str, what: str) -> None:
         self.where, self.what = where, what

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import pxrs
+from pxrs import registry
+from pxrs.errors import RegistryCorrupt
 from pxrs.log.check import check
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1" / "old.tar.xz"
@@ -31,6 +33,24 @@ def hub(request: pytest.FixtureRequest, old: Path) -> Iterator[pxrs.Hub]:
         opened = pxrs.open(old / "hub-sql", registry=f"sqlite:///{old}/registry.db")
     with opened:
         yield opened
+
+
+def test_a_removed_journal_entry_of_0_1_is_noticed_once_this_version_has_committed(old: Path) -> None:
+    """Entries of 0.1 do not say what was synced; the first commit of this version says it for all of them."""
+    (directory,) = {path.parents[2] for path in (old / "hub").rglob("generations/*/snapshot")}
+    url = f"file:{directory.parent}?namespace={directory.name}"
+    with registry.open(url) as handle:
+        before = handle.scan("")
+        handle.commit(put={"new": b""})
+    with registry.open(url) as handle:
+        assert {entry.key for entry in handle.scan("")} >= {
+            entry.key for entry in before if "/members/" not in entry.key
+        }
+    entries = sorted(directory.glob("generations/*/[0-9]*"))
+    assert len(entries) > 10
+    entries[len(entries) // 2].unlink()
+    with pytest.raises(RegistryCorrupt):
+        registry.open(url)
 
 
 def values(hub: pxrs.Hub, topic: str) -> list[str]:

@@ -40,7 +40,7 @@ from pxrs.log.batch import Batch
 from pxrs.model import Message
 from pxrs.testing.faults import child, wait_exit
 
-BOUND_S = 5.0
+BOUND_S = 30.0
 SOON_S = 0.02
 T = TypeVar("T")
 

@@ -361,7 +361,7 @@ def test_a_forced_reset_makes_an_owner_lose_claim_again_and_start_there(
     worker.started.clear()
     with registry.watch(KEYS.assignment) as watch:
         group.reset({0: 1, 2: 2}, force=True)
-        assert watch.wait(10), "one that waits for nothing watches the assignment, not the owners"
+        assert watch.wait(30), "one that waits for nothing watches the assignment, not the owners"
     worker.commit({1: 5})
     worker.settle()
     assert sorted(worker.started) == [(0, 1), (2, 2)]
