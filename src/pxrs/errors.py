@@ -257,15 +257,17 @@ class GroupActive(GroupError):
 class PartitionLost(GroupError):
     """This member does not own the partition any more: another one has it, or will. Nothing was written.
 
-    What was handled since the last checkpoint will be handled again by the new owner."""
+    What was handled since the last checkpoint will be handled again by the new owner. `advice` says what to do where
+    that is not plain, as for a streaming query of Spark."""
 
-    def __init__(self, group: str, partitions: Sequence[int]) -> None:
-        self.group, self.partitions = group, tuple(partitions)
+    def __init__(self, group: str, partitions: Sequence[int], advice: str = "") -> None:
+        self.group, self.partitions, self.advice = group, tuple(partitions), advice
         names = ", ".join(map(str, self.partitions))
-        super().__init__(f"group {group} has taken partition {names} away; the commit was refused")
+        told = f"group {group} has taken partition {names} away; the commit was refused"
+        super().__init__(f"{told}. {advice}" if advice else told)
 
-    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...]]]:
-        return type(self), (self.group, self.partitions)
+    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...], str]]:
+        return type(self), (self.group, self.partitions, self.advice)
 
 
 class CheckpointOutOfRange(GroupError):
@@ -362,17 +364,19 @@ class InvalidOption(SparkError, ValueError):
 class DataLost(SparkError):
     """Retention removed messages before the query read them: the offsets from `start` up to `end`.
 
-    Accept it with the option failOnDataLoss=false: the query then goes on behind them, and says so in its log."""
+    Accept it with the option failOnDataLoss=false: the query then goes on behind them, and says so in its log. `why`
+    says for what the query needs messages that it had read once, before a restart."""
 
-    def __init__(self, place: str, start: int, end: int) -> None:
-        self.place, self.start, self.end = place, start, end
+    def __init__(self, place: str, start: int, end: int, why: str = "") -> None:
+        self.place, self.start, self.end, self.why = place, start, end, why
         super().__init__(
-            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention before "
-            "they were read; set failOnDataLoss=false to go on behind them"
+            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention "
+            + (f"and must be read again: {why}" if why else "before they were read")
+            + "; set failOnDataLoss=false to go on behind them"
         )
 
-    def __reduce__(self) -> tuple[type[DataLost], tuple[str, int, int]]:
-        return type(self), (self.place, self.start, self.end)
+    def __reduce__(self) -> tuple[type[DataLost], tuple[str, int, int, str]]:
+        return type(self), (self.place, self.start, self.end, self.why)
 
 
 class CheckpointsDiffer(SparkError):

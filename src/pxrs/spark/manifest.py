@@ -50,6 +50,7 @@ from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.registry.contract import ABSENT, Entry, Registry
+from pxrs.spark.planning import Spans
 from pxrs.spark.staging import Feed, Staging
 
 _logger = logging.getLogger(__name__)
@@ -71,6 +72,12 @@ _APPEND_BYTES_MAX: Final = 64 << 20
 _TOGETHER_MAX: Final = 4
 """How many pieces of one partition go into one append: fewer than a partition remembers of a producer."""
 
+RESTART: Final = (
+    "The query's lease ran out, or another member took the partition, before the batch was finished. Start the query "
+    "again: it reads the batch again with the same offsets, and nothing is lost or doubled"
+)
+"""What is said of a batch that cannot be published any more by those who read it."""
+
 Ranges = dict[str, dict[str, list[int]]]
 """What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
 
@@ -87,6 +94,11 @@ class Manifest:
     """A hash of what Spark has planned for the batch; empty if that could not be read."""
     at: float = 0.0
     """When it was written, in seconds since 1970."""
+    epochs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of the same places and partitions as `ranges`: the epoch of the owner under which the batch was planned. A
+    batch is known by it among others that read the same offsets. Empty in manifests of version 0.1."""
+    has_state: bool | None = None
+    """Whether the query keeps state in its checkpoint location; None if that could not be found out."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -136,6 +148,29 @@ def fingerprint(registry: Registry) -> str:
     return entry.value.decode()
 
 
+def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:
+    """Which of these ranges of a group's topic a manifest in this registry names, and whether its query keeps state.
+
+    A query's manifest names its last batch, and the commit that wrote it moved the group's checkpoints to the ends of
+    these ranges. So whoever publishes this batch again does nothing. Only a manifest that names the very range and the
+    epoch under which it was planned counts: offsets alone may be of another query, from before a reset."""
+    place = f"{group}/{topic}"
+    found: dict[int, bool | None] = {}
+    for entry in registry.scan("spark/"):
+        if entry.key.count("/") != 2:  # keys of manifests are spark/<topic id>/<query>
+            continue
+        try:
+            manifest = Manifest.load(entry)
+        except RegistryCorrupt as error:
+            _logger.warning("whether this query's last batch is published cannot be told from %s: %s", entry.key, error)
+            continue
+        ranges, epochs = manifest.ranges.get(place, {}), manifest.epochs.get(place, {})
+        for number, span in spans.items():
+            if ranges.get(str(number)) == [span.start, span.end] and epochs.get(str(number)) == span.epoch:
+                found[number] = manifest.has_state
+    return found
+
+
 class Publisher:
     """Publishes batches to one topic. One at a time for each query; a second one that tries the same does no harm."""
 
@@ -152,13 +187,21 @@ class Publisher:
         """Of other queries, the versions of the manifests that cannot be finished, of which was told."""
 
     def publish(
-        self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
+        self,
+        query: str,
+        batch: int,
+        files: Sequence[str],
+        feeds: Sequence[Feed] = (),
+        planned: str = "",
+        has_state: bool | None = None,
     ) -> None:
         """Make the batch part of the topic, once. Durable and visible when it returns.
 
-        planned: a hash of Spark's plan of the batch, which is the same whenever Spark repeats it.
+        planned:   a hash of Spark's plan of the batch, which is the same whenever Spark repeats it.
+        has_state: whether the query keeps state; None if that is not known.
         Raises BatchRefused, PartitionLost; OutcomeUnknown if the registry did not say whether it took it."""
-        ours = Manifest(batch, list(files), _ranges(feeds), planned=planned)
+        ranges, epochs = _ranges(feeds), _epochs(feeds)
+        ours = Manifest(batch, list(files), ranges, planned=planned, epochs=epochs, has_state=has_state)
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         self._finish_before(query, ours)
         while True:
@@ -302,7 +345,7 @@ class Publisher:
         for number, span in feed.spans.items():
             key = keys.checkpoint(feed.topic, number)
             if key in expect:  # two sources of this query have read it, one before and one after it was taken away
-                raise PartitionLost(feed.group, [number])
+                raise PartitionLost(feed.group, [number], RESTART)
             entry = self._registry.get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
             if entry is None or offset != span.start:
@@ -395,6 +438,14 @@ def _ranges(feeds: Sequence[Feed]) -> Ranges:
     return ranges
 
 
+def _epochs(feeds: Sequence[Feed]) -> dict[str, dict[str, int]]:
+    epochs: dict[str, dict[str, int]] = {}
+    for feed in feeds:
+        of_topic = epochs.setdefault(f"{feed.group}/{feed.topic}", {})
+        of_topic.update({str(number): span.epoch for number, span in feed.spans.items()})
+    return epochs
+
+
 def _has_common_partitions(one: Ranges, other: Ranges) -> bool:
     return any(parts.keys() & other.get(place, {}).keys() for place, parts in one.items())
 
@@ -430,5 +481,5 @@ def _refusal(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence
             if {keys.owner(feed.topic, number), keys.checkpoint(feed.topic, number)} & set(conflict.keys)
         ]
         if lost:
-            return PartitionLost(feed.group, lost)
+            return PartitionLost(feed.group, lost, RESTART)
     return BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}")

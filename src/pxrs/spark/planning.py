@@ -81,13 +81,18 @@ def resume_at(finished: Span | None, checkpoint: Checkpoint, is_shared: bool, pl
     return max(checkpoint.offset, finished.end)
 
 
+def is_reached(span: Span, checkpoint: Checkpoint) -> bool:
+    """Whether the group counts a batch's range as done. A person's reset says nothing about the batch."""
+    return checkpoint.offset == span.end and checkpoint.by not in BY_HAND
+
+
 def may_replay(span: Span, finished: Span | None, checkpoint: Checkpoint, is_shared: bool, place: str) -> bool:
     """Whether a batch that Spark repeats may read this range again: nobody else has gone on from where it begins.
 
-    The group's checkpoint may stand at its end: then the sink has published the batch together with the checkpoint,
-    will do nothing more, and only the query's state is made again, which a shared group does not allow. False: read
-    nothing of it. Raises CheckpointsDiffer if the query is alone."""
-    if checkpoint.offset == span.end and checkpoint.by not in BY_HAND:
+    The group's checkpoint may stand at its end (`is_reached`): then the sink has published the batch together with the
+    checkpoint and will do nothing more. Only the query's state is made from these rows again; in a shared group there
+    is none. False: read nothing of it. Raises CheckpointsDiffer if the query is alone."""
+    if is_reached(span, checkpoint):
         return not is_shared
     if resume_at(finished, checkpoint, True, place) == span.start:
         return True

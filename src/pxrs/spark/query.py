@@ -11,6 +11,10 @@ that reads it is over.
 Alone in its group, the query waits until it has every partition before it plans anything, and refuses company (K4).
 With a shared group it takes what it is given; what moves away is left out of the next batch.
 
+On failure: a registry that cannot be reached is asked again for as long as the lease lives. If the lease ends, the
+member takes another one and claims the partitions again; a batch that no task has been given yet is then read as after
+a restart. What tasks are reading by then is refused by the sink's fence, and ends the query: a restart reads it again.
+
 A partition that a worker has paused (X14) is never passed over in silence: alone, the query ends with PartitionsPaused;
 shared, it warns and goes on with the others, and ends so if it was to read up to an end.
 """
@@ -20,9 +24,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from pxrs.errors import (
     CheckpointOutOfRange,
@@ -30,6 +34,7 @@ from pxrs.errors import (
     GroupActive,
     InvalidOption,
     OffsetTrimmed,
+    OutcomeUnknown,
     PartitionLost,
     PartitionsPaused,
     RegistryUnavailable,
@@ -39,13 +44,34 @@ from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, Group
 from pxrs.group.records import Checkpoint, partition_of
 from pxrs.hub import Hub
 from pxrs.log.contract import Source
+from pxrs.spark.manifest import RESTART, fingerprint, published_spans
 from pxrs.spark.options import EARLIEST, LATEST, Offsets, ReadOptions
-from pxrs.spark.planning import Span, Spans, batch_between, first_of, may_replay, resume_at, share_out
+from pxrs.spark.outage import UNREACHABLE, ride_out
+from pxrs.spark.planning import (
+    Span,
+    Spans,
+    batch_between,
+    first_of,
+    is_reached,
+    may_replay,
+    resume_at,
+    share_out,
+)
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SETTLE_S_MAX: Final = 30.0
 """How long, beyond a lease and a hand-over, a query waits for its partitions."""
+_FOR_STATE: Final = (
+    "the batch is published, but Spark has not recorded it as finished, and reads its rows again to rebuild the "
+    "query's state. Start with a new checkpoint location: the state begins empty, and the group goes on where it is"
+)
+_FOR_STATE_PERHAPS: Final = (
+    "the batch is published, but Spark has not recorded it as finished, and whether the query keeps state is not "
+    "known: its checkpoint location is no folder of this machine. If it keeps none, start with a new checkpoint "
+    "location, and nothing is lost"
+)
 
 
 class Query:
@@ -75,6 +101,8 @@ class Query:
             handover_timeout=options.handover_timeout or HANDOVER_TIMEOUT_DEFAULT,
             progress_timeout=None,
         )
+        self._lease_s = timings.lease_ttl
+        self._registry_id = ""
         self._settle_s = timings.lease_ttl + timings.handover_timeout + SETTLE_S_MAX
         self._member = self._join(options.group, timings)
 
@@ -115,7 +143,29 @@ class Query:
             lane.position = lane.done  # what Spark has not finished by now, it will never ask for again
         self._in_hand.clear()
         self._answer = None
-        placed = self._placed(start)
+        until = time.monotonic() + self._settle_s
+        while True:
+            lanes, counts = self._chosen(start, rows_max, bytes_max, until)
+            self._commit()  # the sink expects the checkpoint to stand where the batch begins, also behind what was lost
+            if self._is_leased:
+                break
+            if time.monotonic() >= until:  # it is had and lost again and again
+                raise self._without_lease()
+        planned = {}
+        for number, count in counts.items():
+            lane = lanes[number]
+            span = Span(lane.epoch, lane.position, lane.position + count)
+            if count > 0 and self._hand_out(lane, span):
+                planned[number] = span
+        if self._paused and not planned and self._targets is not None:
+            raise PartitionsPaused(self._member.keys.group, self._paused)
+        return {**start, **planned}
+
+    def _chosen(
+        self, start: Mapping[int, Span], rows_max: int | None, bytes_max: int | None, until: float
+    ) -> tuple[dict[int, Lane], dict[int, int]]:
+        """The lanes, and of how many rows of each the next batch is made."""
+        placed = self._placed(start, until)
         self._look_at_paused(placed)
         lanes = {number: lane for number, lane in placed.items() if not lane.is_halted}
         available = {number: self._available(lane) for number, lane in lanes.items()}
@@ -130,16 +180,7 @@ class Query:
             counts = share_out(counts, rows_max)
         if bytes_max is not None:
             counts = self._within_bytes(lanes, counts, bytes_max)
-        self._commit()  # the sink expects the checkpoint to stand where the batch begins, also behind what was lost
-        planned = {}
-        for number, count in counts.items():
-            lane = lanes[number]
-            span = Span(lane.epoch, lane.position, lane.position + count)
-            if count > 0 and self._hand_out(lane, span):
-                planned[number] = span
-        if self._paused and not planned and self._targets is not None:
-            raise PartitionsPaused(self._member.keys.group, self._paused)
-        return {**start, **planned}
+        return lanes, counts
 
     def ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
         """What the batch between these reads, and the version of the owner's key of each of its partitions.
@@ -152,17 +193,27 @@ class Query:
 
     def _ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
         planned = spans = batch_between(start, end)
-        if any(number not in self._in_hand or self._in_hand[number][1] != span for number, span in spans.items()):
-            spans = self._replayed(start, spans)
+        done: set[int] = set()
+        if not self._is_leased:
+            self._settle(time.monotonic() + self._settle_s)
+        is_planned = all(number in self._in_hand and self._in_hand[number][1] == span for number, span in spans.items())
+        # Of a shared group, what is lost is left out, and read in the next batch by whoever has it then. A query alone
+        # takes it again: no task has been given anything of this batch yet, so it is as after a restart.
+        if not is_planned or not (self._options.is_shared or all(map(self._is_in_hand, spans))):
+            spans, done = self._replayed(start, spans)
         held = {number: self._member.checkpoint(self._in_hand[number][0]) for number in spans}
         fences = {number: found[1] for number, found in held.items() if found is not None}
-        missing = sorted(planned.keys() - fences.keys())
+        missing = sorted(planned.keys() - fences.keys() - done)
         if missing and not self._options.is_shared:
             # A batch without them would count as one with them: what Spark has finished is not read again.
             if paused := [number for number in missing if number in self._lanes and self._lanes[number].is_paused]:
                 raise PartitionsPaused(self._member.keys.group, paused)
-            raise PartitionLost(self._member.keys.group, missing)
+            raise PartitionLost(self._member.keys.group, missing, RESTART)
         return {number: spans[number] for number in fences}, fences
+
+    def _is_in_hand(self, number: int) -> bool:
+        """Whether Spark was given a range of this partition that is still owned as it was then."""
+        return number in self._in_hand and self._member.checkpoint(self._in_hand[number][0]) is not None
 
     def finish(self, finished: Mapping[int, Span]) -> None:
         """Spark has committed all this: write the checkpoints. What was taken away meanwhile is not ours to write."""
@@ -175,10 +226,30 @@ class Query:
             self._member.wake()
 
     def _commit(self) -> None:
+        """Write the checkpoints of what is done. They may be tried twice: each expects what the last one wrote."""
         try:
-            self._member.commit()
+            self._ride_out(self._member.commit)
         except PartitionLost as error:  # found again in the next batch, or refused by the sink's own fence
             _logger.warning("%s", error)
+        except (RegistryUnavailable, OutcomeUnknown) as error:
+            if self._is_leased:
+                raise RegistryUnavailable(
+                    f"group {self._member.keys.group}: the registry could not be reached for {self._lease_s:g} s: "
+                    f"{error}. Start the query again: it goes on where it was"
+                ) from error
+            # The lanes end with the lease. With the next one they go on where Spark says that it is.
+            _logger.warning("group %s: the lease has run out: %s", self._member.keys.group, error)
+
+    def _ride_out(self, call: Callable[[], T]) -> T:
+        """A registry call that may be made twice, tried again while the lease lives: for one lease's time at most."""
+        return ride_out(call, self._lease_s, lambda: self._is_leased, UNREACHABLE)
+
+    @property
+    def registry_id(self) -> str:
+        """Names the registry without its address; asked for once."""
+        if not self._registry_id:
+            self._registry_id = self._ride_out(lambda: fingerprint(self._registry))
+        return self._registry_id
 
     def _hand_out(self, lane: Lane, span: Span) -> bool:
         # In hand first, then the look: who stops the lane does it the other way round, so one sees the other.
@@ -199,9 +270,10 @@ class Query:
 
     # Lanes.
 
-    def _settle(self) -> None:
-        """Wait until the partitions are here: alone, all of them; else those that the assignment gives us."""
-        until = time.monotonic() + self._settle_s
+    def _settle(self, until: float) -> None:
+        """Wait until the partitions are here: alone, all of them; else those that the assignment gives us.
+
+        until: on the monotonic clock, when to give up."""
         while True:
             self._member.check()
             with self._changed:
@@ -214,21 +286,25 @@ class Query:
                     break
                 self._changed.wait(min(left, 0.5))
         if not self._is_leased:
-            raise RegistryUnavailable(
-                f"group {self._member.keys.group}: the lease has run out, and no other was had in {self._settle_s:g} s"
-            )
+            raise self._without_lease()
         if not self._options.is_shared:
             raise GroupActive(
                 f"group {self._member.keys.group}: {missing} partitions of {self.source.name} are still owned by "
                 f"others after {self._settle_s:g} s; see `pxrs group describe`"
             )
 
-    def _placed(self, finished: Mapping[int, Span]) -> dict[int, Lane]:
+    def _without_lease(self) -> RegistryUnavailable:
+        return RegistryUnavailable(
+            f"group {self._member.keys.group}: the lease has run out, and no other was had in {self._settle_s:g} s. "
+            "Start the query again when the registry can be reached: it goes on where it was"
+        )
+
+    def _placed(self, finished: Mapping[int, Span], until: float) -> dict[int, Lane]:
         """The lanes. New ones are set to where they go on, by Spark's word and the group's.
 
         Not without a lease: that there is nothing to read now would end a query with Trigger.AvailableNow."""
         while True:
-            self._settle()
+            self._settle(until)
             for lane, checkpoint in self._take_fresh():
                 place = f"{self.source.name}/{lane.partition}"
                 lane.seek(resume_at(self._finished(lane, finished), checkpoint, self._options.is_shared, place))
@@ -268,28 +344,63 @@ class Query:
         held = [(lane, self._member.checkpoint(lane)) for lane in fresh.values()]
         return [(lane, found[0]) for lane, found in held if found is not None]
 
-    def _replayed(self, start: Mapping[int, Span], spans: Spans) -> Spans:
-        """What may be read of a batch that was planned before a restart, or before the lease was lost."""
-        self._in_hand.clear()
-        self._settle()
+    def _replayed(self, start: Mapping[int, Span], spans: Spans) -> tuple[Spans, set[int]]:
+        """What may be read of a batch that was planned before a restart, or before partitions were lost; and the
+        partitions of which nothing need be read, because what the batch made of them is published."""
+        kept = [] if self._options.is_shared else [number for number in spans if self._is_in_hand(number)]
+        self._in_hand = {number: self._in_hand[number] for number in kept}
+        self._settle(time.monotonic() + self._settle_s)
         if self._options.is_shared and self._may_be_published(spans):
             spans = {}
+        fresh = self._take_fresh()
+        published = self._published(fresh, spans)
         allowed: list[tuple[Lane, Span]] = []
-        for lane, checkpoint in self._take_fresh():
+        done: set[int] = set()
+        for lane, checkpoint in fresh:
             number = lane.partition
             span, finished, place = spans.get(number), self._finished(lane, start), f"{self.source.name}/{number}"
             if span is None:
                 lane.seek(resume_at(finished, checkpoint, self._options.is_shared, place))
             elif may_replay(span, finished, checkpoint, self._options.is_shared, place):
                 lane.seek(max(span.start, checkpoint.offset))
+                if published.get(number, True) is False:
+                    done.add(number)
+                    continue
+                if number in published and self._options.fails_on_loss:
+                    self._check_kept(number, span, published[number])
                 allowed.append((lane, span))
         self._commit()  # the sink expects the checkpoint to stand where the batch begins
-        return {lane.partition: span for lane, span in allowed if self._hand_out(lane, span)}
+        for lane, span in allowed:
+            self._hand_out(lane, span)
+        return {number: span for number, (_, span) in self._in_hand.items()}, done
+
+    def _published(self, fresh: Sequence[tuple[Lane, Checkpoint]], spans: Spans) -> dict[int, bool | None]:
+        """The partitions whose part of the batch the sink has published, and whether the query keeps state.
+
+        Without state, nothing is read of them: the sink finds the batch in its manifest and takes nothing more of it.
+        With state, Spark needs the rows to make the state of this batch again."""
+        reached = {
+            lane.partition: spans[lane.partition]
+            for lane, checkpoint in fresh
+            if lane.partition in spans and is_reached(spans[lane.partition], checkpoint)
+        }
+        if not reached or self._options.is_shared:
+            return {}
+        group = self._member.keys.group
+        return self._ride_out(lambda: published_spans(self._registry, group, self.source.id, reached))
+
+    def _check_kept(self, number: int, span: Span, has_state: bool | None) -> None:
+        """Raise DataLost, with the reason, if retention took rows of a published batch that are to be read again."""
+        first = self.source.start(number)
+        if span.start < first:
+            place = f"{self.source.name}/{number}"
+            raise DataLost(place, span.start, min(first, span.end), _FOR_STATE if has_state else _FOR_STATE_PERHAPS)
 
     def _may_be_published(self, spans: Spans) -> bool:
         """Whether the sink may have published the batch, with some of these ranges, before the restart. Then the others
         are no part of it any more: they are read in the next one, from where the group is."""
-        for entry in self._registry.scan(f"{self._member.keys.checkpoints}{self.source.id}/"):
+        prefix = f"{self._member.keys.checkpoints}{self.source.id}/"
+        for entry in self._ride_out(lambda: self._registry.scan(prefix)):
             span = spans.get(partition_of(entry.key)[1])
             if span is not None and Checkpoint.load(entry.key, entry.value).offset >= span.end:
                 return True

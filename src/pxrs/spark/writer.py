@@ -104,7 +104,9 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):  # type: ignore[misc]
         location = find_location(query, self._checkpoints, told[0].locations)
         _refuse_shared_state(feeds, location)
         planned = "" if location is None else hash_of_plan(location, batchId)
-        _publishers.get(self.where, self.topic.id).publish(query, batchId, _files(messages), feeds, planned)
+        has_state = None if location is None else _has_state(location)
+        publisher = _publishers.get(self.where, self.topic.id)
+        publisher.publish(query, batchId, _files(messages), feeds, planned, has_state)
 
     def abort(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
         """Nothing is undone: Spark calls this also when the commit took effect and its answer was lost."""
@@ -194,6 +196,11 @@ def hash_of_plan(location: Path, batch: int) -> str:
         return ""
 
 
+def _has_state(location: Path) -> bool:
+    """Whether the query keeps state. Its tasks write that beside Spark's checkpoints, before the sink commits."""
+    return (location / "state").exists()
+
+
 def _refuse_shared_state(feeds: Sequence[Feed], location: Path | None) -> None:
     """Partitions of a shared group move, a query's state does not (K4). Spark keeps it beside its checkpoints."""
     groups = [feed.group for feed in feeds if feed.is_shared]
@@ -203,7 +210,7 @@ def _refuse_shared_state(feeds: Sequence[Feed], location: Path | None) -> None:
             f"whether the query keeps state is not known, and partitions of the shared group {groups[0]} may move away "
             "from it: leave shareGroup out, or give a checkpointLocation that is a folder of this machine",
         )
-    if groups and location is not None and (location / "state").exists():
+    if groups and location is not None and _has_state(location):
         raise InvalidOption(
             "shareGroup",
             f"the query keeps state, and partitions of the shared group {groups[0]} may move away from it: leave "
