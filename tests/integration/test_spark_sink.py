@@ -190,7 +190,7 @@ def test_k1_a_topic_that_was_made_again_under_a_stream_is_refused_by_its_name(
         other.delete_topic("out")
         other.create_topic("out", partitions=1)
     rows = pa.record_batch({"value": pa.array([b"v"] * has_rows, pa.binary())})
-    staged = Staging(hub.url).stage(sink.topic, QUERY, 1, 0, [rows])
+    staged = Staging(hub.url).stage(sink.stager.topic, QUERY, 1, 0, [rows])
     Staging(hub.url).announce(QUERY, 1, RUN, Feed("g", "topic", "m", "another", {0: Span(1, 0, 1)}, {0: 1}, False))
     for _ in range(2):
         with pytest.raises(BatchRefused, match="the topic out was deleted and made again while rows for it"):

@@ -8,21 +8,36 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, UnknownTopic, WrongMachine
+from pxrs.clock import boot_id
+from pxrs.errors import (
+    BatchRefused,
+    CheckpointOutOfRange,
+    DataLost,
+    OffsetOutOfRange,
+    UnknownTopic,
+    WrongMachine,
+)
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
 from pxrs.log import published
 
 pytest.importorskip("pyspark")
 
+from pyspark.serializers import CloudPickleSerializer
+from pyspark.sql.datasource import CaseInsensitiveDict, DataSourceArrowWriter, DataSourceStreamArrowWriter
+from pyspark.sql.types import BinaryType, StructType
+
 from pxrs.spark.options import read_options
 from pxrs.spark.planning import Range
-from pxrs.spark.reader import BATCH_ROWS, BatchReader, Slice, read_slice
+from pxrs.spark.reader import BATCH_ROWS, BatchReader, Slice, read_slice, row_schema
+from pxrs.spark.source import PxrsSource
+from pxrs.spark.updates import UpdateSink
 
 
 @pytest.fixture
@@ -146,8 +161,59 @@ def test_g7_a_topic_that_was_made_again_is_not_read_for_the_old_one(hub: Hub) ->
         offsets(parts)
 
 
-def test_no_password_goes_to_the_tasks(hub: Hub) -> None:
+# What tasks are given of the options. Spark pickles it in the driver's processes.
+
+SECRET = "a-password"
+VALUE = StructType().add("value", BinaryType())
+
+
+def options_with_password(hub: Hub, **more: str) -> dict[str, str]:
+    return {"url": hub.url, "topic": "t", "registry": f"postgresql://user:{SECRET}@127.0.0.1:1/db", **more}
+
+
+def pickled(*given: Any) -> bytes:
+    """As Spark pickles a function that tasks run, with what it refers to."""
+    return bytes(CloudPickleSerializer().dumps((lambda: given, VALUE)))
+
+
+def test_no_password_goes_to_tasks_that_read(hub: Hub) -> None:
     send_old(hub)
-    registry = f"sqlite:///{hub.url}/r.db?password_file=secret-place"
-    options = read_options({"url": hub.url, "topic": "t", "registry": registry})
-    assert b"secret-place" not in pickle.dumps(BatchReader(replace(options)).partitions())
+    given = options_with_password(hub)
+    readers = {"reader": given, "streamReader": {**given, "group": "g"}}
+    for make, options in readers.items():
+        source = pickle.loads(pickle.dumps(PxrsSource(CaseInsensitiveDict(options))))
+        assert source.options["registry"] == given["registry"], "the driver's own processes need it"
+        reader = getattr(source, make)(row_schema(["value"]))
+        sent = pickled(source, reader)
+        assert SECRET.encode() not in sent
+        assert b"postgresql" not in sent
+        function, _ = CloudPickleSerializer().loads(sent)
+        source, reader = function()
+        assert source.name() == "pxrs"
+        part = Slice(hub.url, "t", hub.topic("t").id, boot_id(), (Range(0, 0, 3),), ("value",), True)
+        assert sum(batch.num_rows for batch in reader.read(part)) == 3
+    parts = BatchReader(read_options(given)).partitions()
+    assert SECRET.encode() not in pickle.dumps(parts)
+    assert len(offsets(parts)) == 6000
+
+
+def test_no_password_goes_to_tasks_that_write_and_the_drivers_commit_has_it(hub: Hub) -> None:
+    source = PxrsSource(CaseInsensitiveDict(options_with_password(hub)))
+    update = UpdateSink(CaseInsensitiveDict(options_with_password(hub, batch="3")))
+    for writer in (source.writer(VALUE, False), update.writer(VALUE, False)):
+        # PySpark's order: the function that tasks run, then the writer itself, which only the driver gets.
+        sent = pickled(writer)
+        assert SECRET.encode() not in sent
+        ((task,),) = [CloudPickleSerializer().loads(sent)[0]()]
+        assert isinstance(task, DataSourceArrowWriter)
+        with pytest.raises(BatchRefused, match="a task's writer was asked to commit"):
+            task.commit([])
+        kept = pickle.loads(pickle.dumps(writer))
+        assert type(kept) is type(writer)
+        assert SECRET in kept.where.registry
+    stream = source.streamWriter(VALUE, False)
+    for _ in range(2):
+        sent = pickled(stream)
+        assert SECRET.encode() not in sent
+        ((task,),) = [CloudPickleSerializer().loads(sent)[0]()]
+        assert isinstance(task, DataSourceStreamArrowWriter)

@@ -101,7 +101,7 @@ class Query:
             handover_timeout=options.handover_timeout or HANDOVER_TIMEOUT_DEFAULT,
             progress_timeout=None,
         )
-        self._lease_s = timings.lease_ttl
+        self.lease_s = timings.lease_ttl
         self._registry_id = ""
         self._settle_s = timings.lease_ttl + timings.handover_timeout + SETTLE_S_MAX
         self._member = self._join(options.group, timings)
@@ -234,7 +234,7 @@ class Query:
         except (RegistryUnavailable, OutcomeUnknown) as error:
             if self._is_leased:
                 raise RegistryUnavailable(
-                    f"group {self._member.keys.group}: the registry could not be reached for {self._lease_s:g} s: "
+                    f"group {self._member.keys.group}: the registry could not be reached for {self.lease_s:g} s: "
                     f"{error}. Start the query again: it goes on where it was"
                 ) from error
             # The lanes end with the lease. With the next one they go on where Spark says that it is.
@@ -242,7 +242,7 @@ class Query:
 
     def _ride_out(self, call: Callable[[], T]) -> T:
         """A registry call that may be made twice, tried again while the lease lives: for one lease's time at most."""
-        return ride_out(call, self._lease_s, lambda: self._is_leased, UNREACHABLE)
+        return ride_out(call, self.lease_s, lambda: self._is_leased, UNREACHABLE)
 
     @property
     def registry_id(self) -> str:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +45,6 @@ from pxrs.hub import Hub
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
 from pxrs.log.directory import DirectoryLog
-from pxrs.spark.manifest import fingerprint
 from pxrs.spark.options import HEADERS, ReadOptions, Where
 from pxrs.spark.planning import Range, Spans, dump_offset, gather, load_offset, split
 from pxrs.spark.query import Query, resolve_offsets, start_offsets
@@ -83,9 +82,11 @@ def row_schema(columns: Sequence[str]) -> StructType:
 
 @dataclass(frozen=True)
 class Slice(InputPartition):  # type: ignore[misc]
-    """One task: offsets of a partition, or of several where they are few, and all that is needed to read them."""
+    """One task: offsets of a partition, or of several where they are few, and all that is needed to read them. No
+    address of the registry: tasks do not need it, and it may hold a password."""
 
-    where: Where
+    url: str
+    topic: str
     topic_id: str
     machine: str
     ranges: tuple[Range, ...]
@@ -94,7 +95,14 @@ class Slice(InputPartition):  # type: ignore[misc]
     feed: Feed | None = None
 
 
-class BatchReader(DataSourceReader):  # type: ignore[misc]
+class TaskReader:
+    """What tasks are given of a reader: everything else is in their `Slice`."""
+
+    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
+        return read_slice(partition)
+
+
+class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
     """`spark.read`: what is there between two offsets of each partition."""
 
     def __init__(self, options: ReadOptions) -> None:
@@ -118,11 +126,11 @@ class BatchReader(DataSourceReader):  # type: ignore[misc]
             ranges = [each for each in ranges if each.start < each.end]
             return _slices(options, topic, ranges)
 
-    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
-        return read_slice(partition)
+    def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
+        return TaskReader, ()
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
     """`spark.readStream`: lives in a process of its own beside the driver, as a member of the group."""
 
     def __init__(self, options: ReadOptions) -> None:
@@ -172,8 +180,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
         # Even a batch of which nothing may be read has a task: it says so to the sink.
         return _slices(self._options, topic, ranges or [Range(0, 0, 0)], feed)
 
-    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
-        return read_slice(partition)
+    def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
+        return TaskReader, ()
 
     def commit(self, end: dict[str, Any]) -> None:
         query = self._joined()
@@ -200,16 +208,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
         return load_offset(offset, query.source.id, query.source.name)
 
     def _feed(self, query: Query, spans: Spans, fences: dict[int, int]) -> Feed:
-        assert self._hub is not None
         assert self._options.group is not None
         return Feed(
             self._options.group,
             query.source.id,
             query.incarnation or "",
-            fingerprint(self._hub.registry),
+            query.registry_id,
             spans,
             fences,
             self._options.is_shared,
+            query.lease_s,
         )
 
 
@@ -232,13 +240,13 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
         return
     check_machine(part.machine)
     if part.feed is not None:
-        _announce(part.where, part.feed)
-    topic = _topic(part.where.url, part.where.topic)
+        _announce(part.url, part.feed)
+    topic = _topic(part.url, part.topic)
     if topic.id != part.topic_id:
         _topic.cache_clear()
-        topic = _topic(part.where.url, part.where.topic)
+        topic = _topic(part.url, part.topic)
         if topic.id != part.topic_id:
-            raise UnknownTopic(part.where.topic)
+            raise UnknownTopic(part.topic)
     stored = [name for name in part.columns if name in SCHEMA.names]
     for each in part.ranges:
         for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
@@ -313,12 +321,12 @@ def _topic(url: str, name: str) -> TopicLog:
     return DirectoryLog(Path(url)).topic(name)
 
 
-def _announce(where: Where, feed: Feed) -> None:
+def _announce(url: str, feed: Feed) -> None:
     context = TaskContext.get()
     query = context.getLocalProperty("sql.streaming.queryId") if context else None
     batch = context.getLocalProperty("streaming.sql.batchId") if context else None
     if query is not None and batch is not None:
-        Staging(where.url).announce(query, int(batch), run_of(context), feed)
+        Staging(url).announce(query, int(batch), run_of(context), feed)
 
 
 def run_of(context: TaskContext) -> str:
@@ -329,10 +337,10 @@ def run_of(context: TaskContext) -> str:
 def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed: Feed | None = None) -> list[Slice]:
     least = options.partitions_min
     tasks = gather(ranges, _TASK_ROWS_MIN) if least is None else [[each] for each in split(ranges, least)]
-    # Tasks need no registry, and its address may hold a password.
-    where = replace(options.where, registry=None)
+    url, machine = options.where.url, boot_id()
     return [
-        Slice(where, topic.id, boot_id(), tuple(each), options.columns, options.fails_on_loss, feed) for each in tasks
+        Slice(url, topic.name, topic.id, machine, tuple(each), options.columns, options.fails_on_loss, feed)
+        for each in tasks
     ]
 
 
