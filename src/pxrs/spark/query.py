@@ -102,6 +102,7 @@ class Query:
             progress_timeout=None,
         )
         self.lease_s = timings.lease_ttl
+        """How long the lease lives without a renewal."""
         self._registry_id = ""
         self._settle_s = timings.lease_ttl + timings.handover_timeout + SETTLE_S_MAX
         self._member = self._join(options.group, timings)

@@ -50,7 +50,7 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
 @dataclass(frozen=True)
 class Stager:
     """What a task needs to stage rows for a topic, and no more. The registry's address stays in the driver: it may hold
-    a password, and what tasks are given travels through Spark's shuffle of closures to every executor."""
+    a password, and Spark sends this to every executor."""
 
     url: str
     topic: Topic
