@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -29,6 +31,7 @@ from pxrs.errors import (
 from pxrs.group.member import GroupMember
 from pxrs.group.records import Checkpoint, Keys, Paused
 from pxrs.hub import Hub
+from pxrs.log.directory import DirectoryLog
 from pxrs.log.memory import MemoryLog
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
@@ -341,6 +344,66 @@ def test_rows_that_are_fewer_than_the_partitions_go_round(hub: Hub) -> None:
             start, spans = run_batch(query, start, 2)
             seen.append(sorted(spans))
         assert seen == [[0, 1], [2, 3]] * 2
+
+
+class Calls:
+    """Counts calls of one thread: into the file system, and to the registry."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, registry: HookedRegistry) -> None:
+        self.counts: Counter[str] = Counter()
+        self._thread = threading.get_ident()
+        for name in ("open", "stat", "fstat", "pread", "read", "listdir", "scandir"):
+            monkeypatch.setattr(os, name, partial(self._call, name, getattr(os, name)))
+        registry.reach = lambda: self._count("registry")
+
+    def _call(self, name: str, inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        self._count(name)
+        return inner(*given, **named)
+
+    def _count(self, name: str) -> None:
+        if threading.get_ident() == self._thread:
+            self.counts[name] += 1
+
+
+@pytest.mark.parametrize("partitions", [4, 200])
+def test_an_idle_query_asks_neither_the_log_nor_the_registry_for_each_partition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int
+) -> None:
+    registry = HookedRegistry(MemoryStore())
+    hub = Hub("memory:", DirectoryLog(tmp_path), "memory:")
+    hub._registry = registry
+    with hub:
+        hub.create_topic("orders", partitions=partitions)
+        send(hub, 40)
+        with Query(hub, PATIENT) as query:
+            start, _ = run_batch(query, {})
+            assert query.latest(start, None, None) == start
+            calls = Calls(monkeypatch, registry)
+            for _ in range(5):
+                assert query.latest(start, 10, None) == start
+                assert query.source.ends()
+            assert sum(calls.counts.values()) == 0, calls.counts
+            monkeypatch.undo()
+            send(hub, 4)
+            calls = Calls(monkeypatch, registry)
+            end = query.latest(start, None, None)
+            new = {number: (span.start, span.end) for number, span in end.items() if span != start[number]}
+            assert new == dict.fromkeys(range(4), (10, 11))
+            assert sum(calls.counts.values()) < 40, calls.counts
+            monkeypatch.undo()
+
+
+def test_an_idle_query_notices_what_its_group_does(hub: Hub) -> None:
+    with Query(hub, replace(SHARED, lease_ttl=20.0)) as query:
+        start, _ = run_batch(query, {})
+        assert query.latest(start, None, None) == start
+        assert query._idle is not None
+        with hub.consumer("orders", "g", commit_interval=0.05) as inbox:
+            until(lambda: (query.latest(start, None, None), len(inbox.assignment) == 2)[1])
+        until(lambda: (query.latest(start, None, None), len(query._lanes) == 4)[1])
+        send(hub, 4)
+        _, spans = run_batch(query, start)
+        assert {(span.start, span.end) for span in spans.values()} == {(100, 101)}
 
 
 def pause(hub: Hub, number: int) -> None:

@@ -92,6 +92,11 @@ class Query:
         """What Spark was given last."""
         self._answer: tuple[Spans, Spans, Spans, dict[int, int]] | None = None
         """What `ranges` was asked last, and said."""
+        self._idle: tuple[Spans, list[int], int] | None = None
+        """Of the last time that `latest` found nothing to read: what Spark had finished, the ends of the partitions,
+        and `_changes`. As long as these are the same, there is nothing to read."""
+        self._changes = 0
+        """How often the member has told of a change of its lanes or its group."""
         self._turn = -1
         self._paused: list[int] = []
         """The partitions of which was told last that they are paused."""
@@ -135,10 +140,16 @@ class Query:
 
     def target_now(self) -> None:
         """Read nothing that comes later than this moment (Trigger.AvailableNow)."""
-        self._targets = {number: self.source.end(number) for number in range(self.source.partitions)}
+        self._targets = dict(enumerate(self.source.ends()))
+        self._idle = None
 
-    def latest(self, start: Mapping[int, Span], rows_max: int | None, bytes_max: int | None) -> Spans:
-        """What Spark will have come to with the next batch; `start` as it is if there is nothing to read."""
+    def latest(self, start: Spans, rows_max: int | None, bytes_max: int | None) -> Spans:
+        """What Spark will have come to with the next batch; `start` as it is if there is nothing to read.
+
+        An idle query asks many times a second: then it costs the same, however many partitions there are."""
+        if self._is_idle(start):
+            return start
+        changes = self._changes
         self.finish(start)
         for lane, _ in self._in_hand.values():
             lane.position = lane.done  # what Spark has not finished by now, it will never ask for again
@@ -146,7 +157,7 @@ class Query:
         self._answer = None
         until = time.monotonic() + self._settle_s
         while True:
-            lanes, counts = self._chosen(start, rows_max, bytes_max, until)
+            lanes, counts, ends = self._chosen(start, rows_max, bytes_max, until)
             self._commit()  # the sink expects the checkpoint to stand where the batch begins, also behind what was lost
             if self._is_leased:
                 break
@@ -160,16 +171,26 @@ class Query:
                 planned[number] = span
         if self._paused and not planned and self._targets is not None:
             raise PartitionsPaused(self._member.keys.group, self._paused)
+        self._idle = None if counts else (start, ends, changes)
         return {**start, **planned}
+
+    def _is_idle(self, start: Spans) -> bool:
+        """Whether nothing has changed since `latest` last found nothing to read."""
+        if self._idle is None or self._in_hand or not self._is_leased:
+            return False
+        self._member.check()
+        finished, ends, changes = self._idle
+        return changes == self._changes and finished == start and ends == self.source.ends()
 
     def _chosen(
         self, start: Mapping[int, Span], rows_max: int | None, bytes_max: int | None, until: float
-    ) -> tuple[dict[int, Lane], dict[int, int]]:
-        """The lanes, and of how many rows of each the next batch is made."""
+    ) -> tuple[dict[int, Lane], dict[int, int], list[int]]:
+        """The lanes, of how many rows of each the next batch is made, and where the partitions end."""
         placed = self._placed(start, until)
         self._look_at_paused(placed)
         lanes = {number: lane for number, lane in placed.items() if not lane.is_halted}
-        available = {number: self._available(lane) for number, lane in lanes.items()}
+        ends = self.source.ends()  # after the lanes are placed: the last owner may have come further than an older look
+        available = {number: self._available(lane, ends[number]) for number, lane in lanes.items()}
         available = {number: count for number, count in available.items() if count > 0}
         # The sink's one commit names two keys for each partition, and its own; each of them has one row at least.
         count_max = (self._registry.limits.commit_keys_max - 1) // 2
@@ -181,7 +202,7 @@ class Query:
             counts = share_out(counts, rows_max)
         if bytes_max is not None:
             counts = self._within_bytes(lanes, counts, bytes_max)
-        return lanes, counts
+        return lanes, counts, ends
 
     def ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
         """What the batch between these reads, and the version of the owner's key of each of its partitions.
@@ -407,9 +428,8 @@ class Query:
                 return True
         return False
 
-    def _available(self, lane: Lane) -> int:
+    def _available(self, lane: Lane, end: int) -> int:
         number = lane.partition
-        end = self.source.end(number)
         if lane.position > end:
             raise CheckpointOutOfRange(
                 f"group {self._member.keys.group} is at offset {lane.position} of {self.source.name}/{number}, which "
@@ -438,7 +458,7 @@ class Query:
                 try:
                     batches = self.source.read(number, lane.position, share)
                 except OffsetTrimmed:  # by a retention that came since it was looked at
-                    count = min(count, self._available(lane))
+                    count = min(count, self._available(lane, self.source.end(number)))
             result[number] = min(count, batches[-1].next_offset - lane.position) if batches else 0
         return result
 
@@ -448,32 +468,34 @@ class Query:
         with self._changed:
             for lane in lanes:
                 self._lanes[lane.partition] = self._fresh[lane.partition] = lane
-            self._changed.notify_all()
+            self._notify()
 
     def lane_revoked(self, lane: Lane) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        self.group_changed()
 
     def lane_resumed(self, lane: Lane) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        self.group_changed()
 
     def _gone(self, lane: Lane) -> None:
         with self._changed:
             for lanes in (self._lanes, self._fresh):
                 if lanes.get(lane.partition) is lane:
                     del lanes[lane.partition]
-            self._changed.notify_all()
+            self._notify()
 
     lane_released = lane_lost = _gone
 
     def group_changed(self) -> None:
         with self._changed:
-            self._changed.notify_all()
+            self._notify()
 
     def member_failed(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        self.group_changed()
+
+    def _notify(self) -> None:
+        """Holds `_changed`."""
+        self._changes += 1
+        self._changed.notify_all()
 
     def __enter__(self) -> Self:
         return self

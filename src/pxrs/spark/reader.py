@@ -137,6 +137,8 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         self._options = options
         self._hub: Hub | None = None
         self._query: Query | None = None
+        self._loaded: tuple[Mapping[str, Any], Spans] | None = None
+        """The offset that Spark came with last, and what it says: an idle query comes with the same one each time."""
 
     def initialOffset(self) -> dict[str, Any]:
         """Nothing is read yet. Where it begins is written down in the group, before anything is handed out (G6)."""
@@ -160,12 +162,12 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         rows_max = None if is_all else self._options.rows_max
         bytes_max = None if is_all else self._options.bytes_max
         latest = query.latest(spans, rows_max, bytes_max)
-        return start if latest == spans else dump_offset(query.source.id, latest)
+        return start if latest is spans or latest == spans else dump_offset(query.source.id, latest)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         query = self._joined()
-        ends = {number: query.source.end(number) for number in range(query.source.partitions)}
-        return {"topic": query.source.id, "partitions": {str(number): end for number, end in ends.items()}}
+        ends = {str(number): end for number, end in enumerate(query.source.ends())}
+        return {"topic": query.source.id, "partitions": ends}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[Slice]:
         query = self._joined()
@@ -205,7 +207,9 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         return self._query
 
     def _load(self, query: Query, offset: Mapping[str, Any]) -> Spans:
-        return load_offset(offset, query.source.id, query.source.name)
+        if self._loaded is None or self._loaded[0] != offset:
+            self._loaded = offset, load_offset(offset, query.source.id, query.source.name)
+        return self._loaded[1]
 
     def _feed(self, query: Query, spans: Spans, fences: dict[int, int]) -> Feed:
         assert self._options.group is not None
