@@ -379,6 +379,20 @@ class DataLost(SparkError):
         return type(self), (self.place, self.start, self.end, self.why)
 
 
+class TopicReplaced(UnknownTopic, SparkError):
+    """The topic that a query reads was deleted, and another one was made under its name. `advice` says how to go on."""
+
+    def __init__(self, topic: str, advice: str) -> None:
+        super().__init__(topic)
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"the topic {self.topic!r} was deleted and made again, so that it is another topic now. {self.advice}"
+
+    def __reduce__(self) -> tuple[type[TopicReplaced], tuple[str, str]]:
+        return type(self), (self.topic, self.advice)
+
+
 class CheckpointsDiffer(SparkError):
     """Spark's checkpoint and the group's tell of different work, and neither can be believed without a word from you.
 

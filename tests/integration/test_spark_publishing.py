@@ -48,7 +48,14 @@ from pxrs.log.contract import Append
 from pxrs.log.producers import BATCHES_KEPT, Producers
 from pxrs.registry.contract import ABSENT
 from pxrs.spark import manifest, outage
-from pxrs.spark.manifest import Manifest, Publisher, fingerprint, forget_deleted_topics, forget_topic
+from pxrs.spark.manifest import (
+    Manifest,
+    Publisher,
+    fingerprint,
+    forget_deleted_topics,
+    forget_topic,
+    published_spans,
+)
 from pxrs.spark.planning import Span, Spans
 from pxrs.spark.staging import Feed, Staging
 from pxrs.testing import faults
@@ -1393,6 +1400,33 @@ def test_k3_two_sources_of_a_query_may_share_a_group_and_both_are_checkpointed(p
     assert state(place) == (0, {0: 0, 1: 0}, None)
     driver.publisher.publish(QUERY, 0, [name], found)
     assert place.checkpoints() == {0: 5, 1: 3}
+
+
+def test_k1_a_batch_that_is_repeated_without_reading_is_finished_from_what_was_staged_first(places: Places) -> None:
+    """The driver died at each step of its first batch; the next one knows from the manifest that it need not read."""
+    count = step_count(places())
+    finished = 0
+    for at in range(1, count + 1):
+        place = places()
+        driver = Driver(place, Steps(at, crash))
+        with suppress(Crash):
+            driver.run()
+        batch, spans, is_finished = place.logs.last()
+        found = published_spans(place.hub.registry, "g", place.source.id, spans)
+        assert set(found) in (set(), set(spans)), "all or nothing"
+        if found and not is_finished:
+            finished += 1
+            again = Driver(place, seed=SEED + 1)
+            again.claim()
+            feed = Feed("g", place.source.id, again.incarnation, fingerprint(place.hub.registry), {}, {}, False)
+            again.staging.announce(QUERY, batch, again.incarnation, feed)
+            feeds = again.staging.feeds(QUERY, batch, again.incarnation)
+            again.publisher.publish(QUERY, batch, [], feeds)
+            place.logs.finish(batch)
+        Driver(place, seed=SEED + 2).run()
+        place.check(f"SEED={SEED}: died at step {at}")
+        place.close()
+    assert finished > 5
 
 
 def test_k2_a_batch_that_reads_and_makes_nothing_may_be_repeated_with_something(place: Place) -> None:

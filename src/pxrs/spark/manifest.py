@@ -374,11 +374,12 @@ class Publisher:
             entry = self._get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
             if entry is None or offset != span.start:
+                is_done = f"the batch was published before the topic {self._topic.name} was deleted and made again, "
                 raise BatchRefused(
                     f"the batch reads {feed.group}'s partition {number} from offset {span.start}, and the group's "
-                    f"checkpoint is {offset}: somebody else went on, or the group was reset while the batch was on its "
-                    "way. To follow the group, start with a new checkpoint location; to follow Spark, reset the "
-                    f"group to offset {span.start}"
+                    f"checkpoint is {offset}: {is_done if offset == span.end else ''}somebody else went on, or the "
+                    "group was reset while the batch was on its way. To follow the group, start with a new checkpoint "
+                    f"location; to follow Spark, reset the group to offset {span.start}"
                 )
             expect[key] = entry.version
             expect[keys.owner(feed.topic, number)] = feed.fences[number]

@@ -18,10 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pxrs.errors import CheckpointsDiffer
 from pxrs.group.records import BY_HAND, Checkpoint
+
+REPLACED: Final = (
+    "Start the query with a new checkpoint location: its group then begins the new topic where startingOffsets says"
+)
+"""How a query goes on whose topic is another one now."""
 
 
 class Span(NamedTuple):
@@ -52,8 +57,8 @@ def load_offset(offset: Mapping[str, Any], topic: str, name: str) -> Spans:
     """Raises CheckpointsDiffer if it is of another topic than that with this id."""
     if offset.get("topic") != topic:
         raise CheckpointsDiffer(
-            f"Spark's checkpoint is of another topic than {name} is now: it was deleted and made again, or the query "
-            "has read another topic before. Start it with a new checkpoint location"
+            f"the topic {name} was deleted and made again since Spark wrote its checkpoint, or the query has read "
+            f"another topic with this checkpoint location before. {REPLACED}"
         )
     return {int(number): Span(*span) for number, span in offset["partitions"].items()}
 

@@ -6,6 +6,7 @@ A task maps the log's files and yields its record batches nearly as they lie the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -39,14 +40,22 @@ from pyspark.sql.types import (
 
 import pxrs
 from pxrs.clock import boot_id
-from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, OffsetTrimmed, UnknownTopic, WrongMachine
+from pxrs.errors import (
+    CheckpointOutOfRange,
+    DataLost,
+    OffsetOutOfRange,
+    OffsetTrimmed,
+    TopicReplaced,
+    UnknownTopic,
+    WrongMachine,
+)
 from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.hub import Hub
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
 from pxrs.log.directory import DirectoryLog
 from pxrs.spark.options import HEADERS, ReadOptions, Where
-from pxrs.spark.planning import Range, Spans, dump_offset, gather, load_offset, split
+from pxrs.spark.planning import REPLACED, Range, Spans, dump_offset, gather, load_offset, split
 from pxrs.spark.query import Query, resolve_offsets, start_offsets
 from pxrs.spark.staging import Feed, Staging
 
@@ -153,7 +162,9 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._joined().target_now()
+        query = self._joined()
+        with self._topic_there(query):
+            query.target_now()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         query = self._joined()
@@ -161,12 +172,14 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         is_all = isinstance(limit, ReadAllAvailable)
         rows_max = None if is_all else self._options.rows_max
         bytes_max = None if is_all else self._options.bytes_max
-        latest = query.latest(spans, rows_max, bytes_max)
+        with self._topic_there(query):
+            latest = query.latest(spans, rows_max, bytes_max)
         return start if latest is spans or latest == spans else dump_offset(query.source.id, latest)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         query = self._joined()
-        ends = {str(number): end for number, end in enumerate(query.source.ends())}
+        with self._topic_there(query):
+            ends = {str(number): end for number, end in enumerate(query.source.ends())}
         return {"topic": query.source.id, "partitions": ends}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[Slice]:
@@ -176,7 +189,8 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         begin, finish = self._load(query, start), self._load(query, end)
         if begin == finish:
             return []
-        spans, fences = query.ranges(begin, finish)
+        with self._topic_there(query):
+            spans, fences = query.ranges(begin, finish)
         feed = self._feed(query, spans, fences)
         ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
         # Even a batch of which nothing may be read has a task: it says so to the sink.
@@ -205,6 +219,18 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             self._hub = open_hub(self._options.where)
             self._query = Query(self._hub, self._options)
         return self._query
+
+    @contextlib.contextmanager
+    def _topic_there(self, query: Query) -> Iterator[None]:
+        """Raise TopicReplaced in place of UnknownTopic if there is another topic of this name now."""
+        try:
+            yield
+        except UnknownTopic as error:
+            assert self._hub is not None
+            topics = {topic.name: topic.id for topic in self._hub.topics()}
+            if topics.get(query.source.name, query.source.id) != query.source.id:
+                raise TopicReplaced(query.source.name, REPLACED) from error
+            raise
 
     def _load(self, query: Query, offset: Mapping[str, Any]) -> Spans:
         if self._loaded is None or self._loaded[0] != offset:
@@ -245,16 +271,29 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
     check_machine(part.machine)
     if part.feed is not None:
         _announce(part.url, part.feed)
+    stored = [name for name in part.columns if name in SCHEMA.names]
+    try:
+        topic = _topic_of(part)
+        for each in part.ranges:
+            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
+                yield from _rows(batch, each.partition, part.columns)
+    except TopicReplaced:
+        raise
+    except UnknownTopic:
+        _topic.cache_clear()  # the handle that was kept is of a topic that is gone; there may be another of its name
+        _topic_of(part)
+        raise
+
+
+def _topic_of(part: Slice) -> TopicLog:
+    """The topic that was planned to be read. Raises UnknownTopic; TopicReplaced if there is another one of its name."""
     topic = _topic(part.url, part.topic)
     if topic.id != part.topic_id:
         _topic.cache_clear()
         topic = _topic(part.url, part.topic)
         if topic.id != part.topic_id:
-            raise UnknownTopic(part.topic)
-    stored = [name for name in part.columns if name in SCHEMA.names]
-    for each in part.ranges:
-        for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
-            yield from _rows(batch, each.partition, part.columns)
+            raise TopicReplaced(part.topic, REPLACED if part.feed is not None else "Start the read again")
+    return topic
 
 
 def _rows(batch: Batch, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:

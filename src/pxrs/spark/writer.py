@@ -225,7 +225,10 @@ def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
     """The topic for which rows were staged. Raises UnknownTopic; BatchRefused if it is another one by now."""
     topic = hub.topic(name)
     if topic.id != topic_id:
-        raise BatchRefused(f"the topic {name} was deleted and made again while rows for it were staged")
+        raise BatchRefused(
+            f"the topic {name} was deleted and made again while rows for it were staged. Nothing of them was written. "
+            "Start the query again: it goes on with this batch, in the new topic"
+        )
     return topic
 
 
