@@ -15,7 +15,14 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.errors import BatchRefused, DamagedFrame, InvalidOption, SharedState
+from pxrs.errors import (
+    BatchRefused,
+    DamagedFrame,
+    InvalidOption,
+    OutcomeUnknown,
+    RegistryUnavailable,
+    SharedState,
+)
 from pxrs.hub import Hub
 
 pytest.importorskip("pyspark")
@@ -23,7 +30,7 @@ pytest.importorskip("pyspark")
 from pyspark.sql.types import BinaryType, StructType
 
 from pxrs.spark import writer
-from pxrs.spark.manifest import Manifest
+from pxrs.spark.manifest import Manifest, Publisher
 from pxrs.spark.options import Where
 from pxrs.spark.planning import Span
 from pxrs.spark.staging import Feed, Staging
@@ -215,6 +222,21 @@ def test_k1_a_topic_that_was_made_again_under_a_stream_is_refused_by_its_name(
     commit(hub, 0)  # of a query that knows the new one
     assert hub.topic("out").end(0) == 1
     writer._publishers.close()
+
+
+@pytest.mark.parametrize("error", [RegistryUnavailable, OutcomeUnknown])
+def test_k1_a_registry_that_stays_away_ends_a_batch_with_advice(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise error("nobody answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "publish", refuse)
+        with pytest.raises(error, match=r"batch 0 of query .*nobody answers\. Start the query again"):
+            commit(hub, 0)
+    commit(hub, 0)
+    assert hub.topic("out").end(0) == 1
 
 
 def test_s3_the_first_batch_of_a_driver_sweeps_what_is_left_of_deleted_topics(

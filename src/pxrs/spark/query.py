@@ -34,7 +34,6 @@ from pxrs.errors import (
     GroupActive,
     InvalidOption,
     OffsetTrimmed,
-    OutcomeUnknown,
     PartitionLost,
     PartitionsPaused,
     RegistryUnavailable,
@@ -248,23 +247,29 @@ class Query:
             self._member.wake()
 
     def _commit(self) -> None:
-        """Write the checkpoints of what is done. They may be tried twice: each expects what the last one wrote."""
+        """Write the checkpoints of what is done."""
         try:
             self._ride_out(self._member.commit)
         except PartitionLost as error:  # found again in the next batch, or refused by the sink's own fence
             _logger.warning("%s", error)
-        except (RegistryUnavailable, OutcomeUnknown) as error:
+        except UNREACHABLE as error:
             if self._is_leased:
-                raise RegistryUnavailable(
-                    f"group {self._member.keys.group}: the registry could not be reached for {self.lease_s:g} s: "
-                    f"{error}. Start the query again: it goes on where it was"
-                ) from error
+                raise
             # The lanes end with the lease. With the next one they go on where Spark says that it is.
             _logger.warning("group %s: the lease has run out: %s", self._member.keys.group, error)
 
     def _ride_out(self, call: Callable[[], T]) -> T:
-        """A registry call that may be made twice, tried again while the lease lives: for one lease's time at most."""
-        return ride_out(call, self.lease_s, lambda: self._is_leased, UNREACHABLE)
+        """A registry call that may be made twice, tried again while the lease lives: for one lease's time at most.
+
+        A checkpoint may be written twice because it expects its own version, which the member reads again after a lost
+        reply."""
+        try:
+            return ride_out(call, self.lease_s, lambda: self._is_leased, UNREACHABLE)
+        except UNREACHABLE as error:
+            raise type(error)(
+                f"group {self._member.keys.group}: the registry could not be reached for as long as the lease lived, "
+                f"{self.lease_s:g} s: {error}. Start the query again: it goes on where it was"
+            ) from error
 
     @property
     def registry_id(self) -> str:

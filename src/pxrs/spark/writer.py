@@ -176,7 +176,13 @@ def publish_batch(
     _refuse_shared_state(feeds, location)
     planned = "" if location is None else hash_of_plan(location, batch)
     has_state = None if location is None else _has_state(location)
-    _publishers.get(where, topic_id).publish(query, batch, _files(messages), feeds, planned, has_state)
+    try:
+        _publishers.get(where, topic_id).publish(query, batch, _files(messages), feeds, planned, has_state)
+    except UNREACHABLE as error:
+        raise type(error)(
+            f"batch {batch} of query {query}: the registry could not be reached: {error}. Start the query again: the "
+            "batch is published once, however often that is tried"
+        ) from error
 
 
 def refused_commit() -> BatchRefused:
