@@ -141,13 +141,16 @@ class TopicDeleted(UnknownTopic):
     """The topic that this handle, producer or consumer was opened for has been deleted.
 
     `id` is the deleted topic's. `is_made_again`: a new topic has the name now. It is another topic, with messages and
-    offsets of its own: open the topic, producer or consumer again to use it."""
+    offsets of its own: open the topic, producer or consumer again to use it. `advice` says what to do instead where
+    there is no handle to open again, as in a query of Spark."""
 
-    def __init__(self, topic: str, id: str, is_made_again: bool) -> None:
+    def __init__(self, topic: str, id: str, is_made_again: bool, advice: str = "") -> None:
         super().__init__(topic)
-        self.id, self.is_made_again = id, is_made_again
+        self.id, self.is_made_again, self.advice = id, is_made_again, advice
 
     def __str__(self) -> str:
+        if self.is_made_again and self.advice:
+            return f"topic {self.topic!r} was deleted and made again, so that it is another topic now. {self.advice}"
         if self.is_made_again:
             return (
                 f"topic {self.topic!r} was deleted and made again, and this is a handle to the deleted one "
@@ -155,8 +158,8 @@ class TopicDeleted(UnknownTopic):
             )
         return f"topic {self.topic!r} was deleted; create it with create_topic or `pxrs topic create`, then open it"
 
-    def __reduce__(self) -> tuple[type[TopicDeleted], tuple[str, str, bool]]:
-        return type(self), (self.topic, self.id, self.is_made_again)
+    def __reduce__(self) -> tuple[type[TopicDeleted], tuple[str, str, bool, str]]:
+        return type(self), (self.topic, self.id, self.is_made_again, self.advice)
 
 
 class TopicExists(LogError):
@@ -292,15 +295,16 @@ class GroupActive(GroupError):
 class PartitionLost(GroupError):
     """This member does not own the partitions any more: another member owns them, or will. Nothing was written.
 
-    What was handled since the last checkpoint will be handled again by the new owner. `reason` says how it was lost."""
+    What was handled since the last checkpoint will be handled again by the new owner. `reason` says how it was lost,
+    `advice` what to do where that is not plain, as for a streaming query of Spark."""
 
-    def __init__(self, group: str, partitions: Sequence[int], reason: str = "") -> None:
-        self.group, self.partitions, self.reason = group, tuple(partitions), reason
-        because = f": {reason}" if reason else ""
-        super().__init__(f"group {group}: this member has lost {name_partitions(self.partitions)}{because}")
+    def __init__(self, group: str, partitions: Sequence[int], reason: str = "", advice: str = "") -> None:
+        self.group, self.partitions, self.reason, self.advice = group, tuple(partitions), reason, advice
+        because, then = f": {reason}" if reason else "", f". {advice}" if advice else ""
+        super().__init__(f"group {group}: this member has lost {name_partitions(self.partitions)}{because}{then}")
 
-    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...], str]]:
-        return type(self), (self.group, self.partitions, self.reason)
+    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...], str, str]]:
+        return type(self), (self.group, self.partitions, self.reason, self.advice)
 
 
 class CommitUnknown(GroupError, OutcomeUnknown):
@@ -436,17 +440,19 @@ class InvalidOption(SparkError, ValueError):
 class DataLost(SparkError):
     """Retention removed messages before the query read them: the offsets from `start` up to `end`.
 
-    Accept it with the option failOnDataLoss=false: the query then goes on behind them, and says so in its log."""
+    Accept it with the option failOnDataLoss=false: the query then goes on behind them, and says so in its log. `why`
+    says for what the query needs messages that it had read once, before a restart."""
 
-    def __init__(self, place: str, start: int, end: int) -> None:
-        self.place, self.start, self.end = place, start, end
+    def __init__(self, place: str, start: int, end: int, why: str = "") -> None:
+        self.place, self.start, self.end, self.why = place, start, end, why
         super().__init__(
-            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention before "
-            "they were read; set failOnDataLoss=false to go on behind them"
+            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention "
+            + (f"and must be read again: {why}" if why else "before they were read")
+            + "; set failOnDataLoss=false to go on behind them"
         )
 
-    def __reduce__(self) -> tuple[type[DataLost], tuple[str, int, int]]:
-        return type(self), (self.place, self.start, self.end)
+    def __reduce__(self) -> tuple[type[DataLost], tuple[str, int, int, str]]:
+        return type(self), (self.place, self.start, self.end, self.why)
 
 
 class CheckpointsDiffer(SparkError):

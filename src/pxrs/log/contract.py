@@ -69,6 +69,11 @@ class Source(ABC):
     def end(self, partition: int) -> int:
         """The offset that the next message will get. Everything before it is durable."""
 
+    def ends(self) -> list[int]:
+        """The end of each partition, as `end` tells it; not all at one moment. For a reader that asks often: a log may
+        make this cheaper than so many calls of `end`."""
+        return [self.end(partition) for partition in range(self.partitions)]
+
     @abstractmethod
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         """Batches from exactly this offset on, about `max_bytes` of them but at least one; none at the end.

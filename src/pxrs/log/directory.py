@@ -43,6 +43,7 @@ from pxrs.log.batch import Batch, encode, place_id
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.crew import Crew
 from pxrs.log.description import look_up, target_of, write_topic
+from pxrs.log.ends import Ends
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published
@@ -275,6 +276,7 @@ class DirectoryTopic(TopicLog):
         self._crew = Crew()
         self._resting: list[_Waiter] = []
         self._waiting: set[_Waiter] = set()
+        self._ends = Ends(topic.partitions, self.end, lambda number: f"{self.partition_folder(number)}/{PUBLISHED}")
         self._pid = os.getpid()
         self._is_closed = self._is_deleted = False
         _in_use.add(self)
@@ -288,6 +290,10 @@ class DirectoryTopic(TopicLog):
     def end(self, partition: int) -> int:
         with self._reading(partition) as opened:
             return opened.published().end
+
+    def ends(self) -> list[int]:
+        self._check_usable()
+        return self._ends.look()
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         with self._reading(partition) as opened:
@@ -538,6 +544,7 @@ class DirectoryTopic(TopicLog):
             self._resting.clear()
         for partition in opened:
             partition.close()
+        self._ends.close()
         self._crew.close()
 
 
