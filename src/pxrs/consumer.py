@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self
@@ -29,6 +29,7 @@ from pxrs.clock import seconds_of
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
+    ConsumerBusy,
     InvalidGroup,
     MissingDependency,
     OffsetOutOfRange,
@@ -40,6 +41,7 @@ from pxrs.errors import (
 )
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember, Timings
+from pxrs.group.readers import Loop, Reading, Readings
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
@@ -78,7 +80,9 @@ class ConsumedBatch(NamedTuple):
 
 
 class Consumer:
-    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any."""
+    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any.
+
+    A second thread that asks for messages meanwhile gets ConsumerBusy: see docs/groups.md, "Threads"."""
 
     def __init__(
         self,
@@ -149,10 +153,12 @@ class Consumer:
         self._version = 0
         """Rises whenever a waiter should look again."""
         self._turn = 0
-        self._loops = 0
-        """How many iterations go on: that have begun, and were not left."""
+        self._readings = Readings(group)
+        """The calls that hand out messages now. Changed under `_lock`."""
         self._polled: Lane | None = None
         """What the last `poll` was given from."""
+        self._polled_by: threading.Thread | None = None
+        """The thread whose `poll` that was."""
         self._polled_before: set[Lane] = set()
         """The same of those before it, while a transaction of work queues has the checkpoint."""
         self._arriving: Sequence[Lane] = ()
@@ -196,10 +202,11 @@ class Consumer:
     def __iter__(self) -> Iterator[Message]:
         """Messages as they come, in order within each partition. Ends only with `until="end"`."""
         clock, topic, is_manual = self._clock.now, self.topic, self._is_manual
-        self._begin_reading()
-        self._loops += 1
+        reading = Reading("a loop over its messages", is_loop=True)
         try:
-            while (found := self._next()) is not None:
+            self._enter(reading)
+            self._begin_reading()
+            while (found := self._next(reading=reading)) is not None:
                 lane, batch = found
                 lease = self._member.lease
                 if lease is None:
@@ -228,18 +235,28 @@ class Consumer:
                     self._pass_gap(lane, position, batch)
                 self._after(lane)
         finally:
-            self._loops -= 1
+            reading.is_over = True
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
-        """Up to so many messages of one partition; none if the time is up. They are done when the next call comes."""
+        """Up to so many messages of one partition; none if the time is up. They are done when this thread calls again.
+
+        Until then, or until `commit`, other threads that ask for messages get ConsumerBusy; with ack="manual" threads
+        may take turns. See docs/groups.md, "Threads"."""
         if max_messages < 1:
             raise InvalidGroup(f"max_messages is {max_messages}: give at least 1")
-        self._check_usable()
+        reading = Reading("`poll`")
+        try:
+            self._enter(reading)
+            return self._poll(reading, max_messages, seconds_of(timeout))
+        finally:
+            reading.is_over = True
+
+    def _poll(self, reading: Reading, max_messages: int, timeout: float | None) -> list[Message]:
         if not self._is_held(is_over=True):
             self._finish_polled()
         elif self._polled is not None:
             self._polled_before.add(self._polled)
-        until = None if timeout is None else time.monotonic() + (seconds_of(timeout) or 0.0)
+        until = None if timeout is None else time.monotonic() + timeout
         while (found := self._next(None if until is None else until - time.monotonic())) is not None:
             lane, batch = found
             messages: list[Message] = []
@@ -255,15 +272,19 @@ class Consumer:
                 with self._lock:
                     if self._lanes.get(lane.partition) is lane:
                         self._ready.setdefault(lane, deque()).appendleft(batch)
+            self._polled_by = reading.thread
             self._polled = lane  # last: what an interrupt keeps from the user comes again
             return messages
         return []
 
     def batches(self) -> Iterator[ConsumedBatch]:
         """The same as Arrow record batches, each done when the next is asked for."""
-        self._begin_reading()
-        self._loops += 1
+        return Loop("a loop over its batches", self._batches, self._check_step)
+
+    def _batches(self, reading: Reading) -> Generator[ConsumedBatch, None, None]:
         try:
+            self._enter(reading)
+            self._begin_reading()
             while (found := self._next()) is not None:
                 lane, batch = found
                 if self._hand_out(lane, batch.base_offset, batch.next_offset, batch):
@@ -275,7 +296,7 @@ class Consumer:
                         lane.done = lane.handed
                 self._after(lane)
         finally:
-            self._loops -= 1
+            reading.is_over = True
 
     def transactions(self, engine: Engine, max_messages: int = 500) -> Iterator[tuple[list[Message], Connection]]:
         """Messages, each time with a connection whose transaction also writes their checkpoint (X20).
@@ -295,13 +316,18 @@ class Consumer:
         self._check_usable()
         if self._is_manual:
             raise InvalidGroup("run counts a message as done when its handler returns: ack='manual' is not for it")
-        self._rewind()
-        self._is_running = True
+        reading = Reading("`run`")
         try:
-            Runner(self, handler, threads, self._policy, self._stopping).run()
+            self._enter(reading)
+            self._rewind()
+            self._is_running = True
+            try:
+                Runner(self, handler, threads, self._policy, self._stopping).run()
+            finally:
+                self._stopping.clear()
+                self._is_running = False
         finally:
-            self._stopping.clear()
-            self._is_running = False
+            reading.is_over = True
 
     def stop(self) -> None:
         """Let `run` return when what is in hand is done; one that begins later returns at once.
@@ -328,8 +354,8 @@ class Consumer:
     def commit(self) -> None:
         """Write down what is done, now; all that was handed out counts as done unless `ack` is "manual".
 
-        So it is for the thread that reads, when it is through with what it has. In a callback, which is another's, and
-        in a handler of `run`, what is in hand stays undone. Raises PartitionLost if some of it is owned by others now,
+        From any thread, and then every thread may read again. But in a callback, in a handler of `run`, and while
+        another thread is in a loop or in `poll`, what is in hand stays undone: only that thread can say. Raises PartitionLost if some of it is owned by others now,
         when the rest is written."""
         is_callback = self._calling == threading.get_ident()
         if not is_callback:
@@ -386,6 +412,7 @@ class Consumer:
                     "read on"
                 )
         with self._lock:
+            self._readings.check_alone(threading.current_thread())  # it alone can say what is done
             self._settled = {lane: (lane.handed, lane.seeks) for lane in self._lanes.values()}
         self._settling = transaction
 
@@ -404,7 +431,7 @@ class Consumer:
             return True
         self._settling = None
         if became == "committed":
-            if is_over and self._loops:
+            if is_over and self._readings.has_loop:
                 self._finish_all()
             else:
                 self._finish_settled()
@@ -414,6 +441,47 @@ class Consumer:
             self._rewind()
         self._settled = {}
         return False
+
+    def _enter(self, reading: Reading) -> None:
+        """Register a call that hands out messages. Raises ConsumerBusy, see `pxrs.group.readers`."""
+        self._check_usable()
+        with self._lock:
+            self._readings.check_alone(reading.thread)
+        if self._polled is not None and self._polled_by is not reading.thread:
+            self._is_held()  # a transaction that has ended by now has decided about what was polled
+        with self._lock:
+            if self._is_polled_by_another(reading.thread):
+                assert self._polled_by is not None
+                ended = "" if self._polled_by.is_alive() else "(which has ended) "
+                raise ConsumerBusy(
+                    self.group,
+                    self._polled_by.name,
+                    f"{ended}has messages in hand that its `poll` returned: call `commit` if they are done, or close "
+                    "the consumer to have them handed out again; with ack='manual' any thread may poll",
+                )
+            self._readings.add(reading)
+
+    def _is_polled_by_another(self, thread: threading.Thread) -> bool:
+        """Under the lock: whether what another thread's `poll` returned is neither done nor lost."""
+        if self._is_manual or self._polled is None or self._polled_by is thread:
+            return False
+        polled = self._polled_before | {self._polled}
+        return any(lane.done < lane.handed and self._lanes.get(lane.partition) is lane for lane in polled)
+
+    def _check_step(self, reading: Reading, is_under_way: bool) -> None:
+        """Raise ConsumerBusy unless this thread may take the next step of a loop.
+
+        is_under_way: another thread takes a step right now."""
+        me = threading.current_thread()
+        if reading.thread is me and not is_under_way:
+            return
+        if is_under_way or not self._is_manual or self._is_transactional:
+            raise ConsumerBusy(
+                self.group,
+                reading.thread.name,
+                f"is in {reading.what}: its iterator is for that thread alone; with ack='manual' threads may take turns",
+            )
+        reading.thread = me
 
     def _begin_reading(self) -> None:
         if not self._is_held():
@@ -482,8 +550,12 @@ class Consumer:
 
     # Lanes and what is read ahead of them.
 
-    def _next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
-        """A lane, and messages from its position on. None when the time is up, or all is read with `until="end"`."""
+    def _next(self, timeout: float | None = None, reading: Reading | None = None) -> tuple[Lane, Batch] | None:
+        """A lane, and messages from its position on. None when the time is up, or all is read with `until="end"`.
+
+        reading: of a loop without a `Loop` around it, to be checked here."""
+        if reading is not None:
+            self._check_step(reading, False)
         self._done_by = None
         if self._settling is None:  # what was in hand is over
             with self._lock:
@@ -627,7 +699,7 @@ class Consumer:
 
     def _finish_polled(self) -> None:
         """What the last `poll` gave is done, and what a loop has in hand that goes on; what one left with is not."""
-        if self._loops:
+        if self._readings.has_loop:
             self._finish_all()
             return
         if self._polled is not None and not self._is_manual:
@@ -637,17 +709,21 @@ class Consumer:
         self._rewind()
 
     def _finish_all(self) -> None:
+        """All that was handed out is done, unless another thread is being handed messages: that one can say."""
         if self._is_manual or self._is_running:
             return
-        with self._lock:
+        with self._lock:  # all of it: another thread's `poll` begins before this, or after
+            if self._readings.of_another(threading.current_thread()) is not None:
+                return
             lanes = list(self._lanes.values())
+            for lane in lanes:
+                lane.done = lane.handed
         for lane in lanes:
-            lane.done = lane.handed
             self._after(lane)
 
     def _rewind(self) -> None:
         """A loop that was left has left its message undone: it comes again, unless `commit` was called."""
-        self._polled = None
+        self._polled = self._polled_by = None
         self._polled_before.clear()
         if self._is_manual or self._is_running:
             return

@@ -268,6 +268,40 @@ class PartitionLost(GroupError):
         return type(self), (self.group, self.partitions)
 
 
+class PartitionNotAssigned(PartitionLost):
+    """`pause`, `resume` or `seek` named a partition that the topic has and that is not assigned to this consumer now.
+
+    `assigned` are those that are. Nothing was changed. Wait for `on_assigned`, or leave the partition to its owner."""
+
+    def __init__(self, group: str, partitions: Sequence[int], assigned: Sequence[int]) -> None:
+        super().__init__(group, partitions)
+        self.assigned = tuple(assigned)
+
+    def __str__(self) -> str:
+        names, here = (", ".join(map(str, numbers)) for numbers in (self.partitions, self.assigned))
+        return (
+            f"group {self.group}: partition {names} is not assigned to this consumer now; "
+            f"it has {here or 'none'}; nothing was changed"
+        )
+
+    def __reduce__(self) -> tuple[type[PartitionNotAssigned], tuple[str, tuple[int, ...], tuple[int, ...]]]:  # type: ignore[override]
+        return type(self), (self.group, self.partitions, self.assigned)
+
+
+class ConsumerBusy(GroupError):
+    """A thread asked a consumer for messages while another thread, `thread`, reads from it or still has its messages.
+
+    Nothing was handed out, and nothing counts as done. Read from one thread, or make a consumer for each; or use
+    ack="manual", which lets threads take turns."""
+
+    def __init__(self, group: str, thread: str, what: str) -> None:
+        self.group, self.thread, self.what = group, thread, what
+        super().__init__(f"group {group}: thread {thread!r} {what}")
+
+    def __reduce__(self) -> tuple[type[ConsumerBusy], tuple[str, str, str]]:
+        return type(self), (self.group, self.thread, self.what)
+
+
 class CheckpointOutOfRange(GroupError):
     """A checkpoint lies beyond the log's end, or before its start and the group does not skip. Reset the group."""
 
