@@ -355,8 +355,8 @@ class Consumer:
         """Write down what is done, now; all that was handed out counts as done unless `ack` is "manual".
 
         From any thread, and then every thread may read again. But in a callback, in a handler of `run`, and while
-        another thread is in a loop or in `poll`, what is in hand stays undone: only that thread can say. Raises PartitionLost if some of it is owned by others now,
-        when the rest is written."""
+        another thread is in a loop or in `poll`, what is in hand stays undone: only that thread can say. Raises
+        PartitionLost if some of it is owned by others now, when the rest is written."""
         is_callback = self._calling == threading.get_ident()
         if not is_callback:
             self._check_usable()
@@ -479,7 +479,7 @@ class Consumer:
             raise ConsumerBusy(
                 self.group,
                 reading.thread.name,
-                f"is in {reading.what}: its iterator is for that thread alone; with ack='manual' threads may take turns",
+                f"is in {reading.what}: its iterator is for that thread alone; with ack='manual' threads take turns",
             )
         reading.thread = me
 

@@ -162,7 +162,7 @@ def test_what_a_thread_had_that_has_ended_is_neither_done_nor_handed_out_again(h
     gone = Worker("gone")
     assert gone.do(lambda: poll(inbox, 2)) == [0, 1]
     gone.end()
-    with pytest.raises(ConsumerBusy, match="'gone' .which has ended. has"):
+    with pytest.raises(ConsumerBusy, match=r"'gone' .which has ended. has"):
         inbox.poll(2, timeout=BOUND_S)
     inbox.close()
     with hub.consumer("t", "g") as inbox:
