@@ -14,9 +14,12 @@ What is done is written down by the member's thread about once a second, when a 
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self
 
 import pyarrow as pa
 
+from pxrs import dropped
 from pxrs.clock import seconds_of
 from pxrs.errors import (
     CheckpointOutOfRange,
@@ -141,7 +145,7 @@ class Consumer:
             raise InvalidGroup(f"prefetch_bytes is {prefetch_bytes!r}: give at least 1")
         self._policy = ErrorPolicy(on_error, retries_max, seconds_of(retry_pause) or 0.0, dead_letters)
         self.topic, self.group = source.name, group
-        self._source, self._start = source, start
+        self._source = source
         self._is_manual = ack == "manual"
         self._prefetch_bytes, self._skips_trimmed = prefetch_bytes, on_trimmed == "skip"
         self._callbacks = {"assigned": on_assigned, "revoked": on_revoked, "lost": on_lost}
@@ -177,7 +181,9 @@ class Consumer:
         self._done_by: str | None = None
         """Such a one that was committed though its reply was lost, until more is handed out."""
         self._stopping = threading.Event()
-        self._is_running = self._is_transactional = False
+        self._is_running = self._is_transactional = self._is_started = False
+        self._hub: object = None
+        """The hub that made this consumer. It closes its log and registry with its last reference, which is here."""
         self.skipped = 0
         """How many messages retention took before they were read; counted if `on_trimmed` is "skip"."""
         self._pid = os.getpid()
@@ -188,14 +194,15 @@ class Consumer:
             registry,
             group,
             source,
-            self,
-            start_of=self._start_of,
+            _Listener(self),
+            start_of=functools.partial(_start_of, source, start),
             name=name,
             timings=timings,
             assignor=assignor,
             topic_names=topic_names,
         )
         self._member.start()
+        self._is_started = True
 
     # Reading.
 
@@ -770,14 +777,6 @@ class Consumer:
         self._version += 1
         self._source.wake()
 
-    def _start_of(self, partition: int) -> int:
-        if self._start == "earliest":
-            return self._source.start(partition)
-        if self._start == "latest":
-            return self._source.end(partition)
-        assert isinstance(self._start, datetime)
-        return self._source.offset_at(partition, microseconds_of(self._start))
-
     # What the member tells, on its thread.
 
     def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
@@ -865,6 +864,15 @@ class Consumer:
         finally:
             self._change()
 
+    def __del__(self) -> None:
+        if not getattr(self, "_is_started", False) or self._is_closed:
+            return
+        if os.getpid() != self._pid or sys.is_finalizing():
+            return
+        name, self._is_closed = repr(self), True
+        dropped.apart(_leave, self._member, self._hub)
+        dropped.warn(name, "its member leaves the group; what was in hand is not done, and goes to others", self)
+
     def _check_usable(self) -> None:
         self._check_process()
         if self._is_closed:
@@ -889,6 +897,57 @@ class Consumer:
 
     def __repr__(self) -> str:
         return f"<Consumer of {self.topic} in group {self.group}{' closed' if self._is_closed else ''}>"
+
+
+class _Listener:
+    """What the member calls, on its thread. It holds the consumer weakly, so that a consumer that nobody has any more
+    can be collected, though its member's thread still runs: the consumer's finalizer then ends that thread."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = weakref.ref(consumer)
+
+    def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lanes_assigned(lanes)
+
+    def lane_revoked(self, lane: Lane) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lane_revoked(lane)
+
+    def lane_released(self, lane: Lane) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lane_released(lane)
+
+    def lane_lost(self, lane: Lane) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lane_lost(lane)
+
+    def lane_resumed(self, lane: Lane) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lane_resumed(lane)
+
+    def group_changed(self) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.group_changed()
+
+    def member_failed(self) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.member_failed()
+
+
+def _leave(member: GroupMember, hub: object) -> None:
+    """Close the member of a dropped consumer. `hub` is kept until then, for it closes the registry when it goes."""
+    member.close()
+
+
+def _start_of(source: Source, start: Start, partition: int) -> int:
+    """Where a group without a checkpoint begins. No method: the member keeps it, and must not keep the consumer."""
+    if start == "earliest":
+        return source.start(partition)
+    if start == "latest":
+        return source.end(partition)
+    assert isinstance(start, datetime)
+    return source.offset_at(partition, microseconds_of(start))
 
 
 def _timings(*given: float | timedelta | None) -> Timings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import time
 import uuid
@@ -16,10 +17,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 import pyarrow as pa
 
+from pxrs import dropped
 from pxrs import registry as registries
 from pxrs.clock import seconds_of
 from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, UsedAfterFork
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     # Imported by those who ask for one: a process of Spark's that opens a hub starts in half the time without them.
     from pxrs.consumer import Consumer
     from pxrs.group.admin import GroupHandle
-    from pxrs.producer import Producer
+    from pxrs.producer import Producer, ProducerLink
     from pxrs.queue.handle import QueueHandle
     from pxrs.queue.policy import Backoff, Policy
     from pxrs.queue.store import QueueStore
@@ -45,6 +47,15 @@ if TYPE_CHECKING:
 TABLE_SCHEMA: Final = pa.schema(
     [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False), *SCHEMA]
 )
+
+
+class _Kept(Protocol):
+    """What a hub makes: it keeps the hub."""
+
+    _hub: object
+
+
+K = TypeVar("K", bound=_Kept)
 
 
 def open(
@@ -87,6 +98,8 @@ class TopicHandle:
     def __init__(self, log: TopicLog, unread: Callable[[str], Mapping[int, int]] | None = None) -> None:
         """unread: where the slowest group is in each partition of the topic with this id."""
         self._unread = unread
+        self._hub: object = None
+        """The hub that made this handle. It closes its log with its last reference, which is here."""
         self.log = log
         """The topic itself, for those who append batches of their own or read it as a member of a group."""
         self.topic = log.topic
@@ -159,7 +172,10 @@ class TopicHandle:
 
 
 class Hub:
-    """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own."""
+    """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own.
+
+    Close it, by `close` or a `with` block. A hub that is dropped without that closes itself, with a ResourceWarning,
+    when neither it nor a consumer, producer, transaction or handle that it made is referenced any more."""
 
     def __init__(
         self, url: str, log: Log, registry: str | os.PathLike[str], lease_ttl: float = LEASE_TTL_DEFAULT
@@ -172,14 +188,14 @@ class Hub:
         self._registry_url = registry
         self._registry: Registry | None = None
         self._lock = threading.Lock()
-        self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
+        self._producers: weakref.WeakSet[ProducerLink] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._pid = os.getpid()
         self._is_closed = False
 
     @property
     def registry(self) -> Registry:
-        """Where the coordination is kept, opened by the first use."""
+        """Where the coordination is kept, opened by the first use. It is closed with the hub: keep that."""
         self._check_usable()
         with self._lock:
             if self._registry is None:
@@ -224,7 +240,7 @@ class Hub:
             durability,
             keep_unread,
         )
-        return TopicHandle(self._log.create_topic(topic), self._unread)
+        return self._kept_by(TopicHandle(self._log.create_topic(topic), self._unread))
 
     def topics(self) -> list[Topic]:
         """All topics, in the order of their names."""
@@ -234,7 +250,12 @@ class Hub:
     def topic(self, name: str) -> TopicHandle:
         """A topic to read. Raises UnknownTopic."""
         self._check_usable()
-        return TopicHandle(self._log.topic(name), self._unread)
+        return self._kept_by(TopicHandle(self._log.topic(name), self._unread))
+
+    def _kept_by(self, made: K) -> K:
+        """Have what this hub made keep the hub, which else closes log and registry when nobody has it any more."""
+        made._hub = self
+        return made
 
     def _unread(self, topic: str) -> Mapping[int, int]:
         from pxrs.group.admin import unread
@@ -258,10 +279,10 @@ class Hub:
 
         self._check_usable()
         handle = self.topic(topic)
-        producer = Producer(handle.log, retain=handle.retain, **options)
+        producer = self._kept_by(Producer(handle.log, retain=handle.retain, **options))
         with self._lock:
             if not self._is_closed:
-                self._producers.add(producer)
+                self._producers.add(producer._link)
                 return producer
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -277,7 +298,8 @@ class Hub:
         if isinstance(dead_letters := options.get("dead_letters"), str):
             self._log.topic(dead_letters)  # it must be there before the first one dies
             options["dead_letters"] = functools.cache(lambda: self.producer(dead_letters, linger_s=0))
-        consumer = Consumer(source, self.registry, group, **{"topic_names": self._topic_names, **options})
+        options = {"topic_names": self._topic_names, **options}
+        consumer = self._kept_by(Consumer(source, self.registry, group, **options))
         with self._lock:
             if not self._is_closed:
                 self._consumers.add(consumer)
@@ -290,7 +312,7 @@ class Hub:
         from pxrs.group.admin import GroupHandle
 
         self._check_usable()
-        return GroupHandle(self.registry, name, self._log, sources)
+        return self._kept_by(GroupHandle(self.registry, name, self._log, sources))
 
     def _topic_names(self) -> dict[str, str]:
         return {topic.id: topic.name for topic in self._log.topics()}
@@ -317,21 +339,22 @@ class Hub:
         from pxrs.queue.policy import AtLeastOnce
 
         store = self._queue_store()
-        return QueueHandle(store, store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff))
+        queue = store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff)
+        return self._kept_by(QueueHandle(store, queue))
 
     def queue(self, name: str) -> QueueHandle:
         """A queue to put into and to look at. Raises UnknownQueue."""
         from pxrs.queue.handle import QueueHandle
 
         store = self._queue_store()
-        return QueueHandle(store, store.queue(name))
+        return self._kept_by(QueueHandle(store, store.queue(name)))
 
     def queues(self) -> list[QueueHandle]:
         """All queues, in the order of their names."""
         from pxrs.queue.handle import QueueHandle
 
         store = self._queue_store()
-        return [QueueHandle(store, queue) for queue in store.queues()]
+        return [self._kept_by(QueueHandle(store, queue)) for queue in store.queues()]
 
     def delete_queue(self, name: str) -> None:
         """Remove a queue and all that is in it. Raises UnknownQueue."""
@@ -341,7 +364,7 @@ class Hub:
         """Take and put items of queues, all or nothing. Commits on a clean exit, rolls back on an exception."""
         from pxrs.queue.transaction import Transaction
 
-        return Transaction(self._queue_store())
+        return self._kept_by(Transaction(self._queue_store()))
 
     def _queue_store(self) -> QueueStore:
         from pxrs.queue.store import QueueStore
@@ -365,7 +388,7 @@ class Hub:
             self._is_closed = True  # what follows is done again if an interrupt ended it the first time
             closing: list[Callable[[], None]] = [] if self._queues is None else [self._queues.close]
             closing += [consumer.close for consumer in self._consumers]
-            closing += [producer.close for producer in self._producers]
+            closing += [link.close for link in self._producers]
             closing.append(self._log.close)
             if self._registry is not None:
                 closing.append(self._registry.close)
@@ -377,6 +400,13 @@ class Hub:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_closed", True) or os.getpid() != self._pid or sys.is_finalizing():
+            return
+        name = repr(self)
+        dropped.apart(self.close)
+        dropped.warn(name, "its files, threads and registry are closed now", self)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

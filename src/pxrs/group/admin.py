@@ -233,6 +233,8 @@ class GroupHandle:
         self.name = name
         self._keys = Keys(name)
         self._registry, self._topics, self._sources = registry, topics, tuple(sources)
+        self._hub: object = None
+        """The hub that made this handle. It closes its log and registry with its last reference, which is here."""
 
     def describe(self) -> GroupDescription:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""

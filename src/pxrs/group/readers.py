@@ -2,8 +2,8 @@
 
 Without `ack="manual"` a message counts as done when the next one is asked for. That is right only if the thread that
 asks is the thread that had the message. If thread B calls `poll` while thread A still works on what its own `poll`
-returned, B's call would mark A's messages as done, the next checkpoint would cover them, and a crash would lose them. So
-B's call raises `ConsumerBusy`. Nothing is lost by that: A's messages stay in hand, and B got none.
+returned, B's call would mark A's messages as done, the next checkpoint would cover them, and a crash would lose them.
+So B's call raises `ConsumerBusy`. Nothing is lost by that: A's messages stay in hand, and B got none.
 
 A reading is one call that hands out messages: `poll` and `run` from the call to its return; a loop (`for message in
 inbox`, `batches`, `transactions`) from the first message it asks for until it ends, raises, or its iterator is closed

@@ -96,6 +96,8 @@ class Transaction:
 
     def __init__(self, store: QueueStore) -> None:
         self.id = uuid.uuid4().hex
+        self._hub: object = None
+        """The hub that made this transaction. It closes its registry with its last reference, which is here."""
         self._store = store
         self._registry = store.registry
         self._lock = threading.RLock()
@@ -577,9 +579,11 @@ class Transaction:
             raise
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "") != "open" or not self._taken:
+        if getattr(self, "_state", "") != "open" or not (self._taken or self._puts or self._inboxes):
             return
         warnings.warn(f"{self!r} was neither committed nor rolled back", ResourceWarning, stacklevel=2, source=self)
+        if not self._taken:
+            return  # nothing of it is in the store
         store, taker, taken, turns = self._store, self._taker, self._taken, self._turns
 
         def give_back() -> None:
