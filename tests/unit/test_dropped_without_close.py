@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 import pxrs
+import pxrs.registry
 from pxrs.consumer import Consumer
 from pxrs.hub import Hub
+from pxrs.queue.listener import QueueListener
 from pxrs.testing.waiting import eventually
 
 BOUND_S = 30.0
@@ -423,7 +425,76 @@ def test_a_dropped_transaction_that_has_only_put_warns_that_nothing_of_it_happen
     assert hub.queue("q").depth().ready == 0
 
 
+def test_a_listener_that_was_started_works_on_and_keeps_its_hub_until_it_is_stopped(tmp_path: Path) -> None:
+    """As a thread does: who starts one and keeps no reference wants it to go on."""
+    seen: list[bytes] = []
+    stopped = threading.Event()
+
+    def start_one() -> None:
+        hub = pxrs.open(tmp_path / "data")
+        hub.create_queue("q")
+
+        def handle(transaction: Any, item: Any) -> None:
+            seen.append(item.value)
+            if item.value == b"stop":
+                transaction._listener.stop()
+                stopped.set()
+
+        QueueListener(hub.queue("q"), handle).start()
+
+    start_one()
+    gc.collect()
+    with pxrs.open(tmp_path / "data") as hub:
+        hub.queue("q").put(b"x")
+        soon(lambda: seen == [b"x"])
+        gc.collect()
+        hub.queue("q").put(b"stop")
+        assert stopped.wait(BOUND_S)
+    soon(lambda: not threads_named("pxrs-queue-q"))
+    soon(lambda: not files_below(tmp_path / "data"))
+
+
 def test_a_transaction_that_was_not_used_does_not_warn(hub: Hub, recwarn: pytest.WarningsRecorder) -> None:
     hub.transaction()
     gc.collect()
     assert not [each for each in recwarn if "Transaction" in str(each.message)]
+
+
+# Registries.
+
+
+@pytest.fixture(params=["memory", "file"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return "memory:" if request.param == "memory" else f"file:{tmp_path / 'registry'}"
+
+
+def test_a_registry_that_is_dropped_ends_its_leases_watches_and_threads(address: str) -> None:
+    before = set(threading.enumerate())
+
+    def lose_one() -> None:
+        registry = pxrs.registry.open(address)
+        lease = registry.lease(LONG_S)
+        registry.commit(ephemeral={"a": b""}, lease=lease)
+        registry.watch("a").wait(0)
+
+    drop(lose_one, "Registry .*dropped without close.*leases and watches end")
+    soon(lambda: set(threading.enumerate()) <= before)
+    if address != "memory:":
+        with pxrs.registry.open(address) as other:
+            soon(lambda: other.get("a") is None)
+
+
+def test_a_lease_keeps_its_registry_and_is_kept_by_it(address: str) -> None:
+    lease = pxrs.registry.open(address).lease(4)
+    gc.collect()
+    deadline = lease.deadline
+    soon(lambda: lease.deadline > deadline)  # it is renewed
+    lease.close()
+
+
+def test_a_registry_with_nothing_open_is_dropped_without_a_warning(
+    address: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    pxrs.registry.open(address).commit(put={"a": b""})
+    gc.collect()
+    assert not [each for each in recwarn if each.category is ResourceWarning and "Registry" in str(each.message)]

@@ -38,7 +38,10 @@ PAUSE_S: Final = (0.05, 5.0)
 
 
 class QueueListener:
-    """`start` and `close`, or a `with` block; `run` stays until `stop` is called or the queue is deleted."""
+    """`start` and `close`, or a `with` block; `run` stays until `stop` is called or the queue is deleted.
+
+    Once started it works until it is stopped, its hub is closed or its queue deleted, whether or not anybody has this
+    object; it keeps its hub open meanwhile."""
 
     def __init__(self, queue: QueueHandle, handler: Handler, threads: int = 1) -> None:
         if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= THREADS_MAX:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from pxrs import dropped
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import (
     Closed,
@@ -102,7 +104,11 @@ class Commit:
 
 
 class Registry(ABC):
-    """A handle to a store. Threads share it; a forked child must open its own."""
+    """A handle to a store. Threads share it; a forked child must open its own.
+
+    Close it. It keeps the leases and watches that it gave out, and closes itself, with a ResourceWarning, if nobody has
+    it or one of them any more; on stores whose driver's threads keep the handle, it stays open until the process ends.
+    """
 
     limits: Limits
     folder: Path | None = None
@@ -223,7 +229,18 @@ class Registry(ABC):
                 watch.close()
             self._close()
 
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or os.getpid() != self._pid or sys.is_finalizing() or self._is_idle():
+            return
+        name = repr(self)
+        dropped.apart(self.close)
+        dropped.warn(name, "its leases and watches end now", self)
+
     # What a backend implements.
+
+    def _is_idle(self) -> bool:
+        """Whether nothing has to be closed: called by the finalizer, and so without any lock."""
+        return not self._leases and not self._watches
 
     @abstractmethod
     def _get(self, key: str) -> Entry | None: ...

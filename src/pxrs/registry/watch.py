@@ -17,7 +17,9 @@ from pxrs.errors import Closed, UsedAfterFork
 
 
 class Watch:
-    """What `Registry.watch(*prefixes)` returns. One thread waits on it at a time."""
+    """What `Registry.watch(*prefixes)` returns. One thread waits on it at a time.
+
+    The registry keeps it: a watch that is dropped without `close` ends with the registry."""
 
     def __init__(self, prefixes: Iterable[str], on_close: Callable[[Watch], None]) -> None:
         self.prefixes = tuple(prefixes)
