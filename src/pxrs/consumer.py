@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self
 
 import pyarrow as pa
 
-from pxrs import dropped
-from pxrs.clock import seconds_of
+from pxrs import arguments, dropped
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
@@ -40,6 +39,7 @@ from pxrs.errors import (
     OffsetTrimmed,
     OutcomeLost,
     PartitionLost,
+    PartitionNotAssigned,
     PartitionsPaused,
     UsedAfterFork,
 )
@@ -52,12 +52,13 @@ from pxrs.log.messages import messages_of
 from pxrs.model import Message, microseconds_of
 from pxrs.producer import Producer
 from pxrs.registry.contract import Registry
-from pxrs.runner import ErrorPolicy, Handler, Runner
+from pxrs.runner import ON_ERROR, ErrorPolicy, Handler, Runner
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
 PREFETCH_BYTES_DEFAULT: Final = 8 << 20
+RETRIES_MAX: Final = 1_000_000
 Start = Literal["earliest", "latest"] | datetime
 Callback = Callable[[Sequence[int]], None]
 
@@ -134,16 +135,24 @@ class Consumer:
                           taken, or given up with something in hand, when that is known.
         topic_names:      gives the names of topics by their ids, to be shown; a hub knows those of its own.
         """
-        _choose("ack", ack, ("auto", "manual"))
-        _choose("until", until, ("end", None))
-        _choose("on_trimmed", on_trimmed, ("error", "skip"))
+        arguments.choice(InvalidGroup, "ack", ack, ("auto", "manual"))
+        arguments.choice(InvalidGroup, "until", until, ("end", None))
+        arguments.choice(InvalidGroup, "on_trimmed", on_trimmed, ("error", "skip"))
+        if name is not None:
+            arguments.text(InvalidGroup, "name", name, "the member's name")
         if not isinstance(start, datetime):
-            _choose("start", start, ("earliest", "latest"))
+            arguments.choice(InvalidGroup, "start", start, ("earliest", "latest"))
         elif start.tzinfo is None:
             raise InvalidGroup(f"start: the time {start} has no time zone; give one, such as UTC")
-        if not isinstance(prefetch_bytes, int) or not 1 <= prefetch_bytes <= 1 << 40:
-            raise InvalidGroup(f"prefetch_bytes is {prefetch_bytes!r}: give at least 1")
-        self._policy = ErrorPolicy(on_error, retries_max, seconds_of(retry_pause) or 0.0, dead_letters)
+        prefetch_bytes = arguments.whole(InvalidGroup, "prefetch_bytes", prefetch_bytes, 1, 1 << 40)
+        arguments.functions(
+            InvalidGroup, on_assigned=on_assigned, on_revoked=on_revoked, on_lost=on_lost, topic_names=topic_names
+        )
+        arguments.functions(InvalidGroup, dead_letters=dead_letters)
+        arguments.choice(InvalidGroup, "on_error", on_error, ON_ERROR)
+        retries_max = arguments.whole(InvalidGroup, "retries_max", retries_max, 1, RETRIES_MAX)
+        pause_s = arguments.seconds(InvalidGroup, "retry_pause", retry_pause, 0, arguments.DAY_S)
+        self._policy = ErrorPolicy(on_error, retries_max, pause_s, dead_letters)
         self.topic, self.group = source.name, group
         self._source = source
         self._is_manual = ack == "manual"
@@ -188,8 +197,13 @@ class Consumer:
         """How many messages retention took before they were read; counted if `on_trimmed` is "skip"."""
         self._pid = os.getpid()
         self._is_closed = False
+        timings = _timings(
+            lease_ttl=lease_ttl,
+            handover_timeout=handover_timeout,
+            progress_timeout=progress_timeout,
+            commit_interval=commit_interval,
+        )
         self._ends = {p: source.end(p) for p in range(source.partitions)} if until == "end" else None
-        timings = _timings(lease_ttl, handover_timeout, progress_timeout, commit_interval)
         self._member = GroupMember(
             registry,
             group,
@@ -249,12 +263,12 @@ class Consumer:
 
         Until then, or until `commit`, other threads that ask for messages get ConsumerBusy; with ack="manual" threads
         may take turns. See docs/groups.md, "Threads"."""
-        if max_messages < 1:
-            raise InvalidGroup(f"max_messages is {max_messages}: give at least 1")
+        max_messages = arguments.whole(InvalidGroup, "max_messages", max_messages, 1)
+        timeout_s = None if timeout is None else arguments.seconds(InvalidGroup, "timeout", timeout)
         reading = Reading("`poll`")
         try:
             self._enter(reading)
-            return self._poll(reading, max_messages, seconds_of(timeout))
+            return self._poll(reading, max_messages, timeout_s)
         finally:
             reading.is_over = True
 
@@ -349,6 +363,8 @@ class Consumer:
         self._check_process()
         if not self._is_manual or self._is_transactional:
             raise InvalidGroup("ack is for a consumer with ack='manual'; a transaction acknowledges by its COMMIT")
+        if not isinstance(message, Message):
+            raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
         with self._lock:
             lane = self._lanes.get(message.partition)
             if lane is None or lane.epoch != message.epoch:
@@ -534,23 +550,30 @@ class Consumer:
         return self._member.is_away
 
     def pause(self, *partitions: int) -> None:
-        """Hand out nothing of these, or of all, until `resume`. They stay owned."""
+        """Hand out nothing of these, or of all that are here, until `resume`. They stay owned.
+
+        Raises PartitionNotAssigned if one of them is not here; then none is paused."""
         self._set_paused(partitions, True)
 
     def resume(self, *partitions: int) -> None:
+        """Hand out these again, or all that are here. Raises PartitionNotAssigned if one of them is not here."""
         self._set_paused(partitions, False)
 
     def seek(self, partition: int, offset: int) -> None:
-        """Go on reading here. The checkpoint never goes back by it: reset the group for that."""
+        """Go on reading here. The checkpoint never goes back by it: reset the group for that.
+
+        Raises OffsetOutOfRange, PartitionNotAssigned if the partition is not here."""
         self._check_process()
-        if 0 <= partition < self._source.partitions and not self._source.has_gaps:
+        partition = arguments.partition(InvalidGroup, self.topic, partition, self._source.partitions)
+        offset = arguments.whole(InvalidGroup, "offset", offset, 0)
+        self._check_assigned({partition})  # before its bounds are asked for, which may take a while
+        if not self._source.has_gaps:
             start, end = self._source.start(partition), self._source.end(partition)
             if not start <= offset <= end:
                 raise OffsetOutOfRange(f"{self.topic}/{partition}", offset, end)
         with self._lock:
-            lane = self._lanes.get(partition)
-            if lane is None:
-                raise PartitionLost(self.group, [partition])
+            self._check_assigned({partition})
+            lane = self._lanes[partition]
             self._ready.pop(lane, None)
             lane.seek(offset)
         self._change()
@@ -766,12 +789,19 @@ class Consumer:
 
     def _set_paused(self, partitions: Iterable[int], is_paused: bool) -> None:
         self._check_process()
+        count = self._source.partitions
+        chosen = {arguments.partition(InvalidGroup, self.topic, number, count) for number in partitions}
         with self._lock:
-            chosen = set(partitions) or set(self._lanes)
-            for number in chosen & set(self._lanes):
+            self._check_assigned(chosen)
+            for number in chosen or set(self._lanes):
                 if not self._lanes[number].is_failed:
                     self._lanes[number].is_paused = is_paused
         self._change()
+
+    def _check_assigned(self, partitions: set[int]) -> None:
+        missing = sorted(partitions - self._lanes.keys())
+        if missing:
+            raise PartitionNotAssigned(self.group, missing, sorted(self._lanes))
 
     def _change(self) -> None:
         self._version += 1
@@ -950,18 +980,18 @@ def _start_of(source: Source, start: Start, partition: int) -> int:
     return source.offset_at(partition, microseconds_of(start))
 
 
-def _timings(*given: float | timedelta | None) -> Timings:
-    names = ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval")
-    values: Mapping[str, float | None] = {name: seconds_of(value) for name, value in zip(names, given, strict=True)}
-    return Timings(**{name: value for name, value in values.items() if value is not None})
+def _timings(**given: float | timedelta | None) -> Timings:
+    """Those that are None have their defaults. How short each may be, `Timings` knows."""
+    return Timings(
+        **{
+            name: arguments.seconds(InvalidGroup, name, value, most=arguments.DAY_S)
+            for name, value in given.items()
+            if value is not None
+        }
+    )
 
 
 def _offsets(batch: Batch) -> Iterable[int]:
     if batch.offsets is not None:
         return batch.offsets.to_pylist()  # type: ignore[no-any-return]
     return range(batch.base_offset, batch.next_offset)
-
-
-def _choose(name: str, given: object, choices: Sequence[object]) -> None:
-    if given not in choices:
-        raise InvalidGroup(f"{name} is {given!r}; choose from {', '.join(map(repr, choices))}")

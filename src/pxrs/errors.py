@@ -14,7 +14,13 @@ class PxrsError(Exception):
     """The base of every error that pxrs raises on purpose."""
 
 
-class InvalidUrl(PxrsError, ValueError):
+class InvalidArgument(PxrsError, ValueError):
+    """An argument is not allowed; the message names it, shows what was given and says what is. Nothing was done.
+
+    The base of the errors of this kind that belong to one part: InvalidGroup, InvalidTopic, InvalidQueue and others."""
+
+
+class InvalidUrl(InvalidArgument):
     """An address cannot be understood: unknown scheme, unknown option, a path that is a file. Correct the address."""
 
 
@@ -94,11 +100,11 @@ class LeaseExpired(RegistryError):
     """The lease has ended or may have; nothing was written. It never comes back: take a new one and claim again."""
 
 
-class InvalidKey(RegistryError, ValueError):
+class InvalidKey(RegistryError, InvalidArgument):
     """A key or prefix is not a plain slash path. Use segments of printable ASCII, none empty, `.` or `..`."""
 
 
-class InvalidCommit(RegistryError, ValueError):
+class InvalidCommit(RegistryError, InvalidArgument):
     """A commit contradicts itself, such as a key both put and deleted, or an ephemeral key without a lease."""
 
 
@@ -133,11 +139,11 @@ class TopicExists(LogError):
     """A topic of this name is there already. Use it, or choose another name."""
 
 
-class InvalidTopic(LogError, ValueError):
+class InvalidTopic(LogError, InvalidArgument):
     """A topic's name, partition count or setting is not allowed; the message says which and what is."""
 
 
-class InvalidRecord(LogError, ValueError):
+class InvalidRecord(LogError, InvalidArgument):
     """A message or table does not fit the log's columns or limits. Nothing of it was stored."""
 
 
@@ -235,7 +241,7 @@ class GroupError(PxrsError):
     """The base of every error of consumer groups."""
 
 
-class InvalidGroup(GroupError, ValueError):
+class InvalidGroup(GroupError, InvalidArgument):
     """A group's name or setting is not allowed; the message says which and what is."""
 
 
@@ -346,11 +352,11 @@ class QueueExists(QueueError):
     """A queue of this name is there already. Use it, or choose another name."""
 
 
-class InvalidQueue(QueueError, ValueError):
+class InvalidQueue(QueueError, InvalidArgument):
     """A queue's name or setting is not allowed; the message says which and what is."""
 
 
-class InvalidItem(QueueError, ValueError):
+class InvalidItem(QueueError, InvalidArgument):
     """An item cannot be put as it is: its type, its size, its priority or delay. Nothing was put."""
 
 

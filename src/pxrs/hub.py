@@ -21,18 +21,29 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 import pyarrow as pa
 
-from pxrs import dropped
+from pxrs import arguments, dropped
 from pxrs import registry as registries
-from pxrs.clock import seconds_of
-from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, UsedAfterFork
+from pxrs.errors import (
+    Closed,
+    InvalidGroup,
+    InvalidQueue,
+    InvalidRecord,
+    InvalidTopic,
+    InvalidUrl,
+    OffsetTrimmed,
+    UsedAfterFork,
+)
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Log, Source, TopicLog
 from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
+from pxrs.registry.lease import LEASE_TTL_MIN
 
 LEASE_TTL_DEFAULT: Final = 10.0
+RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
+"""A hundred years. Far more could not be subtracted from the time of a message."""
 
 if TYPE_CHECKING:
     # Imported by those who ask for one: a process of Spark's that opens a hub starts in half the time without them.
@@ -70,9 +81,7 @@ def open(
                kept with the messages. A directory is made by the first `create_topic`.
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
     """
-    ttl = lease_ttl.total_seconds() if isinstance(lease_ttl, timedelta) else float(lease_ttl)
-    if not 0.05 <= ttl <= 86_400:
-        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from 0.05 s to a day")
+    ttl = arguments.seconds(InvalidQueue, "lease_ttl", lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
     address = parse(url)
     if registry is not None:
         _check_registry(registry)
@@ -108,19 +117,21 @@ class TopicHandle:
 
     def start(self, partition: int) -> int:
         """The first offset that is still there."""
-        return self.log.start(partition)
+        return self.log.start(self._partition(partition))
 
     def end(self, partition: int) -> int:
         """The offset that the next message will get."""
-        return self.log.end(partition)
+        return self.log.end(self._partition(partition))
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
-        return self.log.offset_at(partition, timestamp)
+        timestamp = arguments.whole(InvalidRecord, "timestamp", timestamp, -(1 << 63), (1 << 63) - 1)
+        return self.log.offset_at(self._partition(partition), timestamp)
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         """Batches from exactly this offset on, about `max_bytes` of them; none at the end."""
-        return self.log.read(partition, offset, max_bytes)
+        partition, offset = self._partition(partition), self._offset("offset", offset)
+        return self.log.read(partition, offset, arguments.whole(InvalidRecord, "max_bytes", max_bytes, 1))
 
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
@@ -131,10 +142,18 @@ class TopicHandle:
 
     def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
-        return self.log.wait(positions, seconds_of(timeout))
+        if not isinstance(positions, Mapping):
+            raise InvalidRecord(
+                f"positions is {arguments.shown(positions)}: give offsets by partition, such as {{0: 120}}"
+            )
+        places = {self._partition(number): self._offset("offset", offset) for number, offset in positions.items()}
+        return self.log.wait(places, None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout))
 
     def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
         """The messages from this offset on, up to the end as it is when it is reached."""
+        return self._messages(self._partition(partition), self._offset("offset", offset))
+
+    def _messages(self, partition: int, offset: int) -> Iterator[Message]:
         while batches := self.log.read(partition, offset):
             for batch in batches:
                 yield from messages_of(batch, self.name, partition)
@@ -145,7 +164,9 @@ class TopicHandle:
 
         start, end: offsets, in each partition; by default all that is there when this is called.
         """
-        numbers = range(self.partitions) if partition is None else (partition,)
+        numbers = range(self.partitions) if partition is None else (self._partition(partition),)
+        start = None if start is None else self._offset("start", start)
+        end = None if end is None else self._offset("end", end)
         parts = [part for number in numbers for part in self._parts(number, start, end)]
         return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
@@ -166,6 +187,12 @@ class TopicHandle:
                 if batch.records.num_rows:
                     yield _with_place(batch.records, partition, batch.base_offset)
                 offset = batch.next_offset
+
+    def _partition(self, given: int) -> int:
+        return arguments.partition(InvalidRecord, self.name, given, self.partitions)
+
+    def _offset(self, name: str, given: int) -> int:
+        return arguments.whole(InvalidRecord, name, given, 0)
 
     def __repr__(self) -> str:
         return f"<TopicHandle {self.name} with {self.partitions} partitions>"
@@ -227,7 +254,10 @@ class Hub:
         from pxrs.partitioner import hash_named
 
         self._check_usable()
-        hash_named(partitioner)  # is known here
+        hash_named(arguments.text(InvalidTopic, "partitioner", partitioner, "its name"))  # is known here
+        arguments.flag(InvalidTopic, "keep_unread", keep_unread)
+        if retention is not None:
+            retention = arguments.seconds(InvalidTopic, "retention", retention, 0, RETENTION_S_MAX, above=True)
         topic = Topic(
             name,
             uuid.uuid4().hex,
@@ -235,7 +265,7 @@ class Hub:
             partitioner,
             codec,
             segment_bytes,
-            seconds_of(retention),
+            retention,
             retention_bytes,
             durability,
             keep_unread,
@@ -250,6 +280,7 @@ class Hub:
     def topic(self, name: str) -> TopicHandle:
         """A topic to read. Raises UnknownTopic."""
         self._check_usable()
+        _check_topic_name(name)
         return self._kept_by(TopicHandle(self._log.topic(name), self._unread))
 
     def _kept_by(self, made: K) -> K:
@@ -265,6 +296,7 @@ class Hub:
     def delete_topic(self, name: str) -> None:
         """Remove a topic and its messages. Raises UnknownTopic."""
         self._check_usable()
+        _check_topic_name(name)
         identity = self._log.topic(name).id
         self._log.delete_topic(name)
         if os.path.isdir(os.path.join(self.url, "staging")):  # Spark has written here
@@ -294,6 +326,8 @@ class Hub:
         from pxrs.consumer import Consumer
 
         self._check_usable()
+        if not isinstance(topic, Source):
+            _check_topic_name(topic)
         source = self._log.topic(topic) if isinstance(topic, str) else topic
         if isinstance(dead_letters := options.get("dead_letters"), str):
             self._log.topic(dead_letters)  # it must be there before the first one dies
@@ -312,6 +346,9 @@ class Hub:
         from pxrs.group.admin import GroupHandle
 
         self._check_usable()
+        for source in sources:
+            if not isinstance(source, Source):
+                raise InvalidGroup(f"the source {arguments.shown(source)} is no Source, and a topic needs not be named")
         return self._kept_by(GroupHandle(self.registry, name, self._log, sources))
 
     def _topic_names(self) -> dict[str, str]:
@@ -338,6 +375,7 @@ class Hub:
         from pxrs.queue.handle import QueueHandle
         from pxrs.queue.policy import AtLeastOnce
 
+        arguments.flag(InvalidQueue, "fifo", fifo)
         store = self._queue_store()
         queue = store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff)
         return self._kept_by(QueueHandle(store, queue))
@@ -431,6 +469,10 @@ class Hub:
         return f"<Hub {self.url}{' closed' if self._is_closed else ''}>"
 
 
+def _check_topic_name(given: object) -> None:
+    arguments.text(InvalidTopic, "topic", given, "its name")
+
+
 def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:
     rows = records.num_rows
     partitions = pa.repeat(pa.scalar(partition, pa.int32()), rows)
@@ -440,7 +482,10 @@ def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.Reco
 
 def _check_registry(registry: str | os.PathLike[str]) -> None:
     """The registry is opened later, but a scheme that nobody knows is an error now."""
-    scheme = parse(registry).scheme
+    try:
+        scheme = parse(registry).scheme
+    except InvalidUrl as error:
+        raise InvalidUrl(f"registry: {error}") from None
     if scheme not in registries.SCHEMES:
         raise InvalidUrl(f"registry: unknown scheme {scheme!r}; choose from {', '.join(registries.SCHEMES)}")
 

@@ -37,9 +37,9 @@ from typing import Final, Self, TypeVar
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pxrs import dropped
+from pxrs import arguments, dropped
 from pxrs.appender import Appender, Outcome
-from pxrs.errors import BufferFull, Closed, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
+from pxrs.errors import BufferFull, Closed, InvalidArgument, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
 from pxrs.model import microseconds_of
@@ -193,11 +193,12 @@ class Producer:
         self._log = log
         self._hub: object = None
         """The hub that made this producer. It closes its log with its last reference, which is here."""
-        self._linger_s = _seconds("linger_s", linger_s, 60)
-        self._batch_rows = _whole("batch_rows", batch_rows, 1, 1 << 20)
-        self._batch_bytes = _whole("batch_bytes", batch_bytes, 1, FRAME_BYTES_MAX // 2)
-        self._buffer_bytes = _whole("buffer_bytes", buffer_bytes, 1 << 10, 1 << 40)
-        self._buffer_timeout = _seconds("buffer_timeout", buffer_timeout, 86_400)
+        self._linger_s = arguments.seconds(InvalidArgument, "linger_s", linger_s, 0, 60)
+        self._batch_rows = arguments.whole(InvalidArgument, "batch_rows", batch_rows, 1, 1 << 20)
+        self._batch_bytes = arguments.whole(InvalidArgument, "batch_bytes", batch_bytes, 1, FRAME_BYTES_MAX // 2)
+        self._buffer_bytes = arguments.whole(InvalidArgument, "buffer_bytes", buffer_bytes, 1 << 10, 1 << 40)
+        self._buffer_timeout = arguments.seconds(InvalidArgument, "buffer_timeout", buffer_timeout, 0, 86_400)
+        arguments.functions(InvalidArgument, retain=retain)
         self._is_forked = False
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
@@ -225,7 +226,7 @@ class Producer:
         has_retention = topic.retention_s is not None or topic.retention_bytes is not None
         self._retains_at = 0.0 if has_retention else None
         self._retain = retain or (lambda: log.retain(time.time_ns() // 1000))
-        self._appender = Appender(log, _whole("tries_max", tries_max, 1, 1_000))
+        self._appender = Appender(log, arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000))
         self._broken = self._appender.broken
         self._error: BaseException | None = None
         self._error_is_known = False
@@ -752,16 +753,3 @@ def _microseconds(timestamp: int | datetime) -> int:
     if not isinstance(timestamp, int) or isinstance(timestamp, bool) or not -(1 << 63) <= timestamp < 1 << 63:
         raise InvalidRecord(f"the time {timestamp!r} is not in whole microseconds since 1970")
     return timestamp
-
-
-def _seconds(name: str, given: float | timedelta, most: float) -> float:
-    seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
-    if not 0 <= seconds <= most:
-        raise ValueError(f"{name} is {seconds:g} s: it must be from 0 to {most:g}")
-    return seconds
-
-
-def _whole(name: str, given: int, least: int, most: int) -> int:
-    if not isinstance(given, int) or not least <= given <= most:
-        raise ValueError(f"{name} is {given!r}: it must be from {least:,} to {most:,}")
-    return given

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from pxrs import arguments
 from pxrs.errors import Closed, HandlerFailed, InvalidGroup
 from pxrs.group.lane import Lane
 from pxrs.handler import OF_A_MESSAGE, check_result, fault_of
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 ON_ERROR: Final = ("pause", "retry", "dead-letter", "raise")
+THREADS_MAX: Final = 1_000
 DEAD_LETTER_TIMEOUT_S: Final = 60.0
 REASON_CHARACTERS_MAX: Final = 2_000
 LOOK_S: Final = 0.05
@@ -64,8 +66,7 @@ class Runner:
     def __init__(
         self, consumer: Consumer, handler: Handler, threads: int, policy: ErrorPolicy, stopped: threading.Event
     ) -> None:
-        if not 1 <= threads <= 1_000:
-            raise InvalidGroup(f"threads is {threads}: choose from 1 to 1,000")
+        threads = arguments.whole(InvalidGroup, "threads", threads, 1, THREADS_MAX)
         if fault := fault_of("the handler", handler, OF_A_MESSAGE):
             raise InvalidGroup(fault)
         self._consumer, self._handler, self._threads, self._policy = consumer, handler, threads, policy

@@ -767,12 +767,6 @@ def test_a_seek_out_of_range_is_refused_and_spoils_no_checkpoint(hub: Hub, offse
     assert checkpoint(hub) == 0
 
 
-def test_seek_of_a_partition_that_is_not_here_is_refused(hub: Hub) -> None:
-    create(hub, partitions=2, count=1)
-    with hub.consumer("t", "g") as inbox, pytest.raises(PartitionLost):
-        inbox.seek(2, 0)
-
-
 # Bounded reading.
 
 

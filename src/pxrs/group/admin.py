@@ -22,6 +22,7 @@ from typing import Final, Literal, Protocol
 
 import pyarrow as pa
 
+from pxrs import arguments
 from pxrs.errors import (
     Conflict,
     GroupActive,
@@ -280,6 +281,7 @@ class GroupHandle:
         A paused partition goes on too. Nothing is written if an offset is not in the log: OffsetOutOfRange,
         OffsetTrimmed. Raises UnknownGroup, UnknownTopic, GroupActive.
         """
+        arguments.flag(InvalidGroup, "force", force)
         state = self._read()
         if not state.is_there:
             raise UnknownGroup(self.name)
@@ -303,6 +305,7 @@ class GroupHandle:
 
         The group need not be there. Raises GroupActive while members are, whatever `force` says: see `reset`.
         """
+        arguments.flag(InvalidGroup, "force", force)
         source = self._source(topic)
         if isinstance(offset, Mapping):
             offsets = _resolve(offset, source)
@@ -324,6 +327,7 @@ class GroupHandle:
         force: also while members are there. They are sent away, join again as new members and start afresh; so is one
         that joins in just this moment. Raises UnknownGroup, GroupActive.
         """
+        arguments.flag(InvalidGroup, "force", force)
         state = self._read()
         if not state.is_there:
             raise UnknownGroup(self.name)
@@ -356,6 +360,7 @@ class GroupHandle:
 
         offset: only if it is this message. Raises GroupError if it is another one, or if nothing is paused.
         """
+        offset = None if offset is None else arguments.whole(InvalidGroup, "offset", offset, 0)
         key, paused, version = self._pause(topic, partition)
         is_other = offset is not None and paused.offset != offset
         if not is_other and not paused.skip:
@@ -422,6 +427,7 @@ class GroupHandle:
             return {}
 
     def _source(self, name: str) -> Offsets:
+        arguments.text(InvalidGroup, "topic", name, "its name")
         found = [source for source in self._sources if name in (source.name, source.id)]
         return found[0] if found else self._topics.topic(name)
 
@@ -434,6 +440,8 @@ class GroupHandle:
         return sorted(sources, key=lambda source: source.name)
 
     def _pause(self, topic: str, partition: int) -> tuple[str, Paused, int]:
+        arguments.text(InvalidGroup, "topic", topic, "its name")
+        partition = arguments.whole(InvalidGroup, "partition", partition, 0)
         state = self._read()
         if not state.is_there:
             raise UnknownGroup(self.name)
@@ -608,7 +616,9 @@ def _resolve(to: To, source: Offsets) -> dict[int, int]:
             return {number: _checked(offset, number, source) for number, offset in sorted(to.items())}
         case int():
             return {number: _checked(to, number, source) for number in numbers}
-    raise InvalidGroup(f"reset to {to!r}: use 'earliest', 'latest', an offset, a time, or offsets by partition")
+    raise InvalidGroup(
+        f"reset to {arguments.shown(to)}: use 'earliest', 'latest', an offset, a time, or offsets by partition"
+    )
 
 
 def _resolve_global(offset: int, source: Offsets) -> dict[int, int]:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
+from pxrs import arguments
 from pxrs.errors import (
     Closed,
     Conflict,
@@ -43,7 +44,7 @@ from pxrs.group.protocol import MemberProtocol, Steps, drive
 from pxrs.group.records import Checkpoint, Keys, Member, Paused, partition_of
 from pxrs.log.contract import Source
 from pxrs.registry.contract import Registry
-from pxrs.registry.lease import Lease
+from pxrs.registry.lease import LEASE_TTL_MIN, Lease
 from pxrs.registry.watch import Watch
 
 _logger = logging.getLogger(__name__)
@@ -72,10 +73,11 @@ class Timings:
     """How often what is done is written down."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval"):
+        arguments.seconds(InvalidGroup, "lease_ttl", self.lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
+        for name in ("handover_timeout", "progress_timeout", "commit_interval"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0 < value <= 86_400):
-                raise InvalidGroup(f"{name} is {value!r}: it must be more than 0 and at most a day, in seconds")
+            if value is not None or name != "progress_timeout":
+                arguments.seconds(InvalidGroup, name, value, 0, arguments.DAY_S, above=True)
 
 
 class Listener(Protocol):

@@ -36,6 +36,7 @@ from typing import Any, Final, Self
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError
 
+from pxrs import arguments
 from pxrs.consumer import Consumer
 from pxrs.errors import Conflict, InvalidGroup, OutcomeUnknown, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
@@ -72,8 +73,7 @@ def transactions(consumer: Consumer, engine: Engine, max_messages: int = MAX_MES
     when the next batch is asked for. To undo a batch, raise; leaving the loop by `break` undoes it too. In the body,
     commit and roll back nothing but savepoints. Raises InvalidGroup if the engine is another database's, or commits by
     itself."""
-    if not isinstance(max_messages, int) or max_messages < 1:
-        raise InvalidGroup(f"max_messages is {max_messages!r}: give at least 1")
+    max_messages = arguments.whole(InvalidGroup, "max_messages", max_messages, 1)
     return Transactions(_Loop(consumer, engine, max_messages))
 
 
@@ -129,10 +129,13 @@ class _Loop:
         self.member = consumer._member
         self.keys = self.member.keys
         registry = self.member._registry
+        if not isinstance(engine, Engine):
+            raise InvalidGroup(
+                f"the engine is {arguments.shown(engine)}: give an Engine of SQLAlchemy; an AsyncEngine has one as its "
+                "`sync_engine`"
+            )
         if not isinstance(registry, SqlRegistry) or registry.database.dialect not in DATABASES:
             raise InvalidGroup(f"the registry {registry.url} is no PostgreSQL or SQLite database")
-        if not isinstance(engine, Engine):
-            raise InvalidGroup(f"{engine!r} is no SQLAlchemy Engine; an AsyncEngine has one as its `sync_engine`")
         if engine.dialect.name != registry.database.dialect:
             raise InvalidGroup(
                 f"the engine is one of {engine.dialect.name}, and the registry is {registry.url}: a transaction cannot "

@@ -31,6 +31,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
+from pxrs import arguments
 from pxrs.errors import (
     Closed,
     Conflict,
@@ -129,8 +130,7 @@ class Transaction:
 
     def take_many(self, queue: str | Named, max_items: int, timeout: float | timedelta | None = None) -> list[Item]:
         """Up to so many items that are there, at least one if one comes in time."""
-        if isinstance(max_items, bool) or not isinstance(max_items, int) or max_items < 1:
-            raise InvalidItem(f"max_items is {max_items!r}: give at least 1")
+        max_items = arguments.whole(InvalidItem, "max_items", max_items, 1)
         until = None if timeout is None else time.monotonic() + duration("timeout", timeout)
         return self._take(_name_of(queue), max_items, until, lambda: False)
 

@@ -32,17 +32,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from pxrs import dropped
+from pxrs import arguments, dropped
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import (
     Closed,
     CommitTooLarge,
+    InvalidArgument,
     InvalidCommit,
     InvalidKey,
     UsedAfterFork,
     ValueTooLarge,
 )
-from pxrs.registry.lease import Lease
+from pxrs.registry.lease import LEASE_TTL_MIN, Lease
 from pxrs.registry.watch import Watch
 
 ABSENT: Final = 0
@@ -137,10 +138,9 @@ class Registry(ABC):
         at most `limit` of them. A prefix is empty or ends in a slash."""
         self._check_usable()
         _check_prefix(prefix)
-        if after is not None and not after.isascii():
-            raise InvalidKey(f"scan after {after!r}: keys are ASCII")
-        if limit is not None and limit < 1:
-            raise ValueError(f"scan limit is {limit}: it must be at least 1, or None for no limit")
+        if after is not None and not (isinstance(after, str) and after.isascii()):
+            raise InvalidKey(f"after is {arguments.shown(after)}: give a key, which is ASCII text, or None")
+        limit = None if limit is None else arguments.whole(InvalidKey, "limit", limit, 1)
         return self._scan(prefix, after, limit)
 
     def commit(
@@ -162,6 +162,8 @@ class Registry(ABC):
         quiet:     a promise that nobody watches these keys, which spares some stores a notification.
         """
         self._check_usable()
+        if lease is not None and not isinstance(lease, Lease):
+            raise InvalidCommit(f"lease is {arguments.shown(lease)}: give what `lease` returned, or None")
         try:
             commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
         except TypeError as error:
@@ -176,9 +178,7 @@ class Registry(ABC):
     def lease(self, ttl: float | timedelta) -> Lease:
         """A new lease, renewed in the background until it is closed. The store may grant more than `ttl` seconds."""
         self._check_usable()
-        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else float(ttl)
-        if not 0.05 <= seconds <= 86_400:
-            raise ValueError(f"lease ttl is {seconds:g} s: it must be from 0.05 s to a day")
+        seconds = arguments.seconds(InvalidArgument, "ttl", ttl, LEASE_TTL_MIN, arguments.DAY_S)
         lease = self._lease(seconds)
         with self._handles_lock:
             if not self._closed:
@@ -195,7 +195,10 @@ class Registry(ABC):
         if not prefixes:
             raise InvalidKey("a watch needs at least one prefix; the empty one watches everything")
         for prefix in prefixes:
-            _check_prefix(prefix) if prefix == "" or prefix.endswith("/") else _check_key(prefix)
+            if isinstance(prefix, str) and prefix and not prefix.endswith("/"):
+                _check_key(prefix)
+            else:
+                _check_prefix(prefix)
         watch = Watch(prefixes, self._forget_watch)
         with self._handles_lock:
             self._check_usable()
@@ -297,7 +300,7 @@ class Registry(ABC):
         for key in commit.keys:
             _check_key(key)
         for key, version in commit.expect.items():
-            if not isinstance(version, int) or version < 0:
+            if not isinstance(version, int) or isinstance(version, bool) or version < 0:
                 raise InvalidCommit(f"expect {key}: {version!r} is not a version; use ABSENT or one that was read")
         both = (commit.put.keys() & commit.ephemeral.keys()) | (commit.delete & commit.written.keys())
         if both:

@@ -35,6 +35,10 @@ RENEWALS_PER_TTL = 4
 """With four, one lost renewal and a second of starvation by other threads still leave room."""
 
 
+LEASE_TTL_MIN = 0.05
+"""In seconds. A holder could not renew a shorter one in time."""
+
+
 JOIN_S_MAX = 5.0
 """How long closing waits for a renewal that is under way."""
 

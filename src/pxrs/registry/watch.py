@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-from pxrs.errors import Closed, UsedAfterFork
+from pxrs import arguments
+from pxrs.errors import Closed, InvalidArgument, UsedAfterFork
 
 
 class Watch:
@@ -38,6 +39,7 @@ class Watch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for a change since the last call. True if there may be one, False if the time has passed."""
+        timeout = None if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout)
         if os.getpid() != self._pid:
             raise UsedAfterFork("the watch was opened before a fork: open one in the child")
         woken = self._raised.wait(timeout)
