@@ -347,8 +347,10 @@ class Hub:
 
         self._check_usable()
         for source in sources:
-            if not isinstance(source, Source):
-                raise InvalidGroup(f"the source {arguments.shown(source)} is no Source, and a topic needs not be named")
+            if not isinstance(source, Source | TopicHandle):
+                raise InvalidGroup(
+                    f"the source {arguments.shown(source)} is no Source; topics of this hub need not be named here"
+                )
         return self._kept_by(GroupHandle(self.registry, name, self._log, sources))
 
     def _topic_names(self) -> dict[str, str]:
