@@ -32,7 +32,9 @@ class ConsumeTimes:
 
     def __post_init__(self) -> None:
         if isinstance(self.times, bool) or not isinstance(self.times, int) or not 1 <= self.times <= 1_000_000:
-            raise InvalidQueue(f"ConsumeTimes: times is {arguments.shown(self.times)}; give a whole number from 1 to 1,000,000")
+            raise InvalidQueue(
+                f"ConsumeTimes: times is {arguments.shown(self.times)}; give a whole number from 1 to 1,000,000"
+            )
 
     @property
     def deliveries_max(self) -> int | None:
