@@ -42,6 +42,7 @@ from pxrs.errors import (
 )
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember, Timings
+from pxrs.group.records import Home
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
@@ -108,6 +109,7 @@ class Consumer:
         on_revoked: Callback | None = None,
         on_lost: Callback | None = None,
         topic_names: Callable[[], Mapping[str, str]] | None = None,
+        home: Callable[[], Home | None] | None = None,
     ) -> None:
         """
         name:             shown by `describe`; by default the host's and the process's.
@@ -128,6 +130,8 @@ class Consumer:
                           told before its first message; what goes, before it is released, also by `close`; what was
                           taken, or given up with something in hand, when that is known.
         topic_names:      gives the names of topics by their ids, to be shown; a hub knows those of its own.
+        home:             gives the identity of the hub that the source is of, None if it is of none; raises if this
+                          process may not join groups there. A hub gives its own.
         """
         _choose("ack", ack, ("auto", "manual"))
         _choose("until", until, ("end", None))
@@ -193,6 +197,7 @@ class Consumer:
             timings=timings,
             assignor=assignor,
             topic_names=topic_names,
+            home=home,
         )
         self._member.start()
 
@@ -715,13 +720,14 @@ class Consumer:
         self._version += 1
         self._source.wake()
 
-    def _start_of(self, partition: int) -> int:
+    def _start_of(self, partition: int, first: int) -> int:
+        """Not before `first`: retention may be about to remove what lies before it."""
         if self._start == "earliest":
-            return self._source.start(partition)
+            return max(first, self._source.start(partition))
         if self._start == "latest":
             return self._source.end(partition)
         assert isinstance(self._start, datetime)
-        return self._source.offset_at(partition, microseconds_of(self._start))
+        return max(first, self._source.offset_at(partition, microseconds_of(self._start)))
 
     # What the member tells, on its thread.
 

@@ -34,6 +34,33 @@ class UsedAfterFork(PxrsError):
     """An object made before `fork` was used in the child. Open a new one in the child; the parent's is untouched."""
 
 
+class WrongRegistry(PxrsError):
+    """This process has another registry than the one that its hub belongs to, so it may neither apply `keep_unread`
+    nor read as a member of a group nor change groups or queues there; nothing was done.
+
+    Give the hub's own registry, which `recorded` shows; or, if the hub is to belong to the registry that was given, run
+    `pxrs registry adopt` when no member of a group is left in the old one."""
+
+    def __init__(self, place: str, recorded: str, given: str) -> None:
+        self.place, self.recorded, self.given = place, recorded, given
+        if recorded == given:
+            what = f"the hub {place} belongs to another registry than the one that is at {given} now, which was emptied"
+            what += " or replaced: restore it"
+        else:
+            what = f"the hub {place} belongs to the registry {recorded}, and this process has {given}: give it the "
+            what += "former with --registry, PXRS_REGISTRY or pxrs.open(registry=...)"
+        super().__init__(
+            f"{what}; to make the hub belong to {given}, run `pxrs registry adopt --at {place} --registry {given}`"
+        )
+
+    def __reduce__(self) -> tuple[type[WrongRegistry], tuple[str, str, str]]:
+        return type(self), (self.place, self.recorded, self.given)
+
+
+class RetentionPostponed(PxrsError):
+    """Retention of a topic with `keep_unread` removes nothing for now; the message says why and what to do."""
+
+
 class RegistryError(PxrsError):
     """The base of every registry error."""
 
@@ -160,6 +187,18 @@ class TopicDeleted(UnknownTopic):
 
     def __reduce__(self) -> tuple[type[TopicDeleted], tuple[str, str, bool, str]]:
         return type(self), (self.topic, self.id, self.is_made_again, self.advice)
+
+
+class HubMoved(LogError):
+    """The hub's directory is not where it was when it was opened: it was renamed or removed, or another one was put in
+    its place. This partition was neither written nor read. Open the hub again, where it is now."""
+
+    def __init__(self, place: str, what: str) -> None:
+        self.place, self.what = place, what
+        super().__init__(f"{place}: {what} while this process had it open; open the hub again, where it is now")
+
+    def __reduce__(self) -> tuple[type[HubMoved], tuple[str, str]]:
+        return type(self), (self.place, self.what)
 
 
 class TopicExists(LogError):
@@ -290,6 +329,23 @@ class UnknownGroup(GroupError, KeyError):
 
 class GroupActive(GroupError):
     """The group has members, and what was asked would change their work under them. Stop them, or force it."""
+
+
+class GroupElsewhere(GroupError):
+    """The group of this name in this registry reads the topics of another hub: its members would not share the work
+    with this one. Use another name, or another registry or namespace; or forget the group with `pxrs group delete`."""
+
+    def __init__(self, group: str, theirs: str, ours: str) -> None:
+        self.group, self.theirs, self.ours = group, theirs, ours
+        super().__init__(
+            f"group {group} of this registry reads the hub at {theirs}, and this one is at {ours}: use another group "
+            f"name, another registry or a namespace of it. If the group is needed there no more, run "
+            f"`pxrs group delete {group}`; if this is the same hub, and its file hub.record was lost, run "
+            "`pxrs registry adopt`"
+        )
+
+    def __reduce__(self) -> tuple[type[GroupElsewhere], tuple[str, str, str]]:
+        return type(self), (self.group, self.theirs, self.ours)
 
 
 class PartitionLost(GroupError):

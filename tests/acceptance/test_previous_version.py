@@ -68,6 +68,20 @@ def test_every_message_is_read_and_more_can_be_sent(hub: pxrs.Hub) -> None:
     assert [finding for checked in check(Path(hub.url)) for finding in checked.findings] == []
 
 
+def test_nothing_unread_is_removed_before_it_is_known_in_which_registry_the_groups_are(hub: pxrs.Hub) -> None:
+    assert hub.check_registry() is None, "version 0.1 does not write it down"
+    with pytest.raises(pxrs.errors.RetentionPostponed):
+        hub.topic("kept").retain()
+    hub.consumer("kept", group="careful").close()
+    hub.topic("kept").retain()
+    home = hub.check_registry()
+    assert home is not None
+    with pxrs.open(hub.url, "memory:") as stranger, pytest.raises(pxrs.errors.WrongRegistry):
+        stranger.consumer("kept", group="careful")
+    with pxrs.open(hub.url, hub._registry_url) as again:
+        assert again.check_registry() == home
+
+
 def test_a_group_goes_on_at_its_checkpoints(hub: pxrs.Hub) -> None:
     before = hub.group("billing").describe()
     assert before.lag == 168

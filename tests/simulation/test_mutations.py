@@ -18,7 +18,7 @@ from pxrs.group.reconcile import Claim
 from pxrs.group.records import Checkpoint, Leader, Owner
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.testing.simulator import Defects, SimulatedMember, SimulatedStore, Simulation, Violation, simulate
-from pxrs.testing.simulator.ghost import ADMIN
+from pxrs.testing.simulator.ghost import ADMIN, RETENTION
 from pxrs.testing.simulator.store import Request
 
 
@@ -110,6 +110,20 @@ def join_over_another(operation: Operation, member: SimulatedMember, store: Simu
     return operation
 
 
+def pin_without_start(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """A start is written down although retention has moved `topics/<id>/start` since it was read (O10)."""
+    if isinstance(operation, Write):
+        return operation._replace(expect=_without(dict(operation.expect), "topics/"))
+    return operation
+
+
+def pin_without_gate(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """A start is written down, and the gate that retention expects is left as it is (O10)."""
+    if isinstance(operation, Write):
+        return operation._replace(put={key: value for key, value in operation.put.items() if "topics/" not in key})
+    return operation
+
+
 class ReadsBeforeClaim(MemberProtocol):
     """The checkpoint is read, then the partition is claimed (G3)."""
 
@@ -134,7 +148,7 @@ class StartsUnpinned(MemberProtocol):
         for claim in claims:
             if claim not in there:
                 key = self.keys.checkpoint(self.member.topic, claim.partition)
-                found.append((claim, Entry(key, Checkpoint(self.start_of(claim.partition)).dump(), ABSENT)))
+                found.append((claim, Entry(key, Checkpoint(self.start_of(claim.partition, 0)).dump(), ABSENT)))
         return found
 
 
@@ -203,6 +217,8 @@ MUTATIONS = [
         Defects(alter=pause_without_checkpoint),
         ("X14 paused once", "X10 never back", "X11 nothing lost"),
     ),
+    Mutation("start written without expecting retention's", Defects(alter=pin_without_start), ("O10 unread is kept",)),
+    Mutation("start written beside the gate", Defects(alter=pin_without_gate), ("O10 unread is kept",)),
     Mutation("deadline ignored", Defects(member=IgnoresDeadline), ("X3 one owner", "X11 nothing again")),
     Mutation(
         "names instead of incarnations",
@@ -250,12 +266,41 @@ class ResetsWithoutFence(Simulation):
         super().apply(request)
 
 
-def test_a_reset_that_leaves_the_owner_is_caught() -> None:
-    rules = []
-    for seed in range(100):
+class ResetsWithoutCall(Simulation):
+    """An admin's process dies between its commit and another one that would tell the members of it."""
+
+    def apply(self, request: Request) -> None:
+        if request.incarnation == ADMIN and isinstance(request.operation, Write):
+            put = {key: value for key, value in request.operation.put.items() if key != self.keys.assignment}
+            request.operation = request.operation._replace(put=put)
+        super().apply(request)
+
+
+class RetainsWithoutGate(Simulation):
+    """Retention does not see whether a group was given a checkpoint since it began to look (O10)."""
+
+    def apply(self, request: Request) -> None:
+        if request.incarnation == RETENTION and isinstance(request.operation, Write):
+            expect = _without(dict(request.operation.expect), "/gate")
+            request.operation = request.operation._replace(expect=expect)
+        super().apply(request)
+
+
+@pytest.mark.parametrize(
+    ("defect", "rules"),
+    [
+        (ResetsWithoutFence, {"X11 nothing lost"}),
+        (ResetsWithoutCall, {"X4 every partition owned"}),
+        (RetainsWithoutGate, {"O10 unread is kept"}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_defect_of_those_who_are_no_members_is_caught(defect: type[Simulation], rules: set[str]) -> None:
+    found = None
+    for seed in range(200):
         try:
-            ResetsWithoutFence(seed).run()
+            defect(seed).run()
         except Violation as violation:
-            rules.append(violation.rule)
+            found = violation.rule
             break
-    assert rules == ["X11 nothing lost"]
+    assert found in rules

@@ -172,6 +172,7 @@ class Process:
         dead_letters = self._settings.options.get("dead_letters")
         if dead_letters is not None:
             check_other_topic(topic.name, topic.id, hub.topic(dead_letters).id)
+        hub.check_registry()
         hub.registry.get("groups")  # it answers, and its tables are there before the workers race to make them
 
     def _listen(self) -> None:

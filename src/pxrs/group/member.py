@@ -53,7 +53,7 @@ from pxrs.group.assign import assignor_named
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
 from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, Holding, MemberProtocol, Steps, drive
-from pxrs.group.records import Checkpoint, Keys, Member, Paused, partition_of
+from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
 from pxrs.registry.contract import LEASE_TTL_MIN, Registry
@@ -139,19 +139,23 @@ class GroupMember:
         source: Source,
         listener: Listener,
         *,
-        start_of: Callable[[int], int],
+        start_of: Callable[[int, int], int],
         name: str | None = None,
         timings: Timings | None = None,
         assignor: str = "sticky",
         is_alone: bool = False,
         topic_names: Names | None = None,
+        home: Callable[[], Home | None] | None = None,
     ) -> None:
+        """home: gives the identity of the hub that the source is of, and raises if its groups may not be joined from
+        here; it is asked before every join and every checkpoint."""
         assignor_named(assignor)
         self.keys = Keys(group)
         self.timings = timings or Timings()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._registry, self._source, self._listener = registry, source, listener
         self._start_of, self._assignor, self._is_alone = start_of, assignor, is_alone
+        self._home = (lambda: None) if home is None else home
         self._former: set[str] = set()
         """Incarnations of this member that are over, and may be listed until the store has noticed."""
         self._clock = registry.clock
@@ -282,6 +286,7 @@ class GroupMember:
         try:
             with self.procedure(timeout_s):
                 self.check()
+                self._home()
                 protocol = self._protocol
                 if protocol is None:
                     raise PartitionLost(self.keys.group, [], "it has left the group for now")
@@ -317,6 +322,7 @@ class GroupMember:
         commit writes it."""
         with self._procedure_in_time():
             self.check()
+            self._home()
             protocol = self._protocol
             if protocol is None:
                 raise PartitionLost(self.keys.group, [], "it has left the group for now")
@@ -488,6 +494,7 @@ class GroupMember:
         now = self._clock.now()
         if now >= self._commits_at:
             self._commits_at = now + self.timings.commit_interval
+            self._home()
             if self._drive(protocol.commit(protocol.due())):
                 self.wake()  # what is lost may be meant for this member still, and free
         return self._next_duty(protocol, now) if is_at_rest else None
@@ -505,6 +512,7 @@ class GroupMember:
             self._listener.call_back()
         if self._lease is not None:
             self._lease.close()
+        home = self._home()
         self._check_company()
         self._lease = self._registry.lease(self.timings.lease_ttl)
         source = self._source
@@ -528,6 +536,8 @@ class GroupMember:
             wall=time.time,
             keys_max=self._registry.limits.commit_keys_max,
             handover_s=self.timings.handover_timeout,
+            home=home,
+            keeps_unread=source.keeps_unread,
         )
         self._drive(self._protocol.join())
 

@@ -9,6 +9,8 @@ Invariants, each with the mutation of the simulator that breaks without it:
 - The checkpoint is read after the claim has committed (G3).
 - The last checkpoint and the release are one commit, with a new epoch (G5, X9).
 - Every partition's start is written down before anything is handed out (G6).
+- Of a topic that keeps what is unread, a start is written down only if retention has not moved `topics/<id>/start`
+  since it was read, and the same commit bumps `topics/<id>/gate`, which retention expects (O10).
 - A reply that was lost leaves the version unknown: it is read again, and nothing is concluded from not seeing it (R5).
 - A pause is written at most once, in one commit with a checkpoint that names the failure: see `pause`.
 
@@ -22,7 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from pxrs.errors import Conflict, OutcomeUnknown, PartitionLost, RegistryUnavailable
+from pxrs.errors import Conflict, GroupElsewhere, OutcomeUnknown, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -42,14 +44,33 @@ from pxrs.group.reconcile import (
     next_fence_at,
     reconcile,
 )
-from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused, partition_of
+from pxrs.group.records import (
+    BY_HAND,
+    Assignment,
+    Checkpoint,
+    Gate,
+    Home,
+    Keys,
+    Leader,
+    Member,
+    Owner,
+    Paused,
+    Starts,
+    gate_key,
+    partition_of,
+    start_key,
+)
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
 
+ATTEMPTS_MAX: Final = 100
+"""How often a commit is tried again because another one was faster."""
+PIN_KEYS: Final = 3
+"""What a commit of starts names beside the checkpoints: the group's hub, and the topic's `start` and gate."""
+PAUSE_ATTEMPTS_MAX: Final = 10
 TAKEN: Final = "another member owns it, or the leader or an administrator has taken it from this member"
 LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
 RELEASED: Final = "this member released it before all that was handed out was done"
-PAUSE_ATTEMPTS_MAX: Final = 10
 
 
 class Get(NamedTuple):
@@ -58,6 +79,8 @@ class Get(NamedTuple):
 
 class Scan(NamedTuple):
     prefix: str
+    after: str | None = None
+    limit: int | None = None
 
 
 class Write(NamedTuple):
@@ -80,7 +103,7 @@ def drive(steps: Steps[T], registry: Registry, lease: Lease | None) -> T:
         operation = next(steps)
         while True:
             try:
-                result = _perform(operation, registry, lease)
+                result = perform(operation, registry, lease)
             except Exception as error:  # noqa: BLE001 - the procedure decides what an error means
                 operation = steps.throw(error)
             else:
@@ -89,12 +112,12 @@ def drive(steps: Steps[T], registry: Registry, lease: Lease | None) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-def _perform(operation: Operation, registry: Registry, lease: Lease | None) -> Any:
+def perform(operation: Operation, registry: Registry, lease: Lease | None) -> Any:
     match operation:
         case Get(key):
             return registry.get(key)
-        case Scan(prefix):
-            return registry.scan(prefix)
+        case Scan(prefix, after, limit):
+            return registry.scan(prefix, after, limit)
         case Write(expect, put, ephemeral, is_leased, is_quiet):
             return registry.commit(expect, put, ephemeral, lease if is_leased or ephemeral else None, quiet=is_quiet)
 
@@ -139,11 +162,16 @@ class MemberProtocol:
     incarnation: str
     member: Member
     hooks: Hooks
-    start_of: Callable[[int], int]
-    """Where a partition begins that no checkpoint tells of."""
+    start_of: Callable[[int, int], int]
+    """Where a partition begins that has no checkpoint, given its number and the offset before which retention may have
+    removed everything."""
     wall: Callable[[], float]
     keys_max: int
     handover_s: float
+    home: Home | None = None
+    """The hub that the topic is of; None for a source that belongs to none, which is not checked."""
+    keeps_unread: bool = False
+    """Whether the topic's retention spares what groups have yet to read: then starts are written through the gate."""
     held: dict[int, Holding] = field(default_factory=dict)
     asked: Asked = field(default_factory=dict)
     is_waiting: bool = True
@@ -167,27 +195,70 @@ class MemberProtocol:
         return next_fence_at(self.snapshot, self.incarnation, self.asked, self.handover_s)
 
     def join(self) -> Steps[None]:
-        """Be there; and write down where each partition begins, before anybody is handed anything (G6)."""
+        """Be there; and write down where each partition begins, before anybody is handed anything (G6).
+
+        Raises GroupElsewhere if the group reads the topics of another hub."""
         key = self.keys.member(self.incarnation)
-        yield Write({key: ABSENT}, ephemeral={key: self.member.dump()})
+        for attempt in range(ATTEMPTS_MAX):
+            expect, put = {key: ABSENT}, {}
+            if self.home is not None:
+                is_ours, version = yield from self._read_home(self.home)
+                # Expected, and not written again: members that join at the same time must not refuse one another.
+                expect[self.keys.home] = version
+                if not is_ours:
+                    put[self.keys.home] = self.home.dump()
+            try:
+                yield Write(expect, put, ephemeral={key: self.member.dump()})
+                break
+            except Conflict as conflict:  # of the hub's key: another hub's member was faster
+                if key in conflict.keys or attempt == ATTEMPTS_MAX - 1:
+                    raise
         yield from self._pin()
 
+    def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
+        """Whether the group is known to read this member's hub, and the version of the key that says so.
+
+        A group that has neither members nor checkpoints is deleted, or was never there: any hub may take its name. That
+        is safe although they are looked at one after the other: who writes a checkpoint that was not there also writes
+        this key, and so refuses a commit that expects it as it was read before."""
+        entry: Entry | None = yield Get(self.keys.home)
+        home = Home() if entry is None else Home.load(entry.key, entry.value)
+        if home.hub not in ("", ours.hub):
+            for prefix in (self.keys.members, self.keys.checkpoints):
+                if (yield Scan(prefix, limit=1)):
+                    raise GroupElsewhere(self.keys.group, home.place, ours.place)
+        return home.hub == ours.hub, ABSENT if entry is None else entry.version
+
     def _pin(self) -> Steps[None]:
-        topic = self.member.topic
+        topic, conflicts = self.member.topic, 0
         while True:
+            expect: dict[str, int] = {}
+            put: dict[str, bytes] = {}
+            if self.home is not None:
+                _, expect[self.keys.home] = yield from self._read_home(self.home)
+                put[self.keys.home] = self.home.dump()
+            starts = Starts()
+            if self.keeps_unread:
+                key = start_key(topic)
+                moved: Entry | None = yield Get(key)
+                starts = Starts() if moved is None else Starts.load(key, moved.value)
+                expect[key] = ABSENT if moved is None else moved.version
+                put[gate_key(topic)] = Gate(self.member.name, self.wall()).dump()
             found = yield Scan(f"{self.keys.checkpoints}{topic}/")
             there = {partition_of(entry.key)[1] for entry in found}
             missing = [number for number in range(self.member.partitions) if number not in there]
             if not missing:
                 return
-            put = {
-                self.keys.checkpoint(topic, number): Checkpoint(self.start_of(number), self.wall(), "start").dump()
-                for number in missing[: self.keys_max - 1]
-            }
+            for number in missing[: max(1, self.keys_max - PIN_KEYS)]:
+                key = self.keys.checkpoint(topic, number)
+                expect[key] = ABSENT
+                put[key] = Checkpoint(self.start_of(number, starts.of(number)), self.wall(), "start").dump()
             try:
-                yield Write(dict.fromkeys(put, ABSENT), put, is_quiet=True)
-            except Conflict:  # somebody else has written some of them: fewer are missing now
-                continue
+                yield Write(expect, put, is_quiet=True)
+            except Conflict:  # somebody else has written some of them, so that fewer are missing; or `start` has moved
+                conflicts += 1
+                if conflicts == ATTEMPTS_MAX:
+                    raise
 
     def look(self, now: float) -> Steps[bool]:
         """Read what is, do what follows from it. True if there is more to do at once."""

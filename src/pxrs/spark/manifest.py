@@ -52,6 +52,7 @@ from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.registry.contract import ABSENT, Entry, Registry
+from pxrs.registry.identity import fingerprint
 from pxrs.spark.outage import UNREACHABLE, ride_out
 from pxrs.spark.planning import Spans
 from pxrs.spark.staging import Feed, Staging
@@ -61,8 +62,6 @@ _logger = logging.getLogger(__name__)
 JOB: Final = "job-"
 """So begin the names of writes that are no streams."""
 _NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
-_REGISTRY: Final = "spark/registry"
-"""The key of the registry's own id."""
 _UNFINISHABLE: Final = (BatchRefused, InvalidRecord, SequenceGap, UnknownProducer)
 """What concerns one manifest. Everything else concerns the topic, or the place."""
 _DELETED_S: Final = 86_400.0
@@ -142,15 +141,6 @@ def _written_at(registry: Registry, topic: str) -> float:
         with contextlib.suppress(RegistryCorrupt):
             last = max(last, Manifest.load(entry).at)
     return last
-
-
-def fingerprint(registry: Registry) -> str:
-    """Tells two registries apart, or two namespaces of one: an id that it holds itself. By its address it could not be
-    told, which can be written in many ways."""
-    while (entry := registry.get(_REGISTRY)) is None:
-        with contextlib.suppress(Conflict):  # somebody else was first
-            registry.commit({_REGISTRY: ABSENT}, {_REGISTRY: uuid.uuid4().hex.encode()})
-    return entry.value.decode()
 
 
 def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:

@@ -43,7 +43,8 @@ from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, Group
 from pxrs.group.records import Checkpoint, partition_of
 from pxrs.hub import Hub
 from pxrs.log.contract import Source
-from pxrs.spark.manifest import RESTART, fingerprint, published_spans
+from pxrs.registry.identity import fingerprint
+from pxrs.spark.manifest import RESTART, published_spans
 from pxrs.spark.options import EARLIEST, LATEST, Offsets, ReadOptions
 from pxrs.spark.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.spark.planning import (
@@ -81,7 +82,8 @@ class Query:
         assert options.group is not None
         self.source: Source = hub.topic(options.where.topic).log
         self._options = options
-        self._registry = hub.registry
+        hub.join_registry()
+        self._registry, self._home = hub.registry, hub.join_registry
         self._changed = threading.Condition()
         self._lanes: dict[int, Lane] = {}
         self._fresh: dict[int, Lane] = {}
@@ -120,10 +122,11 @@ class Query:
                 group,
                 self.source,
                 self,
-                start_of=self._starts.__getitem__,
+                start_of=self._start_of,
                 name=None,
                 timings=timings,
                 is_alone=not self._options.is_shared,
+                home=self._home,
             )
             with self._registry.watch(member.keys.members) as watch:
                 try:
@@ -134,6 +137,12 @@ class Query:
                     if left <= 0:
                         raise
                     watch.wait(left)
+
+    def _start_of(self, number: int, first: int) -> int:
+        """first: what lies before it may be removed at any moment. Offsets that the user gave stay as they are: if one
+        lies before it, that is reported as DataLost, or logged."""
+        is_given = isinstance(self._options.starting, dict) and self._options.starting.get(number, -1) >= 0
+        return self._starts[number] if is_given else max(first, self._starts[number])
 
     # What Spark asks.
 

@@ -43,6 +43,7 @@ from pxrs.clock import boot_id
 from pxrs.errors import (
     CheckpointOutOfRange,
     DataLost,
+    HubMoved,
     OffsetOutOfRange,
     OffsetTrimmed,
     TopicDeleted,
@@ -277,6 +278,9 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
         for each in part.ranges:
             for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
                 yield from _rows(batch, each.partition, part.columns)
+    except HubMoved:
+        _topic.cache_clear()  # the next try of the task opens what is there now
+        raise
     except UnknownTopic as error:
         if isinstance(error, TopicDeleted) and error.advice:
             raise

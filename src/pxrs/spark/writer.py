@@ -20,7 +20,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from pxrs.clock import boot_id
-from pxrs.errors import BatchRefused, InvalidOption, InvalidRecord, LogError
+from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, LogError
 from pxrs.hub import Hub, TopicHandle
 from pxrs.model import Topic
 from pxrs.spark.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
@@ -210,7 +210,11 @@ class Publishers:
         self._hubs[place] = hub, publishers  # the last one
         if len(self._hubs) > self._hubs_max:
             self._close(next(iter(self._hubs)))
-        _find_topic(hub, where.topic, topic_id)
+        try:
+            _find_topic(hub, where.topic, topic_id)
+        except HubMoved:  # the next try opens what is there now
+            self._close(place)
+            raise
         publisher = publishers.get(where.topic)
         if publisher is None or publisher.topic_id != topic_id:
             publisher = publishers[where.topic] = _first_publisher(hub, where, topic_id)
@@ -240,7 +244,8 @@ def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
 
 
 def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
-    """One that has cleaned up."""
+    """One that has cleaned up. Raises WrongRegistry: with another registry it would not find what was published."""
+    hub.check_registry()
     staging = Staging(where.url)
     publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
     publisher.finish_others()

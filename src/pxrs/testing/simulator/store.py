@@ -75,12 +75,12 @@ class SimulatedStore:
         match request.operation:
             case Get(key):
                 request.result = self.state.get(key)
-            case Scan(prefix):
-                found = self.state.scan(prefix, None, None)
+            case Scan(prefix, after, limit):
+                found = self.state.scan(prefix, after, None)
                 if self.scans_in_two_moments and request.first is None:
                     request.first = found
                     return
-                request.result = found if request.first is None else self._mix(request.first, found)
+                request.result = (found if request.first is None else self._mix(request.first, found))[:limit]
             case Write() as write:
                 self._write(request, write)
         request.is_applied = True
