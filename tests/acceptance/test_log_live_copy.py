@@ -184,15 +184,35 @@ def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(fast
 
         def work(path: Path = path, step: int = step) -> None:
             with faults.counted(faults.Steps(step, faults.kill)):
-                opened(path).end(0)
+                opened(path).append([Append(0, records([b"first"]))])
 
         with faults.child(work) as pid:
             code = faults.wait_exit(pid)
         late = opened(path)
-        assert read(late) == {at: value(at) for at in range((size - 1000) // (size // 10))}
-        assert late.append([Append(0, records([b"next"]))]) == [10]
+        whole = {at: value(at) for at in range((size - 1000) // (size // 10))}
+        assert read(late) in (whole, {**whole, 10: b"first"})
+        end = late.end(0)
+        assert end == (11 if code == 0 else max(end, 10))
+        assert late.append([Append(0, records([b"next"]))]) == [end]
+        assert read(opened(path)) in ({**whole, 10: b"next"}, {**whole, 10: b"first", 11: b"next"})
         assert findings(path) == []
     assert step > 20
+
+
+def test_reading_changes_nothing_so_that_missing_bytes_can_be_put_back(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    append(topic, 10)
+    (tail,) = partition(tmp_path).glob("*.log")
+    whole = tail.read_bytes()
+    os.truncate(tail, len(whole) - 1000)
+    late = opened(tmp_path)
+    assert (len(read(late)), late.end(0)) == (8, 10)
+    assert late.wait({0: 10}, 0) == set()
+    assert late.offset_at(0, 1 << 60) == 10
+    assert findings(tmp_path) != [], "the checker tells as long as nobody has appended"
+    tail.write_bytes(whole)
+    assert read(opened(tmp_path)) == {at: value(at) for at in range(10)}
+    assert findings(tmp_path) == []
 
 
 def test_real_damage_in_a_short_file_is_an_error_and_nothing_is_cut(

@@ -55,7 +55,7 @@ _OPTIONS: Final = {
 
 _SCHEMA_BYTES: Final = SCHEMA.serialize().size
 _NOTHING: Final = pa.py_buffer(b"")
-_NO_RECORDS: Final = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
+NO_RECORDS: Final = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
 _NO_TIME: Final = -(1 << 63)
 
 
@@ -302,7 +302,7 @@ def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> p
     """The records of the frame whose bytes begin `data`, checked, without a copy. Raises DamagedFrame."""
     check_payload(header, memoryview(data), file, position)
     if header.is_gap:
-        return _NO_RECORDS
+        return NO_RECORDS
     try:
         records = pa.ipc.read_record_batch(data.slice(header.header_bytes, header.payload_bytes), SCHEMA)
     except (pa.ArrowInvalid, OSError) as error:

@@ -40,6 +40,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import pyarrow as pa
@@ -72,7 +73,7 @@ from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, l
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
 from pxrs.log.reading import Reader, headers_of, pread
-from pxrs.log.recovery import Scanned, scan, whole_behind
+from pxrs.log.recovery import Scanned, check_short, scan, whole_behind
 from pxrs.log.segment import (
     Sealed,
     begins_an_append_behind,
@@ -118,6 +119,8 @@ class Partition:
         self._tail = _Tail(-1)
         self._looked_at = -1
         """The last segment of which this process has seen that no published byte is missing."""
+        self._short: tuple[Published, Published] | None = None
+        """What is published though bytes of it are missing, and what of that can be read."""
         self.reader = Reader(folder, place, place_id, self.published)
 
     def published(self) -> Published:
@@ -129,19 +132,46 @@ class Partition:
                 published = self._current()
         elif published.segment != self._looked_at:  # once for each segment
             if self._is_short(published):
-                published = self._recovered(published)
+                return self._without_missing(published)
             self._looked_at = published.segment
         return published
 
-    def _recovered(self, published: Published) -> Published:
-        """What is published after a recovery. As it was if that is not possible: whoever reads what is missing is told,
-        and the rest stays readable."""
-        try:
-            with self._exclusive():
-                return self._current()
-        except DamagedFrame as damage:
-            _logger.warning("%s: %s", self.place, damage)
-            return published
+    def _without_missing(self, published: Published) -> Published:
+        """What may be read although published bytes are missing. Changes nothing on disk: somebody may yet put the
+        missing bytes back, and only an append has to know where it goes.
+
+        As it was if the partition is damaged: whoever reads what is missing is told, and the rest stays readable."""
+        again = self._published.read()
+        if again is None or again != published:  # it was rolled and retained meanwhile
+            return self.published()
+        if self._short is None or self._short[0] != published:
+            readable = published
+            try:
+                base = self._last_base(published)
+                path = segment_path(self.folder, base)
+                data = pa.py_buffer(Path(path).read_bytes())
+                scanned = scan(data, path, base, self._place_id)
+                if scanned.end < published.end:
+                    check_short(data, path, base, scanned, published, self._place_id)
+                    self._tell_short(path, scanned.end, published.end)
+                readable = published._replace(
+                    segment=base, segment_bytes=scanned.position, whole_end=min(scanned.end, published.end)
+                )
+            except DamagedFrame as damage:
+                _logger.warning("%s: %s", self.place, damage)
+            self._short = published, readable
+        return self._short[1]
+
+    def _tell_short(self, path: str, whole_end: int, end: int) -> None:
+        _logger.warning(
+            "%s: %s ends at offset %d, and messages up to %d were published: it looks like a copy that was made while "
+            "the log was appended to; the %d offsets between belong to no message",
+            self.place,
+            path,
+            whole_end,
+            end,
+            end - whole_end,
+        )
 
     # Appending.
 
@@ -407,28 +437,13 @@ class Partition:
             scanned = scan(data, path, base, self._place_id)
             if is_lossy:
                 return self._recover_lossy(descriptor, data, base, scanned, max(reserved, last.end))
-            if scanned.damage is not None and begins_an_append_behind(
-                data, path, scanned.position, scanned.end, self._place_id
-            ):
-                raise scanned.damage
             if scanned.end < last.end:
-                if last.segment == base and data.size >= last.segment_bytes:
-                    raise scanned.damage or DamagedFrame(
-                        path,
-                        scanned.position,
-                        f"it ends at offset {scanned.end}, and messages up to {last.end} were published",
-                    )
-                _logger.warning(
-                    "%s: %s ends at offset %d, and messages up to %d were published: it looks like a copy that was "
-                    "made while the log was appended to; the %d offsets between belong to no message from now on",
-                    self.place,
-                    path,
-                    scanned.end,
-                    last.end,
-                    last.end - scanned.end,
-                )
+                check_short(data, path, base, scanned, last, self._place_id)
+                self._tell_short(path, scanned.end, last.end)
                 return self._go_on_behind(base, scanned.found, scanned.end, last.end)
             if scanned.damage is not None:
+                if begins_an_append_behind(data, path, scanned.position, scanned.end, self._place_id):
+                    raise scanned.damage
                 os.ftruncate(descriptor, scanned.position)
             disk.sync_data(descriptor)
             disk.sync_folder(self.folder)

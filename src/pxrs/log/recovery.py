@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, check_payload, read_header
-from pxrs.log.segment import frames, next_frame
+from pxrs.log.published import Published
+from pxrs.log.segment import begins_an_append_behind, frames, next_frame
 
 
 class Scanned(NamedTuple):
@@ -75,6 +76,17 @@ def _whole(data: pa.Buffer, path: str, begin: int, offset: int, place: int) -> I
         check_payload(header, view[at : at + header.frame_bytes], path, at)
         yield at, header
         offset = header.next_offset
+
+
+def check_short(data: pa.Buffer, path: str, base: int, scanned: Scanned, last: Published, place: int) -> None:
+    """Of a segment whose whole frames end before what was published: that its file ends too early, as in a copy that
+    was made under load. Raises DamagedFrame if no byte is missing, or if whole appends lie behind the damage."""
+    if scanned.damage is not None and begins_an_append_behind(data, path, scanned.position, scanned.end, place):
+        raise scanned.damage
+    if last.segment == base and data.size >= last.segment_bytes:
+        raise scanned.damage or DamagedFrame(
+            path, scanned.position, f"it ends at offset {scanned.end}, and messages up to {last.end} were published"
+        )
 
 
 def whole_behind(
