@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 import pxrs
@@ -21,6 +22,7 @@ from pxrs.log.check import check
 from pxrs.log.contract import Append
 from pxrs.log.directory import DirectoryLog, DirectoryTopic
 from pxrs.log.published import PublishedFile
+from pxrs.log.segment import frames
 from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.log_contract import records
@@ -170,12 +172,20 @@ def test_a_copy_that_ends_within_a_frame_keeps_the_frames_before_it(
     assert findings(tmp_path) == []
 
 
-def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(fast: Path) -> None:
-    new_topic(fast / "hub")
-    append(opened(fast / "hub"), 10)
-    (tail,) = partition(fast / "hub").glob("*.log")
-    size = tail.stat().st_size
-    os.truncate(tail, size - 1000)
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 4096], ids=["bytes are missing", "segments are missing"])
+def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(segment_bytes: int, fast: Path) -> None:
+    topic = new_topic(fast / "hub", segment_bytes=segment_bytes)
+    append(topic, 14)
+    end, whole = topic.end(0), 2
+    first, *others = sorted(partition(fast / "hub").glob("*.log"))
+    assert bool(others) == (segment_bytes == 4096)
+    for other in others:
+        other.unlink()
+        other.with_suffix(".producers").unlink()
+    for index in partition(fast / "hub").glob("*.index"):
+        index.unlink()
+    data = pa.py_buffer(first.read_bytes())
+    os.truncate(first, [at for at, _ in frames(data, "", 0, data.size)][whole] + 100)
     step, code = 0, -1
     while code != 0:
         step += 1
@@ -189,13 +199,14 @@ def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(fast
         with faults.child(work) as pid:
             code = faults.wait_exit(pid)
         late = opened(path)
-        whole = {at: value(at) for at in range((size - 1000) // (size // 10))}
-        assert read(late) in (whole, {**whole, 10: b"first"})
-        end = late.end(0)
-        assert end == (11 if code == 0 else max(end, 10))
-        assert late.append([Append(0, records([b"next"]))]) == [end]
-        assert read(opened(path)) in ({**whole, 10: b"next"}, {**whole, 10: b"first", 11: b"next"})
+        kept = {at: value(at) for at in range(whole)}
+        assert read(late) in (kept, {**kept, end: b"first"})
+        next_offset = late.end(0)
+        assert late.append([Append(0, records([b"next"]))]) == [next_offset]
+        assert read(opened(path)) in ({**kept, end: b"next"}, {**kept, end: b"first", end + 1: b"next"})
         assert findings(path) == []
+        shutil.rmtree(path)
+    assert next_offset == end + 1
     assert step > 20
 
 

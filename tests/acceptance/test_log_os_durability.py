@@ -20,7 +20,7 @@ from pxrs.log.batch import Origin, read_header, read_payload
 from pxrs.log.check import check
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.directory import DirectoryLog
-from pxrs.log.partition import RESERVED_OFFSETS
+from pxrs.log.reserved import RESERVED_OFFSETS
 from pxrs.log.segment import next_frame
 from pxrs.model import Topic
 from pxrs.testing import power

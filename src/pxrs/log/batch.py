@@ -11,6 +11,7 @@ Frames of format 1 do neither; they are read as before. Frames of both formats m
 from __future__ import annotations
 
 import struct
+import time
 import uuid
 from typing import Final, NamedTuple
 
@@ -188,6 +189,11 @@ def _serialize(records: pa.RecordBatch, codec: str) -> pa.Buffer:
         writer.write_batch(records)
         end = sink.tell()
     return sink.getvalue()[_SCHEMA_BYTES:end]
+
+
+def wall_time_us() -> int:
+    """What a frame is stamped with when it is stored: microseconds since 1970."""
+    return time.time_ns() // 1000
 
 
 def place_id(topic_id: str, partition: int) -> int:

@@ -25,11 +25,11 @@ from pxrs.errors import DamagedFrame, InvalidUrl, LogError, MisplacedFile
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, place_id, read_header, read_payload
 from pxrs.log.directory import DirectoryLog
 from pxrs.log.index import Index
-from pxrs.log.partition import read_reserved
 from pxrs.log.producers import load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import NOTHING, Published, PublishedFile
-from pxrs.log.recovery import next_run
+from pxrs.log.reserved import read_reserved
+from pxrs.log.scanning import next_run
 from pxrs.log.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
 from pxrs.model import TOPIC_NAME, Topic
 
