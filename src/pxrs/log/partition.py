@@ -20,12 +20,16 @@ A writer may also die after it made the next segment and before it published tha
 were it to go on in the old segment, the empty one would stand for the offsets that it gets.
 The folder of a deleted topic is gone for good, and one of the same name has another: an append looks for it.
 After another boot the published end is rebuilt: the last segment is checked frame by frame, cut where the one unsynced
-append is torn, and synced. Damage that a later append proves to be older is reported, never cut (F5).
+append is torn, and synced. Damage that a later append proves to be older is reported, never cut (F5). So the end is
+found too if `published` is damaged, older than the segments, or says more than is there (`recovery.py`).
 
 With durability "os" an append is not synced; a segment is, before the next one is made. So a power loss takes of the
 last segment whatever the system had not written yet, also what readers have seen and checkpoints count. Its offsets are
 never given to other messages: they are reserved on disk in advance, many at a time, and after another boot what is left
 of a reservation becomes a gap, which readers pass over (docs/decisions/0008).
+
+Every file names the partition by its `place_id`. One that belongs elsewhere, after a mistake in a restore, raises
+MisplacedFile before anything is cut by what it says (docs/decisions/0009).
 """
 
 from __future__ import annotations
