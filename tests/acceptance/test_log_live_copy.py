@@ -244,6 +244,20 @@ def test_real_damage_in_a_short_file_is_an_error_and_nothing_is_cut(
     assert sizes(tmp_path) == before
 
 
+def test_damage_in_the_last_published_frame_is_no_copy(tmp_path: Path, boot: Callable[[], None]) -> None:
+    """No byte is missing, so it is an error, and not a gap."""
+    topic = new_topic(tmp_path)
+    append(topic, 10)
+    (tail,) = partition(tmp_path).glob("*.log")
+    data = bytearray(tail.read_bytes())
+    data[-100] ^= 1
+    tail.write_bytes(data)
+    boot()
+    with pytest.raises(DamagedFrame, match="payload"):
+        opened(tmp_path).append([Append(0, records([b"next"]))])
+    assert tail.read_bytes() == data
+
+
 @pytest.mark.parametrize("removed", [1, 2])
 def test_segments_that_somebody_removed_are_an_error_and_no_copy(
     removed: int, tmp_path: Path, maybe_boot: Callable[[], None]

@@ -174,15 +174,16 @@ class DirectoryLog(Log):
             self._open.clear()
 
     def _meta(self, name: str) -> Topic | None:
-        path = self._topics / name / _META
+        folder = self._topics / name
         try:
-            topic = read_topic(path)
-            folder = os.path.basename(os.readlink(path.parent)) if path.parent.is_symlink() else topic.id
+            if folder.is_symlink():  # followed once: a topic that is made meanwhile under the same name has another one
+                folder = self._logs / os.path.basename(os.readlink(folder))
+            topic = read_topic(folder / _META)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if (topic.name, topic.id) != (name, folder):
+        if topic.name != name or (folder.parent == self._logs and folder.name != topic.id):
             raise MisplacedFile(
-                str(path), 0, f"it describes topic {topic.name} with the id {topic.id}, and lies in {name}, {folder}"
+                str(folder / _META), 0, f"it describes topic {topic.name}, id {topic.id}, and lies where {name} is"
             )
         return topic
 

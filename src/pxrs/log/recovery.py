@@ -204,7 +204,11 @@ class Recovery:
         part of the log."""
         path = segment_path(self.folder, end)
         if found:
-            producers = self.producers_before(base)
+            try:
+                producers = self.producers_before(base)
+            except DamagedFrame as damage:
+                _logger.warning("%s: producers from before offset %d are forgotten: %s", self.place, base, damage)
+                producers = Producers(forgotten=base - 1)
             producers.note_all((header for _, header in found), time.time())
             write_beside(producers_path(path), dump_producers(producers, self._place_id, end), is_durable=True)
         gap = self._gap(end, until)
