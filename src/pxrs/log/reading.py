@@ -111,7 +111,7 @@ class Reader:
                 if header.next_offset > offset:
                     records = read_payload(header, data.slice(at - origin, header.frame_bytes), path, at)
                     yield _batch(header, records, offset)
-            if published.whole_end is not None:
+            if published.whole_end is not None and published.whole_end < published.end:
                 yield Batch(max(offset, published.whole_end), NO_RECORDS, _NO_OFFSETS, published.end), HEADER_BYTES
             if end < published.segment_bytes:
                 raise DamagedFrame(path, end, f"{published.segment_bytes - end:,} published bytes are missing")

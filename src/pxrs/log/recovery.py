@@ -43,8 +43,10 @@ class Recovery:
     def is_short(self, published: Published) -> bool:
         """Whether published bytes are missing: in a copy that was made while the log was appended to, or because
         somebody removed them."""
-        path = segment_path(self.folder, published.segment)
-        return _size(path) < published.segment_bytes or not os.path.exists(path)
+        try:
+            return os.stat(segment_path(self.folder, published.segment)).st_size < published.segment_bytes
+        except FileNotFoundError:
+            return True
 
     def without_missing(self, published: Published) -> Published:
         """What may be read although published bytes are missing. Changes nothing on disk: somebody may yet put the
