@@ -310,7 +310,8 @@ def test_damage_is_never_a_wrong_message_and_the_rest_stays_readable(tmp_path: P
         damaged = bytearray(original)
         at = dice.randrange(len(damaged))
         bounds = found_in[file]
-        if dice.random() < 0.8:
+        is_short = dice.random() >= 0.8
+        if not is_short:
             damaged[at] ^= 1 << dice.randrange(8)
             hit = {header.base_offset for header, begin in bounds if begin <= at < begin + header.frame_bytes}
         else:
@@ -334,7 +335,11 @@ def test_damage_is_never_a_wrong_message_and_the_rest_stays_readable(tmp_path: P
                 continue
             for batch in found:
                 rows = batch.records.column("value").to_pylist()
-                assert rows == sent[batch.base_offset : batch.next_offset]
+                if batch.until is not None:  # a gap: the last segment ends too early, as in a copy made under load
+                    assert (is_short, file, rows, batch.next_offset) == (True, files[-1], [], len(sent))
+                    missed |= set(range(batch.base_offset, batch.next_offset))
+                else:
+                    assert rows == sent[batch.base_offset : batch.next_offset]
                 offset = batch.next_offset
         assert places <= {str(file)}
         assert missed <= hit, f"byte {at} of {file}"

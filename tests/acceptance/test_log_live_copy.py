@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 import pxrs
@@ -21,6 +22,7 @@ from pxrs.log.check import check
 from pxrs.log.contract import Append
 from pxrs.log.directory import DirectoryLog, DirectoryTopic
 from pxrs.log.published import PublishedFile
+from pxrs.log.segment import frames
 from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.log_contract import records
@@ -170,12 +172,20 @@ def test_a_copy_that_ends_within_a_frame_keeps_the_frames_before_it(
     assert findings(tmp_path) == []
 
 
-def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(fast: Path) -> None:
-    new_topic(fast / "hub")
-    append(opened(fast / "hub"), 10)
-    (tail,) = partition(fast / "hub").glob("*.log")
-    size = tail.stat().st_size
-    os.truncate(tail, size - 1000)
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 4096], ids=["bytes are missing", "segments are missing"])
+def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(segment_bytes: int, fast: Path) -> None:
+    topic = new_topic(fast / "hub", segment_bytes=segment_bytes)
+    append(topic, 14)
+    end, whole = topic.end(0), 2
+    first, *others = sorted(partition(fast / "hub").glob("*.log"))
+    assert bool(others) == (segment_bytes == 4096)
+    for other in others:
+        other.unlink()
+        other.with_suffix(".producers").unlink()
+    for index in partition(fast / "hub").glob("*.index"):
+        index.unlink()
+    data = pa.py_buffer(first.read_bytes())
+    os.truncate(first, [at for at, _ in frames(data, "", 0, data.size)][whole] + 100)
     step, code = 0, -1
     while code != 0:
         step += 1
@@ -184,15 +194,36 @@ def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(fast
 
         def work(path: Path = path, step: int = step) -> None:
             with faults.counted(faults.Steps(step, faults.kill)):
-                opened(path).end(0)
+                opened(path).append([Append(0, records([b"first"]))])
 
         with faults.child(work) as pid:
             code = faults.wait_exit(pid)
         late = opened(path)
-        assert read(late) == {at: value(at) for at in range((size - 1000) // (size // 10))}
-        assert late.append([Append(0, records([b"next"]))]) == [10]
+        kept = {at: value(at) for at in range(whole)}
+        assert read(late) in (kept, {**kept, end: b"first"})
+        next_offset = late.end(0)
+        assert late.append([Append(0, records([b"next"]))]) == [next_offset]
+        assert read(opened(path)) in ({**kept, end: b"next"}, {**kept, end: b"first", end + 1: b"next"})
         assert findings(path) == []
+        shutil.rmtree(path)
+    assert next_offset == end + 1
     assert step > 20
+
+
+def test_reading_changes_nothing_so_that_missing_bytes_can_be_put_back(tmp_path: Path) -> None:
+    topic = new_topic(tmp_path)
+    append(topic, 10)
+    (tail,) = partition(tmp_path).glob("*.log")
+    whole = tail.read_bytes()
+    os.truncate(tail, len(whole) - 1000)
+    late = opened(tmp_path)
+    assert (len(read(late)), late.end(0)) == (8, 10)
+    assert late.wait({0: 10}, 0) == set()
+    assert late.offset_at(0, 1 << 60) == 10
+    assert findings(tmp_path) != [], "the checker tells as long as nobody has appended"
+    tail.write_bytes(whole)
+    assert read(opened(tmp_path)) == {at: value(at) for at in range(10)}
+    assert findings(tmp_path) == []
 
 
 def test_real_damage_in_a_short_file_is_an_error_and_nothing_is_cut(
@@ -211,6 +242,20 @@ def test_real_damage_in_a_short_file_is_an_error_and_nothing_is_cut(
     with pytest.raises(DamagedFrame):
         read(opened(tmp_path))
     assert sizes(tmp_path) == before
+
+
+def test_damage_in_the_last_published_frame_is_no_copy(tmp_path: Path, boot: Callable[[], None]) -> None:
+    """No byte is missing, so it is an error, and not a gap."""
+    topic = new_topic(tmp_path)
+    append(topic, 10)
+    (tail,) = partition(tmp_path).glob("*.log")
+    data = bytearray(tail.read_bytes())
+    data[-100] ^= 1
+    tail.write_bytes(data)
+    boot()
+    with pytest.raises(DamagedFrame, match="payload"):
+        opened(tmp_path).append([Append(0, records([b"next"]))])
+    assert tail.read_bytes() == data
 
 
 @pytest.mark.parametrize("removed", [1, 2])

@@ -16,12 +16,12 @@ import pytest
 import pxrs
 from pxrs import disk
 from pxrs.errors import DamagedFrame, InvalidTopic
-from pxrs.log.batch import Origin, read_header, read_payload
+from pxrs.log.batch import Origin, encode, header_bytes, padding, place_id, read_header, read_payload
 from pxrs.log.check import check
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.directory import DirectoryLog
-from pxrs.log.partition import RESERVED_OFFSETS
-from pxrs.log.segment import next_frame
+from pxrs.log.reserved import RESERVED_OFFSETS
+from pxrs.log.segment import frames, next_frame
 from pxrs.model import Topic
 from pxrs.testing import power
 from pxrs.testing.log_contract import records
@@ -143,6 +143,39 @@ def test_after_a_boot_whole_messages_between_two_damaged_ones_are_kept(
     boot()
     found, damaged = read(DirectoryLog(tmp_path).topic("t"))
     assert (found.keys(), damaged) == (set(range(50)) - {7, 30, 31, 48}, [7, 30, 31, 48])
+
+
+def test_after_a_boot_a_frame_that_somebody_sent_as_a_message_is_not_taken_for_one(
+    tmp_path: Path, boot: Callable[[], None]
+) -> None:
+    forged = encode(records([b"forged"]))
+    topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
+    header = header_bytes(forged, 2, place=place_id(topic.id, 0), stored_at=0)
+    frame = header + forged.data.to_pybytes() + padding(forged)
+    copies = b"".join(bytes(shift) + frame + bytes(32 - shift) for shift in range(0, 32, 8))  # one will be aligned
+    for sent in (b"0", copies, b"2", b"3"):
+        topic.append([Append(0, records([sent]))])
+    data = pa.py_buffer(tail(tmp_path).read_bytes())
+    second, third = [at for at, _ in frames(data, "", 0, data.size)][1:3]
+    assert second < next_frame(memoryview(data), "", second + 32, data.size) < third, "a copy is aligned"
+    flip(tail(tmp_path), second + 200)
+    boot()
+    assert read(DirectoryLog(tmp_path).topic("t")) == ({0: b"0", 2: b"2", 3: b"3"}, [1])
+
+
+def test_an_older_reservation_gives_no_published_offset_again(tmp_path: Path, boot: Callable[[], None]) -> None:
+    """As in a copy of which `reserved` was made before `published`."""
+    topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
+    topic.append([Append(0, records([b"first"]))])
+    reserved = tail(tmp_path).parent / "reserved"
+    older = reserved.read_bytes()
+    topic.append([Append(0, records([b"x"] * (RESERVED_OFFSETS + 5)))])
+    assert reserved.read_bytes() != older
+    reserved.write_bytes(older)
+    end = topic.end(0)
+    lose_the_last_byte(tmp_path)
+    boot()
+    assert DirectoryLog(tmp_path).topic("t").append([Append(0, records([b"next"]))])[0] >= end
 
 
 def test_no_append_is_synced_and_offsets_are_reserved_many_at_a_time(

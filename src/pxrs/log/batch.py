@@ -41,13 +41,12 @@ _NO_BYTES: Final = NO_PRODUCER.bytes
 _START: Final = struct.Struct("<4sBBH")
 _FIELDS: Final = "IIQqq16sIIQQII"
 _HEADER: Final = struct.Struct(f"<4sBBH{_FIELDS}Qq16x")
-_HEADER_1: Final = struct.Struct(f"<4sBBH{_FIELDS}")
 _CHECKSUM: Final = struct.Struct("<Q")
-HEADER_BYTES: Final = _HEADER.size + _CHECKSUM.size
+_LAYOUTS: Final = {1: struct.Struct(f"<4sBBH{_FIELDS}Q"), 2: struct.Struct(f"<4sBBH{_FIELDS}Qq16xQ")}
+"""Of whole headers by their format. The last field is always the checksum of all before it."""
+HEADER_BYTES: Final = _LAYOUTS[FORMAT].size
 """Of a frame of format 2, which is the longest."""
-HEADER_BYTES_MIN: Final = _HEADER_1.size + _CHECKSUM.size
-"""Of a frame of format 1."""
-_LAYOUTS: Final = {1: _HEADER_1, 2: _HEADER}
+HEADER_BYTES_MIN: Final = _LAYOUTS[1].size
 _OPTIONS: Final = {
     codec: pa.ipc.IpcWriteOptions(compression=None if codec == "none" else codec, use_threads=False) for codec in CODECS
 }
@@ -55,7 +54,7 @@ _OPTIONS: Final = {
 
 _SCHEMA_BYTES: Final = SCHEMA.serialize().size
 _NOTHING: Final = pa.py_buffer(b"")
-_NO_RECORDS: Final = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
+NO_RECORDS: Final = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
 _NO_TIME: Final = -(1 << 63)
 
 
@@ -245,26 +244,16 @@ def read_header(data: bytes | memoryview, file: str, position: int, place: int |
     another partition than `place`, where that is given.
 
     `data` need not hold more than the header: HEADER_BYTES, or what is left of the file."""
-    if len(data) < HEADER_BYTES_MIN:
-        raise DamagedFrame(file, position, f"{len(data)} bytes are too few for a frame's header")
-    magic, version, codec, length = _START.unpack_from(data)
-    if magic != MAGIC:
-        raise DamagedFrame(file, position, "no frame begins here")
-    if not HEADER_BYTES_MIN <= length <= len(data):
-        raise DamagedFrame(file, position, f"a header of {length} bytes, and {len(data)} are there")
-    (checksum,) = _CHECKSUM.unpack_from(data, length - _CHECKSUM.size)
-    if xxhash.xxh3_64_intdigest(data[: length - _CHECKSUM.size]) != checksum:
-        raise DamagedFrame(file, position, "the header's checksum does not match")
-    layout = _LAYOUTS.get(version)
-    if layout is None:
-        raise DamagedFrame(file, position, f"a frame of format {version}, which this version does not read")
-    if length != layout.size + _CHECKSUM.size:
+    layout = _LAYOUTS.get(data[4]) if len(data) >= HEADER_BYTES_MIN else None
+    if layout is None or len(data) < layout.size:
+        raise DamagedFrame(file, position, _unreadable(data))
+    magic, _, codec, length, frame, rows, base, first, last, *rest, checksum = layout.unpack_from(data)
+    if magic != MAGIC or xxhash.xxh3_64_intdigest(data[: layout.size - _CHECKSUM.size]) != checksum:
+        raise DamagedFrame(file, position, _unreadable(data))
+    producer, epoch, schema, sequence, digest, size, follows, *added = rest
+    if codec >= len(CODECS) or frame != _padded(length + size) or length != layout.size or not rows:
         raise DamagedFrame(file, position, "the header contradicts itself")
-    fields = layout.unpack_from(data)
-    _, _, _, _, frame, rows, base, first, last, producer, epoch, schema, sequence, digest, size, follows = fields[:16]
-    if codec >= len(CODECS) or frame != _padded(length + size) or not rows:
-        raise DamagedFrame(file, position, "the header contradicts itself")
-    written_for, stored_at = (None, last) if version == 1 else fields[16:]
+    written_for, stored_at = added or (None, last)
     if place is not None and written_for is not None and written_for != place:
         raise MisplacedFile(file, position, "the frame was written for another topic or partition")
     return Header(
@@ -287,6 +276,21 @@ def read_header(data: bytes | memoryview, file: str, position: int, place: int |
     )
 
 
+def _unreadable(data: bytes | memoryview) -> str:
+    """Why no header of a known format can be read from the beginning of `data`."""
+    if len(data) < HEADER_BYTES_MIN:
+        return f"{len(data)} bytes are too few for a frame's header"
+    magic, version, _, length = _START.unpack_from(data)
+    if magic != MAGIC:
+        return "no frame begins here"
+    if not HEADER_BYTES_MIN <= length <= len(data):
+        return f"a header of {length} bytes, and {len(data)} are there"
+    (checksum,) = _CHECKSUM.unpack_from(data, length - _CHECKSUM.size)
+    if version not in _LAYOUTS and xxhash.xxh3_64_intdigest(data[: length - _CHECKSUM.size]) == checksum:
+        return f"a frame of format {version}, which this version does not read"
+    return "the header's checksum does not match"
+
+
 def check_payload(header: Header, data: memoryview, file: str, position: int) -> None:
     """That the frame whose bytes begin `data` is whole, by its checksum. Raises DamagedFrame."""
     if len(data) < header.frame_bytes:
@@ -302,7 +306,7 @@ def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> p
     """The records of the frame whose bytes begin `data`, checked, without a copy. Raises DamagedFrame."""
     check_payload(header, memoryview(data), file, position)
     if header.is_gap:
-        return _NO_RECORDS
+        return NO_RECORDS
     try:
         records = pa.ipc.read_record_batch(data.slice(header.header_bytes, header.payload_bytes), SCHEMA)
     except (pa.ArrowInvalid, OSError) as error:

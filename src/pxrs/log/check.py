@@ -28,11 +28,11 @@ from pxrs.log.contract import DamagedTopic
 from pxrs.log.description import look_up
 from pxrs.log.directory import DirectoryLog
 from pxrs.log.index import Index
-from pxrs.log.partition import read_reserved
 from pxrs.log.producers import load_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import NOTHING, Published, PublishedFile
-from pxrs.log.recovery import next_run
+from pxrs.log.reserved import read_reserved
+from pxrs.log.scanning import next_run
 from pxrs.log.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
 from pxrs.log.start import missing_before, read_start
 from pxrs.model import TOPIC_NAME, Topic

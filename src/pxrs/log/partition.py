@@ -22,12 +22,16 @@ were it to go on in the old segment, the empty one would stand for the offsets t
 The folder of a deleted topic is gone for good, and a later topic of the same name has another one. An append looks
 whether its files are still in place, and fails if they are not; `DirectoryTopic` tells a deletion from damage.
 After another boot the published end is rebuilt: the last segment is checked frame by frame, cut where the one unsynced
-append is torn, and synced. Damage that a later append proves to be older is reported, never cut (F5).
+append is torn, and synced. Damage that a later append proves to be older is reported, never cut (F5). So the end is
+found too if `published` is damaged, older than the segments, or says more than is there (`recovery.py`).
 
 With durability "os" an append is not synced; a segment is, before the next one is made. So a power loss takes of the
 last segment whatever the system had not written yet, also what readers have seen and checkpoints count. Its offsets are
 never given to other messages: they are reserved on disk in advance, many at a time, and after another boot what is left
 of a reservation becomes a gap, which readers pass over (docs/decisions/0008).
+
+Every file names the partition by its `place_id`. One that belongs elsewhere, after a mistake in a restore, raises
+MisplacedFile before anything is cut by what it says (docs/decisions/0009).
 """
 
 from __future__ import annotations
@@ -53,40 +57,36 @@ from pxrs.errors import (
     DamagedFrame,
     LogBusy,
     LogError,
-    MisplacedFile,
     SequenceGap,
     UnknownProducer,
 )
 from pxrs.log.batch import (
-    GAP_ROWS_MAX,
     Header,
     Origin,
     Payload,
     check_payload,
-    gap_bytes,
     header_bytes,
     padding,
     read_header,
 )
-from pxrs.log.index import Index, read_with_checksum, stored_time, with_checksum, write_beside
-from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, load_producers, producers_path
+from pxrs.log.index import Index, stored_time, write_beside
+from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published, PublishedFile
 from pxrs.log.reading import Reader, headers_of, pread
-from pxrs.log.recovery import Scanned, scan, whole_behind
+from pxrs.log.recovery import Recovery
+from pxrs.log.reserved import RESERVED, RESERVED_OFFSETS, dump_reserved, read_reserved
 from pxrs.log.segment import (
     Sealed,
-    begins_an_append_behind,
     frames,
     index_path,
+    pwrite_all,
     segment_bases,
     segment_path,
 )
 from pxrs.log.start import write_start
 
 LOCK_PAUSE_S_MAX: Final = 0.005
-RESERVED: Final = "reserved"
-RESERVED_OFFSETS: Final = 1 << 16
 _logger = logging.getLogger(__name__)
 
 
@@ -133,6 +133,9 @@ class Partition:
         self._looked_at = -1
         """The last segment of which this process has seen that no published byte is missing."""
         self.reader = Reader(folder, place, place_id, self.published, is_retained=is_retained)
+        self._recovery = Recovery(
+            folder, place, place_id, self._published, is_synced=is_synced, known_start=self.reader.known_start
+        )
 
     def published(self) -> Published:
         """What may be read; rebuilt first if nothing was published since the machine started, or if not all of it is
@@ -142,20 +145,12 @@ class Partition:
             with self._exclusive():
                 published = self._current()
         elif published.segment != self._looked_at:  # once for each segment
-            if self._is_short(published):
-                published = self._recovered(published)
+            if self._recovery.is_short(published):
+                # Unless it was rolled and retained meanwhile.
+                again = self._published.read()
+                return self._recovery.without_missing(published) if again == published else self.published()
             self._looked_at = published.segment
         return published
-
-    def _recovered(self, published: Published) -> Published:
-        """What is published after a recovery. As it was if that is not possible: whoever reads what is missing is told,
-        and the rest stays readable."""
-        try:
-            with self._exclusive():
-                return self._current()
-        except DamagedFrame as damage:
-            _logger.warning("%s: %s", self.place, damage)
-            return published
 
     # Appending.
 
@@ -220,7 +215,7 @@ class Partition:
         if not self._is_synced:
             self._reserve(headers[-1].next_offset)
         try:
-            _pwrite_all(tail.descriptor, pieces, published.segment_bytes)
+            pwrite_all(tail.descriptor, pieces, published.segment_bytes)
         except OSError as error:
             self._cut(published)
             raise self._failed(error) from error
@@ -248,7 +243,7 @@ class Partition:
     def _current(self) -> Published:
         """What is published, with `_tail` as it says. Repairs what a writer that died has left. Holds the lock."""
         published = self._published.read()
-        if published is not None and self._is_outdated(published):
+        if published is not None and self._recovery.is_outdated(published, self._tail.base):
             _logger.warning(
                 "%s: %s says that the log ends at offset %d, and there is more behind it, as after the restore of an "
                 "older copy; the end is found in the last segment",
@@ -256,9 +251,9 @@ class Partition:
                 self._published.path,
                 published.end,
             )
-            published = self._recover(is_outdated=True)
-        elif published is None or self._is_short(published):
-            published = self._recover()
+            published = self._recovered(is_outdated=True)
+        elif published is None or self._recovery.is_short(published):
+            published = self._recovered()
         tail = self._tail
         if tail.base != published.segment:
             tail = self._open_tail(published)
@@ -273,72 +268,16 @@ class Partition:
             self._cut(published)
         return published
 
-    def _is_short(self, published: Published) -> bool:
-        """Whether published bytes are missing: in a copy that was made while the log was appended to, or because
-        somebody removed them."""
-        path = segment_path(self.folder, published.segment)
-        return _size(path) < published.segment_bytes or not os.path.exists(path)
-
-    def _is_outdated(self, published: Published) -> bool:
-        """Whether more was appended than one writer can leave that died before it published: then `published` is an
-        older copy, or of another partition and too old to name it. Raises MisplacedFile before anything is cut by it.
-
-        Such a writer leaves one append behind the published end of the last segment, or an empty segment that begins
-        there. Holds the lock."""
-        if published.segment_bytes and _size(segment_path(self.folder, published.end)):
-            return True
-        if self._tail.base != published.segment:  # once for each segment: it reads the folder
-            bases = segment_bases(self.folder)
-            if bases and bases[-1] > published.segment and bases[-1] != published.end:
-                return True
-        path = segment_path(self.folder, published.segment)
-        size = _size(path)
-        if size <= published.segment_bytes:
-            return False
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            behind = headers_of(descriptor, path, published.segment_bytes, size, self._place_id)
-            return any(header.follows == 0 and at > published.segment_bytes for at, header in behind)
-        except MisplacedFile:
-            raise
-        except DamagedFrame:  # torn: what such a writer has left
-            return False
-        finally:
-            os.close(descriptor)
+    def _recovered(self, *, is_outdated: bool = False) -> Published:
+        self._tail = _Tail(-1)
+        return self._recovery.recover(is_outdated=is_outdated)
 
     def _open_tail(self, published: Published) -> _Tail:
         path = segment_path(self.folder, published.segment)
         tail = _Tail(published.segment, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        tail.producers = self._producers_before(published.segment)
+        tail.producers = self._recovery.producers_before(published.segment)
         self._tail = tail
         return tail
-
-    def _producers_before(self, base: int) -> Producers:
-        """The producers' state at a segment's beginning: as it was written then, or found again in older segments."""
-        found = self._load_producers(base)
-        if found is not None:
-            return found
-        bases = segment_bases(self.folder)
-        for at in range(bisect_right(bases, base) - 1, -1, -1):
-            producers = self._load_producers(bases[at])
-            if producers is None and at > 0:
-                continue
-            # What was dropped before the first segment is as good as forgotten.
-            producers = Producers(forgotten=bases[at] - 1) if producers is None else producers
-            for older, following in pairwise(bases[at : bisect_right(bases, base)]):
-                sealed = self._sealed(older, following)
-                producers.note_all((header for _, header in sealed.frames_from(0)), time.time())
-            return producers
-        return Producers()
-
-    def _load_producers(self, base: int) -> Producers | None:
-        """None also if the file belongs elsewhere: like a damaged one it is made up for by the segments."""
-        path = producers_path(segment_path(self.folder, base))
-        try:
-            return load_producers(path, self._place_id, base)
-        except MisplacedFile as error:
-            _logger.warning("%s; the state is found again in the segments", error)
-            return None
 
     def _learn(self, tail: _Tail, published: Published) -> None:
         """Take in the headers that other processes have appended. Raises DamagedFrame if they do not lead to the
@@ -373,7 +312,6 @@ class Partition:
         try:
             if not self._is_synced:
                 self._sync_whole(old, published)
-            write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump(self._place_id))
             state = dump_producers(old.producers, self._place_id, published.end)
             write_beside(producers_path(path), state, is_durable=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -384,6 +322,8 @@ class Partition:
                 # One that a writer made and that it died before it could publish is empty.
                 raise DamagedFrame(path, 0, "a segment with messages lies where the next one is to begin")
             disk.sync_folder(self.folder)
+            # Only now: an index says that another segment follows.
+            write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump(self._place_id))
         except OSError as error:
             raise self._failed(error) from error
         self._tail.producers = old.producers
@@ -405,138 +345,6 @@ class Partition:
         except OSError:
             self._published.write(published, *published[1:4], is_suspect=True)
             raise
-
-    def _recover(self, *, is_outdated: bool = False) -> Published:
-        """After a start of the machine, for the first time, or because what is published is damaged, outdated, or more
-        than there is: find the end in the last segment. Holds the lock."""
-        # What may be misplaced is read before anything is made or cut.
-        known = self._published.whole()
-        last = self._published.last()
-        # Only a power loss takes what was published, and only where appends are not synced.
-        is_lossy = not self._is_synced and not self._published.is_of_this_boot()
-        reserved = read_reserved(self.folder, self._place_id) if is_lossy else 0
-        base = self._last_base(last)
-        path = segment_path(self.folder, base)
-        self._tail = _Tail(-1)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            data = pa.py_buffer(pread(descriptor, os.fstat(descriptor).st_size, 0))
-            is_suspect = known is not None and known.is_suspect and known.segment == base and not is_outdated
-            if known is not None and is_suspect and data.size >= known.segment_bytes:
-                # What a failed sync left behind its end is no part of the log, though it can be read.
-                return self._published.rebuild(*known[1:4], is_suspect=True)
-            scanned = scan(data, path, base, self._place_id)
-            if is_lossy:
-                return self._recover_lossy(descriptor, data, base, scanned, max(reserved, last.end))
-            if scanned.damage is not None and begins_an_append_behind(
-                data, path, scanned.position, scanned.end, self._place_id
-            ):
-                raise scanned.damage
-            if scanned.end < last.end:
-                if last.segment == base and data.size >= last.segment_bytes:
-                    raise scanned.damage or DamagedFrame(
-                        path,
-                        scanned.position,
-                        f"it ends at offset {scanned.end}, and messages up to {last.end} were published",
-                    )
-                _logger.warning(
-                    "%s: %s ends at offset %d, and messages up to %d were published: it looks like a copy that was "
-                    "made while the log was appended to; the %d offsets between belong to no message from now on",
-                    self.place,
-                    path,
-                    scanned.end,
-                    last.end,
-                    last.end - scanned.end,
-                )
-                return self._go_on_behind(base, scanned.found, scanned.end, last.end)
-            if scanned.damage is not None:
-                os.ftruncate(descriptor, scanned.position)
-            disk.sync_data(descriptor)
-            disk.sync_folder(self.folder)
-        finally:
-            os.close(descriptor)
-        # If there is one of this boot, the damaged one may have been the mark of a failed sync.
-        return self._published.rebuild(base, scanned.position, scanned.end, is_suspect=known is not None)
-
-    def _last_base(self, last: Published) -> int:
-        """The first offset of the last segment that is there. Raises DamagedFrame if somebody has removed later ones.
-
-        A copy that was made while the log was appended to may lack them too. It differs: the last segment that it has
-        was appended to when it was copied, so it has no index, which is made when a segment is sealed."""
-        bases = segment_bases(self.folder)
-        if not bases and (last.end or self.reader.known_start()):
-            raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
-        if not bases:
-            return 0
-        if last.segment > bases[-1] and os.path.exists(index_path(segment_path(self.folder, bases[-1]))):
-            path = segment_path(self.folder, last.segment)
-            raise DamagedFrame(path, 0, f"the segment is missing, and messages up to offset {last.end} were published")
-        return bases[-1]
-
-    def _recover_lossy(self, descriptor: int, data: pa.Buffer, base: int, scanned: Scanned, until: int) -> Published:
-        """After another boot, where appends were not synced: a power loss may have taken any part of the last segment.
-        What is whole is kept. The offsets behind it, up to the last that may have been given away, become a gap."""
-        path = segment_path(self.folder, base)
-        behind, damaged = whole_behind(data, path, scanned, self._place_id, until)
-        found = scanned.found + behind
-        position = found[-1][0] + found[-1][1].frame_bytes if found else 0
-        end = found[-1][1].next_offset if found else base
-        for damage in damaged:
-            _logger.warning(
-                "%s: %s is damaged at byte %d: the messages from offset %d up to %d cannot be read (%s); those behind "
-                "them are kept",
-                self.place,
-                path,
-                damage.position,
-                damage.offset,
-                damage.next_offset,
-                damage.what,
-            )
-        if position < data.size:
-            _logger.warning(
-                "%s: %s was not whole behind byte %d, offset %d, as after a power loss; the %d bytes there are cut off",
-                self.place,
-                path,
-                position,
-                end,
-                data.size - position,
-            )
-            os.ftruncate(descriptor, position)
-        if damaged:  # nothing can be appended to it: whoever does reads all headers first
-            disk.sync_data(descriptor)
-            return self._go_on_behind(base, found, end, until)
-        gap = self._gap(end, until)
-        _pwrite_all(descriptor, [gap], position)
-        disk.sync_data(descriptor)
-        disk.sync_folder(self.folder)
-        return self._published.rebuild(base, position + len(gap), max(end, until))
-
-    def _go_on_behind(self, base: int, found: list[tuple[int, Header]], end: int, until: int) -> Published:
-        """Seal the segment at `base`, of which these frames can be read, and go on in a new one from its `end` on. The
-        new one begins with a gap up to `until`. Nothing of the old one is changed: what lies in it behind `end` is no
-        part of the log."""
-        if found:
-            old, index = segment_path(self.folder, base), Index()
-            for position, header in found:
-                index.note(header, position)
-            producers = self._producers_before(base)
-            producers.note_all((header for _, header in found), time.time())
-            state = dump_producers(producers, self._place_id, end)
-            write_beside(producers_path(segment_path(self.folder, end)), state, is_durable=True)
-            write_beside(index_path(old), index.dump(self._place_id))
-        gap = self._gap(end, until)
-        write_beside(segment_path(self.folder, end), gap, is_durable=True)
-        disk.sync_folder(self.folder)
-        return self._published.rebuild(end, len(gap), max(end, until))
-
-    def _gap(self, end: int, until: int) -> bytes:
-        """Frames without messages for the offsets from `end` up to `until`; none if there are none."""
-        gaps = b""
-        while end < until:
-            rows = min(until - end, GAP_ROWS_MAX)
-            gaps += gap_bytes(end, rows, place=self._place_id, stored_at=clock.wall_time_us())
-            end += rows
-        return gaps
 
     def _reserve(self, end: int) -> None:
         """Before offsets up to this one are given away without a sync: see that no later boot gives them again."""
@@ -652,36 +460,6 @@ class Partition:
         self._tail = _Tail(-1)
 
 
-def dump_reserved(reserved: int, place: int) -> bytes:
-    return with_checksum(f"{reserved} {place:016x}")
-
-
-def read_reserved(folder: str, place: int) -> int:
-    """Every offset that was given away without a sync is smaller. 0 if there was none. Raises DamagedFrame, and
-    MisplacedFile if the file belongs to another partition."""
-    path = f"{folder}/{RESERVED}"
-    try:
-        text = read_with_checksum(path)
-    except FileNotFoundError:
-        return 0
-    if text is None:
-        raise DamagedFrame(path, 0, "the checksum does not match")
-    number, _, written_for = text.partition(" ")
-    if written_for and written_for != f"{place:016x}":  # the format before has the number alone
-        raise MisplacedFile(
-            path, 0, "it was written for another topic or partition; put back the one that belongs here"
-        )
-    return int(number)
-
-
-def _size(path: str) -> int:
-    """Of a file; 0 if it is missing."""
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0
-
-
 class _Tail:
     """The segment that is appended to, as this process knows it."""
 
@@ -693,14 +471,3 @@ class _Tail:
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.descriptor >= 0:  # the module may be gone by then, at the interpreter's end
             close(self.descriptor)
-
-
-def _pwrite_all(descriptor: int, pieces: list[object], position: int) -> None:
-    buffers = [memoryview(piece).cast("B") for piece in pieces if len(memoryview(piece))]  # type: ignore[arg-type]
-    while buffers:
-        written = os.pwritev(descriptor, buffers[:1000], position)
-        position += written
-        while buffers and written >= len(buffers[0]):
-            written -= len(buffers.pop(0))
-        if written:
-            buffers[0] = buffers[0][written:]

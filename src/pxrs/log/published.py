@@ -42,6 +42,10 @@ class Published(NamedTuple):
     is_suspect: bool = False
     """A sync has failed (L3): the system may have dropped the very pages, and will not say so twice. The next append
     must go on in a new segment."""
+    whole_end: int | None = None
+    """Never in the file. Set if published bytes are missing, as in a copy that was made under load: the offsets from
+    this one up to `end` belong to no message, `segment` is the last one that is there, and `segment_bytes` what is
+    whole of it. The next append makes a gap of these offsets."""
 
 
 NOTHING: Final = Published(0, 0, 0, 0)
@@ -131,7 +135,7 @@ class PublishedFile:
     ) -> Published:
         """Publish; `last` is what was published before, whose slot is left alone."""
         published = Published(1 if last is None else last.counter + 1, segment, segment_bytes, end, is_suspect)
-        data = _SLOT.pack(*published, _FORMAT, self._place, self._boot)
+        data = _SLOT.pack(*published[:5], _FORMAT, self._place, self._boot)
         data += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
         if os.pwrite(self._descriptor, data, published.counter % 2 * _STRIDE) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)

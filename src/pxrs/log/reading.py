@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, OffsetOutOfRange, OffsetTrimmed
-from pxrs.log.batch import HEADER_BYTES, HEADER_BYTES_MIN, Batch, Header, read_header, read_payload
+from pxrs.log.batch import HEADER_BYTES, HEADER_BYTES_MIN, NO_RECORDS, Batch, Header, read_header, read_payload
 from pxrs.log.index import Index
 from pxrs.log.published import Published
 from pxrs.log.segment import Sealed, frames, last_run, segment_bases, segment_path
@@ -124,6 +124,8 @@ class Reader:
                 if header.next_offset > offset:
                     records = read_payload(header, data.slice(at - origin, header.frame_bytes), path, at)
                     yield _batch(header, records, offset)
+            if published.whole_end is not None and published.whole_end < published.end:
+                yield Batch(max(offset, published.whole_end), NO_RECORDS, _NO_OFFSETS, published.end), HEADER_BYTES
             if end < published.segment_bytes:
                 raise DamagedFrame(path, end, f"{published.segment_bytes - end:,} published bytes are missing")
         finally:

@@ -1,136 +1,280 @@
-"""Where the last segment of a partition ends, found in its frames when no published end can be believed.
+"""Finding the end of a partition anew, and going on from there, when what is published cannot be believed as it is:
+after another boot, when it is damaged, when it is older than the segments, or when it says more than is there.
 
-Pure: it looks at bytes and changes nothing. `Partition` and the checker decide by it.
-
-Three things look alike at first, a frame that is not whole:
-- An append that a crash tore. Nothing of its kind was published, and nothing whole lies behind it. It is cut off.
-- Damage. Either what was published ends behind it though no byte is missing, or whole frames lie behind it. Nothing is
-  cut.
-- A file that ends too early: it is a copy that somebody made while the log was appended to, of which `published` was
-  copied later than the segment. All that is whole is kept, and the offsets up to the published end become a gap.
+`Partition` calls this under the append lock, but for `without_missing`, which changes nothing. `scanning` tells what is
+whole; here it is decided what to keep, and what was found is published. Nothing that is whole is ever cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import logging
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import pyarrow as pa
 
+from pxrs import clock, disk
 from pxrs.errors import DamagedFrame, MisplacedFile
-from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, check_payload, read_header
-from pxrs.log.segment import frames, next_frame
+from pxrs.log.batch import GAP_ROWS_MAX, Header, gap_bytes
+from pxrs.log.index import Index, write_beside
+from pxrs.log.producers import Producers, dump_producers, load_producers, producers_path
+from pxrs.log.published import Published, PublishedFile
+from pxrs.log.reading import headers_of, pread
+from pxrs.log.reserved import read_reserved
+from pxrs.log.scanning import Scanned, check_short, scan, whole_behind
+from pxrs.log.segment import Sealed, begins_an_append_behind, index_path, pwrite_all, segment_bases, segment_path
+
+_logger = logging.getLogger(__name__)
 
 
-class Scanned(NamedTuple):
-    """The whole frames at the beginning of a segment."""
+class Recovery:
+    """Of one partition."""
 
-    found: list[tuple[int, Header]]
-    position: int
-    """Where the last of them ends."""
-    end: int
-    """The offset there."""
-    damage: DamagedFrame | None
-    """What is wrong with what follows; None if nothing does."""
+    def __init__(
+        self,
+        folder: str,
+        place: str,
+        place_id: int,
+        published: PublishedFile,
+        *,
+        is_synced: bool,
+        known_start: Callable[[], int | None],
+    ) -> None:
+        """place, place_id: name the partition in messages and in files. is_synced: the choice of durability.
+        known_start: the first offset that retention has left; None if that is not known."""
+        self.folder, self.place, self._place_id = folder, place, place_id
+        self._published, self._is_synced, self._known_start = published, is_synced, known_start
+        self._short: tuple[Published, Published] | None = None
+        """What is published though bytes of it are missing, and what of that can be read."""
 
-
-class Damage(NamedTuple):
-    """A stretch of a segment that cannot be read, with whole frames behind it."""
-
-    position: int
-    offset: int
-    next_offset: int
-    """The offset of the first whole frame behind it."""
-    what: str
-
-
-def scan(data: pa.Buffer, path: str, base: int, place: int) -> Scanned:
-    """The frames of a segment that begins at `base`, payloads too, up to the first that is not whole. Raises
-    MisplacedFile if the segment belongs to another partition, or bears another segment's name."""
-    found: list[tuple[int, Header]] = []
-    position, end, is_ours = 0, base, False
-    try:
-        for at, header in _whole(data, path, 0, base, place):
-            if not at and header.base_offset != base:
-                raise MisplacedFile(path, 0, f"its first offset is {header.base_offset}, and its name says {base}")
-            found.append((at, header))
-            position, end = at + header.frame_bytes, header.next_offset
-            is_ours = is_ours or header.place_id is not None
-    except DamagedFrame as damage:
-        # A foreign frame before any frame that names this partition: the file is misplaced. Behind one, it is what was
-        # on the medium before an append that a power loss tore.
-        if isinstance(damage, MisplacedFile) and not is_ours:
-            raise
-        return Scanned(found, position, end, damage)
-    return Scanned(found, position, end, None)
-
-
-def _whole(data: pa.Buffer, path: str, begin: int, offset: int, place: int) -> Iterator[tuple[int, Header]]:
-    """Frames without a break from `begin` on, each checked with its payload. Raises DamagedFrame at the first that is
-    not whole; the first offset is not checked if `begin` is the segment's."""
-    view = memoryview(data)
-    for at, header in frames(data, path, begin, data.size, place=place):
-        if header.base_offset != offset and at:
-            raise DamagedFrame(path, at, f"offset {header.base_offset} where {offset} must be")
-        check_payload(header, view[at : at + header.frame_bytes], path, at)
-        yield at, header
-        offset = header.next_offset
-
-
-def whole_behind(
-    data: pa.Buffer, path: str, scanned: Scanned, place: int, until: int
-) -> tuple[list[tuple[int, Header]], list[Damage]]:
-    """All whole frames behind the first damage, and the damaged stretches between them. What follows the last of the
-    frames is no damage: it may be an append that was torn.
-
-    until: no offset from this one on was ever given away."""
-    found: list[tuple[int, Header]] = []
-    damaged: list[Damage] = []
-    position, end = scanned.position, scanned.end
-    while run := next_run(data, path, position, end, place, until):
-        what = _what_is_wrong(data, path, position, end, place)
-        damaged.append(Damage(position, end, run[0][1].base_offset, what))
-        found += run
-        position, end = run[-1][0] + run[-1][1].frame_bytes, run[-1][1].next_offset
-    return found, damaged
-
-
-def next_run(
-    data: pa.Buffer, path: str, damaged: int, expected: int, place: int, until: int
-) -> list[tuple[int, Header]]:
-    """The first whole frames behind damage, without a break; none if there are none.
-
-    A message may hold a copy of a frame. Where the header of the damaged frame is whole, it tells where the frame ends,
-    and nothing inside is looked at. Else a copy would have to name this partition and an offset behind the damaged one.
-
-    damaged, expected: the position and the offset of the frame that cannot be read. until: see `whole_behind`."""
-    view = memoryview(data)
-    begin, least = damaged + ALIGNMENT, expected + 1
-    try:
-        header = read_header(view[damaged : damaged + HEADER_BYTES], path, damaged, place)
-        if header.base_offset == expected:
-            begin, least = damaged + header.frame_bytes, header.next_offset
-    except DamagedFrame:
-        pass  # the search begins right behind it
-    while (begin := next_frame(view, path, begin, data.size, place)) < data.size:
-        first = read_header(view[begin : begin + HEADER_BYTES], path, begin, place)
-        run: list[tuple[int, Header]] = []
+    def is_short(self, published: Published) -> bool:
+        """Whether published bytes are missing: in a copy that was made while the log was appended to, or because
+        somebody removed them."""
         try:
-            for at, header in _whole(data, path, begin, first.base_offset, place):
-                if header.base_offset < least or header.next_offset > until:
-                    break
-                run.append((at, header))
-        except DamagedFrame:
-            pass  # it ends there
-        if run:
-            return run
-        begin += ALIGNMENT
-    return []
+            return os.stat(segment_path(self.folder, published.segment)).st_size < published.segment_bytes
+        except FileNotFoundError:
+            return True
+
+    def without_missing(self, published: Published) -> Published:
+        """What may be read although published bytes are missing. Changes nothing on disk: somebody may yet put the
+        missing bytes back, and only an append has to know where it goes.
+
+        As it was if the partition is damaged: whoever reads what is missing is told, and the rest stays readable."""
+        if self._short is None or self._short[0] != published:
+            readable = published
+            try:
+                base = self._last_base(published)
+                path = segment_path(self.folder, base)
+                data = pa.py_buffer(Path(path).read_bytes())
+                scanned = scan(data, path, base, self._place_id)
+                if scanned.end < published.end:
+                    check_short(data, path, base, scanned, published, self._place_id)
+                    self._tell_short(path, scanned.end, published.end)
+                readable = published._replace(
+                    segment=base, segment_bytes=scanned.position, whole_end=min(scanned.end, published.end)
+                )
+            except DamagedFrame as damage:
+                _logger.warning("%s: %s", self.place, damage)
+            self._short = published, readable
+        return self._short[1]
+
+    def _tell_short(self, path: str, whole_end: int, end: int) -> None:
+        _logger.warning(
+            "%s: %s ends at offset %d, and messages up to %d were published: it looks like a copy that was made while "
+            "the log was appended to; the %d offsets between belong to no message",
+            self.place,
+            path,
+            whole_end,
+            end,
+            end - whole_end,
+        )
+
+    def is_outdated(self, published: Published, known_base: int) -> bool:
+        """Whether more was appended than one writer can leave that died before it published: then `published` is an
+        older copy, or of another partition and too old to name it. Raises MisplacedFile before anything is cut by it.
+
+        Such a writer leaves one append behind the published end of the last segment, or an empty segment that begins
+        there. Holds the lock.
+
+        known_base: of the last segment, as this process knows it."""
+        if published.segment_bytes and _size(segment_path(self.folder, published.end)):
+            return True
+        if known_base != published.segment:  # once for each segment: it reads the folder
+            bases = segment_bases(self.folder)
+            if bases and bases[-1] > published.segment and bases[-1] != published.end:
+                return True
+        path = segment_path(self.folder, published.segment)
+        size = _size(path)
+        if size <= published.segment_bytes:
+            return False
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            behind = headers_of(descriptor, path, published.segment_bytes, size, self._place_id)
+            return any(header.follows == 0 and at > published.segment_bytes for at, header in behind)
+        except MisplacedFile:
+            raise
+        except DamagedFrame:  # torn: what such a writer has left
+            return False
+        finally:
+            os.close(descriptor)
+
+    def recover(self, *, is_outdated: bool = False) -> Published:
+        """After a start of the machine, for the first time, or because what is published is damaged, outdated, or more
+        than there is: find the end in the last segment. Holds the lock."""
+        # What may be misplaced is read before anything is made or cut.
+        known = self._published.whole()
+        last = self._published.last()
+        # Only a power loss takes what was published, and only where appends are not synced.
+        is_lossy = not self._is_synced and not self._published.is_of_this_boot()
+        reserved = read_reserved(self.folder, self._place_id) if is_lossy else 0
+        base = self._last_base(last)
+        path = segment_path(self.folder, base)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            data = pa.py_buffer(pread(descriptor, os.fstat(descriptor).st_size, 0))
+            is_suspect = known is not None and known.is_suspect and known.segment == base and not is_outdated
+            if known is not None and is_suspect and data.size >= known.segment_bytes:
+                # What a failed sync left behind its end is no part of the log, though it can be read.
+                return self._published.rebuild(*known[1:4], is_suspect=True)
+            scanned = scan(data, path, base, self._place_id)
+            if is_lossy:
+                return self._recover_lossy(descriptor, data, base, scanned, max(reserved, last.end))
+            if scanned.end < last.end:
+                check_short(data, path, base, scanned, last, self._place_id)
+                self._tell_short(path, scanned.end, last.end)
+                return self._go_on_behind(base, scanned.found, scanned.end, last.end)
+            if scanned.damage is not None:
+                if begins_an_append_behind(data, path, scanned.position, scanned.end, self._place_id):
+                    raise scanned.damage
+                os.ftruncate(descriptor, scanned.position)
+            disk.sync_data(descriptor)
+            disk.sync_folder(self.folder)
+        finally:
+            os.close(descriptor)
+        # If there is one of this boot, the damaged one may have been the mark of a failed sync.
+        return self._published.rebuild(base, scanned.position, scanned.end, is_suspect=known is not None)
+
+    def _last_base(self, last: Published) -> int:
+        """The first offset of the last segment that is there. Raises DamagedFrame if somebody has removed later ones.
+
+        A copy that was made while the log was appended to may lack them too. It differs: the last segment that it has
+        was appended to when it was copied, so it has no index, which is made when a segment is sealed."""
+        bases = segment_bases(self.folder)
+        if not bases and (last.end or self._known_start()):
+            raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
+        if not bases:
+            return 0
+        if last.segment > bases[-1] and os.path.exists(index_path(segment_path(self.folder, bases[-1]))):
+            path = segment_path(self.folder, last.segment)
+            raise DamagedFrame(path, 0, f"the segment is missing, and messages up to offset {last.end} were published")
+        return bases[-1]
+
+    def _recover_lossy(self, descriptor: int, data: pa.Buffer, base: int, scanned: Scanned, until: int) -> Published:
+        """After another boot, where appends were not synced: a power loss may have taken any part of the last segment.
+        What is whole is kept. The offsets behind it, up to the last that may have been given away, become a gap."""
+        path = segment_path(self.folder, base)
+        behind, damaged = whole_behind(data, path, scanned, self._place_id, until)
+        found = scanned.found + behind
+        position = found[-1][0] + found[-1][1].frame_bytes if found else 0
+        end = found[-1][1].next_offset if found else base
+        for damage in damaged:
+            _logger.warning(
+                "%s: %s is damaged at byte %d: the messages from offset %d up to %d cannot be read (%s); those behind "
+                "them are kept",
+                self.place,
+                path,
+                damage.position,
+                damage.offset,
+                damage.next_offset,
+                damage.what,
+            )
+        if position < data.size:
+            _logger.warning(
+                "%s: %s was not whole behind byte %d, offset %d, as after a power loss; the %d bytes there are cut off",
+                self.place,
+                path,
+                position,
+                end,
+                data.size - position,
+            )
+            os.ftruncate(descriptor, position)
+        if damaged:  # nothing can be appended to it: whoever does reads all headers first
+            disk.sync_data(descriptor)
+            return self._go_on_behind(base, found, end, until)
+        gap = self._gap(end, until)
+        pwrite_all(descriptor, [gap], position)
+        disk.sync_data(descriptor)
+        disk.sync_folder(self.folder)
+        return self._published.rebuild(base, position + len(gap), max(end, until))
+
+    def _go_on_behind(self, base: int, found: list[tuple[int, Header]], end: int, until: int) -> Published:
+        """Seal the segment at `base`, of which these frames can be read, and go on in a new one from its `end` on. The
+        new one begins with a gap up to `until`. Nothing of the old one is changed: what lies in it behind `end` is no
+        part of the log."""
+        path = segment_path(self.folder, end)
+        if found:
+            try:
+                producers = self.producers_before(base)
+            except DamagedFrame as damage:
+                _logger.warning("%s: producers from before offset %d are forgotten: %s", self.place, base, damage)
+                producers = Producers(forgotten=base - 1)
+            producers.note_all((header for _, header in found), time.time())
+            write_beside(producers_path(path), dump_producers(producers, self._place_id, end), is_durable=True)
+        gap = self._gap(end, until)
+        write_beside(path, gap, is_durable=True)
+        disk.sync_folder(self.folder)
+        if found:
+            # Only now: an index says that another segment follows.
+            index = Index()
+            for position, header in found:
+                index.note(header, position)
+            write_beside(index_path(segment_path(self.folder, base)), index.dump(self._place_id))
+        return self._published.rebuild(end, len(gap), max(end, until))
+
+    def _gap(self, end: int, until: int) -> bytes:
+        """Frames without messages for the offsets from `end` up to `until`; none if there are none."""
+        gaps = b""
+        while end < until:
+            rows = min(until - end, GAP_ROWS_MAX)
+            gaps += gap_bytes(end, rows, place=self._place_id, stored_at=clock.wall_time_us())
+            end += rows
+        return gaps
+
+    def producers_before(self, base: int) -> Producers:
+        """The producers' state at a segment's beginning: as it was written then, or found again in older segments."""
+        found = self._load_producers(base)
+        if found is not None:
+            return found
+        bases = segment_bases(self.folder)
+        for at in range(bisect_right(bases, base) - 1, -1, -1):
+            producers = self._load_producers(bases[at])
+            if producers is None and at > 0:
+                continue
+            # What was dropped before the first segment is as good as forgotten.
+            producers = Producers(forgotten=bases[at] - 1) if producers is None else producers
+            for older, following in pairwise(bases[at : bisect_right(bases, base)]):
+                sealed = Sealed(segment_path(self.folder, older), older, following, self._place_id)
+                producers.note_all((header for _, header in sealed.frames_from(0)), time.time())
+            return producers
+        return Producers()
+
+    def _load_producers(self, base: int) -> Producers | None:
+        """None also if the file belongs elsewhere: like a damaged one it is made up for by the segments."""
+        path = producers_path(segment_path(self.folder, base))
+        try:
+            return load_producers(path, self._place_id, base)
+        except MisplacedFile as error:
+            _logger.warning("%s; the state is found again in the segments", error)
+            return None
 
 
-def _what_is_wrong(data: pa.Buffer, path: str, position: int, expected: int, place: int) -> str:
+def _size(path: str) -> int:
+    """Of a file; 0 if it is missing."""
     try:
-        header = next(iter(_whole(data, path, position, expected, place)))[1]
-    except DamagedFrame as damage:
-        return damage.what
-    return f"offset {header.base_offset} where {expected} must be"
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

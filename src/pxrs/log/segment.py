@@ -264,3 +264,14 @@ def begins_an_append_behind(data: pa.Buffer, path: str, position: int, end: int,
         if header.follows == 0 and header.base_offset > end:
             return True
     return False
+
+
+def pwrite_all(descriptor: int, pieces: list[object], position: int) -> None:
+    buffers = [memoryview(piece).cast("B") for piece in pieces if len(memoryview(piece))]  # type: ignore[arg-type]
+    while buffers:
+        written = os.pwritev(descriptor, buffers[:1000], position)
+        position += written
+        while buffers and written >= len(buffers[0]):
+            written -= len(buffers.pop(0))
+        if written:
+            buffers[0] = buffers[0][written:]

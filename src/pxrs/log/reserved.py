@@ -1,0 +1,34 @@
+"""With durability "os": up to where offsets may have been given away without a sync (docs/decisions/0008)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pxrs.errors import DamagedFrame, MisplacedFile
+from pxrs.log.index import read_with_checksum, with_checksum
+
+RESERVED: Final = "reserved"
+RESERVED_OFFSETS: Final = 1 << 16
+"""How many are reserved at a time."""
+
+
+def dump_reserved(reserved: int, place: int) -> bytes:
+    return with_checksum(f"{reserved} {place:016x}")
+
+
+def read_reserved(folder: str, place: int) -> int:
+    """Every offset that was given away without a sync is smaller. 0 if there was none. Raises DamagedFrame, and
+    MisplacedFile if the file belongs to another partition."""
+    path = f"{folder}/{RESERVED}"
+    try:
+        text = read_with_checksum(path)
+    except FileNotFoundError:
+        return 0
+    if text is None:
+        raise DamagedFrame(path, 0, "the checksum does not match")
+    number, _, written_for = text.partition(" ")
+    if written_for and written_for != f"{place:016x}":  # the format before has the number alone
+        raise MisplacedFile(
+            path, 0, "it was written for another topic or partition; put back the one that belongs here"
+        )
+    return int(number)

@@ -1,0 +1,148 @@
+"""Where the last segment of a partition ends, found in its frames when no published end can be believed.
+
+Pure: it looks at bytes and changes nothing. `recovery` and the checker decide by it.
+
+Three things look alike at first, a frame that is not whole:
+- An append that a crash tore. Nothing of its kind was published, and nothing whole lies behind it. It is cut off.
+- Damage. Either what was published ends behind it though no byte is missing, or whole frames lie behind it. Nothing is
+  cut.
+- A file that ends too early: it is a copy that somebody made while the log was appended to, of which `published` was
+  copied later than the segment. All that is whole is kept, and the offsets up to the published end become a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pxrs.errors import DamagedFrame, MisplacedFile
+from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, check_payload, read_header
+from pxrs.log.published import Published
+from pxrs.log.segment import begins_an_append_behind, frames, next_frame
+
+
+class Scanned(NamedTuple):
+    """The whole frames at the beginning of a segment."""
+
+    found: list[tuple[int, Header]]
+    position: int
+    """Where the last of them ends."""
+    end: int
+    """The offset there."""
+    damage: DamagedFrame | None
+    """What is wrong with what follows; None if nothing does."""
+
+
+class Damage(NamedTuple):
+    """A stretch of a segment that cannot be read, with whole frames behind it."""
+
+    position: int
+    offset: int
+    next_offset: int
+    """The offset of the first whole frame behind it."""
+    what: str
+
+
+def scan(data: pa.Buffer, path: str, base: int, place: int) -> Scanned:
+    """The frames of a segment that begins at `base`, payloads too, up to the first that is not whole. Raises
+    MisplacedFile if the segment belongs to another partition, or bears another segment's name."""
+    found: list[tuple[int, Header]] = []
+    position, end, is_ours = 0, base, False
+    try:
+        for at, header in _whole(data, path, 0, base, place):
+            if not at and header.base_offset != base:
+                raise MisplacedFile(path, 0, f"its first offset is {header.base_offset}, and its name says {base}")
+            found.append((at, header))
+            position, end = at + header.frame_bytes, header.next_offset
+            is_ours = is_ours or header.place_id is not None
+    except DamagedFrame as damage:
+        # A foreign frame before any frame that names this partition: the file is misplaced. Behind one, it is what was
+        # on the medium before an append that a power loss tore.
+        if isinstance(damage, MisplacedFile) and not is_ours:
+            raise
+        return Scanned(found, position, end, damage)
+    return Scanned(found, position, end, None)
+
+
+def _whole(data: pa.Buffer, path: str, begin: int, offset: int, place: int) -> Iterator[tuple[int, Header]]:
+    """Frames without a break from `begin` on, each checked with its payload. Raises DamagedFrame at the first that is
+    not whole; the first offset is not checked if `begin` is the segment's."""
+    view = memoryview(data)
+    for at, header in frames(data, path, begin, data.size, place=place):
+        if header.base_offset != offset and at:
+            raise DamagedFrame(path, at, f"offset {header.base_offset} where {offset} must be")
+        check_payload(header, view[at : at + header.frame_bytes], path, at)
+        yield at, header
+        offset = header.next_offset
+
+
+def check_short(data: pa.Buffer, path: str, base: int, scanned: Scanned, last: Published, place: int) -> None:
+    """Of a segment whose whole frames end before what was published: that its file ends too early, as in a copy that
+    was made under load. Raises DamagedFrame if no byte is missing, or if whole appends lie behind the damage."""
+    if scanned.damage is not None and begins_an_append_behind(data, path, scanned.position, scanned.end, place):
+        raise scanned.damage
+    if last.segment == base and data.size >= last.segment_bytes:
+        raise scanned.damage or DamagedFrame(
+            path, scanned.position, f"it ends at offset {scanned.end}, and messages up to {last.end} were published"
+        )
+
+
+def whole_behind(
+    data: pa.Buffer, path: str, scanned: Scanned, place: int, until: int
+) -> tuple[list[tuple[int, Header]], list[Damage]]:
+    """All whole frames behind the first damage, and the damaged stretches between them. What follows the last of the
+    frames is no damage: it may be an append that was torn.
+
+    until: no offset from this one on was ever given away."""
+    found: list[tuple[int, Header]] = []
+    damaged: list[Damage] = []
+    position, end = scanned.position, scanned.end
+    while run := next_run(data, path, position, end, place, until):
+        what = _what_is_wrong(data, path, position, end, place)
+        damaged.append(Damage(position, end, run[0][1].base_offset, what))
+        found += run
+        position, end = run[-1][0] + run[-1][1].frame_bytes, run[-1][1].next_offset
+    return found, damaged
+
+
+def next_run(
+    data: pa.Buffer, path: str, damaged: int, expected: int, place: int, until: int
+) -> list[tuple[int, Header]]:
+    """The first whole frames behind damage, without a break; none if there are none.
+
+    A message may hold a copy of a frame. Where the header of the damaged frame is whole, it tells where the frame ends,
+    and nothing inside is looked at. Else a copy would have to name this partition and an offset behind the damaged one.
+
+    damaged, expected: the position and the offset of the frame that cannot be read. until: see `whole_behind`."""
+    view = memoryview(data)
+    begin, least = damaged + ALIGNMENT, expected + 1
+    try:
+        header = read_header(view[damaged : damaged + HEADER_BYTES], path, damaged, place)
+        if header.base_offset == expected:
+            begin, least = damaged + header.frame_bytes, header.next_offset
+    except DamagedFrame:
+        pass  # the search begins right behind it
+    while (begin := next_frame(view, path, begin, data.size, place)) < data.size:
+        first = read_header(view[begin : begin + HEADER_BYTES], path, begin, place)
+        run: list[tuple[int, Header]] = []
+        try:
+            for at, header in _whole(data, path, begin, first.base_offset, place):
+                if header.base_offset < least or header.next_offset > until:
+                    break
+                run.append((at, header))
+        except DamagedFrame:
+            pass  # it ends there
+        if run:
+            return run
+        begin += ALIGNMENT
+    return []
+
+
+def _what_is_wrong(data: pa.Buffer, path: str, position: int, expected: int, place: int) -> str:
+    try:
+        header = next(iter(_whole(data, path, position, expected, place)))[1]
+    except DamagedFrame as damage:
+        return damage.what
+    return f"offset {header.base_offset} where {expected} must be"
