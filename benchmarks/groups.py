@@ -98,7 +98,7 @@ def settle(url: str, partitions: int) -> tuple[float, Counter[str]]:
     handles = [registries.open(url)] * MEMBERS if url == "memory:" else [registries.open(url) for _ in range(MEMBERS)]
     holders = [Holder(changed) for _ in range(MEMBERS)]
     members = [
-        GroupMember(handle, f"g{partitions}", source, holder, start_of=lambda _: 0, timings=Timings())
+        GroupMember(handle, f"g{partitions}", source, holder, start_of=lambda _number, first: first, timings=Timings())
         for handle, holder in zip(handles, holders, strict=True)
     ]
     with counted() as counts:

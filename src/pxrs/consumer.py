@@ -29,6 +29,8 @@ from pxrs.clock import seconds_of
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
+    CommitUnknown,
+    GroupUnavailable,
     InvalidGroup,
     MissingDependency,
     OffsetOutOfRange,
@@ -40,12 +42,14 @@ from pxrs.errors import (
 )
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember, Timings
+from pxrs.group.records import Home
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import Message, microseconds_of
 from pxrs.producer import Producer
 from pxrs.registry.contract import Registry
+from pxrs.registry.limit import time_limit
 from pxrs.runner import ErrorPolicy, Handler, Runner
 
 if TYPE_CHECKING:
@@ -105,6 +109,7 @@ class Consumer:
         on_revoked: Callback | None = None,
         on_lost: Callback | None = None,
         topic_names: Callable[[], Mapping[str, str]] | None = None,
+        home: Callable[[], Home | None] | None = None,
     ) -> None:
         """
         name:             shown by `describe`; by default the host's and the process's.
@@ -113,18 +118,20 @@ class Consumer:
         until:            "end": stop where the topic ends now, instead of waiting for more.
         assignor:         "sticky" (fair shares, fewest moves), "range" or "round-robin".
         lease_ttl:        how long after its last sign of life a member counts as dead (10 s).
-        handover_timeout: how long finishing what is in hand may delay a hand-over (30 s).
+        handover_timeout: how long finishing what is in hand here may delay a hand-over to another member (30 s).
         progress_timeout: how long one message may take before the member gives up its partitions (300 s).
         commit_interval:  how often what is done is written down (1 s).
         prefetch_bytes:   how much is read ahead, for all partitions together.
         on_trimmed:       what to do if retention has overtaken the group: raise, or skip to what is left.
         on_error:         what `run` does when a handler raises: "pause" its partition, "retry" it up to `retries_max`
                           times with pauses that double from `retry_pause` and then pause, send it to the topic
-                          `dead_letters`, or "raise".
+                          `dead_letters` ("dead-letter"; if that fails, pause), or "raise".
         on_assigned, on_revoked, on_lost: called with partitions, on another thread; they should be quick. What comes is
                           told before its first message; what goes, before it is released, also by `close`; what was
                           taken, or given up with something in hand, when that is known.
         topic_names:      gives the names of topics by their ids, to be shown; a hub knows those of its own.
+        home:             gives the identity of the hub that the source is of, None if it is of none; raises if this
+                          process may not join groups there. A hub gives its own.
         """
         _choose("ack", ack, ("auto", "manual"))
         _choose("until", until, ("end", None))
@@ -155,12 +162,14 @@ class Consumer:
         """What the last `poll` was given from."""
         self._polled_before: set[Lane] = set()
         """The same of those before it, while a transaction of work queues has the checkpoint."""
-        self._arriving: Sequence[Lane] = ()
-        """To be told of first."""
+        self._arriving: set[Lane] = set()
+        """Lanes whose `on_assigned` callback has not returned yet; nothing of them may be handed out."""
+        self._notices: deque[tuple[str, Sequence[Lane]]] = deque()
+        """Callbacks that are due, in the order of what they tell: "assigned", "revoked" or "lost", and which lanes."""
         self._calling: int | None = None
-        """The thread that is in a callback."""
-        self._lost: set[int] = set()
-        """Partitions that were taken away with something undone, until `commit` has told of them."""
+        """The thread that is in a callback. It has the member's mutex, so there is at most one."""
+        self._lost: dict[int, str] = {}
+        """Partitions that were lost with something undone, and why, until `commit` has raised PartitionLost."""
         self._settling: Settling | None = None
         """The transaction of work queues that has the checkpoint of what was handed out, until it is over."""
         self._settled: dict[Lane, tuple[int, int]] = {}
@@ -188,6 +197,7 @@ class Consumer:
             timings=timings,
             assignor=assignor,
             topic_names=topic_names,
+            home=home,
         )
         self._member.start()
 
@@ -329,25 +339,32 @@ class Consumer:
         """Write down what is done, now; all that was handed out counts as done unless `ack` is "manual".
 
         So it is for the thread that reads, when it is through with what it has. In a callback, which is another's, and
-        in a handler of `run`, what is in hand stays undone. Raises PartitionLost if some of it is owned by others now,
-        when the rest is written."""
+        in a handler of `run`, what is in hand stays undone. Ends within the registry's `timeout`, callbacks aside.
+        Raises PartitionLost if some of it is owned by others now, when the rest is written; CommitUnknown if it may
+        have been written; GroupUnavailable if it was not."""
         is_callback = self._calling == threading.get_ident()
         if not is_callback:
             self._check_usable()
-            if self._is_held():
+            with time_limit(self.registry.timeout_s):
+                is_held = self._is_held()
+            if is_held:
                 raise InvalidGroup("a transaction has the checkpoint of what was handed out: commit that")
             self._finish_all()
-        lost: set[int] = set()
+        lost: dict[int, str] = {}
         try:
             self._member.commit()
         except PartitionLost as error:
-            lost.update(error.partitions)
+            lost = dict.fromkeys(error.partitions, error.reason)
+        except (CommitUnknown, GroupUnavailable) as error:
+            if error.partitions or not self._lost:
+                raise
+            # Nothing is left to be written: what was done is lost already, which is told below.
         with self._lock:  # also what was lost before: the member's thread may have been the first to learn of it
             if not is_callback:  # that is for the one who reads
-                lost |= self._lost
+                lost = {**self._lost, **lost}
                 self._lost.clear()
         if lost:
-            raise PartitionLost(self.group, sorted(lost))
+            raise PartitionLost(self.group, sorted(lost), "; ".join(sorted(set(lost.values()))))
 
     @property
     def registry(self) -> Registry:
@@ -423,9 +440,9 @@ class Consumer:
         """What the transaction has is done, if all of it is still owned; else none of it may be written with it."""
         with self._lock:
             lost, self._lost_in_hand = sorted(self._lost_in_hand), set()
-            self._lost.difference_update(lost)
+            reasons = {self._lost.pop(number, "") for number in lost}
         if lost:
-            raise PartitionLost(self.group, lost)
+            raise PartitionLost(self.group, lost, "; ".join(sorted(filter(None, reasons))))
         self._finish_settled()
 
     def _finish_settled(self) -> None:
@@ -537,8 +554,11 @@ class Consumer:
         """Every lane that may be handed out, each time another one first."""
         if self._clock.now() >= self._member.deadline:
             return []
+        ends = self._ends
         with self._lock:
             lanes = [lane for lane in self._lanes.values() if not lane.is_halted and lane not in self._arriving]
+            if ends is not None:  # more may follow behind the end that was asked for: nobody waits for that
+                lanes = [lane for lane in lanes if lane.position < ends[lane.partition]]
             self._turn += 1
         at = self._turn % len(lanes) if lanes else 0
         return lanes[at:] + lanes[:at]
@@ -595,10 +615,13 @@ class Consumer:
             lane.seek(error.first_offset)
             return []
         except OffsetOutOfRange as error:
-            raise CheckpointOutOfRange(
-                f"group {self.group} is at offset {lane.position} of {self.topic}/{lane.partition}, which ends at "
-                f"{error.end}; is this the same log? Reset the group if it is"
-            ) from error
+            raise self._beyond_end(lane, error.end) from error
+
+    def _beyond_end(self, lane: Lane, end: int) -> CheckpointOutOfRange:
+        return CheckpointOutOfRange(
+            f"group {self.group} is at offset {lane.position} of {self.topic}/{lane.partition}, which ends at {end}; "
+            "is this the same log? Reset the group if it is"
+        )
 
     def _hand_out(self, lane: Lane, offset: int, end: int, batch: Batch | None = None) -> bool:
         """Take them in hand, unless the lane is not to be handed out; the order of steps is that of `__iter__`."""
@@ -664,6 +687,9 @@ class Consumer:
             return False
         with self._lock:
             mine = dict(self._lanes)
+        for partition, lane in mine.items():  # lanes behind the end that was asked for are not read: see `_readable`
+            if lane.position > self._ends[partition] and lane.position > (end := self._source.end(partition)):
+                raise self._beyond_end(lane, end)
         short = [lane for partition, lane in mine.items() if not lane.is_lost and lane.position < self._ends[partition]]
         if not all(lane.is_failed for lane in short):
             return False
@@ -694,13 +720,14 @@ class Consumer:
         self._version += 1
         self._source.wake()
 
-    def _start_of(self, partition: int) -> int:
+    def _start_of(self, partition: int, first: int) -> int:
+        """Not before `first`: retention may be about to remove what lies before it."""
         if self._start == "earliest":
-            return self._source.start(partition)
+            return max(first, self._source.start(partition))
         if self._start == "latest":
             return self._source.end(partition)
         assert isinstance(self._start, datetime)
-        return self._source.offset_at(partition, microseconds_of(self._start))
+        return max(first, self._source.offset_at(partition, microseconds_of(self._start)))
 
     # What the member tells, on its thread.
 
@@ -708,41 +735,54 @@ class Consumer:
         with self._lock:
             for lane in lanes:
                 self._lanes[lane.partition] = lane
-            self._arriving = lanes
-        try:
-            self._call("assigned", [lane.partition for lane in lanes])
-        finally:
-            self._arriving = ()
-            self._change()
+            self._arriving.update(lanes)
+        if lanes:
+            self._notices.append(("assigned", lanes))
+        self._change()
 
     def lane_revoked(self, lane: Lane) -> None:
         with self._lock:
             self._ready.pop(lane, None)
         self._change()
-        self._call("revoked", [lane.partition])
+        self._notices.append(("revoked", [lane]))
 
     def group_changed(self) -> None:
         self._change()
 
     def lane_resumed(self, lane: Lane) -> None:
-        self._change()
-        self._call("assigned", [lane.partition])
+        with self._lock:
+            self._arriving.add(lane)
+        self._notices.append(("assigned", [lane]))
 
     def lane_released(self, lane: Lane) -> None:
         self._forget(lane)
         if lane.has_undone and not self._is_closed:  # given up in the middle of it
             self._note_lost(lane)
-            self._call("lost", [lane.partition])
+            self._notices.append(("lost", [lane]))
 
     def lane_lost(self, lane: Lane) -> None:
         self._forget(lane)
         if lane.has_undone and not self._is_closed:
             self._note_lost(lane)
-        self._call("lost", [lane.partition])
+        self._notices.append(("lost", [lane]))
+
+    def call_back(self) -> None:
+        """Call the callbacks that are due. What one of them causes by calling this consumer is told after it."""
+        if self._calling is not None:  # this thread's own: it has the member's mutex. The loop below goes on after it
+            return
+        while self._notices:
+            what, lanes = self._notices.popleft()
+            try:
+                self._call(what, [lane.partition for lane in lanes])
+            finally:
+                if what == "assigned":
+                    with self._lock:
+                        self._arriving.difference_update(lanes)
+                    self._change()
 
     def _note_lost(self, lane: Lane) -> None:
         with self._lock:
-            self._lost.add(lane.partition)
+            self._lost[lane.partition] = lane.lost_reason
             if lane.done < lane.handed:
                 self._lost_in_hand.add(lane.partition)
 
@@ -760,20 +800,22 @@ class Consumer:
         callback = self._callbacks[what]
         if callback is None or not partitions:
             return
-        before, self._calling = self._calling, threading.get_ident()
+        self._calling = threading.get_ident()
         try:
             callback(partitions)
         except Exception as error:  # noqa: BLE001 - raised where the user reads
             self._member.fail_later(error)
         finally:
-            self._calling = before
+            self._calling = None
 
     # The end.
 
     def close(self) -> None:
         """Write down what is done, release the partitions, leave the group. A message in hand is not done.
 
-        May be called again, from any thread: each call returns when it is over. In a callback it is only begun."""
+        Ends within the registry's `timeout`, callbacks aside. Raises PartitionLost, CommitUnknown or GroupUnavailable
+        if what is done could not be written; the consumer is closed all the same. May be called again, from any thread:
+        each call returns when it is over. In a callback it is only begun."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True

@@ -34,6 +34,33 @@ class UsedAfterFork(PxrsError):
     """An object made before `fork` was used in the child. Open a new one in the child; the parent's is untouched."""
 
 
+class WrongRegistry(PxrsError):
+    """This process has another registry than the one that its hub belongs to, so it may neither apply `keep_unread`
+    nor read as a member of a group nor change groups or queues there; nothing was done.
+
+    Give the hub's own registry, which `recorded` shows; or, if the hub is to belong to the registry that was given, run
+    `pxrs registry adopt` when no member of a group is left in the old one."""
+
+    def __init__(self, place: str, recorded: str, given: str) -> None:
+        self.place, self.recorded, self.given = place, recorded, given
+        if recorded == given:
+            what = f"the hub {place} belongs to another registry than the one that is at {given} now, which was emptied"
+            what += " or replaced: restore it"
+        else:
+            what = f"the hub {place} belongs to the registry {recorded}, and this process has {given}: give it the "
+            what += "former with --registry, PXRS_REGISTRY or pxrs.open(registry=...)"
+        super().__init__(
+            f"{what}; to make the hub belong to {given}, run `pxrs registry adopt --at {place} --registry {given}`"
+        )
+
+    def __reduce__(self) -> tuple[type[WrongRegistry], tuple[str, str, str]]:
+        return type(self), (self.place, self.recorded, self.given)
+
+
+class RetentionPostponed(PxrsError):
+    """Retention of a topic with `keep_unread` removes nothing for now; the message says why and what to do."""
+
+
 class RegistryError(PxrsError):
     """The base of every registry error."""
 
@@ -79,8 +106,16 @@ class SchemaMissing(RegistryError):
     """The tables are not there and were not to be created. Run what `pxrs registry ddl` prints."""
 
 
+class RegistryReplaced(RegistryError):
+    """The registry's file or directory was removed, moved, or replaced by another one while this handle was open.
+
+    Nothing was written. If the original is put back, the handle works again. If what lies there now is meant to be
+    used, such as a restored copy, close this handle and open a new one."""
+
+
 class RegistryCorrupt(RegistryError):
-    """Stored data is damaged. Nothing is guessed: `where` names the place. Restore it from a copy."""
+    """Stored data is damaged or missing. Nothing is guessed: `where` names the place. Stop the processes that use the
+    registry, and restore what is named from a copy (docs/registry.md, "A damaged file registry")."""
 
     def __init__(self, where: str, what: str) -> None:
         self.where, self.what = where, what
@@ -133,13 +168,16 @@ class TopicDeleted(UnknownTopic):
     """The topic that this handle, producer or consumer was opened for has been deleted.
 
     `id` is the deleted topic's. `is_made_again`: a new topic has the name now. It is another topic, with messages and
-    offsets of its own: open the topic, producer or consumer again to use it."""
+    offsets of its own: open the topic, producer or consumer again to use it. `advice` says what to do instead where
+    there is no handle to open again, as in a query of Spark."""
 
-    def __init__(self, topic: str, id: str, is_made_again: bool) -> None:
+    def __init__(self, topic: str, id: str, is_made_again: bool, advice: str = "") -> None:
         super().__init__(topic)
-        self.id, self.is_made_again = id, is_made_again
+        self.id, self.is_made_again, self.advice = id, is_made_again, advice
 
     def __str__(self) -> str:
+        if self.is_made_again and self.advice:
+            return f"topic {self.topic!r} was deleted and made again, so that it is another topic now. {self.advice}"
         if self.is_made_again:
             return (
                 f"topic {self.topic!r} was deleted and made again, and this is a handle to the deleted one "
@@ -147,8 +185,20 @@ class TopicDeleted(UnknownTopic):
             )
         return f"topic {self.topic!r} was deleted; create it with create_topic or `pxrs topic create`, then open it"
 
-    def __reduce__(self) -> tuple[type[TopicDeleted], tuple[str, str, bool]]:
-        return type(self), (self.topic, self.id, self.is_made_again)
+    def __reduce__(self) -> tuple[type[TopicDeleted], tuple[str, str, bool, str]]:
+        return type(self), (self.topic, self.id, self.is_made_again, self.advice)
+
+
+class HubMoved(LogError):
+    """The hub's directory is not where it was when it was opened: it was renamed or removed, or another one was put in
+    its place. This partition was neither written nor read. Open the hub again, where it is now."""
+
+    def __init__(self, place: str, what: str) -> None:
+        self.place, self.what = place, what
+        super().__init__(f"{place}: {what} while this process had it open; open the hub again, where it is now")
+
+    def __reduce__(self) -> tuple[type[HubMoved], tuple[str, str]]:
+        return type(self), (self.place, self.what)
 
 
 class TopicExists(LogError):
@@ -281,18 +331,75 @@ class GroupActive(GroupError):
     """The group has members, and what was asked would change their work under them. Stop them, or force it."""
 
 
+class GroupElsewhere(GroupError):
+    """The group of this name in this registry reads the topics of another hub: its members would not share the work
+    with this one. Use another name, or another registry or namespace; or forget the group with `pxrs group delete`."""
+
+    def __init__(self, group: str, theirs: str, ours: str) -> None:
+        self.group, self.theirs, self.ours = group, theirs, ours
+        super().__init__(
+            f"group {group} of this registry reads the hub at {theirs}, and this one is at {ours}: use another group "
+            f"name, another registry or a namespace of it. If the group is needed there no more, run "
+            f"`pxrs group delete {group}`; if this is the same hub, and its file hub.record was lost, run "
+            "`pxrs registry adopt`"
+        )
+
+    def __reduce__(self) -> tuple[type[GroupElsewhere], tuple[str, str, str]]:
+        return type(self), (self.group, self.theirs, self.ours)
+
+
 class PartitionLost(GroupError):
-    """This member does not own the partition any more: another one has it, or will. Nothing was written.
+    """This member does not own the partitions any more: another member owns them, or will. Nothing was written.
 
-    What was handled since the last checkpoint will be handled again by the new owner."""
+    What was handled since the last checkpoint will be handled again by the new owner. `reason` says how it was lost,
+    `advice` what to do where that is not plain, as for a streaming query of Spark."""
 
-    def __init__(self, group: str, partitions: Sequence[int]) -> None:
-        self.group, self.partitions = group, tuple(partitions)
-        names = ", ".join(map(str, self.partitions))
-        super().__init__(f"group {group} has taken partition {names} away; the commit was refused")
+    def __init__(self, group: str, partitions: Sequence[int], reason: str = "", advice: str = "") -> None:
+        self.group, self.partitions, self.reason, self.advice = group, tuple(partitions), reason, advice
+        because, then = f": {reason}" if reason else "", f". {advice}" if advice else ""
+        super().__init__(f"group {group}: this member has lost {name_partitions(self.partitions)}{because}{then}")
 
-    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...]]]:
-        return type(self), (self.group, self.partitions)
+    def __reduce__(self) -> tuple[type[PartitionLost], tuple[str, tuple[int, ...], str, str]]:
+        return type(self), (self.group, self.partitions, self.reason, self.advice)
+
+
+class CommitUnknown(GroupError, OutcomeUnknown):
+    """The checkpoints of `partitions` may have been written, or may still be: the registry did not answer in time.
+
+    The partitions are not lost by this. A member that is still there writes their checkpoints again about once a
+    second, so read on, or call `commit` again to know. After `close` the next owner begins at whichever was written:
+    what was handled since the last confirmed checkpoint may be handled again."""
+
+    def __init__(self, group: str, partitions: Sequence[int], reason: str) -> None:
+        self.group, self.partitions, self.reason = group, tuple(partitions), reason
+        super().__init__(
+            f"group {group}: the checkpoint of {name_partitions(self.partitions)} may have been written: {reason}"
+        )
+
+    def __reduce__(self) -> tuple[type[CommitUnknown], tuple[str, tuple[int, ...], str]]:
+        return type(self), (self.group, self.partitions, self.reason)
+
+
+class GroupUnavailable(GroupError, RegistryUnavailable):
+    """The registry could not be reached in time, and what was asked of the group was not done: `what` says what.
+
+    From `commit`: the checkpoints of `partitions` were not written; the member tries again about once a second. From
+    `close`: they were not written and the partitions not released; others claim them when this member's lease has
+    ended. From `hub.consumer`: this process has not joined and owns nothing; try again later."""
+
+    def __init__(self, group: str, partitions: Sequence[int], what: str, reason: str) -> None:
+        self.group, self.partitions, self.what, self.reason = group, tuple(partitions), what, reason
+        super().__init__(f"group {group}: {what}: {reason}")
+
+    def __reduce__(self) -> tuple[type[GroupUnavailable], tuple[str, tuple[int, ...], str, str]]:
+        return type(self), (self.group, self.partitions, self.what, self.reason)
+
+
+def name_partitions(partitions: Sequence[int]) -> str:
+    """Partitions in a message."""
+    if not partitions:
+        return "its partitions"
+    return f"partition{'s' if len(partitions) > 1 else ''} {', '.join(map(str, partitions))}"
 
 
 class CheckpointOutOfRange(GroupError):
@@ -389,17 +496,19 @@ class InvalidOption(SparkError, ValueError):
 class DataLost(SparkError):
     """Retention removed messages before the query read them: the offsets from `start` up to `end`.
 
-    Accept it with the option failOnDataLoss=false: the query then goes on behind them, and says so in its log."""
+    Accept it with the option failOnDataLoss=false: the query then goes on behind them, and says so in its log. `why`
+    says for what the query needs messages that it had read once, before a restart."""
 
-    def __init__(self, place: str, start: int, end: int) -> None:
-        self.place, self.start, self.end = place, start, end
+    def __init__(self, place: str, start: int, end: int, why: str = "") -> None:
+        self.place, self.start, self.end, self.why = place, start, end, why
         super().__init__(
-            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention before "
-            "they were read; set failOnDataLoss=false to go on behind them"
+            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention "
+            + (f"and must be read again: {why}" if why else "before they were read")
+            + "; set failOnDataLoss=false to go on behind them"
         )
 
-    def __reduce__(self) -> tuple[type[DataLost], tuple[str, int, int]]:
-        return type(self), (self.place, self.start, self.end)
+    def __reduce__(self) -> tuple[type[DataLost], tuple[str, int, int, str]]:
+        return type(self), (self.place, self.start, self.end, self.why)
 
 
 class CheckpointsDiffer(SparkError):

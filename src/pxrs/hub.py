@@ -7,27 +7,33 @@ messages; then the log; then the registry.
 
 from __future__ import annotations
 
-import functools
+import logging
 import os
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow as pa
 
 from pxrs import registry as registries
+from pxrs.belonging import Belonging, retain_unread
 from pxrs.clock import seconds_of, wall_time_us
-from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, UsedAfterFork
+from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, PxrsError, RetentionPostponed, UsedAfterFork
+from pxrs.hub_record import HubRecordFile
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, DamagedTopic, Log, Source, TopicLog
 from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
+from pxrs.registry.contract import LEASE_TTL_MAX, LEASE_TTL_MIN
+
+_logger = logging.getLogger(__name__)
 
 LEASE_TTL_DEFAULT: Final = 10.0
 
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
     # Imported by those who ask for one: a process of Spark's that opens a hub starts in half the time without them.
     from pxrs.consumer import Consumer
     from pxrs.group.admin import GroupHandle
+    from pxrs.group.records import Home
     from pxrs.producer import Producer
     from pxrs.queue.handle import QueueHandle
     from pxrs.queue.policy import Backoff, Policy
@@ -59,8 +66,8 @@ def open(
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
     """
     ttl = lease_ttl.total_seconds() if isinstance(lease_ttl, timedelta) else float(lease_ttl)
-    if not 0.05 <= ttl <= 86_400:
-        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from 0.05 s to a day")
+    if not LEASE_TTL_MIN <= ttl <= LEASE_TTL_MAX:
+        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from {LEASE_TTL_MIN} s to a day")
     address = parse(url)
     if registry is not None:
         _check_registry(registry)
@@ -77,20 +84,19 @@ def open(
         raise InvalidUrl(f"{address.text}: a directory takes no options; unknown: {', '.join(address.options)}")
     from pxrs.log.directory import DirectoryLog
 
-    return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry, ttl)
+    return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry, ttl, path)
 
 
 class TopicHandle:
     """A topic to look at: its settings, its offsets and its messages. Reading here moves no checkpoint."""
 
-    def __init__(self, log: TopicLog, unread: Callable[[str], Mapping[int, int]] | None = None) -> None:
-        """unread: where the slowest group is in each partition of the topic with this id."""
-        self._unread = unread
+    def __init__(self, log: TopicLog, hub: Hub) -> None:
+        self._hub = hub
         self.log = log
         """The topic itself, for those who append batches of their own or read it as a member of a group."""
         self.topic = log.topic
         self.name, self.id, self.partitions = log.name, log.id, log.partitions
-        self.has_gaps = log.has_gaps
+        self.has_gaps, self.keeps_unread = log.has_gaps, log.keeps_unread
 
     def start(self, partition: int) -> int:
         """The first offset that is still there."""
@@ -111,9 +117,14 @@ class TopicHandle:
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
 
-        Producers do it by themselves: see `pxrs.producer.RETAIN_EVERY_S`."""
-        unread = self._unread(self.id) if self._unread is not None and self.topic.keep_unread else None
-        return self.log.retain(wall_time_us(), unread)
+        Producers do it by themselves: see `pxrs.producer.RETAIN_EVERY_S`. Of a topic with `keep_unread`: raises
+        WrongRegistry if this process has another registry than the hub, RetentionPostponed if it is not known which one
+        the hub has."""
+        return self._hub._retain(self.log)
+
+    def retention_problem(self) -> str | None:
+        """Why `retain` removes nothing in this process; None if nothing stands against it."""
+        return self._hub._retention_problem(self.log)
 
     def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
@@ -161,9 +172,15 @@ class Hub:
     """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own."""
 
     def __init__(
-        self, url: str, log: Log, registry: str | os.PathLike[str], lease_ttl: float = LEASE_TTL_DEFAULT
+        self,
+        url: str,
+        log: Log,
+        registry: str | os.PathLike[str],
+        lease_ttl: float = LEASE_TTL_DEFAULT,
+        folder: Path | None = None,
     ) -> None:
-        """`pxrs.open` makes it; `registry` is opened when it is first needed."""
+        """`pxrs.open` makes it; `registry` is opened when it is first needed. folder: the directory that the messages
+        are in; None if they are in memory."""
         self.url = url
         self._lease_ttl = lease_ttl
         self._queues: QueueStore | None = None
@@ -175,6 +192,12 @@ class Hub:
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._pid = os.getpid()
         self._is_closed = False
+        self._belonging: Belonging | None = None
+        """None of a hub in memory, which has no registry but its own."""
+        if folder is not None:
+            self._belonging = Belonging(
+                url, HubRecordFile(folder), registry, lambda: self.registry, self._log.check_place
+            )
 
     @property
     def registry(self) -> Registry:
@@ -207,7 +230,9 @@ class Hub:
                     `retention`). Retention removes whole segments: messages stay for up to that much longer.
         durability: what an append waits for. "disk": that it survives a power loss. "os": that it survives the death
                     of every process; a power loss takes what the operating system had not written yet.
-        keep_unread: retention takes nothing that a group has yet to read. A group that nobody needs must be deleted.
+        keep_unread: retention takes nothing that a group of the hub's registry has yet to read. A group that nobody
+                    needs must be deleted. With a retention, such a topic needs the registry to be reachable now if no
+                    registry is on record for the hub: this one is recorded.
         Raises TopicExists, InvalidTopic.
         """
         from pxrs.partitioner import hash_named
@@ -227,7 +252,9 @@ class Hub:
             keep_unread,
             seconds_of(segment_s),
         )
-        return TopicHandle(self._log.create_topic(topic), self._unread)
+        if self._belonging is not None:
+            self._belonging.begin(keeps_unread=topic.keeps_unread)
+        return TopicHandle(self._log.create_topic(topic), self)
 
     def topics(self) -> list[Topic]:
         """All topics that can be opened, in the order of their names. See `damaged_topics` for the others."""
@@ -244,22 +271,76 @@ class Hub:
     def topic(self, name: str) -> TopicHandle:
         """A topic to read. Raises UnknownTopic, and DamagedFrame if its stored description is damaged."""
         self._check_usable()
-        return TopicHandle(self._log.topic(name), self._unread)
+        return TopicHandle(self._log.topic(name), self)
 
-    def _unread(self, topic: str) -> Mapping[int, int]:
-        from pxrs.group.admin import unread
+    def _retain(self, log: TopicLog) -> dict[int, int]:
+        if not log.keeps_unread:
+            return log.retain(wall_time_us())
+        self._check_usable()
+        if self._belonging is not None:
+            self._belonging.check_retention(log.name)  # before the registry is opened, which may make an empty one
+        return retain_unread(log, self.registry, self._belonging)
 
-        return unread(self.registry, topic)
+    def _retention_problem(self, log: TopicLog) -> str | None:
+        self._check_usable()
+        if not log.keeps_unread or self._belonging is None:
+            return None
+        try:
+            self._belonging.check_retention(log.name)
+        except PxrsError as error:
+            return str(error)
+        return None
+
+    # The registry that the hub belongs to.
+
+    def check_registry(self) -> Home | None:
+        """The identity of this hub, None if it has none yet. Raises WrongRegistry if the hub belongs to another
+        registry than the one that it was opened with: then nothing of the hub may be coordinated through that."""
+        self._check_usable()
+        return None if self._belonging is None else self._belonging.check()
+
+    def join_registry(self) -> Home | None:
+        """As `check_registry`, before a member joins a group: if no registry is on record for the hub, this one is from
+        now on."""
+        return None if self._belonging is None else self._belonging.join()
+
+    def adopt_registry(self) -> tuple[str, str]:
+        """Make the hub belong to the registry that it was opened with: `pxrs registry adopt`. The addresses of the
+        registry that it belonged to, empty if none is known, and of this one.
+
+        Stop the members of all groups first: those that go on in the old registry end with WrongRegistry at their next
+        checkpoint. Checkpoints are not copied: groups begin anew in this registry, or where they were in it, and what
+        they have read in the other one counts no more for `keep_unread`."""
+        self._check_usable()
+        if self._belonging is None:
+            raise InvalidUrl("a hub in memory always has the registry that it was opened with")
+        return self._belonging.adopt(topic.id for topic in self._log.topics())
 
     def delete_topic(self, name: str) -> None:
         """Remove a topic and its messages, also one that is damaged. Raises UnknownTopic."""
         self._check_usable()
+        keeping = {topic.id for topic in self._log.topics() if topic.keeps_unread}
         identity = self._log.delete_topic(name)
+        if identity in keeping:
+            self._forget_start(name, identity)
         if os.path.isdir(os.path.join(self.url, "staging")):  # Spark has written here
             from pxrs.spark.manifest import forget_topic
             from pxrs.spark.staging import Staging
 
             forget_topic(self.registry, Staging(self.url), identity)
+
+    def _forget_start(self, name: str, identity: str) -> None:
+        """Remove the two registry keys of a deleted topic. A failure is only logged: the topic itself is gone."""
+        from pxrs.group.records import gate_key, start_key
+
+        try:
+            if self._belonging is not None:
+                self._belonging.check_retention(name)
+            self.registry.commit(delete=[start_key(identity), gate_key(identity)])
+        except RetentionPostponed:
+            return  # no registry is on record: nothing was ever written there
+        except PxrsError as error:
+            _logger.warning("topics/%s/ of the deleted topic %s stays in the registry: %s", identity, name, error)
 
     def producer(self, topic: str, **options: Any) -> Producer:
         """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic."""
@@ -278,14 +359,21 @@ class Hub:
     def consumer(self, topic: str | Source, group: str, **options: Any) -> Consumer:
         """A member of the group, which reads the topic; `options` are those of `Consumer`. Raises UnknownTopic.
 
-        In place of a topic's name, anything that is a `Source`. `dead_letters` is a topic's name."""
+        In place of a topic's name, anything that is a `Source`. `dead_letters` is the name of another topic."""
         from pxrs.consumer import Consumer
+        from pxrs.dead_letters import DeadLetterTopic, check_other_topic
 
         self._check_usable()
-        source = self._log.topic(topic) if isinstance(topic, str) else topic
+        if isinstance(topic, str):
+            source: Source = self._log.topic(topic)
+            self.join_registry()
+            options = {"home": self.join_registry, **options}
+        else:
+            source = topic
         if isinstance(dead_letters := options.get("dead_letters"), str):
-            self._log.topic(dead_letters)  # it must be there before the first one dies
-            options["dead_letters"] = functools.cache(lambda: self.producer(dead_letters, linger_s=0))
+            # The topic must be there before the first message fails.
+            check_other_topic(source.name, source.id, self._log.topic(dead_letters).id)
+            options["dead_letters"] = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
         consumer = Consumer(source, self.registry, group, **{"topic_names": self._topic_names, **options})
         with self._lock:
             if not self._is_closed:
@@ -299,7 +387,7 @@ class Hub:
         from pxrs.group.admin import GroupHandle
 
         self._check_usable()
-        return GroupHandle(self.registry, name, self._log, sources)
+        return GroupHandle(self.registry, name, self._log, sources, self.check_registry)
 
     def _topic_names(self) -> dict[str, str]:
         damaged = {topic.id: topic.name for topic in self._log.damaged_topics() if topic.id is not None}
@@ -356,6 +444,7 @@ class Hub:
     def _queue_store(self) -> QueueStore:
         from pxrs.queue.store import QueueStore
 
+        self.check_registry()
         registry = self.registry
         with self._lock:
             if self._is_closed:
@@ -393,6 +482,7 @@ class Hub:
             raise UsedAfterFork(f"the hub {self.url} was opened before a fork: open it again in the child")
         if self._is_closed:
             raise Closed(f"the hub {self.url} was closed")
+        self._log.check_place()
 
     def __enter__(self) -> Self:
         return self

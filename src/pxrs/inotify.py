@@ -23,6 +23,8 @@ class News:
     overflow: bool = False
     closed: frozenset[str] = field(default_factory=frozenset)
     """Names of files that a writer has closed, by itself or by dying."""
+    changed: frozenset[int] = field(default_factory=frozenset)
+    """The watches, as `add` has numbered them, of which anything was told."""
 
 
 class Notifier:
@@ -43,10 +45,12 @@ class Notifier:
         self._guard = threading.Lock()
         self._closed = False
 
-    def add(self, folder: str, mask: int) -> None:
-        """Raises FileNotFoundError if the folder is not there."""
-        if self._inotify >= 0:
-            self._check(self._libc.inotify_add_watch(self._inotify, os.fsencode(folder), mask), folder)
+    def add(self, folder: str, mask: int) -> int | None:
+        """The number of the watch; None where there is no inotify. Raises FileNotFoundError if the folder is not
+        there."""
+        if self._inotify < 0:  # pragma: no cover - not Linux
+            return None
+        return self._check(self._libc.inotify_add_watch(self._inotify, os.fsencode(folder), mask), folder)
 
     def wait(self, timeout: float | None) -> News:
         if self._inotify < 0:  # pragma: no cover - not Linux
@@ -63,15 +67,16 @@ class Notifier:
 
     def _read(self) -> News:
         data, position = os.read(self._inotify, 1 << 16), 0
-        overflow, closed = False, set()
+        overflow, closed, changed = False, set(), set()
         while position < len(data):
-            _, mask, _, length = _EVENT.unpack_from(data, position)
+            watch, mask, _, length = _EVENT.unpack_from(data, position)
             begin = position + _EVENT.size
             position = begin + length
             overflow |= bool(mask & OVERFLOW)
+            changed.add(watch)
             if mask & CLOSE_WRITE:
                 closed.add(os.fsdecode(data[begin:position].rstrip(b"\0")))
-        return News(overflow, frozenset(closed))
+        return News(overflow, frozenset(closed), frozenset(changed))
 
     def interrupt(self) -> None:
         """Make the waiting thread return at once. After `close` it does nothing."""

@@ -86,6 +86,11 @@ class Topic:
             return None if self.retention_s is None else self.retention_s / 4
         return self.segment_s
 
+    @property
+    def keeps_unread(self) -> bool:
+        """Whether retention depends on the checkpoints of groups: without a limit nothing is ever removed."""
+        return self.keep_unread and self.is_retained
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not TOPIC_NAME.fullmatch(self.name):
             raise InvalidTopic(

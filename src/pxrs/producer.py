@@ -184,7 +184,7 @@ class Producer:
         self._retains_at = 0.0 if log.topic.is_retained else None
         self._retain_every_s = min(RETAIN_EVERY_S, (log.topic.retention_s or math.inf) / 4)
         self._retain = retain or (lambda: log.retain(wall_time_us()))
-        self._retain_outage = Outage(_logger, f"retention of {log.name} failed", extra={"topic": log.name})
+        self._retain_outage = Outage(_logger, f"retention of {log.name} is held up", extra={"topic": log.name})
         self._appender = Appender(log, _whole("tries_max", tries_max, 1, 1_000))
         self._broken = self._appender.broken
         self._error: BaseException | None = None
@@ -197,6 +197,11 @@ class Producer:
         _producers.add(self)
         # The thread is a daemon, so that a forgotten producer does not keep the process; what it holds is still sent.
         atexit.register(self.close)
+
+    @property
+    def topic_id(self) -> str:
+        """The id of the topic that it sends to."""
+        return self._log.id
 
     def send(
         self,
@@ -577,6 +582,8 @@ class Producer:
             try:
                 self._retain()
                 self._retain_outage.worked()
+            except Closed:
+                pass  # the hub is being closed, and sends what was left: the next producer retains
             except Exception as error:  # noqa: BLE001 - what was sent is stored, and it is tried again
                 self._retain_outage.failed(error)
 

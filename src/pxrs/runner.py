@@ -5,8 +5,13 @@ what becomes of the message.
 
     pause        the partition stands, visible in `describe`, until `pxrs group retry` or `skip`; the others go on
     retry        again and again with growing pauses, then as with pause
-    dead-letter  the message goes to another topic with the reason, and the partition goes on
+    dead-letter  the message goes to another topic with the reason, and the partition goes on; if it cannot be stored
+                 there, as with pause, and the pause tells both errors
     raise        `run` raises HandlerFailed, and the member leaves
+
+What was raised is logged, unless `run` raises it. Each try of a retry is a failure: the first one is logged with its
+traceback, the following ones in a line, unless they raise something else. For each exception class and line of code, a
+few records a minute are logged and the rest is counted (`LimitedLog`).
 """
 
 from __future__ import annotations
@@ -14,15 +19,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from pxrs import dead_letters
+from pxrs.dead_letters import place_of_message
 from pxrs.errors import Closed, HandlerFailed, InvalidGroup
+from pxrs.failures import Failure, failure_of, place_of
 from pxrs.group.lane import Lane
 from pxrs.handler import OF_A_MESSAGE, check_result, fault_of
+from pxrs.limited_log import LimitedLog
 from pxrs.log.batch import Batch
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
@@ -34,10 +42,9 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 ON_ERROR: Final = ("pause", "retry", "dead-letter", "raise")
-DEAD_LETTER_TIMEOUT_S: Final = 60.0
-REASON_CHARACTERS_MAX: Final = 2_000
 LOOK_S: Final = 0.05
 """How often one that waits to try again looks whether the partition is to go."""
+PAUSING: Final = "pausing the partition until `pxrs group retry` or `skip`"
 Handler = Callable[[Message], object]
 
 
@@ -72,9 +79,23 @@ class Runner:
         self._lock = threading.Lock()
         self._busy: set[Lane] = set()
         self._failure: BaseException | None = None
+        """What `run` raises: the first error that ended a handler's thread."""
+        self._log = LimitedLog(_logger)
         self.stopped = stopped
 
     def run(self) -> None:
+        try:
+            self._give_out()
+        except BaseException:
+            if self._failure is not None:  # what is raised here came first; this one would be seen nowhere
+                self._log_unraised(self._failure)
+            raise
+        finally:
+            self._log.flush()
+        if self._failure is not None:
+            raise self._failure
+
+    def _give_out(self) -> None:
         consumer = self._consumer
         with ThreadPoolExecutor(self._threads, thread_name_prefix=f"pxrs-handler-{consumer.group}") as pool:
             try:
@@ -93,14 +114,20 @@ class Runner:
                     raise
             finally:
                 self.stopped.set()  # those who retry give up; what is in hand is finished
-        if self._failure is not None:
-            raise self._failure
 
     def _note(self, done: Future[None]) -> None:
         error = done.exception()
-        if error is not None and self._failure is None:
-            self._failure = error
+        if error is not None:
+            with self._lock:
+                is_first, self._failure = self._failure is None, self._failure or error
+            if not is_first:  # `run` raises the first alone
+                self._log_unraised(error)
         self._consumer._change()
+
+    def _log_unraised(self, error: BaseException) -> None:
+        fields = {"group": self._consumer.group}
+        text = failure_of(error).text
+        _logger.error("group %s: %s", self._consumer.group, text, exc_info=error, extra=fields)
 
     def _handle_batch(self, lane: Lane, batch: Batch) -> None:
         consumer = self._consumer
@@ -130,15 +157,20 @@ class Runner:
         policy = self._policy
         pause_s = policy.retry_pause_s
         tries = policy.retries_max + 1 if policy.on_error == "retry" else 1
-        for left in range(tries - 1, -1, -1):
+        place: Hashable = None
+        for number in range(1, tries + 1):
             try:
                 result: object = self._handler(message)
                 if result is not None:
                     check_result(result)
                 return True
             except Exception as error:  # noqa: BLE001 - the policy decides
-                if not left:
-                    return self._decide(lane, message, error)
+                failure = failure_of(error)
+                if number == tries:
+                    return self._decide(lane, message, error, failure)
+                last_place, place = place, place_of(error)
+                what = f"try {number} of {tries}, trying again in {pause_s:g} s"
+                self._tell(logging.WARNING, message, error, failure, what, has_traceback=place != last_place)
                 if not self._may_try_again(lane, pause_s):
                     return False  # the next owner tries it
                 pause_s = min(2 * pause_s, 30.0)
@@ -160,22 +192,66 @@ class Runner:
     def _is_here(self, lane: Lane) -> bool:
         return not lane.is_lost and self._consumer._clock.now() < self._consumer._member.deadline
 
-    def _decide(self, lane: Lane, message: Message, error: Exception) -> bool:
-        reason = "".join(traceback.format_exception_only(error)).strip()[:REASON_CHARACTERS_MAX]
-        where = f"{message.topic}/{message.partition} offset {message.offset}"
+    def _decide(self, lane: Lane, message: Message, error: Exception, failure: Failure) -> bool:
+        """What becomes of a message whose last try failed. Whether it is done."""
         match self._policy.on_error:
             case "raise":
-                raise HandlerFailed(f"{where}: {reason}") from error
+                raise HandlerFailed(f"{place_of_message(message)}: {failure.text}") from error
             case "dead-letter":
-                assert self._policy.dead_letters is not None
                 if not self._is_here(lane):  # it is the next owner's to handle, or to send away
-                    _logger.warning("group %s has lost %s: %s", self._consumer.group, where, reason)
+                    self._tell(logging.WARNING, message, error, failure, "the partition is another member's by now")
                     return False
-                headers = [*(message.headers or []), ("pxrs-reason", reason.encode()), ("pxrs-origin", where.encode())]
-                producer = self._policy.dead_letters()
-                receipt = producer.send(message.value, message.key, headers, message.timestamp)
-                receipt.result(DEAD_LETTER_TIMEOUT_S)
-                return True
+                self._tell(logging.WARNING, message, error, failure, "the message goes to the dead letters")
+                second = self._send_away(message, failure)
+                if second is None:
+                    return True
+                if self._consumer._is_closed:
+                    return False  # the next owner handles it
+                failure = failure.followed_by("the dead letter could not be sent", second)
             case _:
-                self._consumer._member.pause(lane, message.offset, reason)
-                return False
+                self._tell(logging.ERROR, message, error, failure, PAUSING)
+        self._consumer._member.pause(lane, message.offset, failure)
+        return False
+
+    def _send_away(self, message: Message, failure: Failure) -> Exception | None:
+        """Send a dead letter; why it could not be sent, if so."""
+        assert self._policy.dead_letters is not None
+        try:
+            dead_letters.send(self._policy.dead_letters, self._consumer._source.id, message, failure)
+        except Exception as error:  # noqa: BLE001 - stored with the pause, and logged
+            second = failure_of(error)
+            self._tell(logging.ERROR, message, error, second, PAUSING, "its dead letter could not be sent")
+            return error
+        return None
+
+    def _tell(
+        self,
+        level: int,
+        message: Message,
+        error: Exception,
+        failure: Failure,
+        what: str,
+        step: str = "the handler failed",
+        *,
+        has_traceback: bool = True,
+    ) -> None:
+        """Log which step failed on a message, and what follows from it. failure: the error as text."""
+        fields = {
+            "group": self._consumer.group,
+            "topic": message.topic,
+            "partition": message.partition,
+            "offset": message.offset,
+            "error_type": failure.type,
+        }
+        self._log.log(
+            (step, level, has_traceback, place_of(error)),
+            level,
+            "group %s, %s: %s, %s: %s",
+            self._consumer.group,
+            place_of_message(message),
+            step,
+            what,
+            failure.text,
+            exc_info=error if has_traceback else None,
+            extra=fields,
+        )

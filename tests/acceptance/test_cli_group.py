@@ -50,7 +50,7 @@ def topic(data: Path) -> str:
 def group(data: Path) -> Path:
     """And a group that has read 2 of each."""
     with pxrs.open(data) as hub:
-        GroupHandle(hub.registry, "billing", hub).import_checkpoint(2, "orders")
+        hub.group("billing").import_checkpoint({0: 2, 1: 2}, "orders")
     return data
 
 
@@ -226,7 +226,7 @@ def test_nothing_is_done_to_a_group_with_members_unless_forced(group: Path, topi
         for arguments in (
             ("reset", "billing", "--to", "latest", "--yes"),
             ("delete", "billing", "--yes"),
-            ("import-checkpoint", "billing", "3", "--topic", "orders", "--force", "--yes"),
+            ("import-checkpoint", "billing", "--partition", "0=3", "--topic", "orders", "--force", "--yes"),
         ):
             assert refusal(run(group, *arguments)).startswith("GroupActive: group billing has members: anna")
         assert offsets(group) == [2, 2]
@@ -240,7 +240,7 @@ def test_what_destroys_asks_first_and_only_at_a_terminal(group: Path, topic: str
     pause(group, topic, 0)
     commands = [
         ("skip", "billing", "orders", "0"),
-        ("import-checkpoint", "billing", "3", "--topic", "orders", "--force"),
+        ("import-checkpoint", "billing", "--partition", "0=3", "--topic", "orders", "--force"),
         ("reset", "billing", "--to", "latest"),
         ("delete", "billing"),
     ]
@@ -260,7 +260,7 @@ def test_a_deleted_group_leaves_its_guards(group: Path, topic: str) -> None:
     assert run(group, "delete", "billing", "--yes").stdout == "removed group billing\n"
     assert refusal(run(group, "describe", "billing")).startswith("UnknownGroup")
     with registries.open(group / "registry") as registry:
-        assert [entry.key for entry in registry.scan("groups/")] == [KEYS.owner(topic, p) for p in (0, 1)]
+        assert [entry.key for entry in registry.scan("groups/")] == [KEYS.home, *(KEYS.owner(topic, p) for p in (0, 1))]
 
 
 def test_x21_an_old_checkpoint_is_imported(data: Path) -> None:
@@ -268,11 +268,13 @@ def test_x21_an_old_checkpoint_is_imported(data: Path) -> None:
     assert rows(run(data, *arguments, "--partition", "1=4", "--json")) == [
         {"topic": "orders", "partition": 1, "offset": 4}
     ]
-    assert "orders" in run(data, *arguments, "3").stdout
+    assert "orders" in run(data, *arguments, "--partition", "0=3", "--partition", "1=1").stdout
     assert offsets(data) == [3, 4]
-    assert run(data, *arguments, "3").stdout.startswith("nothing was written: ")
-    assert run(data, *arguments, "5", "--force", "--yes").returncode == 0
-    assert offsets(data) == [5, 5]
+    assert run(data, *arguments, "--partition", "0=1").stdout.startswith("nothing was written: ")
+    assert run(data, *arguments, "--partition", "0=5", "--force", "--yes").returncode == 0
+    assert offsets(data) == [5, 4]
+    assert "InvalidGroup: orders has 2 partitions" in refusal(run(data, *arguments, "3", "--force", "--yes"))
+    assert offsets(data) == [5, 4]
     for wrong in ((), ("3", "--partition", "0=3"), ("-1",)):
         assert run(data, *arguments, *wrong).returncode == 2, wrong
 
@@ -290,8 +292,8 @@ def test_x14_a_paused_partition_is_retried_or_skipped(group: Path, topic: str) -
 
 def test_the_registry_may_be_elsewhere(data: Path, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'groups.db'}"
-    arguments = ("import-checkpoint", "billing", "3", "--topic", "orders", "--registry", url)
-    assert run(data, *arguments).returncode == 0
+    arguments = ("import-checkpoint", "billing", "--partition", "0=3", "--topic", "orders", "--registry", url)
+    assert run(data, *arguments, "--partition", "1=3").returncode == 0
     assert rows(run(data, "list", "--json")) == []
     (found,) = rows(run(data, "list", "--json", "--registry", url))
     assert (found["group"], found["lag"]) == ("billing", 4)

@@ -33,7 +33,7 @@ from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.testing.accounting import Account, Ownership, Worker, account, read_journals
 
-BOUND_S = 10.0
+BOUND_S = 30.0
 KEYS = Keys("g")
 T = TypeVar("T")
 
@@ -434,7 +434,7 @@ import os, signal, sys
 import pxrs
 from pxrs.errors import PartitionLost
 with pxrs.open(sys.argv[1]) as hub:
-    inbox = hub.consumer("t", "g", name="zombie", lease_ttl=1.0, commit_interval=3600)
+    inbox = hub.consumer("t", "g", name="zombie", lease_ttl=3.0, commit_interval=3600)
     messages = iter(inbox)
     seen = [next(messages) for _ in range(6)]
     print("stopping", flush=True)

@@ -175,21 +175,21 @@ def test_two_damaged_frames_cost_no_more_than_a_look_at_each_frame(is_sealed: bo
     if is_sealed:
         topic._partition(0).seal(1 << 62)
     starts = positions(segment(topic))
-    before = time.perf_counter()
+    before = time.process_time()  # of this process alone: others may keep the machine busy
     assert len(read(opened(tmp_path))) == count
-    whole_s = time.perf_counter() - before
+    whole_s = time.process_time() - before
     if is_sealed:
         segment(topic).with_suffix(".index").unlink()
     for number in (5, count - 5):
         flip(segment(topic), starts[number] + 20)
     late = opened(tmp_path)
-    before = time.perf_counter()
+    before = time.process_time()
     for offset in (0, count // 2, count - 3):
         try:
             late.read(0, offset)
         except DamagedFrame:
             assert offset == count // 2
-    assert time.perf_counter() - before < 20 * whole_s + 1
+    assert time.process_time() - before < 20 * whole_s + 1
     found = read(late)
     assert set(range(count)) - found.keys() == set(range(5, count - 4)), "what leads to another damage is not certain"
 

@@ -586,7 +586,7 @@ def test_a_partition_that_cannot_be_opened_leaks_no_descriptor(tmp_path: Path, m
         with pytest.raises(LogError, match="Too many open files"):
             topic.end(0)
     monkeypatch.undo()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert topic.end(0) == 0
 
 

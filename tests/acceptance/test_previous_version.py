@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import pxrs
+from pxrs import registry
+from pxrs.errors import RegistryCorrupt
 from pxrs.log.check import check
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1" / "old.tar.xz"
@@ -31,6 +33,24 @@ def hub(request: pytest.FixtureRequest, old: Path) -> Iterator[pxrs.Hub]:
         opened = pxrs.open(old / "hub-sql", registry=f"sqlite:///{old}/registry.db")
     with opened:
         yield opened
+
+
+def test_a_removed_journal_entry_of_0_1_is_noticed_once_this_version_has_committed(old: Path) -> None:
+    """Entries of 0.1 do not say what was synced; the first commit of this version says it for all of them."""
+    (directory,) = {path.parents[2] for path in (old / "hub").rglob("generations/*/snapshot")}
+    url = f"file:{directory.parent}?namespace={directory.name}"
+    with registry.open(url) as handle:
+        before = handle.scan("")
+        handle.commit(put={"new": b""})
+    with registry.open(url) as handle:
+        assert {entry.key for entry in handle.scan("")} >= {
+            entry.key for entry in before if "/members/" not in entry.key
+        }
+    entries = sorted(directory.glob("generations/*/[0-9]*"))
+    assert len(entries) > 10
+    entries[len(entries) // 2].unlink()
+    with pytest.raises(RegistryCorrupt):
+        registry.open(url)
 
 
 def values(hub: pxrs.Hub, topic: str) -> list[str]:
@@ -74,6 +94,20 @@ def test_retention_counts_from_the_time_of_the_messages_or_of_their_files(hub: p
     assert [finding for checked in check(Path(hub.url)) for finding in checked.findings] == []
 
 
+def test_nothing_unread_is_removed_before_it_is_known_in_which_registry_the_groups_are(hub: pxrs.Hub) -> None:
+    assert hub.check_registry() is None, "version 0.1 does not write it down"
+    with pytest.raises(pxrs.errors.RetentionPostponed):
+        hub.topic("kept").retain()
+    hub.consumer("kept", group="careful").close()
+    hub.topic("kept").retain()
+    home = hub.check_registry()
+    assert home is not None
+    with pxrs.open(hub.url, "memory:") as stranger, pytest.raises(pxrs.errors.WrongRegistry):
+        stranger.consumer("kept", group="careful")
+    with pxrs.open(hub.url, hub._registry_url) as again:
+        assert again.check_registry() == home
+
+
 def test_a_group_goes_on_at_its_checkpoints(hub: pxrs.Hub) -> None:
     before = hub.group("billing").describe()
     assert before.lag == 168
@@ -90,6 +124,7 @@ def test_a_paused_partition_is_still_paused_and_can_be_skipped(hub: pxrs.Hub) ->
     assert row.paused is not None
     assert row.paused.offset == 0
     assert "a message that cannot be handled" in row.paused.error
+    assert (row.error_type, row.traceback) == ("", ""), "0.1 kept neither"
     assert hub.group("careful").skip("kept", 0) == 0
     with hub.consumer("kept", group="careful", until="end") as inbox:
         assert [message.offset for message in inbox] == list(range(1, 300))
@@ -104,7 +139,10 @@ def test_the_items_of_queues_are_there_and_can_be_taken(hub: pxrs.Hub) -> None:
             item = tx.take("mail", timeout=5)
             assert item is not None
             taken.append(item.value.decode())
-    dead = [item.value.decode() for item in hub.queue("mail").dead_letters()]
+    letters = hub.queue("mail").dead_letters().list()
+    assert [(item.error_type, item.traceback) for item in letters] == [("", "")] * 2
+    assert all(item.error for item in letters)
+    dead = [item.value.decode() for item in letters]
     assert sorted([*taken, *dead]) == [f"letter-{number}" for number in range(10)]
     for number in range(5):
         with hub.transaction() as tx:

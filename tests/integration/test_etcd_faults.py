@@ -39,7 +39,7 @@ grpc, rpc = importlib.import_module("grpc"), importlib.import_module("pyetcd.etc
 
 TIMEOUT_S = 0.6
 # What a bounded call may take beyond its bound on a busy machine.
-SLACK_S = 1.0
+SLACK_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_a_cut_connection_is_unavailable_within_the_bound_and_heals(
     assert value_of(direct, "a") == b"2"
     with through.watch("") as watch, through.lease(5):
         direct.commit(put={"b": b""})
-        assert watch.wait(5)
+        assert watch.wait(30)
 
 
 def test_a_silent_network_is_an_error_within_the_bound(through: Registry, proxy: Proxy) -> None:
@@ -230,11 +230,11 @@ def test_a_connection_that_dies_silently_is_noticed_by_an_idle_watch(
     with registries.open(url) as through, through.watch("a") as watch:
         quieten(watch)
         proxy.stall()
-        assert watch.wait(5), "the doubt was not told"
+        assert watch.wait(30), "the doubt was not told"
         direct.commit(put={"a": b""})
         proxy.reset_connections()
         proxy.restore()
-        assert watch.wait(5)
+        assert watch.wait(30)
         assert through.get("a") is not None
 
 
@@ -252,7 +252,7 @@ def test_a_stopped_server_is_an_error_within_the_bound_and_resumes(etcd: EtcdSer
                 registry.get("a")
         finally:
             etcd.resume()
-        eventually(lambda: registry.commit(put={"b": b""}), 2)
+        eventually(lambda: registry.commit(put={"b": b""}))
         assert value_of(registry, "a") in (b"0", b"1")
 
 
@@ -282,7 +282,7 @@ def test_r2_nothing_is_missed_around_kill_9_and_restart(namespace: str) -> None:
                 etcd.restart()
                 may_end.set()
                 while _persist(lambda: value_of(reader, "n")) != b"%d" % last:
-                    assert watch.wait(10), "a change was missed"
+                    assert watch.wait(30), "a change was missed"
             finally:
                 may_end.set()
                 thread.join()
@@ -290,7 +290,7 @@ def test_r2_nothing_is_missed_around_kill_9_and_restart(namespace: str) -> None:
             assert len(reader.scan("each/")) == last
             quieten(watch)
             writer.commit(put={"n": b"after"})
-            assert watch.wait(5)
+            assert watch.wait(30)
 
 
 def _persist(call: Callable[[], Any]) -> Any:
@@ -308,18 +308,18 @@ def test_r2_a_compaction_while_a_watch_is_cut_off(
     with through.watch("a") as watch:
         quieten(watch)
         proxy.cut()
-        assert watch.wait(5), "the doubt was not told"
+        assert watch.wait(30), "the doubt was not told"
         for i in range(5):
             version = direct.commit(put={"a": b"%d" % i})["a"]
         with grpc.insecure_channel(f"{etcd.host}:{etcd.port}") as channel:
             rpc.KVStub(channel).Compact(rpc.CompactionRequest(revision=version, physical=True))
         quieten(watch)
         proxy.restore()
-        assert watch.wait(5), "a change while the watch was cut off was missed"
+        assert watch.wait(30), "a change while the watch was cut off was missed"
         assert value_of(through, "a") == b"4"
         quieten(watch)
         direct.commit(put={"a": b"5"})
-        assert watch.wait(5), "the watch was not made again"
+        assert watch.wait(30), "the watch was not made again"
 
 
 # Leases.
@@ -336,7 +336,7 @@ def test_x12_a_holder_that_cannot_renew_is_past_its_deadline_before_its_keys_are
     with direct.watch("m") as watch:
         getattr(proxy, fault)()
         while direct.get("m") is not None:
-            assert watch.wait(lease.ttl + 3)
+            assert watch.wait(lease.ttl + 20)
     assert SYSTEM.now() >= lease.deadline, "the store gave it away before its holder let go"
     assert not lease.alive
     with pytest.raises(LeaseExpired):
@@ -394,14 +394,14 @@ def test_reads_commits_and_leases_survive_the_loss_of_the_leader(cluster: EtcdCl
                 assert value_of(registry, "a") == b"0"
             with within(5 + SLACK_S):
                 registry.commit(put={"a": b"1"}, lease=lease)
-            assert watch.wait(5), "the doubt was not told"
+            assert watch.wait(30), "the doubt was not told"
             renewed_at = SYSTEM.now()
             # A deadline this far ahead comes only from a renewal after the election.
             eventually(lambda: lease.deadline > renewed_at + 0.8 * lease.ttl)
             with registries.open(through_any(cluster, (leader + 1) % 3, options)) as other:
                 quieten(watch)
                 other.commit(put={"w/a": b""})
-                assert watch.wait(5)
+                assert watch.wait(30)
                 assert other.get("m") is not None
         finally:
             cluster.nodes[leader].restart()
@@ -445,7 +445,7 @@ def test_a_member_that_is_down_or_silent_is_passed_over(etcd: EtcdServer, proxy:
             registry.lease(5) as lease,
         ):
             registry.commit(ephemeral={"a": b""}, lease=lease)
-            assert watch.wait(5)
+            assert watch.wait(30)
 
 
 def test_a_member_without_a_leader_says_so_and_nothing_was_sent(namespace: str) -> None:
@@ -501,7 +501,7 @@ def test_tls_with_client_certificates(tmp_path: Path) -> None:
             registry.commit(put={"a": b"1"})
             with registry.watch("a") as watch, registry.lease(5) as lease:
                 registry.commit(put={"a": b"2"}, lease=lease)
-                assert watch.wait(5)
+                assert watch.wait(30)
         for options in (
             f"ca={certs.ca}",
             f"ca={strangers.ca}&{mutual}",
@@ -545,7 +545,7 @@ def test_a_user_with_the_right_password_has_its_namespace(guarded: EtcdServer, t
     for url in (login(guarded, APP, PASSWORD), by_file):
         with registries.open(url) as registry, registry.lease(5) as lease, registry.watch("") as watch:
             registry.commit(put={"a": b"1"}, ephemeral={"m": b""}, lease=lease)
-            assert watch.wait(5)
+            assert watch.wait(30)
             assert [entry.key for entry in registry.scan("")] == ["a", "m"]
 
 
@@ -559,7 +559,7 @@ def test_what_is_not_permitted_is_denied_and_no_secret_is_told(
         login(guarded, APP, PASSWORD, namespace="foreign"),
         anonymous,
     ):
-        with within(2), pytest.raises(AccessDenied) as denied:
+        with within(SLACK_S), pytest.raises(AccessDenied) as denied:
             registries.open(url)
         assert PASSWORD not in str(denied.value)
     with registries.open(login(guarded, APP, PASSWORD)) as registry:
@@ -577,13 +577,13 @@ def test_a_server_that_has_forgotten_the_token_is_logged_in_to_again(guarded: Et
         guarded.kill()
         guarded.restart()
         registry.commit(put={"a": b"1"}, lease=lease)
-        assert watch.wait(5), "the doubt was not told"
+        assert watch.wait(30), "the doubt was not told"
         assert isinstance(registry, EtcdRegistry)
         stream = registry._streams[watch]
         eventually(lambda: stream.is_live)
         quieten(watch)
         registry.commit(put={"w": b"1"})
-        assert watch.wait(5)
+        assert watch.wait(30)
         assert lease._renew() > SYSTEM.now()
 
 

@@ -175,7 +175,7 @@ def test_r9_no_commit_waits_for_them(hub: pxrs.Hub, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(projections, "render", hang)
     with hub.consumer("orders", group="billing") as inbox:
-        assert is_writing.wait(10)
+        assert is_writing.wait(30)
         while inbox.poll(timeout=0.2):
             pass
         inbox.commit()

@@ -1,4 +1,7 @@
-"""The connection is cut between a transaction's commit and its reply, on real servers; and requests land late."""
+"""The connection is cut between a transaction's commit and its reply, on real servers; and requests land late.
+
+And a consumer whose store stops answering: each of its calls ends in its time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 import pxrs
-from pxrs.errors import OutcomeUnknown, PxrsError, RegistryUnavailable
+from pxrs.errors import CommitUnknown, GroupUnavailable, OutcomeUnknown, PxrsError, RegistryUnavailable
 from pxrs.hub import Hub
 from pxrs.queue.taker import settle
 from pxrs.queue.transaction import Transaction
@@ -32,7 +35,7 @@ class Place:
         self.kind, self.url, self.proxy = kind, url, proxy
         self.namespace = f"n{uuid.uuid4().hex[:8]}"
 
-    def open(self, *, through: bool) -> Hub:
+    def open(self, *, through: bool, timeout_s: float = TIMEOUT_S) -> Hub:
         address = f"{self.proxy.host}:{self.proxy.port}"
         match self.kind:
             case "postgresql":
@@ -42,7 +45,7 @@ class Place:
             case _:
                 url = f"{self.kind}://{address}" if through else self.url
                 mark = "?"
-        registry = f"{url}{mark}namespace={self.namespace}&timeout={TIMEOUT_S}"
+        registry = f"{url}{mark}namespace={self.namespace}&timeout={timeout_s}"
         return pxrs.open("memory:", registry=registry, lease_ttl=LEASE_S)
 
 
@@ -166,3 +169,44 @@ def _commit_into_the_void(place: Place, tx: Transaction) -> None:
     place.proxy.reset_connections()
     thread.join(PATIENCE_S)
     assert [type(error) for error in caught] == [OutcomeUnknown]
+
+
+CALL_S = 3.0
+SLACK_S = CALL_S
+"""What a busy machine may add to a call: less than another wait for the store would."""
+
+
+@pytest.mark.parametrize("call", ["commit", "close"])
+def test_a_call_of_a_consumer_ends_in_its_time_while_the_store_is_paused(place: Place, call: str) -> None:
+    """Several calls of the store have to wait: those of the member's thread, which holds the mutex, then its own."""
+    with ExitStack() as stack:
+        hub = stack.enter_context(place.open(through=True, timeout_s=CALL_S))
+        stack.callback(place.proxy.restore)  # before the hub is closed
+        hub.create_topic("t", partitions=2)
+        for partition in range(2):
+            with hub.producer("t") as out:
+                out.send(b"1", partition=partition)
+                out.send(b"2", partition=partition)
+        inbox = hub.consumer("t", "g", lease_ttl=LEASE_S)
+        eventually(lambda: inbox.assignment == [0, 1])
+        seen: set[int] = set()
+        while len(seen) < 2:
+            seen.update(message.partition for message in inbox.poll(1, timeout=PATIENCE_S))
+        place.proxy.stall()
+        inbox._member.wake()  # as a change of the group would
+        began = time.monotonic()
+        with pytest.raises((CommitUnknown, GroupUnavailable)) as raised:
+            inbox.commit() if call == "commit" else inbox.close()
+        assert time.monotonic() - began < CALL_S + SLACK_S
+        assert set(raised.value.partitions) <= {0, 1}
+        place.proxy.restore()
+        if call == "commit":
+            until = time.monotonic() + PATIENCE_S
+            while True:
+                try:
+                    inbox.commit()
+                    break
+                except (CommitUnknown, GroupUnavailable):
+                    assert time.monotonic() < until
+            found = {row.partition: row.checkpoint for row in hub.group("g").describe().partitions}
+            assert found == {0: 1, 1: 1}

@@ -37,6 +37,7 @@ from pxrs.errors import (
     OutcomeUnknown,
     PartitionLost,
     PxrsError,
+    RegistryUnavailable,
     SequenceGap,
     UnknownProducer,
     UnknownTopic,
@@ -46,8 +47,9 @@ from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
 from pxrs.log.producers import BATCHES_KEPT, Producers
 from pxrs.registry.contract import ABSENT
-from pxrs.spark import manifest
-from pxrs.spark.manifest import Manifest, Publisher, fingerprint, forget_deleted_topics, forget_topic
+from pxrs.registry.identity import fingerprint
+from pxrs.spark import manifest, outage
+from pxrs.spark.manifest import Manifest, Publisher, forget_deleted_topics, forget_topic, published_spans
 from pxrs.spark.planning import Span, Spans
 from pxrs.spark.staging import Feed, Staging
 from pxrs.testing import faults
@@ -358,6 +360,7 @@ def places(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     made: list[Place] = []
     numbers = itertools.count()
     monkeypatch.setattr(manifest, "_PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(outage, "_PAUSE_S", (0.0, 0.0))
 
     # Processes die here, not the power: there is no need for a disk, and thousands of files come and go.
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -589,7 +592,7 @@ class Unheard:
                     self._inner.commit(*arguments)
 
 
-def drive(place: Place, unheard: Callable[[Any], Unheard], **named: Any) -> Unheard:
+def drive(place: Place, unheard: Callable[[Any], Any], **named: Any) -> Any:
     """Run a driver that has this registry, to its end or its error."""
     driver = Driver(place, **named)
     driver.registry = unheard(place.hub.registry)
@@ -631,6 +634,80 @@ def test_k1_a_manifest_may_land_while_the_next_driver_is_at_work(places: Places,
         Driver(place, seed=SEED + 2).run()
         place.check(f"SEED={SEED}: landed at the other one's call {at}")
         place.close()
+
+
+class Away:
+    """A registry of which every call is refused so many times before it comes through, for ever if None."""
+
+    def __init__(self, inner: Any, refusals: int | None) -> None:
+        self._inner, self._refusals = inner, refusals
+        self._left = refusals
+        self.refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in ("get", "scan", "commit"):
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self._left is None or self._left > 0:
+                self._left = None if self._left is None else self._left - 1
+                self.refused += 1
+                raise RegistryUnavailable("nobody answers")
+            self._left = self._refusals
+            return found(*arguments, **named)
+
+        return call
+
+
+def test_k1_a_registry_that_is_away_for_a_while_at_every_call_ends_no_batch(place: Place) -> None:
+    away = drive(place, lambda inner: Away(inner, 2))
+    place.check("no second driver was needed")
+    assert away.refused > 20
+
+
+def test_k1_a_registry_that_stays_away_ends_the_batch_and_the_next_driver_publishes_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "PATIENCE_S", 0.05)
+    driver = Driver(place)
+    driver.claim()
+    spans = driver.plan({})
+    files = driver.stage(0, spans)
+    feeds = driver.staging.feeds(QUERY, 0, driver.incarnation)
+    publisher = Publisher(Away(place.hub.registry, None), place.hub.topic("out").log, driver.staging)
+    began = time.monotonic()
+    with pytest.raises(RegistryUnavailable, match="nobody answers"):
+        publisher.publish(QUERY, 0, files, [replace(feed, lease_s=0.3) for feed in feeds])
+    assert time.monotonic() - began >= 0.3, "as long as the lease of the query lives"
+    place.logs.plan(0, spans)
+    Driver(place, seed=SEED + 1).run()
+    place.check()
+
+
+def test_k1_an_outcome_that_is_unknown_stays_so_when_the_registry_is_away_afterwards(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second try had no effect. The first one has, or will have."""
+    monkeypatch.setattr(manifest, "PATIENCE_S", 0.0)
+    driver = Driver(place)
+    driver.claim()
+    spans = driver.plan({})
+    place.logs.plan(0, spans)
+    files = driver.stage(0, spans)
+
+    class Lost(Unheard):
+        def commit(self, *arguments: Any, **named: Any) -> Any:
+            if self._count:
+                raise RegistryUnavailable("nobody answers")
+            return super().commit(*arguments, **named)
+
+    publisher = Publisher(Lost(place.hub.registry, [1], 0), place.hub.topic("out").log, driver.staging)
+    with pytest.raises(OutcomeUnknown):
+        publisher.publish(QUERY, 0, files, driver.staging.feeds(QUERY, 0, driver.incarnation))
+    assert place.manifest() is not None
+    Driver(place, seed=SEED + 1).run()
+    place.check()
 
 
 # What is refused, and what that leaves.
@@ -1317,6 +1394,33 @@ def test_k3_two_sources_of_a_query_may_share_a_group_and_both_are_checkpointed(p
     assert state(place) == (0, {0: 0, 1: 0}, None)
     driver.publisher.publish(QUERY, 0, [name], found)
     assert place.checkpoints() == {0: 5, 1: 3}
+
+
+def test_k1_a_batch_that_is_repeated_without_reading_is_finished_from_what_was_staged_first(places: Places) -> None:
+    """The driver died at each step of its first batch; the next one knows from the manifest that it need not read."""
+    count = step_count(places())
+    finished = 0
+    for at in range(1, count + 1):
+        place = places()
+        driver = Driver(place, Steps(at, crash))
+        with suppress(Crash):
+            driver.run()
+        batch, spans, is_finished = place.logs.last()
+        found = published_spans(place.hub.registry, "g", place.source.id, spans)
+        assert set(found) in (set(), set(spans)), "all or nothing"
+        if found and not is_finished:
+            finished += 1
+            again = Driver(place, seed=SEED + 1)
+            again.claim()
+            feed = Feed("g", place.source.id, again.incarnation, fingerprint(place.hub.registry), {}, {}, False)
+            again.staging.announce(QUERY, batch, again.incarnation, feed)
+            feeds = again.staging.feeds(QUERY, batch, again.incarnation)
+            again.publisher.publish(QUERY, batch, [], feeds)
+            place.logs.finish(batch)
+        Driver(place, seed=SEED + 2).run()
+        place.check(f"SEED={SEED}: died at step {at}")
+        place.close()
+    assert finished > 5
 
 
 def test_k2_a_batch_that_reads_and_makes_nothing_may_be_repeated_with_something(place: Place) -> None:

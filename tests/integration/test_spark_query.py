@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import CheckpointOutOfRange, CheckpointsDiffer, DataLost, GroupActive, PartitionLost, PartitionsPaused
+from pxrs.errors import (
+    CheckpointOutOfRange,
+    CheckpointsDiffer,
+    DataLost,
+    GroupActive,
+    OutcomeUnknown,
+    PartitionLost,
+    PartitionsPaused,
+    RegistryUnavailable,
+)
 from pxrs.group.member import GroupMember
 from pxrs.group.records import Checkpoint, Keys, Paused
 from pxrs.hub import Hub
+from pxrs.log.directory import DirectoryLog
+from pxrs.log.memory import MemoryLog
+from pxrs.registry.contract import Commit
+from pxrs.registry.memory import MemoryStore
+from pxrs.spark.manifest import Publisher, fingerprint
 from pxrs.spark.options import ReadOptions, Where
-from pxrs.spark.planning import Spans
+from pxrs.spark.planning import Span, Spans
 from pxrs.spark.query import Query
+from pxrs.spark.staging import Feed, Staging
+from pxrs.testing.hooked import HookedRegistry
 
 OPTIONS = ReadOptions(Where("memory:", None, "orders"), "g", lease_ttl=1.0, handover_timeout=20.0)
 SHARED = replace(OPTIONS, is_shared=True)
@@ -230,6 +252,76 @@ def test_s6_what_retention_took_is_an_error_with_its_offsets_or_is_skipped(aging
         assert checkpoints(aging) == [1000], "the sink expects it where the batch begins"
 
 
+def publish(hub: Hub, folder: Path, query: Query, spans: Spans, has_state: bool | None) -> None:
+    """As the sink does it for batch 0, in one commit with the group's checkpoints. Then the driver dies."""
+    if "out" not in [topic.name for topic in hub.topics()]:
+        hub.create_topic("out", partitions=1)
+    fences = query._answer[3] if query._answer is not None else {}
+    feed = Feed("g", query.source.id, query.incarnation or "", fingerprint(hub.registry), spans, fences, False)
+    publisher = Publisher(hub.registry, hub.topic("out").log, Staging(str(folder)))
+    publisher.publish("query", 0, [], [feed], has_state=has_state)
+
+
+def test_k3_a_published_batch_is_not_read_again_so_retention_may_have_taken_it(aging: Hub, tmp_path: Path) -> None:
+    with Query(aging, OPTIONS) as query:
+        end, spans = run_batch(query, {}, 1000)
+        publish(aging, tmp_path, query, spans, has_state=False)
+    assert checkpoints(aging) == [1000]
+    age(aging)
+    for _ in range(2):  # it came and went without a batch: the group's checkpoint then names the member as its writer
+        with Query(aging, OPTIONS) as query:
+            assert query.ranges({}, end) == ({}, {})
+    with Query(aging, OPTIONS) as query:
+        assert query.ranges({}, end) == ({}, {})
+        after, rest = run_batch(query, end)
+        assert {number: (span.start, span.end) for number, span in rest.items()} == {0: (1000, 1010)}
+        query.finish(after)
+        assert aging.group("g").describe().lag == 0
+
+
+@pytest.mark.parametrize(
+    ("has_state", "says"),
+    [(True, "to rebuild the query's state"), (None, "whether the query keeps state is not known")],
+)
+def test_s6_a_published_batch_that_state_needs_is_lost_and_the_error_says_why(
+    aging: Hub, tmp_path: Path, has_state: bool | None, says: str
+) -> None:
+    with Query(aging, OPTIONS) as query:
+        end, spans = run_batch(query, {}, 1000)
+        publish(aging, tmp_path, query, spans, has_state)
+    with Query(aging, OPTIONS) as query:
+        assert query.ranges({}, end)[0] == spans, "the rows are there"
+    age(aging)
+    with Query(aging, OPTIONS) as query, pytest.raises(DataLost, match=says) as caught:
+        query.ranges({}, end)
+    assert (caught.value.place, caught.value.start, caught.value.end) == ("orders/0", 0, 1000)
+    assert says in str(pickle.loads(pickle.dumps(caught.value)))
+    with Query(aging, replace(OPTIONS, fails_on_loss=False)) as query:
+        assert query.ranges({}, end)[0] == spans, "its tasks go on behind what is lost, and say so"
+
+
+def test_k3_only_a_manifest_of_the_very_range_and_epoch_says_that_a_batch_is_published(
+    aging: Hub, tmp_path: Path
+) -> None:
+    """With a sink that is no topic of this hub there is no manifest; one of an earlier epoch is of another batch."""
+    with Query(aging, OPTIONS) as query:
+        end, spans = run_batch(query, {}, 1000)
+        query.finish(end)
+    with Query(aging, OPTIONS) as query:
+        assert query.ranges({}, end)[0] == spans, "Spark has forgotten that it finished the batch"
+    aging.group("g").reset(0)
+    with Query(aging, OPTIONS) as query:
+        later, again = run_batch(query, {}, 1000)
+        publish(aging, tmp_path, query, again, has_state=False)
+    with Query(aging, OPTIONS) as query:
+        assert query.ranges({}, end)[0] == spans
+    with Query(aging, OPTIONS) as query:
+        shorter = {0: Span(later[0].epoch, 500, 1000)}
+        assert query.ranges({}, shorter)[0] == shorter
+    with Query(aging, OPTIONS) as query:
+        assert query.ranges({}, later) == ({}, {})
+
+
 @pytest.mark.parametrize("fails_on_loss", [True, False])
 def test_s6_retention_comes_between_two_looks_of_a_batch_that_bytes_bound(
     aging: Hub, monkeypatch: pytest.MonkeyPatch, fails_on_loss: bool
@@ -255,6 +347,66 @@ def test_rows_that_are_fewer_than_the_partitions_go_round(hub: Hub) -> None:
             start, spans = run_batch(query, start, 2)
             seen.append(sorted(spans))
         assert seen == [[0, 1], [2, 3]] * 2
+
+
+class Calls:
+    """Counts calls of one thread: into the file system, and to the registry."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, registry: HookedRegistry) -> None:
+        self.counts: Counter[str] = Counter()
+        self._thread = threading.get_ident()
+        for name in ("open", "stat", "fstat", "pread", "read", "listdir", "scandir"):
+            monkeypatch.setattr(os, name, partial(self._call, name, getattr(os, name)))
+        registry.reach = lambda: self._count("registry")
+
+    def _call(self, name: str, inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        self._count(name)
+        return inner(*given, **named)
+
+    def _count(self, name: str) -> None:
+        if threading.get_ident() == self._thread:
+            self.counts[name] += 1
+
+
+@pytest.mark.parametrize("partitions", [4, 200])
+def test_an_idle_query_asks_neither_the_log_nor_the_registry_for_each_partition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int
+) -> None:
+    registry = HookedRegistry(MemoryStore())
+    hub = Hub("memory:", DirectoryLog(tmp_path), "memory:")
+    hub._registry = registry
+    with hub:
+        hub.create_topic("orders", partitions=partitions)
+        send(hub, 40)
+        with Query(hub, PATIENT) as query:
+            start, _ = run_batch(query, {})
+            assert query.latest(start, None, None) == start
+            calls = Calls(monkeypatch, registry)
+            for _ in range(5):
+                assert query.latest(start, 10, None) == start
+                assert query.source.ends()
+            assert sum(calls.counts.values()) == 0, calls.counts
+            monkeypatch.undo()
+            send(hub, 4)
+            calls = Calls(monkeypatch, registry)
+            end = query.latest(start, None, None)
+            new = {number: (span.start, span.end) for number, span in end.items() if span != start[number]}
+            assert new == dict.fromkeys(range(4), (10, 11))
+            assert sum(calls.counts.values()) < 40, calls.counts
+            monkeypatch.undo()
+
+
+def test_an_idle_query_notices_what_its_group_does(hub: Hub) -> None:
+    with Query(hub, replace(SHARED, lease_ttl=20.0)) as query:
+        start, _ = run_batch(query, {})
+        assert query.latest(start, None, None) == start
+        assert query._idle is not None
+        with hub.consumer("orders", "g", commit_interval=0.05) as inbox:
+            until(lambda: (query.latest(start, None, None), len(inbox.assignment) == 2)[1])
+        until(lambda: (query.latest(start, None, None), len(query._lanes) == 4)[1])
+        send(hub, 4)
+        _, spans = run_batch(query, start)
+        assert {(span.start, span.end) for span in spans.values()} == {(100, 101)}
 
 
 def pause(hub: Hub, number: int) -> None:
@@ -342,22 +494,183 @@ def test_a_lease_that_was_lost_is_taken_anew_and_nothing_is_passed_over(hub: Hub
         assert hub.group("g").describe().lag == 0
 
 
-def test_alone_a_partition_that_is_lost_before_the_tasks_begin_ends_the_query(hub: Hub) -> None:
+def test_alone_partitions_that_are_lost_before_the_tasks_begin_are_claimed_again(hub: Hub, tmp_path: Path) -> None:
     with Query(hub, OPTIONS) as query:
         end = query.latest({}, 100, None)
         lease = query._member.lease
         assert lease is not None
         lease.close()
         until(lambda: query._member.lease is not lease and query._member.is_settled)
-        with pytest.raises(PartitionLost):
-            query.ranges({}, end)
+        spans, fences = query.ranges({}, end)
+        assert spans == end, "as it was planned"
+        assert query.ranges({}, end) == (spans, fences)
+        publish(hub, tmp_path, query, spans, has_state=False)  # the fences are those of the new claims
+        assert checkpoints(hub) == [25, 25, 25, 25]
+        query.finish(run_batch(query, end)[0])
+        assert hub.group("g").describe().lag == 0
+
+
+def test_alone_what_tasks_read_when_the_lease_is_lost_is_refused_and_a_restart_reads_it(
+    hub: Hub, tmp_path: Path
+) -> None:
+    with Query(hub, OPTIONS) as query:
+        end, spans = run_batch(query, {}, 100)
+        lease = query._member.lease
+        assert lease is not None
+        lease.close()
+        until(lambda: query._member.lease is not lease and query._member.is_settled)
+        assert query.ranges({}, end)[0] == spans, "its tasks are told the same"
+        with pytest.raises(PartitionLost, match="Start the query again"):
+            publish(hub, tmp_path, query, spans, has_state=False)
+    with Query(hub, OPTIONS) as query:
+        assert query.ranges({}, end)[0] == spans
+        publish(hub, tmp_path, query, spans, has_state=False)
+    assert checkpoints(hub) == [25, 25, 25, 25]
+
+
+class Outage:
+    """A registry that cannot be reached while `is_on`: no request and no renewal of a lease comes through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, registry: HookedRegistry) -> None:
+        self.is_on = False
+        self.refused = 0
+        self.refused_max: int | None = None
+        """After so many refused requests it is over."""
+        self.renews = False
+        """Renewals come through nevertheless."""
+        registry.reach = self.reach
+        store = registry._store
+        for name in ("renew_lease", "begin_lease"):
+            monkeypatch.setattr(store, name, partial(self._renewed, getattr(store, name)))
+
+    def begin(self, refused_max: int | None = None) -> None:
+        self.refused, self.refused_max, self.is_on = 0, refused_max, True
+
+    def reach(self) -> None:
+        if self.is_on and self.refused == self.refused_max:
+            self.is_on = False
+        if self.is_on:
+            self.refused += 1
+            raise RegistryUnavailable("nobody answers")
+
+    def _renewed(self, renew: Callable[..., Any], *given: Any) -> Any:
+        if self.is_on and not self.renews:
+            raise RegistryUnavailable("nobody answers")
+        return renew(*given)
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Outage]]:
+    """As `hub`, with a registry that may be away."""
+    registry = HookedRegistry(MemoryStore())
+    hub = Hub("memory:", MemoryLog(), "memory:")
+    hub._registry = registry
+    with hub:
+        hub.create_topic("orders", partitions=4)
+        send(hub, 400)
+        outage = Outage(monkeypatch, registry)
+        yield hub, outage
+        outage.is_on = False
+
+
+PATIENT = replace(OPTIONS, lease_ttl=20.0)
+"""With a lease that lives longer than any outage of these tests."""
+
+
+def test_a_registry_that_is_away_for_less_than_the_lease_ends_no_query(away: tuple[Hub, Outage]) -> None:
+    hub, outage = away
+    with Query(hub, PATIENT) as query:
+        start, _ = run_batch(query, {}, 100)
+        lease = query._member.lease
+        outage.begin(refused_max=5)
+        end, spans = run_batch(query, start)
+        assert {span.start for span in spans.values()} == {25}
+        assert outage.refused == 5
+        assert checkpoints(hub) == [25, 25, 25, 25]
+        outage.begin(refused_max=3)
+        query.finish(end)
+        assert query._member.lease is lease
+    assert hub.group("g").describe().lag == 0
+
+
+def test_a_checkpoint_whose_reply_is_lost_ends_no_query(away: tuple[Hub, Outage]) -> None:
+    hub, _ = away
+    registry = hub.registry
+    assert isinstance(registry, HookedRegistry)
+    with Query(hub, PATIENT) as query:
+        start, _ = run_batch(query, {}, 100)
+        lost: list[Commit] = []
+
+        def lose_reply(commit: Commit) -> None:
+            if len(lost) < 2 and any("/checkpoints/" in key for key in commit.put):
+                lost.append(commit)
+                raise OutcomeUnknown("the reply is lost")
+
+        registry.after = lose_reply
+        end, _ = run_batch(query, start)
+        assert lost
+        query.finish(end)
+    assert hub.group("g").describe().lag == 0
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SHARED], ids=["alone", "shared"])
+def test_a_registry_that_is_away_for_less_than_the_lease_ends_no_restart(
+    away: tuple[Hub, Outage], tmp_path: Path, options: ReadOptions
+) -> None:
+    hub, outage = away
+    options = replace(options, lease_ttl=20.0)
+    with Query(hub, options) as query:
+        end, spans = run_batch(query, {}, 100)
+        publish(hub, tmp_path, query, spans, has_state=False)
+    with Query(hub, options) as query:
+        query._settle(time.monotonic() + DEADLINE_S)
+        outage.begin(refused_max=5)
+        assert query.ranges({}, end) == ({}, {})
+        assert query.registry_id == fingerprint(hub.registry)
+
+
+def test_after_an_outage_that_outlasts_the_lease_the_query_claims_again_and_passes_nothing_over(
+    away: tuple[Hub, Outage],
+) -> None:
+    hub, outage = away
+    with Query(hub, OPTIONS) as query:
+        start, first = run_batch(query, {}, 100)
+        lease = query._member.lease
+        assert lease is not None
+        outage.begin()
+        threading.Thread(target=lambda: (until(lambda: not lease.alive), setattr(outage, "is_on", False))).start()
+        end, spans = run_batch(query, start)
+        assert outage.refused
+        assert query._member.lease is not lease
+        assert {number: span.start for number, span in spans.items()} == {n: s.end for n, s in first.items()}
+        assert all(spans[number].epoch > first[number].epoch for number in spans)
+        query.finish(end)
+    assert hub.group("g").describe().lag == 0
+
+
+def test_an_outage_that_does_not_end_ends_the_query_with_advice(away: tuple[Hub, Outage]) -> None:
+    hub, outage = away
+    with Query(hub, OPTIONS) as query:
+        start, _ = run_batch(query, {}, 100)
+        query._settle_s = 0.2
+        outage.begin()
+        with pytest.raises(RegistryUnavailable, match=r"the lease has run out.* Start the query again"):
+            query.latest(start, None, None)
+        outage.is_on = False
+        query._settle_s = DEADLINE_S
+        end, _ = run_batch(query, start)
+        outage.renews = True
+        outage.begin()
+        with pytest.raises(RegistryUnavailable, match=r"could not be reached for as long as.* Start the query again"):
+            query.finish(end)
+        outage.is_on = False
 
 
 def test_alone_a_repeated_batch_is_read_whole_or_not_at_all(hub: Hub) -> None:
     with Query(hub, OPTIONS) as query:
         end, _ = run_batch(query, {}, 100)
     with Query(hub, OPTIONS) as query:
-        query._settle()
+        query._settle(time.monotonic() + DEADLINE_S)
         lane = query._fresh[2]
         lane.is_lost = True
         with pytest.raises(PartitionLost):
@@ -416,7 +729,7 @@ def test_available_now_does_not_end_because_the_lease_has(hub: Hub, monkeypatch:
     """The process was stopped for longer than its lease, and its member has not yet noticed."""
     with Query(hub, OPTIONS) as query:
         query.target_now()
-        query._settle()
+        query._settle(time.monotonic() + DEADLINE_S)
         deadline = GroupMember.deadline.__get__
         resumed_at = time.monotonic() + 0.5
         is_over = lambda member: float("-inf") if time.monotonic() < resumed_at else deadline(member)  # noqa: E731

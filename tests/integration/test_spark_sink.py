@@ -15,7 +15,14 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.errors import BatchRefused, DamagedFrame, InvalidOption, SharedState
+from pxrs.errors import (
+    BatchRefused,
+    DamagedFrame,
+    InvalidOption,
+    OutcomeUnknown,
+    RegistryUnavailable,
+    SharedState,
+)
 from pxrs.hub import Hub
 
 pytest.importorskip("pyspark")
@@ -23,6 +30,7 @@ pytest.importorskip("pyspark")
 from pyspark.sql.types import BinaryType, StructType
 
 from pxrs.spark import writer
+from pxrs.spark.manifest import Manifest, Publisher
 from pxrs.spark.options import Where
 from pxrs.spark.planning import Span
 from pxrs.spark.staging import Feed, Staging
@@ -93,6 +101,18 @@ def test_k2_where_the_location_cannot_be_read_a_batch_counts_by_its_number(hub: 
     for batch in (0, 1, 1):
         commit(hub, batch, given)
     assert hub.topic("out").end(0) == 2
+
+
+def test_k3_the_manifest_says_whether_the_query_keeps_state(hub: Hub, tmp_path: Path) -> None:
+    location = Location(tmp_path / "checkpoint")
+    found = []
+    for batch, given in enumerate([None, "hdfs://host/checkpoint", str(location.folder), str(location.folder)]):
+        if batch == 3:
+            (location.folder / "state").mkdir()
+        commit(hub, batch, given)
+        (entry,) = hub.registry.scan(f"spark/{hub.topic('out').id}/")
+        found.append(Manifest.load(entry).has_state)
+    assert found == [None, None, False, True]
 
 
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "of the session"])
@@ -190,16 +210,33 @@ def test_k1_a_topic_that_was_made_again_under_a_stream_is_refused_by_its_name(
         other.delete_topic("out")
         other.create_topic("out", partitions=1)
     rows = pa.record_batch({"value": pa.array([b"v"] * has_rows, pa.binary())})
-    staged = Staging(hub.url).stage(sink.topic, QUERY, 1, 0, [rows])
+    staged = Staging(hub.url).stage(sink.stager.topic, QUERY, 1, 0, [rows])
     Staging(hub.url).announce(QUERY, 1, RUN, Feed("g", "topic", "m", "another", {0: Span(1, 0, 1)}, {0: 1}, False))
     for _ in range(2):
-        with pytest.raises(BatchRefused, match="the topic out was deleted and made again while rows for it"):
+        with pytest.raises(
+            BatchRefused, match=r"the topic out was deleted and made again while rows for it .*Start the query again"
+        ):
             sink.commit([StagedMessage(QUERY, staged, RUN)], 1)
     assert hub.topic("out").end(0) == 0
     assert hub.registry.scan(f"spark/{hub.topic('out').id}/") == []
     commit(hub, 0)  # of a query that knows the new one
     assert hub.topic("out").end(0) == 1
     writer._publishers.close()
+
+
+@pytest.mark.parametrize("error", [RegistryUnavailable, OutcomeUnknown])
+def test_k1_a_registry_that_stays_away_ends_a_batch_with_advice(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise error("nobody answers")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "publish", refuse)
+        with pytest.raises(error, match=r"batch 0 of query .*nobody answers\. Start the query again"):
+            commit(hub, 0)
+    commit(hub, 0)
+    assert hub.topic("out").end(0) == 1
 
 
 def test_s3_the_first_batch_of_a_driver_sweeps_what_is_left_of_deleted_topics(

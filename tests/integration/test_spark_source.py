@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 import threading
 import time
 from collections import Counter
@@ -237,6 +238,96 @@ def test_a_query_that_runs_is_a_member_and_leaves_when_it_is_stopped(spark: Any,
     wait_for_leaving(hub)
     assert hub.group("g").describe().lag == 0
     assert values(hub, "out") == list(range(N))
+
+
+SECRET = "a-password"
+
+
+def test_no_password_reaches_a_task_a_plan_or_the_checkpoint_location(spark: Any, tmp_path: Path) -> None:
+    """The address of the registry has a namespace in the place of a password: a directory takes none. Its tasks fail if
+    they are given it."""
+    from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceReader, DataSourceStreamArrowWriter
+
+    from pxrs.spark.source import PxrsSource
+
+    class Probe:  # in a function, so that Spark sends this class itself to its processes
+        def __init__(self, source: Any, inner: Any) -> None:
+            self.source, self.inner = source, inner
+
+        def check(self, *more: Any) -> None:
+            import pickle
+
+            assert SECRET.encode() not in pickle.dumps((getattr(self.source, "options", None), self.inner, *more))
+
+    class ProbeReader(Probe, DataSourceReader):
+        def read(self, partition: Any) -> Any:
+            self.check(partition)
+            return self.inner.read(partition)
+
+        def partitions(self) -> Any:
+            return self.inner.partitions()
+
+    class ProbeWriter(Probe, DataSourceArrowWriter):
+        def write(self, rows: Any) -> Any:
+            self.check()
+            return self.inner.write(rows)
+
+        def commit(self, *given: Any) -> None:
+            self.inner.commit(*given)
+
+    class ProbeStreamWriter(Probe, DataSourceStreamArrowWriter):
+        write, commit = ProbeWriter.write, ProbeWriter.commit
+
+    class Probed(PxrsSource):
+        @classmethod
+        def name(cls) -> str:
+            return "probed"
+
+        def reader(self, schema: Any) -> Any:
+            return ProbeReader(self, super().reader(schema))
+
+        def writer(self, schema: Any, overwrite: bool) -> Any:
+            return ProbeWriter(None, super().writer(schema, overwrite))
+
+        def streamWriter(self, schema: Any, overwrite: bool) -> Any:
+            return ProbeStreamWriter(None, super().streamWriter(schema, overwrite))
+
+    spark.dataSource.register(Probed)
+    place = {"url": str(tmp_path / "hub"), "registry": f"{tmp_path}/registry?namespace={SECRET}"}
+    with pxrs.open(**place) as hub:
+        hub.create_topic("in", partitions=2)
+        hub.create_topic("out", partitions=2)
+        send(hub, 0, 20)
+        rows = spark.read.format("probed").options(topic="in", **place).load().select("key", "value")
+        rows.write.format("probed").options(topic="out", **place).mode("append").save()
+        stream = spark.readStream.format("pxrs").options(topic="in", group="g", **place).load()
+        out = stream.select("key", "value").writeStream.format("probed").options(topic="out", **place)
+        query = out.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True).start()
+        query.awaitTermination()
+        assert values(hub, "out") == sorted([*range(20)] * 2)
+        assert hub.group("g").describe().lag == 0
+    plans = [frame._jdf.queryExecution().toString() for frame in (rows, stream)]
+    told = [query._jsq.explainInternal(True), *(progress.json for progress in query.recentProgress)]
+    assert not [text for text in (*plans, *told) if SECRET in text]
+    written = [path for folder in ("checkpoint", "hub") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()]
+
+
+def test_a_query_of_version_0_1_goes_on_exactly_once(spark: Any, tmp_path: Path) -> None:
+    """Its checkpoint location and its hub are as version 0.1 has left them: see tests/golden/0.1/make.py."""
+    with tarfile.open(Path(__file__).parents[1] / "golden" / "0.1" / "old.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="tar")
+    with pxrs.open(tmp_path / "hub-spark") as hub:
+        assert values(hub, "out") == list(range(100))
+        for end in (250, 300):
+            with hub.producer("in") as producer:
+                for number in range(end - 50 if end > 250 else 100, end):
+                    producer.send(str(number), key=f"key-{number % 10}")
+            rows = streams(spark, hub, group="copier", maxRowsPerTrigger="60").select("key", "value")
+            query = writes(rows, hub, tmp_path / "checkpoint")
+            assert query.recentProgress[0].batchId >= 2, "it is the same query"
+            assert values(hub, "out") == list(range(end))
+            assert hub.group("copier").describe().lag == 0
 
 
 # A group that a query shares with consumers.

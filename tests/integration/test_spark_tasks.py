@@ -8,22 +8,41 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, UnknownTopic, WrongMachine
+from pxrs.clock import boot_id
+from pxrs.errors import (
+    BatchRefused,
+    CheckpointOutOfRange,
+    CheckpointsDiffer,
+    DataLost,
+    OffsetOutOfRange,
+    TopicDeleted,
+    UnknownTopic,
+    WrongMachine,
+)
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
 from pxrs.log import published
 
 pytest.importorskip("pyspark")
 
-from pxrs.spark.options import read_options
+from pyspark.serializers import CloudPickleSerializer
+from pyspark.sql.datasource import CaseInsensitiveDict, DataSourceArrowWriter, DataSourceStreamArrowWriter
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.types import BinaryType, StructType
+
+from pxrs.spark import reader
+from pxrs.spark.options import read_options, stream_options
 from pxrs.spark.planning import Range
-from pxrs.spark.reader import BATCH_ROWS, BatchReader, Slice, read_slice
+from pxrs.spark.reader import BATCH_ROWS, BatchReader, Slice, StreamReader, read_slice, row_schema
+from pxrs.spark.source import PxrsSource
+from pxrs.spark.updates import UpdateSink
 
 
 @pytest.fixture
@@ -145,12 +164,104 @@ def test_g7_a_topic_that_was_made_again_is_not_read_for_the_old_one(hub: Hub) ->
     assert len(offsets(parts)) == 6000
     hub.delete_topic("t")
     hub.create_topic("t", partitions=1)
-    with pytest.raises(UnknownTopic):
+    for _ in range(2):  # with the handle that the first task has left, and with another one
+        with pytest.raises(TopicDeleted, match=r"'t' was deleted and made again.* Start the read again") as caught:
+            offsets(parts)
+    hub.delete_topic("t")
+    with pytest.raises(UnknownTopic, match="no topic 't'"):
         offsets(parts)
+    assert isinstance(caught.value, UnknownTopic)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_no_password_goes_to_the_tasks(hub: Hub) -> None:
+def test_g7_a_stream_under_which_a_topic_was_made_again_says_so_and_what_to_do(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_stop_on_sigterm", lambda: None)  # this is not a process of Spark's
     send_old(hub)
-    registry = f"sqlite:///{hub.url}/r.db?password_file=secret-place"
-    options = read_options({"url": hub.url, "topic": "t", "registry": registry})
-    assert b"secret-place" not in pickle.dumps(BatchReader(replace(options)).partitions())
+    options = stream_options({"url": hub.url, "topic": "t", "group": "g", "leaseTtl": "5"})
+
+    def made(stream: StreamReader) -> dict[str, Any]:
+        return stream.latestOffset(stream.initialOffset(), ReadAllAvailable())
+
+    readers = [StreamReader(options)]
+    end = made(readers[0])
+    with pxrs.open(hub.url) as other:
+        other.delete_topic("t")
+        with pytest.raises(UnknownTopic, match="no topic 't'"):
+            readers[0].latestOffset(end, ReadAllAvailable())
+        other.create_topic("t", partitions=1)
+    for ask in (
+        lambda stream: stream.latestOffset(end, ReadAllAvailable()),
+        lambda stream: stream.reportLatestOffset(),
+        lambda stream: stream.prepareForTriggerAvailableNow(),
+    ):
+        with pytest.raises(TopicDeleted, match=r"'t' was deleted and made again.* new checkpoint location"):
+            ask(readers[0])
+    readers[0].stop()
+    readers.append(StreamReader(options))  # the query is started again with its checkpoint location
+    with pytest.raises(CheckpointsDiffer, match=r"the topic t was deleted and made again.* new checkpoint location"):
+        readers[1].latestOffset(end, ReadAllAvailable())
+    with pytest.raises(CheckpointsDiffer, match="the topic t was deleted and made again"):
+        readers[1].partitions(readers[1].initialOffset(), end)
+    readers[1].stop()
+    readers.append(StreamReader(options))
+    assert made(readers[2])["partitions"] == {}, "with a new location the group begins with the new topic"
+    readers[2].stop()
+
+
+# What tasks are given of the options. Spark pickles it in the driver's processes.
+
+SECRET = "a-password"
+VALUE = StructType().add("value", BinaryType())
+
+
+def options_with_password(hub: Hub, **more: str) -> dict[str, str]:
+    return {"url": hub.url, "topic": "t", "registry": f"postgresql://user:{SECRET}@127.0.0.1:1/db", **more}
+
+
+def pickled(*given: Any) -> bytes:
+    """As Spark pickles a function that tasks run, with what it refers to."""
+    return bytes(CloudPickleSerializer().dumps((lambda: given, VALUE)))
+
+
+def test_no_password_goes_to_tasks_that_read(hub: Hub) -> None:
+    send_old(hub)
+    given = options_with_password(hub)
+    readers = {"reader": given, "streamReader": {**given, "group": "g"}}
+    for make, options in readers.items():
+        source = pickle.loads(pickle.dumps(PxrsSource(CaseInsensitiveDict(options))))
+        assert source.options["registry"] == given["registry"], "the driver's own processes need it"
+        sent = pickled(source, getattr(source, make)(row_schema(["value"])))
+        assert SECRET.encode() not in sent
+        assert b"postgresql" not in sent
+        function, _ = CloudPickleSerializer().loads(sent)
+        source, task = function()
+        assert source.name() == "pxrs"
+        part = Slice(hub.url, "t", hub.topic("t").id, boot_id(), (Range(0, 0, 3),), ("value",), True)
+        assert sum(batch.num_rows for batch in task.read(part)) == 3
+    parts = BatchReader(read_options(given)).partitions()
+    assert SECRET.encode() not in pickle.dumps(parts)
+    assert len(offsets(parts)) == 6000
+
+
+def test_no_password_goes_to_tasks_that_write_and_the_drivers_commit_has_it(hub: Hub) -> None:
+    source = PxrsSource(CaseInsensitiveDict(options_with_password(hub)))
+    update = UpdateSink(CaseInsensitiveDict(options_with_password(hub, batch="3")))
+    for writer in (source.writer(VALUE, False), update.writer(VALUE, False)):
+        # PySpark's order: the function that tasks run, then the writer itself, which only the driver gets.
+        sent = pickled(writer)
+        assert SECRET.encode() not in sent
+        ((task,),) = [CloudPickleSerializer().loads(sent)[0]()]
+        assert isinstance(task, DataSourceArrowWriter)
+        with pytest.raises(BatchRefused, match="a task's writer was asked to commit"):
+            task.commit([])
+        kept = pickle.loads(pickle.dumps(writer))
+        assert type(kept) is type(writer)
+        assert SECRET in kept.where.registry
+    stream = source.streamWriter(VALUE, False)
+    for _ in range(2):
+        sent = pickled(stream)
+        assert SECRET.encode() not in sent
+        ((task,),) = [CloudPickleSerializer().loads(sent)[0]()]
+        assert isinstance(task, DataSourceStreamArrowWriter)

@@ -336,13 +336,13 @@ class TestFence:
                 began = time.monotonic()
                 place.take_away()
                 times.append(time.monotonic() - began)
-        assert times[0] < 1.0, "no lock of the body's is in the way"
+        assert times[0] < 5.0, "no lock of the body's is in the way"
         assert place.sum == total
 
     def test_x20_rows_of_a_zombie_never_appear(self, postgresql: Place) -> None:
         place = postgresql
         total = place.send(50)
-        zombie = place.consumer(until=None, name="zombie", lease_ttl=1.0)
+        zombie = place.consumer(until=None, name="zombie", lease_ttl=3.0)
         loop = transactions(zombie, place.engine, max_messages=10)
         batch, db = next(loop)
         for message in batch:  # into rows that nobody else waits for: a stopped client keeps its locks
@@ -564,8 +564,8 @@ class TestSqlite:
         total = place.send(80, 2)
         lost: list[int] = []
         with pxrs.open(place.folder / "data", registry=place.registry) as hub:
-            bystander = hub.registry.lease(1.0)
-            for batch, db in transactions(place.consumer(lease_ttl=1.0, on_lost=lost.extend), place.engine, 1):
+            bystander = hub.registry.lease(2.5)
+            for batch, db in transactions(place.consumer(lease_ttl=2.5, on_lost=lost.extend), place.engine, 1):
                 book(batch, db)
                 time.sleep(0.05)  # under the write lock
             assert bystander.alive
@@ -591,7 +591,7 @@ class TestSqlite:
         assert has_mutex.wait(PATIENCE_S)
         began = time.monotonic()
         assert not list(loop_on(loop))
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 8.0, "it waited for a lock until the registry's timeout"
         writing.join()
         assert place.sum == total
 

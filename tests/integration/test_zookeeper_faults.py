@@ -37,7 +37,7 @@ from pxrs.testing.servers import Cluster, Server, ZooKeeperCluster, ZooKeeperSer
 TIMEOUT_S = 1.2
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 # What a bounded call may take beyond its bound on a busy machine.
-SLACK_S = 1.0
+SLACK_S = 5.0
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def test_without_a_connection_nothing_is_sent_and_it_works_again_after(
     ]
     at_once(*[partial(fails_in_time, call) for call in calls])
     proxy.restore()
-    with within(2.0):
+    with within(2 * SLACK_S):
         through.commit(expect={"n": version}, put={"n": b"2"})
     assert value_of(direct, "n") == b"2"
 
@@ -233,7 +233,7 @@ def test_the_death_of_kazoos_thread_is_survived(direct: Registry, caplog: pytest
         assert client_of(direct) is not first
         quieten(watch)
         direct.commit(put={"n": b"1"})
-        assert watch.wait(5), "not armed on the new client"
+        assert watch.wait(30), "not armed on the new client"
 
 
 # Watches
@@ -259,35 +259,35 @@ def test_r2_a_watch_survives_kill_9_of_the_server_and_misses_nothing(server: Zoo
         written = pool.submit(write)
         value = None
         while value != b"%d" % last:
-            assert watch.wait(10), f"no wake after {value!r}"
+            assert watch.wait(30), f"no wake after {value!r}"
             with suppress(RegistryUnavailable):  # the next wake comes with the next connection
                 value = value_of(reader, "w/n")
         written.result()
         quieten(watch)
         writer.commit(put={"w/after": b""})
-        assert watch.wait(5)
+        assert watch.wait(30)
 
 
 def test_r2_an_expired_session_is_replaced_and_its_watches_are_armed_again(
-    proxy: Proxy, through: Registry, direct: Registry
+    server: ZooKeeperServer, proxy: Proxy, through: Registry, direct: Registry
 ) -> None:
     through.commit(put={"w/a": b"0", "w/deep/b": b"0"})
     with through.watch("w/") as watch:
         first = client_of(through).client_id
         quieten(watch)
         proxy.cut()
-        assert watch.wait(5), "a lost connection is a doubt, and wakes"
-        time.sleep(client_of(through).line.granted_s + 0.5)  # the server's time, by its clock
+        assert watch.wait(30), "a lost connection is a doubt, and wakes"
+        eventually(lambda: not server.has_session(first[0]))
         direct.commit(put={"w/deep/b": b"1"})
         assert not watch.wait(0.0)
         proxy.restore()
-        assert watch.wait(5), "connected again, without a wake"
+        assert watch.wait(30), "connected again, without a wake"
         assert value_of(through, "w/deep/b") == b"1"
         assert client_of(through).client_id[0] != first[0], "the session had not expired"
         for key in ("w/a", "w/deep/b", "w/new", "w/new/below"):
             quieten(watch)
             direct.commit(put={key: b"2"})
-            assert watch.wait(5), f"{key} is not watched any more"
+            assert watch.wait(30), f"{key} is not watched any more"
 
 
 def test_r2_a_watch_on_folders_that_are_not_there_yet(direct: Registry) -> None:
@@ -297,10 +297,10 @@ def test_r2_a_watch_on_folders_that_are_not_there_yet(direct: Registry) -> None:
             direct.commit(put={"a/b/other": b"", "x/y/other": b""})
             assert not watch.wait(0.05), "a neighbour is none of its business"
             direct.commit(put={key: b"%d" % time.monotonic_ns()})
-            assert watch.wait(5), key
+            assert watch.wait(30), key
         quieten(watch)
         direct.commit(delete=["a/b/c/d/e"])
-        assert watch.wait(5)
+        assert watch.wait(30)
 
 
 def test_r2_a_thousand_keys_are_watched_each(direct: Registry, server: ZooKeeperServer, namespace: str) -> None:
@@ -312,15 +312,15 @@ def test_r2_a_thousand_keys_are_watched_each(direct: Registry, server: ZooKeeper
         for key in keys[::333]:
             quieten(watch)
             other.commit(put={key: b"1"})
-            assert watch.wait(5), key
+            assert watch.wait(30), key
         quieten(watch)
         versions = {entry.key: entry.version for entry in other.scan("w/")}
         other.commit(expect=versions, delete=keys)
-        assert watch.wait(5)
+        assert watch.wait(30)
         assert direct.scan("w/") == []
         quieten(watch)
         other.commit(put={keys[0]: b"again"})
-        assert watch.wait(5), "a key that was made anew"
+        assert watch.wait(30), "a key that was made anew"
 
 
 # Leases
@@ -330,14 +330,14 @@ def test_r2_a_thousand_keys_are_watched_each(direct: Registry, server: ZooKeeper
 def test_x12_a_holder_out_of_reach_is_past_its_deadline_before_its_keys_vanish(
     proxy: Proxy, through: Registry, direct: Registry, fault: str
 ) -> None:
-    lease = through.lease(1.0)
+    lease = through.lease(2.0)
     through.commit(ephemeral={"m": b""}, put={"owner": b"first"}, lease=lease)
     granted_until = lease.deadline
     eventually(lambda: lease.deadline > granted_until)
     with direct.watch("m") as watch:
         getattr(proxy, fault)()
         while direct.get("m") is not None:
-            assert watch.wait(lease.ttl + 2)
+            assert watch.wait(lease.ttl + 20)
     assert lease.deadline <= SYSTEM.now()
     assert not lease.alive
     direct.commit(expect={"m": ABSENT}, put={"owner": b"second"})
@@ -357,7 +357,7 @@ def test_r3_the_store_itself_refuses_a_lease_whose_session_kazoo_has_replaced(
     proxy: Proxy, through: Registry, direct: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the holder noticed nothing: neither that its deadline has passed, nor that the session is another."""
-    lease = through.lease(1.0)
+    lease = through.lease(2.0)
     assert isinstance(lease, SessionLease)
     through.commit(ephemeral={"m": b""}, lease=lease)
     first = lease.session._present.client_id[0]
@@ -391,14 +391,14 @@ def test_x12_a_holder_at_a_follower_counts_from_what_the_leader_has_heard(namesp
                 registries.open(cluster.urls[leader] + options) as observer,
                 registries.open(cluster.urls[leader - 1] + options) as registry,
             ):
-                lease = registry.lease(1.0)
+                lease = registry.lease(2.0)
                 registry.commit(ephemeral={"m": b""}, lease=lease)
                 for _ in range(3):
                     eventually(lambda known=lease.deadline: lease.deadline > known)  # type: ignore[misc]  # noqa: B023
                 cluster.nodes[leader - 1].pause()
                 with observer.watch("m") as watch:
                     while observer.get("m") is not None:
-                        assert watch.wait(5)
+                        assert watch.wait(30)
                     assert lease.deadline < SYSTEM.now()
                 cluster.nodes[leader - 1].resume()
 

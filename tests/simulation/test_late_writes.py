@@ -42,7 +42,7 @@ class Group:
         self.store.begin_lease(name, float("inf"))
         record = Member(name, "t", "orders", self.partitions, since=len(self.store.expiry))
         protocol = MemberProtocol(
-            KEYS, name, record, Consumer(), lambda partition: 0, lambda: 0.0, keys_max=64, handover_s=10.0
+            KEYS, name, record, Consumer(), lambda partition, first: first, lambda: 0.0, keys_max=64, handover_s=10.0
         )
         self.drive(protocol, protocol.join())
         return protocol

@@ -26,7 +26,7 @@ FAULTS = ("lost request", "lost reply", "late request", "unavailable", "lost rep
 COINS = 6
 JOBS = 4
 AWAY_COMMITS = 3
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 class FaultyRegistry(MemoryRegistry):

@@ -40,7 +40,7 @@ from pxrs.log.batch import Batch
 from pxrs.model import Message
 from pxrs.testing.faults import child, wait_exit
 
-BOUND_S = 5.0
+BOUND_S = 30.0
 SOON_S = 0.02
 T = TypeVar("T")
 
@@ -1414,11 +1414,14 @@ def test_x14_a_dead_letter_carries_the_message_and_the_reason(hub: Hub) -> None:
     assert checkpoint(hub) == 3
     (dead,) = hub.topic("dead").messages(0)
     assert (dead.key, dead.value, dead.timestamp) == (b"key", b"1", 1_001)
-    assert dead.headers == [
+    assert dead.headers is not None
+    assert dead.headers[:4] == [
         ("mine", b"x"),
         ("pxrs-reason", b"ValueError: poison 1"),
         ("pxrs-origin", b"t/0 offset 1"),
+        ("pxrs-error-type", b"ValueError"),
     ]
+    assert [name for name, _ in dead.headers[4:]] == ["pxrs-traceback"]
 
 
 def test_x14_raise_ends_the_run_and_leaves_the_message_undone(hub: Hub) -> None:

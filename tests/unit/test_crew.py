@@ -73,5 +73,5 @@ def test_threads_end_with_the_crew_and_keep_nothing() -> None:
     while any(each() is not None for each in kept):
         assert time.monotonic() < until
     del crew
-    helper.join(10)
+    helper.join(30)
     assert not helper.is_alive()

@@ -16,7 +16,7 @@ from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.testing.fixtures import drain, memory_hub, pxrs_clock, pxrs_hub  # noqa: F401 - two of them are fixtures
 
-BOUND_S = 5.0
+BOUND_S = 30.0
 
 
 def eventually(condition: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import uuid
@@ -15,6 +16,7 @@ import pytest
 
 from pxrs import registry as registries
 from pxrs.clock import wall_time_us
+from pxrs.consumer import Consumer
 from pxrs.errors import (
     Conflict,
     GroupActive,
@@ -76,7 +78,14 @@ class Worker:
         keys_max = registry.limits.commit_keys_max
         self.incarnation = f"{name}-{uuid.uuid4().hex[:6]}"
         self.protocol = MemberProtocol(
-            KEYS, self.incarnation, member, self, lambda _: begins, time.time, keys_max, handover_s=30.0
+            KEYS,
+            self.incarnation,
+            member,
+            self,
+            lambda _number, first: max(begins, first),
+            time.time,
+            keys_max,
+            handover_s=30.0,
         )
 
     def drive(self, steps: Steps[Any]) -> Any:
@@ -361,7 +370,7 @@ def test_a_forced_reset_makes_an_owner_lose_claim_again_and_start_there(
     worker.started.clear()
     with registry.watch(KEYS.assignment) as watch:
         group.reset({0: 1, 2: 2}, force=True)
-        assert watch.wait(10), "one that waits for nothing watches the assignment, not the owners"
+        assert watch.wait(30), "one that waits for nothing watches the assignment, not the owners"
     worker.commit({1: 5})
     worker.settle()
     assert sorted(worker.started) == [(0, 1), (2, 2)]
@@ -434,7 +443,7 @@ def test_offsets_are_of_one_topic_and_words_of_all_that_are_still_there(
         group.reset("latest")
 
 
-@pytest.mark.parametrize(("limit", "commits"), [({"commit_keys_max": 7}, 2), ({"commit_bytes_max": 300}, 4)])
+@pytest.mark.parametrize(("limit", "commits"), [({"commit_keys_max": 7}, 2), ({"commit_bytes_max": 400}, 4)])
 def test_a_change_is_split_as_the_store_demands(
     registry: Registry,
     idle: Worker,
@@ -566,7 +575,7 @@ def test_r4_what_an_administrator_had_on_the_way_is_refused_after_a_deletion(
 
     with monkeypatch.context() as patch:
         patch.setattr(registry, "commit", hang)
-        group.import_checkpoint(5, "orders")  # its commit hangs somewhere
+        group.import_checkpoint(dict.fromkeys(range(PARTITIONS), 5), "orders")  # its commit hangs somewhere
     Worker(registry, log, "anna").join().leave()  # it has pinned, and owned nothing
     group.delete()
     ((arguments, named),) = late
@@ -598,40 +607,138 @@ def test_a_member_that_joins_while_the_group_is_deleted_joins_again(
     assert groups(registry) == []
 
 
+# A process that dies in the middle of a change.
+
+
+class Killed(BaseException):
+    """What ends a process between two of its commits."""
+
+
+def kill_after(registry: Registry, monkeypatch: pytest.MonkeyPatch, commits: int) -> None:
+    commit, left = registry.commit, [None] * commits
+
+    def counted(*arguments: Any, **named: Any) -> dict[str, int]:
+        if not left:
+            raise Killed
+        left.pop()
+        return commit(*arguments, **named)
+
+    monkeypatch.setattr(registry, "commit", counted)
+
+
+def settle_together(*workers: Worker) -> None:
+    for _ in range(20):
+        for worker in workers:
+            worker.settle()
+
+
+@pytest.mark.parametrize(("keys_max", "commits"), [(4096, 1), (8, 1), (8, 2)])
+@pytest.mark.parametrize("action", ["reset", "delete"])
+def test_members_that_are_idle_claim_again_what_a_change_took_whose_process_died(
+    registry: Registry, log: MemoryLog, monkeypatch: pytest.MonkeyPatch, keys_max: int, commits: int, action: str
+) -> None:
+    anna, bert = Worker(registry, log, "anna").join().settle(), Worker(registry, log, "bert").join()
+    settle_together(anna, bert)
+    assert len(anna.protocol.held) == len(bert.protocol.held) == 2
+    anna.started.clear()
+    bert.started.clear()
+    monkeypatch.setattr(registry, "limits", replace(registry.limits, commit_keys_max=keys_max))
+    kill_after(registry, monkeypatch, commits)
+    group = GroupHandle(registry, "billing", log)
+    with contextlib.suppress(Killed):  # a reset that needs no more commits than it has left is whole
+        group.reset(5, force=True) if action == "reset" else group.delete(force=True)
+    monkeypatch.undo()
+    settle_together(anna, bert)
+    held = {number: owner(registry, number).incarnation for number in range(PARTITIONS)}
+    assert held == {n: worker.incarnation for worker in (anna, bert) for n in worker.protocol.held}
+    assert len(held) == PARTITIONS
+    claimed = dict(anna.started + bert.started)
+    assert claimed == {number: checkpoints(registry)[number] for number in claimed}
+    assert len(claimed) >= (2 * commits if keys_max == 8 else PARTITIONS)
+
+
+def test_a_change_does_not_undo_what_the_leader_assigns_meanwhile(
+    registry: Registry, log: MemoryLog, worker: Worker, group: GroupHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bert = Worker(registry, log, "bert")
+
+    def assign() -> None:
+        """Of the two writes of a rebalance only the first: no owner has changed yet."""
+        bert.join()
+        worker.drive(worker.protocol.look(time.monotonic()))
+
+    before_commit(registry, monkeypatch, assign)
+    group.reset(5, force=True)
+    entry = registry.get(KEYS.assignment)
+    assert entry is not None
+    assert Assignment.load(entry.key, entry.value).generation == 2
+    settle_together(worker, bert)
+    assert len(worker.protocol.held) == len(bert.protocol.held) == 2
+    assert set(checkpoints(registry).values()) == {5}
+
+
 # The checkpoint of an old consumer.
 
 
-def test_x21_every_partition_starts_from_the_old_checkpoint(
+def test_x21_every_partition_starts_from_its_old_checkpoint(
     registry: Registry, log: MemoryLog, group: GroupHandle
 ) -> None:
-    assert group.import_checkpoint(6, "orders") == dict.fromkeys(range(PARTITIONS), 6)
+    offsets = {0: 6, 1: 0, 2: 10, 3: 2}
+    assert group.import_checkpoint(offsets, "orders") == offsets
     assert groups(registry) == ["billing"]
     assert {row.by for row in group.describe().partitions} == {"import"}
     anna = Worker(registry, log, "anna").join().settle()
-    assert sorted(anna.started) == [(number, 6) for number in range(PARTITIONS)]
-
-
-def test_x21_one_offset_is_kept_within_each_partition(registry: Registry, log: MemoryLog, group: GroupHandle) -> None:
-    with Producer(log.topic("orders")) as out:
-        for _ in range(5):
-            out.send(b"x", partition=2)
-    assert group.import_checkpoint(13, "orders") == {0: 10, 1: 10, 2: 13, 3: 10}
-    with pytest.raises(OffsetOutOfRange, match="orders: offset 16 is beyond the end, 15"):
-        group.import_checkpoint(16, "orders", force=True)
+    assert dict(anna.started) == offsets
     with pytest.raises(OffsetOutOfRange, match="orders/0: offset 11"):
-        group.import_checkpoint({0: 11, 2: 11}, "orders", force=True)
+        GroupHandle(registry, "other", log).import_checkpoint({0: 11, 2: 1}, "orders")
     for bad in (-1, True, "3"):
         with pytest.raises(InvalidGroup):
             group.import_checkpoint(bad, "orders", force=True)  # type: ignore[arg-type]
-    assert checkpoints(registry) == {0: 10, 1: 10, 2: 13, 3: 10}
+
+
+def test_x21_a_single_position_of_a_topic_with_several_partitions_is_refused_and_passes_over_nothing(
+    registry: Registry,
+) -> None:
+    log = MemoryLog()
+    with Producer(log.create_topic(Topic("two", "two-id", 2))) as out:
+        for partition, count in ((0, 6), (1, 4)):
+            for number in range(count):
+                out.send(b"%d" % number, partition=partition, timestamp=100 + number)
+    group = GroupHandle(registry, "billing", log)
+    for offset in (0, 3, 5):
+        with pytest.raises(InvalidGroup, match=r"two has 2 partitions.*--partition 0=OFFSET.*at a time.*reset"):
+            group.import_checkpoint(offset, "two", force=True)
+    assert groups(registry) == []
+    with Consumer(log.topic("two"), registry, "billing", until="end") as inbox:
+        assert sorted((m.partition, m.offset) for m in inbox) == [
+            *((0, number) for number in range(6)),
+            *((1, number) for number in range(4)),
+        ]
+
+
+def test_x21_a_single_position_is_taken_as_it_is_where_offsets_are_global(registry: Registry) -> None:
+    log = MemoryLog()
+    fill(log, "one", partitions=1)
+    group = GroupHandle(registry, "billing", log)
+    assert group.import_checkpoint(6, "one") == {0: 6}
+    with Consumer(log.topic("one"), registry, "billing", until="end") as inbox:
+        assert [message.offset for message in inbox] == [6, 7, 8, 9]
+    with pytest.raises(OffsetOutOfRange):
+        group.import_checkpoint(11, "one", force=True)
+    table = log.topic("one")
+    table.has_gaps, table.partitions = True, 2  # as of a table in a database, whose offsets are the ids of its rows
+    other = GroupHandle(registry, "other", MemoryLog(), sources=[table])
+    assert other.import_checkpoint(41, "one") == {0: 41, 1: 41}
 
 
 def test_x21_checkpoints_that_are_there_are_kept_unless_forced(registry: Registry, group: GroupHandle) -> None:
     assert group.import_checkpoint({1: 2}, "orders") == {1: 2}
-    assert group.import_checkpoint(6, "orders") == {0: 6, 2: 6, 3: 6}
-    assert group.import_checkpoint(7, "orders") == {}
+    assert group.import_checkpoint(dict.fromkeys(range(PARTITIONS), 6), "orders") == {0: 6, 2: 6, 3: 6}
+    assert group.import_checkpoint(dict.fromkeys(range(PARTITIONS), 7), "orders") == {}
     assert checkpoints(registry) == {0: 6, 1: 2, 2: 6, 3: 6}
-    assert group.import_checkpoint(7, "orders", force=True) == dict.fromkeys(range(PARTITIONS), 7)
+    assert group.import_checkpoint(dict.fromkeys(range(PARTITIONS), 7), "orders", force=True) == dict.fromkeys(
+        range(PARTITIONS), 7
+    )
 
 
 def test_x21_a_start_that_is_pinned_meanwhile_is_kept(
@@ -642,7 +749,7 @@ def test_x21_a_start_that_is_pinned_meanwhile_is_kept(
         registry.commit({key: ABSENT}, {key: Checkpoint(1).dump()})
 
     before_commit(registry, monkeypatch, pin)
-    assert group.import_checkpoint(6, "orders") == {0: 6, 2: 6, 3: 6}
+    assert group.import_checkpoint(dict.fromkeys(range(PARTITIONS), 6), "orders") == {0: 6, 2: 6, 3: 6}
     assert checkpoints(registry) == {0: 6, 1: 1, 2: 6, 3: 6}
 
 
@@ -651,10 +758,10 @@ def test_x21_nothing_is_imported_while_members_are_there(
 ) -> None:
     for force in (False, True):
         with pytest.raises(GroupActive):
-            group.import_checkpoint(6, "orders", force=force)
+            group.import_checkpoint({0: 6}, "orders", force=force)
     assert checkpoints(registry) == CHECKPOINTS_AT
     with pytest.raises(UnknownTopic):
-        GroupHandle(registry, "new", MemoryLog()).import_checkpoint(6, "orders")
+        GroupHandle(registry, "new", MemoryLog()).import_checkpoint({0: 6}, "orders")
 
 
 # Messages that could not be handled.

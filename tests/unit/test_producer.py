@@ -526,6 +526,7 @@ def test_what_waits_is_sent_by_close_and_a_closed_one_refuses(topic: Fickle) -> 
     for use in (lambda: out.send(b"a", b"k"), out.flush, lambda: out.send_batch(pa.table({"value": [b"a"]}))):
         with pytest.raises(Closed):
             use()
+    out._thread.join(30)  # `close` returns when the thread has nothing left to do, a moment before it ends
     assert not out._thread.is_alive()
 
 

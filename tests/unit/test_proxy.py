@@ -12,7 +12,7 @@ import pytest
 
 from pxrs.testing.proxy import BUFFER_BYTES_MAX, Proxy
 
-WAIT_S = 5.0
+WAIT_S = 30.0
 
 
 class EchoServer:

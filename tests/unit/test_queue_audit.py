@@ -47,7 +47,7 @@ from pxrs.testing import waiting
 from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value
 from pxrs.testing.waiting import aside
 
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 eventually = partial(waiting.eventually, patience_s=PATIENCE_S)
 
 

@@ -49,7 +49,7 @@ from pxrs.testing import waiting
 from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value
 from pxrs.testing.waiting import aside
 
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 eventually = partial(waiting.eventually, patience_s=PATIENCE_S)
 INTERRUPT_EACH = 7
 """At every so many calls: all of them take half a minute."""
@@ -607,14 +607,16 @@ def test_r5_many_open_transactions_do_not_keep_a_hub_from_closing_while_the_stor
     for tx in transactions:
         assert tx.take("q", timeout=0) is not None
 
+    tries: list[bool] = []
+
     def be_silent() -> None:
+        tries.append(True)
         time.sleep(0.1)  # the store's timeout
         raise RegistryUnavailable("no answer in time")
 
     registry.reach = be_silent
-    began = time.monotonic()
     hub.close()
-    assert time.monotonic() - began < 1.5
+    assert len(tries) < len(transactions) / 2, "each of them was tried, until its timeout"
     assert {tx.outcome() for tx in transactions} == {"rolled back"}
 
 

@@ -20,7 +20,7 @@ from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryRegistry
 from pxrs.testing.waiting import aside, eventually
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 @pytest.fixture

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import pytest
 
 from pxrs.group.reconcile import (
     Action,
@@ -19,6 +23,7 @@ from pxrs.group.reconcile import (
     Snapshot,
     asked_since,
     is_waiting,
+    next_fence_at,
     reconcile,
 )
 from pxrs.group.records import Assignment, Leader, Member, Owner
@@ -198,3 +203,33 @@ def test_the_leader_waits_until_everybody_has_what_is_meant_for_it() -> None:
     assert is_waiting(seen, me("a", {0: 101}))
     seen = snapshot("a", "b", leader="a", targets=["a", "b"], owners={0: A0, 1: (Owner("b", 1), 7)})
     assert not is_waiting(seen, me("a", {0: 101}))
+
+
+@pytest.mark.parametrize(
+    ("own_s", "due_at"), [(3.0, 103.0), (60.0, 160.0), (None, 110.0)], ids=["shorter", "longer", "of version 0.1"]
+)
+def test_x8_the_time_of_the_owner_counts_or_the_leaders_if_its_record_states_none(
+    own_s: float | None, due_at: float
+) -> None:
+    seen = snapshot("a", "b", leader="b", targets=["b", "a"], owners={0: A0, 1: A1})
+    seen = replace(seen, members={**seen.members, "a": replace(seen.members["a"], handover_s=own_s)})
+    asked = asked_since(seen, {}, 100.0)
+    fence = Fence((T, 0), 101, 2, 30, 50)
+    assert actions(seen, me("b"), due_at - 0.1, asked) == []
+    assert actions(seen, me("b"), due_at, asked) == [fence]
+    assert next_fence_at(seen, "b", asked, 10.0) == due_at
+
+
+def test_x8_only_the_leader_has_a_time_to_fence() -> None:
+    seen = snapshot("a", "b", "c", leader="b", targets=["b", "a"], owners={0: A0, 1: A1})
+    asked = asked_since(seen, {}, 100.0)
+    assert next_fence_at(seen, "b", asked, 10.0) == 110.0
+    assert next_fence_at(seen, "a", asked, 10.0) == math.inf
+    assert next_fence_at(seen, "c", asked, 10.0) == math.inf
+    assert next_fence_at(seen, "b", {}, 10.0) == math.inf
+
+
+def test_a_member_record_of_version_0_1_states_no_hand_over_time() -> None:
+    old = b'{"name":"w","topic":"t","topic_name":"orders","partitions":2,"assignor":"sticky","is_alone":false}'
+    assert Member.load("k", old).handover_s is None
+    assert Member.load("k", Member("w", T, "orders", 2, handover_s=2.5).dump()).handover_s == 2.5

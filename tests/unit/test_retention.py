@@ -6,7 +6,8 @@ import logging
 import os
 import time
 import uuid
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,9 +16,10 @@ import xxhash
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import InvalidTopic, RegistryUnavailable
+from pxrs.errors import InvalidTopic, OffsetTrimmed, RegistryUnavailable
+from pxrs.group.records import gate_key
 from pxrs.log.batch import _HEADER_1, MAGIC, SCHEMA, encode
-from pxrs.log.contract import Append, TopicLog
+from pxrs.log.contract import Append, RetentionPlan, TopicLog
 from pxrs.log.directory import DirectoryLog
 from pxrs.model import Topic
 from pxrs.producer import Producer
@@ -69,7 +71,7 @@ def test_retention_that_cannot_ask_who_reads_takes_nothing(
         with caplog.at_level(logging.WARNING), hub.producer("t", linger_s=0) as out:
             out.send(b"a", timestamp=LAST_WEEK).result()
             out.send(b"b", timestamp=LAST_WEEK).result()
-        assert "retention of t failed" in caplog.text
+        assert "retention of t is held up" in caplog.text
         assert (topic.start(0), topic.end(0)) == (0, 2)
 
 
@@ -102,7 +104,7 @@ def test_a_retention_that_fails_at_every_try_is_logged_once_a_minute(caplog: pyt
             for _ in range(20):
                 out.send(b"x")
                 out.flush()
-    assert [record.getMessage() for record in caplog.records] == ["retention of t failed: away; will try again"]
+    assert [record.getMessage() for record in caplog.records] == ["retention of t is held up: away; will try again"]
     assert caplog.records[0].topic == "t"  # type: ignore[attr-defined]
 
 
@@ -150,3 +152,110 @@ def test_the_settings_of_a_segment_are_kept_and_checked(tmp_path: Path) -> None:
     with pxrs.open(tmp_path) as hub:
         ages = {topic.name: (topic.segment_s, topic.segment_age_s) for topic in hub.topics()}
     assert ages == {"given": (300.0, 300.0), "quarter": (None, 900.0), "never": (None, None)}
+
+
+@pytest.fixture(params=["memory:", "directory"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[pxrs.Hub]:
+    """A topic that keeps what is unread, with ten old messages, and no group."""
+    with pxrs.open("memory:" if request.param == "memory:" else tmp_path) as hub:
+        hub.create_topic("t", partitions=1, retention=3600, segment_bytes=4096, keep_unread=True)
+        with Producer(hub.topic("t").log, retain=lambda: None, linger_s=0) as out:
+            for _ in range(10):
+                out.send(b"x" * 4096).result()
+        now = time.time_ns
+        with pytest.MonkeyPatch.context() as later:
+            later.setattr(time, "time_ns", lambda: now() + 7200 * 10**9)
+            yield hub
+
+
+def offsets_read(hub: pxrs.Hub, group: str) -> list[int]:
+    with hub.consumer("t", group, until="end") as inbox:
+        return [message.offset for message in inbox]
+
+
+@pytest.mark.parametrize("way", ["pin", "import", "reset"])
+def test_o10_a_checkpoint_that_is_given_while_retention_decides_is_kept(
+    kept: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "reset":
+        kept.group("new").import_checkpoint(10, "t")
+    ways = {
+        "pin": lambda: kept.consumer("t", "new").close(),
+        "import": lambda: kept.group("new").import_checkpoint(3, "t"),
+        "reset": lambda: kept.group("new").reset(3),
+    }
+    topic = kept.topic("t")
+    plan = topic.log.plan_retention
+
+    def interrupted(now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        monkeypatch.undo()
+        found = plan(now, unread)
+        assert found.starts == {0: 10}, "nobody has yet to read anything when retention decides"
+        ways[way]()
+        return found
+
+    monkeypatch.setattr(topic.log, "plan_retention", interrupted)
+    first = 0 if way == "pin" else 3
+    assert topic.retain() == ({0: 3} if first else {})
+    assert offsets_read(kept, "new") == list(range(first, 10))
+
+
+@pytest.mark.parametrize("way", ["pin", "import", "reset"])
+def test_o10_no_checkpoint_is_put_before_a_start_that_is_committed_and_not_yet_removed(
+    kept: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The process that retains is stopped between its commit and the removal."""
+    topic = kept.topic("t")
+    kept.group("old").import_checkpoint(6, "t")
+    monkeypatch.setattr(topic.log, "trim", lambda starts: {})
+    assert topic.retain() == {}
+    monkeypatch.undo()
+    assert topic.start(0) == 0
+    if way == "import":
+        with pytest.raises(OffsetTrimmed, match="the first one is 6"):
+            kept.group("new").import_checkpoint(3, "t")
+        kept.group("new").import_checkpoint(6, "t")
+    elif way == "reset":
+        with pytest.raises(OffsetTrimmed, match="the first one is 6"):
+            kept.group("old").reset(3)
+        assert kept.group("old").reset(datetime.fromtimestamp(0, UTC)) == {"t": {0: 6}}
+        assert kept.group("old").reset("earliest") == {"t": {0: 6}}
+    group = "old" if way == "reset" else "new"
+    with kept.consumer("t", group, until="end") as inbox:
+        assert topic.retain() == {0: 6}, "the next retention removes what the last one has committed"
+        assert [message.offset for message in inbox] == list(range(6, 10))
+
+
+def test_o10_a_start_that_moves_while_a_group_begins_is_read_again(
+    kept: pxrs.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = kept.topic("t")
+    start = topic.log.start
+    monkeypatch.setattr(topic.log, "start", lambda partition: (start(partition), monkeypatch.undo(), topic.retain())[0])
+    with kept.consumer("t", "new", until="end") as inbox:
+        assert list(inbox) == [], "all was removed before the group was there, and nothing is missing in its eyes"
+    assert topic.start(0) == 10
+
+
+def test_o10_checkpoints_of_owners_do_not_touch_the_gate(kept: pxrs.Hub) -> None:
+    key = gate_key(kept.topic("t").id)
+    with kept.consumer("t", "g") as inbox:
+        before = kept.registry.get(key)
+        assert before is not None
+        for _ in range(3):
+            assert inbox.poll(1, timeout=30)
+            inbox.commit()
+    assert kept.registry.get(key) == before
+    kept.create_topic("plain", partitions=1, retention=3600)
+    kept.consumer("plain", "g").close()
+    assert kept.registry.get(gate_key(kept.topic("plain").id)) is None, "only where retention asks the groups"
+
+
+def test_a_deleted_topic_leaves_neither_start_nor_gate_behind(kept: pxrs.Hub) -> None:
+    kept.consumer("t", "g").close()
+    kept.group("g").reset("latest")
+    assert kept.topic("t").retain() == {0: 10}
+    identity = kept.topic("t").id
+    assert len(kept.registry.scan(f"topics/{identity}/")) == 2
+    kept.delete_topic("t")
+    assert kept.registry.scan(f"topics/{identity}/") == []

@@ -32,7 +32,7 @@ def test_an_offset_comes_back_as_it_was_and_as_the_same_text() -> None:
 
 
 def test_g7_an_offset_of_a_topic_that_was_made_again_is_refused() -> None:
-    with pytest.raises(CheckpointsDiffer, match="made again, or the query has read another topic before"):
+    with pytest.raises(CheckpointsDiffer, match=r"deleted and made again since.* new checkpoint location"):
         load_offset(dump_offset("old", {}), "new", "t")
 
 

@@ -103,10 +103,17 @@ class TestStatements:
         assert "FOR" not in statements_for("sqlite").lock_entry.text
 
     def test_time_is_the_databases_own(self) -> None:
-        for name in ("get", "scan", "renew_lease", "lock_lease", "due_leases", "nearest_expiry"):
+        for name in ("get", "scan", "renew_lease", "limit_lease", "lock_lease", "due_leases", "nearest_expiry"):
             assert " clock_timestamp()" in getattr(statements_for("postgresql"), name).text
             assert "SYSTIMESTAMP" in getattr(statements_for("oracle"), name).text
             assert ":now_ms" in getattr(statements_for("sqlite"), name).text
+
+    @pytest.mark.parametrize("dialect", DIALECTS)
+    def test_an_expiry_further_ahead_than_its_ttl_is_told_on_every_database(self, dialect: DialectName) -> None:
+        statements = statements_for(dialect)
+        for name in ("get", "scan", "lock_lease", "lock_lease_to_end", "lease_state", "due_leases", "limit_lease"):
+            text = getattr(statements, name).text
+            assert re.search(r"expires_ms > .* \+ pxrs_lease\.ttl_ms", text), text
 
     def test_a_limited_scan_says_so_in_each_language(self) -> None:
         assert statements_for("oracle").scan_some.text.endswith("FETCH FIRST :the_limit ROWS ONLY")
@@ -358,7 +365,7 @@ class TestPoller:
         watch = Watch(("k",), poller.remove)
         try:
             poller.add(watch)
-            assert watch.wait(5)
+            assert watch.wait(30)
             assert not watch.wait(0.02), "and then there is nothing new"
         finally:
             poller.close()

@@ -20,7 +20,9 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-app.add_typer(registry.app, name="registry", help="Look into a registry, and print the SQL that it needs.")
+app.add_typer(
+    registry.app, name="registry", help="Look into a registry, print the SQL that it needs, give a hub to it."
+)
 app.add_typer(topic.app, name="topic", help="Make, list, describe and delete topics.")
 app.add_typer(group.app, name="group", help="Look at consumer groups, move them, forget them.")
 app.add_typer(queue.app, name="queue", help="Make work queues, put into them, take from them, look at them.")

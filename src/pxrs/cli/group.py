@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
+from itertools import groupby
 from typing import Annotated, Any, Final
 
 import typer
@@ -17,9 +18,10 @@ from rich.text import Text
 
 import pxrs
 from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
-from pxrs.cli.terminal import cell, console, is_terminal, printable, time_text
+from pxrs.cli.terminal import cell, console, indented, is_terminal, printable, time_text
 from pxrs.errors import UnknownGroup
-from pxrs.group.admin import GroupDescription, GroupHandle, PartitionDescription, To, groups
+from pxrs.group.admin import GroupDescription, GroupHandle, PartitionDescription, groups
+from pxrs.group.positions import To
 from pxrs.group.records import Keys
 
 app = typer.Typer(no_args_is_help=True)
@@ -64,10 +66,11 @@ def describe(
 ) -> None:
     """Show a group's members, and of each partition the owner, epoch, checkpoint, lag, and what holds it up.
 
-    With --watch and --json, one line for each change.
+    Below partitions that a message holds up stands where its handler raised; not with --watch. With --watch and --json,
+    one line for each change.
     """
     with open_hub(at, registry) as hub:
-        handle = GroupHandle(hub.registry, group, hub)
+        handle = hub.group(group)
         if watch:
             _follow(hub, handle, as_json)
             return
@@ -102,7 +105,7 @@ def reset(
         raise typer.BadParameter("give either --to or --partition")
     target: To = _where(to) if to is not None else _pairs(partition or [])
     with open_hub(at, registry) as hub:
-        handle = GroupHandle(hub.registry, group, hub)
+        handle = hub.group(group)
         handle.describe()  # an unknown group is told before anything is asked
         where = to if to is not None else ", ".join(partition or [])
         confirm(f"Reset group {group}{f', topic {topic}' if topic else ''} to {where}?", yes)
@@ -120,7 +123,7 @@ def delete(
 ) -> None:
     """Forget a group and its checkpoints. Who consumes under its name later starts afresh."""
     with open_hub(at, registry) as hub:
-        handle = GroupHandle(hub.registry, group, hub)
+        handle = hub.group(group)
         count = len(handle.describe().partitions)
         confirm(f"Forget group {group} and its checkpoints of {count} partitions for good?", yes)
         handle.delete(force)
@@ -133,7 +136,8 @@ def import_checkpoint(
     at: At,
     topic: Annotated[str, typer.Option(help="What the group will read.")],
     offset: Annotated[
-        int | None, typer.Argument(min=0, help="The next message to read, one number for all partitions.")
+        int | None,
+        typer.Argument(min=0, help="The next message to read, of a topic with one partition."),
     ] = None,
     partition: Pairs = None,
     force: Annotated[bool, typer.Option("--force", help="Replace checkpoints that are there.")] = False,
@@ -143,8 +147,8 @@ def import_checkpoint(
 ) -> None:
     """Start a group from the checkpoint of a consumer that was there before, with a single OFFSET or --partition.
 
-    A partition that ends before OFFSET starts at its end, one that begins behind it at its start. Checkpoints that are
-    there are left as they are without --force.
+    A topic with several partitions counts its offsets in each of them, so it takes --partition for each, and refuses a
+    single OFFSET. Checkpoints that are there are left as they are without --force.
     """
     if (offset is None) == (not partition):
         raise typer.BadParameter("give either OFFSET or --partition")
@@ -152,7 +156,7 @@ def import_checkpoint(
         if force:
             confirm(f"Replace the checkpoints that group {group} has of {topic}?", yes)
         source = offset if offset is not None else _pairs(partition or [])
-        offsets = GroupHandle(hub.registry, group, hub).import_checkpoint(source, topic, force)
+        offsets = hub.group(group).import_checkpoint(source, topic, force)
     _tell_offsets({topic: offsets}, as_json)
 
 
@@ -160,7 +164,7 @@ def import_checkpoint(
 def retry(group: Name, topic: str, partition: int, at: At, registry: RegistryUrl = None) -> None:
     """Have a paused partition try its message again."""
     with open_hub(at, registry) as hub:
-        GroupHandle(hub.registry, group, hub).retry(topic, partition)
+        hub.group(group).retry(topic, partition)
     typer.echo(f"group {group} tries {topic}/{partition} again")
 
 
@@ -168,7 +172,7 @@ def retry(group: Name, topic: str, partition: int, at: At, registry: RegistryUrl
 def skip(group: Name, topic: str, partition: int, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Have a paused partition go on behind its message, which is never handled then."""
     with open_hub(at, registry) as hub:
-        handle = GroupHandle(hub.registry, group, hub)
+        handle = hub.group(group)
         paused = handle.paused(topic, partition)
         question = f"Leave out {topic}/{partition} offset {paused.offset}, which failed with {printable(paused.error)}?"
         confirm(question, yes)
@@ -179,7 +183,7 @@ def skip(group: Name, topic: str, partition: int, at: At, yes: Yes = False, regi
 def _describe_all(hub: pxrs.Hub) -> Iterator[GroupDescription]:
     for name in groups(hub.registry):
         try:
-            yield GroupHandle(hub.registry, name, hub).describe()
+            yield hub.group(name).describe()
         except UnknownGroup:  # deleted just now
             continue
 
@@ -233,7 +237,7 @@ def _show(found: GroupDescription, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(found)))
     else:
-        console().print(_picture(found))
+        console().print(_picture(found, has_tracebacks=True))
 
 
 def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
@@ -260,7 +264,7 @@ def _plain(found: GroupDescription) -> dict[str, Any]:
     return {"group": plain.pop("name"), "lag": found.lag, **plain}
 
 
-def _picture(found: GroupDescription) -> RenderableType:
+def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> RenderableType:
     head = Text.assemble(
         (found.name, "bold"), f"  generation {found.generation}  members {len(found.members)}  lag {found.lag:,}"
     )
@@ -293,11 +297,15 @@ def _picture(found: GroupDescription) -> RenderableType:
             time_text(row.when),
             cell(row.by or ""),
         )
-    held = [
-        Text.assemble((f"{printable(row.topic)}/{row.partition} ", "bold red"), printable(_why(row)))
-        for row in found.partitions
-        if row.paused is not None
-    ]
+    held: list[Text] = []
+    paused = [row for row in found.partitions if row.paused is not None]
+    for traceback, rows in groupby(paused, lambda row: row.traceback):  # many may fail at the same line
+        held += [
+            Text.assemble((f"{printable(row.topic)}/{row.partition} ", "bold red"), printable(_why(row)))
+            for row in rows
+        ]
+        if traceback and has_tracebacks:
+            held.append(Text(indented(traceback)))
     return Group(head, *([members] if found.members else []), partitions, *held)
 
 

@@ -24,11 +24,13 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 @contextmanager
-def open_hub(at: str, registry: str | None) -> Iterator[pxrs.Hub]:
-    """What is there; a place that is not is not made."""
+def open_hub(at: str, registry: str | None, *, needs_log: bool = False) -> Iterator[pxrs.Hub]:
+    """What is there; a place that is not is not made.
+
+    needs_log: the directory must be there although the registry is elsewhere: messages are asked for."""
     address = parse(at)
     # The registry is made by its first use: a wrong path would leave an empty one behind.
-    if registry is None and address.scheme == "file" and not address.directory().is_dir():
+    if (registry is None or needs_log) and address.scheme == "file" and not address.directory().is_dir():
         raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")
     with pxrs.open(at, registry) as hub:
         yield hub

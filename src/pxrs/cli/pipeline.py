@@ -111,6 +111,8 @@ def run(
                 for topic in missing_topics(hub, pipelines):
                     hub.create_topic(topic)
             check_topics(hub, pipelines)
+            if not history:
+                hub.check_registry()  # here, and not by each query when Spark has started
             if is_terminal() and not as_json:
                 echo("starting Spark, which takes some seconds")
             with _spark(file, master, _settings(conf or []), None if verbose else folder) as spark:

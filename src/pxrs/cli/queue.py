@@ -24,7 +24,10 @@ from pxrs.cli.terminal import (
     console,
     data_field,
     data_text,
+    echo,
     echo_data,
+    indented,
+    printable,
     tell_error,
     time_text,
 )
@@ -243,10 +246,13 @@ def list_dead(
     queue: Name,
     at: At,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many, the oldest first.")] = 100,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Also where the handler raised.")] = False,
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """List dead letters: when and after how many deliveries each was given up, and what the last one failed with."""
+    """List dead letters: when and after how many deliveries each was given up, and what the last one failed with.
+
+    With --json, error_type and traceback are always there; they are empty if no handler raised."""
     with open_hub(at, registry) as hub:
         found = hub.queue(queue).dead_letters().list(count + 1)
     if as_json:
@@ -260,6 +266,10 @@ def list_dead(
             cells = (cell(item.error), cell(data_text(item.key)), cell(data_text(item.value)))
             table.add_row(item.id, time_text(item.died_at), str(item.deliveries), *cells)
         console().print(table)
+        for item in found[:count] if traceback else ():
+            echo(f"{item.id} {printable(item.error)}")
+            if item.traceback:
+                echo(indented(item.traceback))
     if len(found) > count:
         typer.echo(f"these are the first {count:,}; there are more: give --count", err=True)
 
@@ -433,7 +443,9 @@ def _plain(item: Item) -> dict[str, Any]:
         "put_at": item.put_at,
         "error": item.error,
     }
-    return found if item.died_at is None else {**found, "died_at": item.died_at}
+    if item.died_at is None:
+        return found
+    return {**found, "died_at": item.died_at, "error_type": item.error_type, "traceback": item.traceback}
 
 
 def _plain_settings(handle: QueueHandle) -> dict[str, Any]:

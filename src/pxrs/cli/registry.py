@@ -1,4 +1,4 @@
-"""`pxrs registry`: DDL for the database administrator, and a look into any registry."""
+"""`pxrs registry`: DDL for the database administrator, a look into any registry, and which one a hub belongs to."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pxrs import registry
+from pxrs.cli.options import At, RegistryUrl, open_hub
 from pxrs.cli.terminal import printable
 from pxrs.registry import Entry
 
@@ -78,6 +79,20 @@ def get(url: Url, key: str, as_json: Json = False) -> None:
         typer.echo(json.dumps(_plain(entry)))
     else:
         sys.stdout.buffer.write(entry.value)
+
+
+@app.command()
+def adopt(at: At, url: RegistryUrl = None) -> None:
+    """Make a hub belong to another registry: only processes that have that one may then join its groups, change them,
+    and remove what a topic with keep_unread allows.
+
+    Stop the members of its groups first. Nothing is copied: groups begin in this registry anew, or where they were in
+    it, and messages that only a group of the old registry has yet to read are not kept any more.
+    """
+    with open_hub(at, url, needs_log=True) as hub:
+        before, after = hub.adopt_registry()
+        was = f"; before, to {before}" if before else ""
+        typer.echo(f"the hub {hub.url} belongs to the registry {after}{was}")
 
 
 def _plain(entry: Entry) -> dict[str, Any]:

@@ -51,6 +51,11 @@ def cell(text: str) -> Text:
     return Text(printable(text))
 
 
+def indented(text: str) -> str:
+    """Lines such as those of a traceback, each safe to print, to stand below what they belong to."""
+    return "\n".join(f"    {printable(line)}" for line in text.splitlines())
+
+
 def time_text(seconds: float | None) -> str:
     """A wall-clock time in UTC."""
     if not seconds:

@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 import pxrs
-from pxrs.cli.options import At, Json, open_hub
+from pxrs.cli.options import At, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, console, data_field, echo, echo_data, printable, tell_error
 from pxrs.errors import DamagedFrame, InvalidRecord, LogError, UnknownTopic
 from pxrs.model import CODECS, DURABILITIES, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
@@ -46,9 +47,10 @@ def create(
     keep_unread: Annotated[
         bool, typer.Option("--keep-unread", help="Keep all that a group has yet to read, whatever its age.")
     ] = False,
+    registry: RegistryUrl = None,
 ) -> None:
     """Make a topic."""
-    with pxrs.open(at) as hub:
+    with pxrs.open(at, registry) as hub:
         hub.create_topic(
             name,
             partitions=partitions,
@@ -64,9 +66,9 @@ def create(
 
 
 @app.command("list")
-def list_(at: At, as_json: Json = False) -> None:
+def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the topics, and how many messages each holds. Exit code 1 if any is damaged."""
-    with open_hub(at, None) as hub:
+    with open_hub(at, registry, needs_log=True) as hub:
         rows = _rows(hub)
     if as_json:
         for row in rows:
@@ -110,12 +112,14 @@ def _rows(hub: pxrs.Hub) -> list[_Row]:
 
 
 @app.command()
-def describe(name: str, at: At, as_json: Json = False) -> None:
-    """Show a topic's settings, and the first and next offset of each partition."""
-    with pxrs.open(at) as hub:
+def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+    """Show a topic's settings, the first and next offset of each partition, and what holds its retention up, if
+    anything does."""
+    with pxrs.open(at, registry) as hub:
         handle = hub.topic(name)
         topic = handle.topic
         ends = [(p, handle.start(p), handle.end(p)) for p in range(topic.partitions)]
+        problem = handle.retention_problem()
     settings: dict[str, Any] = {
         "topic": topic.name,
         "id": topic.id,
@@ -128,10 +132,12 @@ def describe(name: str, at: At, as_json: Json = False) -> None:
     settings["keep_unread"] = topic.keep_unread
     if as_json:
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
-        typer.echo(json.dumps({**settings, "partitions": offsets}))
+        typer.echo(json.dumps({**settings, "retention_problem": problem, "partitions": offsets}))
         return
     out = Console()
     out.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()), highlight=False)
+    if problem is not None:
+        out.print(Text.assemble(("retention is held up: ", "bold red"), printable(problem)), soft_wrap=True)
     table = Table(box=None, header_style="bold")
     for column in ("partition", "start", "end", "messages"):
         table.add_column(column, justify="right")
@@ -141,9 +147,14 @@ def describe(name: str, at: At, as_json: Json = False) -> None:
 
 
 @app.command()
-def delete(name: str, at: At, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
+def delete(
+    name: str,
+    at: At,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    registry: RegistryUrl = None,
+) -> None:
     """Remove a topic and all its messages."""
-    with pxrs.open(at) as hub:
+    with pxrs.open(at, registry) as hub:
         try:
             what = f"its {_count(hub, hub.topic(name).topic):,} messages"
         except DamagedFrame as damage:  # it can be removed all the same
@@ -161,6 +172,7 @@ def send(
     key: Annotated[
         str | None, typer.Option(metavar="FIELD", help="Lines are JSON objects; this field is each message's key.")
     ] = None,
+    registry: RegistryUrl = None,
 ) -> None:
     """Send each line of standard input as a message; all are durable when it ends.
 
@@ -172,7 +184,7 @@ def send(
     err = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} messages"), TimeElapsedColumn())
     bar = Progress(*columns, console=err, disable=not err.is_terminal)
-    with pxrs.open(at) as hub, hub.producer(topic) as out, bar:
+    with pxrs.open(at, registry) as hub, hub.producer(topic) as out, bar:
         task = bar.add_task("sending", total=None)
         for line in iter(lambda: sys.stdin.buffer.readline(LINE_BYTES_MAX), b""):
             try:
@@ -209,6 +221,7 @@ def tail(
     at: At,
     last: Annotated[int, typer.Option("-n", "--last", min=0, help="Begin so many messages before the end.")] = 10,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more, until interrupted.")] = False,
+    registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
     """Print the last messages of a topic, and with -f each new one as it arrives.
@@ -216,7 +229,7 @@ def tail(
     On a terminal control characters are shown escaped, such as \\x07. With --json nothing is lost: key, value and the
     value of each header are text if their bytes are UTF-8; if not, key_base64 or value_base64 stands in their place.
     """
-    with pxrs.open(at) as hub:
+    with pxrs.open(at, registry) as hub:
         handle = hub.topic(topic)
         partitions = range(handle.topic.partitions)
         positions = {p: max(handle.start(p), handle.end(p) - last) for p in partitions}

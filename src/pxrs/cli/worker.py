@@ -5,8 +5,12 @@ supervisor itself opens neither log nor registry; it starts, waits and restarts,
 
 On failure:
 - The handler cannot be imported: a trial process says so before any worker starts, and the exit code is 2.
-- A worker dies, or cannot be started: it is started again, after pauses that double until it has lived for a while.
-  The group has given its partitions to the others meanwhile; of a queue, the others are given what it had taken.
+- An option, a topic, a queue or the registry can never work as given, or refuses a worker later: the reason is shown,
+  the other workers are stopped as by SIGTERM, and the exit code is 1. `restarts.py` decides by the error's class.
+- The registry cannot be reached, a worker dies or cannot be started: it is started again, after pauses that double
+  until it has lived for a while. The same goes for the trial process. The group has given its partitions to the others
+  meanwhile; of a queue, the others are given what it had taken.
+- The handler raises: `--on-error`, or the queue's policy, decides. The worker shows what was raised, and where.
 - A handler hangs: after `--progress-timeout` the others take over, and as long again after that its worker ends itself
   and is started again. An item of a queue is its worker's for as long as that lives.
 - With `--until-end`, a message that could not be handled holds up its partition: its worker ends at the end of the
@@ -34,7 +38,15 @@ from typing import Annotated, Any, Final
 import typer
 
 from pxrs.cli.options import open_hub
-from pxrs.cli.worker_process import EXIT_NO_QUEUE, EXIT_PAUSED, STOPS, Settings, tell
+from pxrs.cli.worker_process import (
+    EXIT_BAD_HANDLER,
+    EXIT_FINAL,
+    EXIT_NO_QUEUE,
+    EXIT_PAUSED,
+    STOPS,
+    Settings,
+    tell,
+)
 from pxrs.group.assign import assignor_named
 from pxrs.group.member import Timings
 from pxrs.group.records import Keys
@@ -47,6 +59,7 @@ RESTART_S: Final = (0.2, 30.0)
 SETTLED_S: Final = 10.0
 """A worker that has lived so long starts with the first pause again."""
 GRACE_S_DEFAULT: Final = 30.0
+GRACE_S_MAX: Final = 86_400.0
 OF_GROUPS: Final = (
     *("topic", "group", "on_error", "retries", "dead_letters", "start", "until_end", "assignor"),
     *("handover_timeout", "progress_timeout", "commit_interval"),
@@ -108,9 +121,10 @@ def worker(
     """Handle a group's messages, or the items of a queue, in several processes, until SIGTERM or Ctrl-C; a second
     Ctrl-C does not wait.
 
-    A process that dies is started again. What it tells is one line an event, on standard error. Exit code: 0 after a
-    graceful end, 1 if a worker had to be killed or left a partition paused at the end, or if the queue was deleted, 2
-    if the handler cannot be imported.
+    A process that dies is started again. Events are shown on standard error, each with its time in UTC, and what the
+    handler raises with its traceback. Exit code: 0 after a graceful end, 1 if a worker had to be killed, left a
+    partition paused at the end or can never work as it is set up, or if the queue was deleted, 2 if the handler cannot
+    be imported.
     """
     seconds = {
         "lease_ttl": lease_ttl,
@@ -120,6 +134,8 @@ def worker(
     }
     given = {name: value for name, value in seconds.items() if value is not None}
     # What can be known to be wrong is said here, once, and not by every worker.
+    if not grace <= GRACE_S_MAX:  # nor is it NaN
+        raise typer.BadParameter(f"--grace {grace:g}: give up to {GRACE_S_MAX:g} seconds")
     for url in (at, registry):
         if url is not None and parse(url).scheme == "memory":
             raise typer.BadParameter("memory: is one process's own; the workers are several")
@@ -207,14 +223,33 @@ class Supervisor:
         return code
 
     def _try(self, woken: socket.socket) -> int:
-        """Whether the handler can be imported, found out in a process that is no worker yet."""
-        process = self._spawn(replace(self._settings, is_trial=True))
-        while process.poll() is None:
-            self._wait(woken, None)
-            if self._kills_at is not None:
-                _kill(process)
-                return 0
-        return process.returncode if process.returncode >= 0 else 1
+        """Have a process that is no worker yet import the handler and open topic, queue and registry; again and again
+        if what it met may pass. The exit code of the command, 0 if the workers can be started."""
+        pause_s = RESTART_S[0]
+        while True:
+            try:
+                process = self._spawn(replace(self._settings, is_trial=True))
+            except OSError as error:  # no room for one more process now
+                how = f"cannot be started: {error}"
+            else:
+                while process.poll() is None:
+                    self._wait(woken, None)
+                    if self._kills_at is not None:
+                        _kill(process)
+                        return 0
+                if process.returncode in (0, EXIT_BAD_HANDLER):
+                    return process.returncode
+                if process.returncode == EXIT_FINAL:
+                    return 1
+                how = _ending(process.returncode)
+            text = f"the trial process {how}; starting it again in {pause_s:g} s"
+            self._tell("not-started", text, restart_s=pause_s)
+            until = time.monotonic() + pause_s
+            while time.monotonic() < until:
+                self._wait(woken, until)
+                if self._kills_at is not None:
+                    return 0
+            pause_s = min(2 * pause_s, RESTART_S[1])
 
     def _spawn(self, settings: Settings) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-c", "from pxrs.cli.worker_process import main; main()"]
@@ -282,15 +317,18 @@ class Supervisor:
 
     def _hear(self, number: int) -> None:
         if self._kills_at is None:
-            self._kills_at = time.monotonic() + self._settings.grace_s
             name = signal.Signals(number).name
-            text = f"{name}: stopping {len(self._running())} workers, for up to {self._settings.grace_s:g} s"
-            self._tell("stopping", text, signal=name)
+            self._begin_stopping(name, signal=name)
         elif number == signal.SIGINT:  # somebody at a keyboard has asked twice
             self._kills_at = time.monotonic()
         for slot in self._running():
             assert slot.process is not None
             slot.process.send_signal(number)
+
+    def _begin_stopping(self, why: str, **fields: Any) -> None:
+        self._kills_at = time.monotonic() + self._settings.grace_s
+        text = f"{why}: stopping {len(self._running())} workers, for up to {self._settings.grace_s:g} s"
+        self._tell("stopping", text, **fields)
 
     def _reap(self) -> None:
         for slot in self._running():
@@ -302,9 +340,9 @@ class Supervisor:
             if process.stdin is not None:
                 with suppress(BrokenPipeError):  # of one that has not lived to read its settings
                     process.stdin.close()
-            how = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            how = _ending(code)
             lived_s = time.monotonic() - slot.started_at
-            is_over = code in (0, EXIT_PAUSED, EXIT_NO_QUEUE) or self._kills_at is not None
+            is_over = code in (0, EXIT_PAUSED, EXIT_NO_QUEUE, EXIT_FINAL) or self._kills_at is not None
             if is_over:
                 self._had_to_kill = self._had_to_kill or code != 0
                 self._tell_of(slot, "ended", "has left" if code == 0 else how, code=code)
@@ -312,6 +350,11 @@ class Supervisor:
                 pause_s = self._put_off(slot, RESTART_S[0] if lived_s >= SETTLED_S else slot.pause_s)
                 self._tell_of(slot, "died", f"{how}; starting it again in {pause_s:g} s", code=code, restart_s=pause_s)
             slot.process = None
+            if code == EXIT_FINAL and self._kills_at is None:
+                self._begin_stopping(f"worker {slot.number} cannot work as it is set up")
+                for other in self._running():
+                    assert other.process is not None
+                    other.process.send_signal(signal.SIGTERM)
 
     def _tell(self, event: str, text: str, **fields: Any) -> None:
         tell(self._settings.as_json, event, text, **fields)
@@ -347,6 +390,10 @@ def _kill(process: subprocess.Popen[bytes] | None) -> None:
     if process is not None and process.poll() is None:
         process.kill()
         process.wait()
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
 def _signal_name(number: int) -> str:

@@ -23,12 +23,16 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pxrs
-from pxrs.cli.terminal import printable
+from pxrs.cli.restarts import is_final
+from pxrs.cli.terminal import indented, printable, time_text
 from pxrs.consumer import Consumer
-from pxrs.errors import PartitionsPaused, PxrsError, UnknownQueue
+from pxrs.dead_letters import check_other_topic
+from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
+from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ EXIT_PAUSED: Final = 75
 """At the end, but for partitions that a message holds up: to start again would not help."""
 EXIT_NO_QUEUE: Final = 76
 """Its queue was deleted: to start again would not help."""
+EXIT_FINAL: Final = 77
+"""A new process would fail in the same way, see `restarts.py`: the command ends."""
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 """The supervisor starts a worker with these blocked; they come once it listens."""
 _LOOK_S: Final = 1.0
@@ -70,11 +76,19 @@ class Settings:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-def tell(as_json: bool, event: str, text: str, **fields: Any) -> None:
-    """One line on standard error, in one write: several processes share it."""
-    line = json.dumps({"event": event, **fields, "text": text}) if as_json else printable(text.replace("\n", " "))
+def tell(as_json: bool, event: str, text: str, *, traceback: str = "", **fields: Any) -> None:
+    """One event on standard error with its time, in one write: several processes share it. As JSON it is one line; for
+    people, the lines of a traceback follow, indented."""
+    now = time.time()
+    if as_json:
+        when = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        more = {"traceback": traceback} if traceback else {}
+        lines = [json.dumps({"event": event, "time": when, **fields, **more, "text": text}, default=str)]
+    else:
+        lines = [f"{time_text(now)} {printable(text.replace(chr(10), ' '))}"]
+        lines += [indented(traceback)] if traceback else []
     with suppress(OSError):  # nobody listens any more; that is no reason to leave work undone
-        os.write(2, line.encode(errors="backslashreplace") + b"\n")
+        os.write(2, "\n".join([*lines, ""]).encode(errors="backslashreplace"))
 
 
 def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
@@ -154,10 +168,11 @@ class Process:
             hub.queue(self._settings.queue)
             return
         assert self._settings.topic is not None
-        hub.topic(self._settings.topic)
+        topic = hub.topic(self._settings.topic)
         dead_letters = self._settings.options.get("dead_letters")
         if dead_letters is not None:
-            hub.topic(dead_letters)
+            check_other_topic(topic.name, topic.id, hub.topic(dead_letters).id)
+        hub.check_registry()
         hub.registry.get("groups")  # it answers, and its tables are there before the workers race to make them
 
     def _listen(self) -> None:
@@ -222,14 +237,33 @@ class _Lines(logging.Handler):
         self._settings = settings
 
     def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._tell(record)
+        except Exception:  # noqa: BLE001 - what cannot be shown must not end the work of the one who logs
+            self.handleError(record)
+
+    def _tell(self, record: logging.LogRecord) -> None:
         text = f"worker {self._settings.number}: {record.getMessage()}"
+        added = {name: value for name, value in vars(record).items() if name not in _RECORD_FIELDS}
+        # A module may add fields of any name, also of those that every event has.
+        fields = {f"{name}_" if name in _EVENT_FIELDS else name: value for name, value in added.items()}
+        traceback = ""
         if record.exc_info and record.exc_info[1] is not None:
-            text += f": {record.exc_info[1]!r}"
-        fields = {**_me(self._settings), "level": record.levelname.lower(), "logger": record.name}
-        tell(self._settings.as_json, "log", text, **fields)
+            failure = failure_of(record.exc_info[1])
+            traceback = failure.traceback
+            fields["error_type"] = failure.type
+            if failure.text not in text:
+                text += f": {failure.text}"
+        fields |= {**_me(self._settings), "level": record.levelname.lower(), "logger": record.name}
+        tell(self._settings.as_json, "log", text, traceback=traceback, **fields)
 
 
-def _me(settings: Settings) -> dict[str, int]:
+_EVENT_FIELDS: Final = frozenset(["as_json", "event", "time", "text", "traceback"])
+_RECORD_FIELDS: Final = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime"])
+"""What every log record has; its other attributes are those that the caller has added with `extra`."""
+
+
+def _me(settings: Settings) -> dict[str, Any]:
     return {"worker": settings.number, "pid": os.getpid()}
 
 
@@ -253,26 +287,31 @@ def main() -> None:
     who = "" if settings.is_trial else f"worker {settings.number}: "
     try:
         Process(settings, lifeline).run()
+    except PartitionsPaused as error:
+        tell(settings.as_json, "paused", f"{who}{error}", partitions=error.partitions, **_me(settings))
+        sys.exit(EXIT_PAUSED)
     except ImportError as error:
         if isinstance(error, PxrsError):
             _fail(settings, who, error)
         tell(settings.as_json, "bad-handler", f"{who}{error}", **_me(settings))
-        sys.exit(EXIT_BAD_HANDLER)
-    except PartitionsPaused as error:
-        tell(settings.as_json, "paused", f"{who}{error}", partitions=error.partitions, **_me(settings))
-        sys.exit(EXIT_PAUSED)
+        sys.exit(EXIT_BAD_HANDLER if settings.is_trial else EXIT_FINAL)
     except UnknownQueue as error:
         is_over = error.queue == settings.queue and not settings.is_trial
-        _fail(settings, who, error, EXIT_NO_QUEUE if is_over else EXIT_FAILED)
-    # Told in one line, and the supervisor decides. Also of a handler that calls `sys.exit`: the work is not at its end.
-    except (Exception, SystemExit) as error:  # noqa: BLE001
+        _fail(settings, who, error, EXIT_NO_QUEUE if is_over else None)
+    # Also of a handler that calls `sys.exit`: the work is not at its end.
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - shown, and the supervisor decides by the exit code
         _fail(settings, who, error)
 
 
-def _fail(settings: Settings, who: str, error: BaseException, code: int = EXIT_FAILED) -> NoReturn:
-    text = "; ".join([str(error) + ("" if isinstance(error, PxrsError) else _place(error)), *_notes(error)])
-    tell(settings.as_json, "failed", f"{who}{type(error).__name__}: {text}", **_me(settings))
-    sys.exit(code)
+def _fail(settings: Settings, who: str, error: BaseException, code: int | None = None) -> NoReturn:
+    """Show what ended this process: with a traceback, unless it is an error of pxrs, which says what to do. The exit
+    code says whether to start it again."""
+    is_ours = isinstance(error, PxrsError)
+    text = "; ".join([str(error) + ("" if is_ours else _place(error)), *_notes(error)])
+    raised = error.__cause__ if isinstance(error, HandlerFailed) else None if is_ours else error
+    traceback = "" if raised is None else failure_of(raised).traceback
+    tell(settings.as_json, "failed", f"{who}{type(error).__name__}: {text}", traceback=traceback, **_me(settings))
+    sys.exit(code or (EXIT_FINAL if is_final(error) else EXIT_FAILED))
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -6,7 +6,12 @@ Changing goes through the fence. Whatever an administrator writes about a partit
 with a new epoch, in the same commit and expecting its version (G5). So
 - a checkpoint that the last owner still had on its way is refused, and cannot undo what was done here;
 - the change itself, if its reply is lost and it lands late, is refused once anybody has owned the partition since;
-- a member that lives finds that it has lost the partition, claims it again and starts at what was written.
+- a member that lives finds that it has lost the partition, claims it again and starts at what was written. It looks
+  because the same commit writes the assignment again as it is, expecting its version: all members watch that key, and
+  read all owners when its version has changed. So a process that dies right after its commit has told them too.
+
+A checkpoint that is written here may lie before those of all other groups. Of a topic that keeps what is unread it goes
+through the gate (O10, see `retention.py`): the commit expects `start` as it was read, and writes the gate.
 
 Each partition is changed as a whole or not at all; several go together as far as one commit can hold them. If an error
 ends a change half-way, run it again: each of them may be repeated.
@@ -16,10 +21,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import pyarrow as pa
 
@@ -27,27 +32,39 @@ from pxrs.errors import (
     Conflict,
     DamagedFrame,
     GroupActive,
+    GroupElsewhere,
     GroupError,
     InvalidGroup,
-    OffsetOutOfRange,
-    OffsetTrimmed,
     UnknownGroup,
     UnknownTopic,
 )
+from pxrs.group.positions import Offsets, To, resolve_offsets, resolve_position
 from pxrs.group.projection import projection_of
 from pxrs.group.reconcile import NOBODY, Place
-from pxrs.group.records import GROUP_NAME, Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused, partition_of
+from pxrs.group.records import (
+    GROUP_NAME,
+    Assignment,
+    Checkpoint,
+    Gate,
+    Home,
+    Keys,
+    Leader,
+    Member,
+    Owner,
+    Paused,
+    Starts,
+    gate_key,
+    partition_of,
+    start_key,
+)
 from pxrs.log.contract import DamagedTopic
-from pxrs.model import Topic, microseconds_of
+from pxrs.model import Topic
 from pxrs.registry.contract import ABSENT, Entry, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
 _logger: Final = logging.getLogger(__name__)
-KEYS_EACH: Final = 3
-"""A change of one partition names its owner, its checkpoint and its pause."""
 
-To = Literal["earliest", "latest"] | int | datetime | Mapping[int, int]
 _SCHEMA: Final = pa.schema(
     [
         pa.field("topic", pa.string(), nullable=False),
@@ -64,23 +81,10 @@ _SCHEMA: Final = pa.schema(
         pa.field("lag", pa.int64()),
         pa.field("paused_at", pa.int64()),
         pa.field("error", pa.string()),
+        pa.field("error_type", pa.string()),
+        pa.field("traceback", pa.string()),
     ]
 )
-
-
-class Offsets(Protocol):
-    """What is needed of a topic. A `Source` has it, and so has a `TopicHandle`."""
-
-    name: str
-    id: str
-    partitions: int
-    has_gaps: bool
-
-    def start(self, partition: int) -> int: ...
-
-    def end(self, partition: int) -> int: ...
-
-    def offset_at(self, partition: int, timestamp: int) -> int: ...
 
 
 class Topics(Protocol):
@@ -133,7 +137,17 @@ class PartitionDescription:
 
     @property
     def error(self) -> str | None:
+        """What holds the partition up: the class and message of what the handler raised."""
         return None if self.paused is None else self.paused.error
+
+    @property
+    def error_type(self) -> str | None:
+        """The class alone; empty if the pause was written by version 0.1, as is `traceback`."""
+        return None if self.paused is None else self.paused.error_type
+
+    @property
+    def traceback(self) -> str | None:
+        return None if self.paused is None else self.paused.traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +205,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Of one partition, to be committed alone or with others."""
+    """What a commit expects, puts and deletes: of one partition, to be committed alone or with others."""
 
     place: Place
     expect: dict[str, int]
@@ -199,9 +213,27 @@ class _Change:
     delete: list[str]
 
     @property
-    def size(self) -> int:
-        names = {*self.expect, *self.put, *self.delete}
-        return sum(map(len, names)) + sum(map(len, self.put.values()))
+    def keys(self) -> set[str]:
+        return {*self.expect, *self.put, *self.delete}
+
+
+@dataclass(slots=True)
+class _Guard:
+    """What every commit of a change expects beside the partitions that it changes, and writes with them."""
+
+    expect: dict[str, int] = field(default_factory=dict)
+    put: dict[str, bytes] = field(default_factory=dict)
+    starts: dict[str, Starts] = field(default_factory=dict)
+    """By the id of each topic that keeps what is unread: where it begins."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of the keys of these."""
+
+    def of(self, topics: Iterable[str]) -> tuple[dict[str, int], dict[str, bytes]]:
+        """For a commit that changes partitions of these topics."""
+        kept = [topic for topic in topics if topic in self.starts]
+        expect = {start_key(topic): self.versions[topic] for topic in kept}
+        put = {gate_key(topic): Gate("admin", time.time()).dump() for topic in kept}
+        return {**self.expect, **expect}, {**self.put, **put}
 
 
 def groups(registry: Registry) -> list[str]:
@@ -220,24 +252,23 @@ def groups(registry: Registry) -> list[str]:
     return sorted(found)
 
 
-def unread(registry: Registry, topic: str) -> dict[int, int]:
-    """Of a topic's partitions, by its id: the first offset that some group has yet to read."""
-    found: dict[int, int] = {}
-    for name in groups(registry):
-        for entry in registry.scan(f"{Keys(name).checkpoints}{topic}/"):
-            number = int(entry.key.rpartition("/")[2])
-            offset = Checkpoint.load(entry.key, entry.value).offset
-            found[number] = min(offset, found.get(number, offset))
-    return found
-
-
 class GroupHandle:
     """A group by name. It need not be there: what needs it to be raises UnknownGroup."""
 
-    def __init__(self, registry: Registry, name: str, topics: Topics, sources: Iterable[Offsets] = ()) -> None:
-        """sources: what the group reads beside the `topics`, such as somebody else's table."""
+    def __init__(
+        self,
+        registry: Registry,
+        name: str,
+        topics: Topics,
+        sources: Iterable[Offsets] = (),
+        home: Callable[[], Home | None] | None = None,
+    ) -> None:
+        """sources: what the group reads beside the `topics`, such as somebody else's table.
+        home:    gives the identity of the hub that the `topics` are of, and raises WrongRegistry if its groups may not
+                 be changed through this registry. Asked before every change that concerns one of the `topics`."""
         self.name = name
         self._keys = Keys(name)
+        self._home = (lambda: None) if home is None else home
         self._registry, self._topics, self._sources = registry, topics, tuple(sources)
         self._told: set[str] = set()
         """Ids of damaged topics that were logged: `describe` may be called every second."""
@@ -246,6 +277,7 @@ class GroupHandle:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""
         state = self._read()
         if not state.is_there:
+            self._check_hub()
             raise UnknownGroup(self.name)
         assignment = state.assignment[0] if state.assignment else Assignment(0)
         leader = state.leader[0].incarnation if state.leader else None
@@ -286,6 +318,7 @@ class GroupHandle:
         A paused partition goes on too. Nothing is written if an offset is not in the log: OffsetOutOfRange,
         OffsetTrimmed. Raises UnknownGroup, UnknownTopic, GroupActive.
         """
+        self._check_hub()
         state = self._read()
         if not state.is_there:
             raise UnknownGroup(self.name)
@@ -294,29 +327,32 @@ class GroupHandle:
             raise InvalidGroup(
                 f"group {self.name} reads {', '.join(source.name for source in sources)}: say of which the offsets are"
             )
-        offsets = {source.id: _resolve(to, source) for source in sources}
-        places = {(id, number): offset for id, of in offsets.items() for number, offset in of.items()}
-        self._change(places, "reset", force=force)
-        return {source.name: offsets[source.id] for source in sources}
+        written = self._set(sources, lambda source, starts: resolve_offsets(to, source, starts), "reset", force=force)
+        return {
+            source.name: {number: offset for (id, number), offset in sorted(written.items()) if id == source.id}
+            for source in sources
+        }
 
     def import_checkpoint(self, offset: int | Mapping[int, int], topic: str, force: bool = False) -> dict[int, int]:
         """Start from the checkpoint that an old consumer had (X21). The offsets that were written, by partition.
 
-        offset: of the next message to read. A single one is meant for every partition; in a partition that does not
-                reach to it, or that begins behind it, it is the end or the start. One behind the end of all
-                partitions is no offset of this topic: OffsetOutOfRange. Offsets by partition are taken as they are.
+        offset: of the next message to read, by partition. A single one is understood where offsets are global: of a
+                source whose offsets are the ids of a table, for all its partitions, and of a topic with one partition.
+                A topic with several counts in each of them from 0, and a single one is refused: InvalidGroup.
         force:  replace checkpoints that are there; without it they are left as they are.
 
-        The group need not be there. Raises GroupActive while members are, whatever `force` says: see `reset`.
+        Nothing is written if an offset is not in the log: OffsetOutOfRange, OffsetTrimmed. The group need not be there.
+        Raises GroupActive while members are, whatever `force` says: see `reset`.
         """
         source = self._source(topic)
-        if isinstance(offset, Mapping):
-            offsets = _resolve(offset, source)
-        else:
-            offsets = _resolve_global(offset, source)
-        places = {(source.id, number): each for number, each in offsets.items()}
-        written = self._change(places, "import", replaces=force)
-        return {number: each for number, each in offsets.items() if (source.id, number) in written}
+
+        def resolve(source: Offsets, starts: Starts) -> dict[int, int]:
+            if isinstance(offset, Mapping):
+                return resolve_offsets(offset, source, starts)
+            return resolve_position(offset, source, starts, self.name)
+
+        written = self._set([source], resolve, "import", replaces=force)
+        return {number: each for (_, number), each in sorted(written.items())}
 
     def delete(self, force: bool = False) -> None:
         """Forget the group: whoever consumes under its name later starts afresh.
@@ -330,12 +366,15 @@ class GroupHandle:
         force: also while members are there. They are sent away, join again as new members and start afresh; so is one
         that joins in just this moment. Raises UnknownGroup, GroupActive.
         """
+        self._check_hub()
         state = self._read()
         if not state.is_there:
             raise UnknownGroup(self.name)
+        self._check_registry(topic for topic, _ in _places(state))
         self._check_idle(state, force)
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
-        self._change(dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned), "delete", force=True)
+        gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
+        self._change(_Guard, lambda _: gone, "delete", force=True)
         # Only now: a member that joined before the last checkpoint was removed may miss one, and must join again. One
         # that joins after this look has seen all of them gone.
         state = self._read()
@@ -348,8 +387,10 @@ class GroupHandle:
 
     def retry(self, topic: str, partition: int) -> None:
         """Have a paused partition try its message again. Raises GroupError if it is not paused."""
+        self._check_hub()
         for _ in range(ATTEMPTS_MAX):
             key, _, version = self._pause(topic, partition)
+            self._check_registry([partition_of(key)[0]])
             try:
                 self._registry.commit({key: version}, delete=[key])
                 return
@@ -362,10 +403,12 @@ class GroupHandle:
 
         offset: only if it is this message. Raises GroupError if it is another one, or if nothing is paused.
         """
+        self._check_hub()
         key, paused, version = self._pause(topic, partition)
+        self._check_registry([partition_of(key)[0]])
         is_other = offset is not None and paused.offset != offset
         if not is_other and not paused.skip:
-            order = Paused(paused.offset, paused.error, paused.when, paused.by, skip=True)
+            order = replace(paused, skip=True)
             try:
                 self._registry.commit({key: version}, {key: order.dump()})
             except Conflict:  # never another message than the one that was seen
@@ -463,6 +506,17 @@ class GroupHandle:
             f"group {self.name} has not paused partition {partition} of {topic}: there is nothing to decide"
         )
 
+    def _check_hub(self) -> None:
+        """Raise WrongRegistry before anything else is said: of a group that is not in this registry but in the hub's,
+        it would be wrong to say that it is unknown. If there are sources of no hub, the change itself decides."""
+        if not self._sources:
+            self._home()
+
+    def _check_registry(self, topics: Iterable[str]) -> Home | None:
+        """The identity of the hub, if any of the topics with these ids is of it; else None. Raises WrongRegistry."""
+        foreign = {source.id for source in self._sources}
+        return self._home() if any(topic not in foreign for topic in topics) else None
+
     def _check_idle(self, state: _State, force: bool) -> None:
         if state.members and not force:
             names = sorted(member.name for member in state.members.values())
@@ -474,28 +528,78 @@ class GroupHandle:
 
     # What is done to it.
 
+    def _set(
+        self,
+        sources: Sequence[Offsets],
+        resolve: Callable[[Offsets, Starts], Mapping[int, int]],
+        by: str,
+        *,
+        force: bool = False,
+        replaces: bool = True,
+    ) -> dict[Place, int]:
+        """Write the checkpoints that `resolve` gives for each source; what was written."""
+
+        def choose(guard: _Guard) -> dict[Place, int | None]:
+            return {
+                (source.id, number): offset
+                for source in sources
+                for number, offset in resolve(source, guard.starts.get(source.id, Starts())).items()
+            }
+
+        written = self._change(lambda: self._guard(sources), choose, by, force=force, replaces=replaces)
+        return {place: offset for place, offset in written.items() if offset is not None}
+
+    def _guard(self, sources: Sequence[Offsets]) -> _Guard:
+        """For a change that writes checkpoints. Raises WrongRegistry, and GroupElsewhere if the group reads the topics
+        of another hub."""
+        guard = _Guard()
+        home = self._check_registry(source.id for source in sources)
+        if home is not None:
+            # Read before the rest of the group: see `MemberProtocol._read_home`.
+            entry = self._registry.get(self._keys.home)
+            known = Home() if entry is None else Home.load(entry.key, entry.value)
+            if known.hub not in ("", home.hub) and self._read().is_there:
+                raise GroupElsewhere(self.name, known.place, home.place)
+            guard.expect[self._keys.home] = ABSENT if entry is None else entry.version
+            guard.put[self._keys.home] = home.dump()
+        for source in sources:
+            if source.keeps_unread:
+                entry = self._registry.get(start_key(source.id))
+                guard.starts[source.id] = Starts() if entry is None else Starts.load(entry.key, entry.value)
+                guard.versions[source.id] = ABSENT if entry is None else entry.version
+        return guard
+
     def _change(
-        self, offsets: Mapping[Place, int | None], by: str, *, force: bool = False, replaces: bool = True
-    ) -> set[Place]:
-        """Write these checkpoints, remove those that are None, and bump the owners. The places that were written.
+        self,
+        guarded: Callable[[], _Guard],
+        choose: Callable[[_Guard], Mapping[Place, int | None]],
+        by: str,
+        *,
+        force: bool = False,
+        replaces: bool = True,
+    ) -> dict[Place, int | None]:
+        """Write the checkpoints that `choose` gives, remove those that are None, and bump the owners. What was written.
 
         replaces: False leaves those that are there."""
-        todo, written = dict(offsets), set[Place]()
+        written: dict[Place, int | None] = {}
         for attempt in range(ATTEMPTS_MAX):
+            guard = guarded()
+            todo = {place: offset for place, offset in choose(guard).items() if place not in written}
             state = self._read()
             self._check_idle(state, force)
             if not replaces:
                 todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
+            guard.expect[self._keys.assignment] = ABSENT
+            if state.assignment is not None:
+                _, entry = state.assignment
+                guard.expect[entry.key], guard.put[entry.key] = entry.version, entry.value
             changes = [self._change_of(state, place, offset, by) for place, offset in todo.items()]
             # Together at first; where somebody else was faster on one of them, each by itself.
-            for some in self._parts(changes, None if attempt == 0 else 1):
-                if self._commit(some):
-                    written |= {change.place for change in some}
-            todo = {place: offset for place, offset in todo.items() if place not in written}
-            if not todo:
-                if state.members:
-                    self._call()
-                else:
+            for some in self._parts(changes, guard, None if attempt == 0 else 1):
+                if self._commit(some, guard):
+                    written |= {change.place: todo[change.place] for change in some}
+            if todo.keys() <= written.keys():
+                if not state.members:
                     self._project()
                 return written
         raise self._too_lively()
@@ -512,41 +616,45 @@ class GroupHandle:
             put[checkpoint_key] = Checkpoint(offset, time.time(), by, free.epoch).dump()
         return _Change(place, {owner_key: owner_version, checkpoint_key: version}, put, delete)
 
-    def _parts(self, changes: Sequence[_Change], count_max: int | None) -> Iterator[list[_Change]]:
+    def _parts(self, changes: Sequence[_Change], guard: _Guard, count_max: int | None) -> Iterator[list[_Change]]:
         """As many together as one commit may hold."""
         limits = self._registry.limits
-        count_max = count_max or max(1, limits.commit_keys_max // KEYS_EACH)
         part: list[_Change] = []
+        keys: set[str] = set()
         size = 0
         for change in changes:
-            if part and (len(part) == count_max or size + change.size > limits.commit_bytes_max):
+            expect, put = guard.of([change.place[0]])
+            values = put | change.put
+            named = {*expect, *values, *change.keys}
+            more = named - keys
+            grown = size + sum(len(key) + len(values.get(key, b"")) for key in more)
+            is_full = len(keys) + len(more) > limits.commit_keys_max or grown > limits.commit_bytes_max
+            if part and (is_full or len(part) == count_max):
                 yield part
-                part, size = [], 0
+                part, keys = [], set()
+                grown = sum(len(key) + len(values.get(key, b"")) for key in named)
             part.append(change)
-            size += change.size
+            keys |= named
+            size = grown
         if part:
             yield part
 
-    def _commit(self, changes: Sequence[_Change]) -> bool:
-        expect = {key: version for change in changes for key, version in change.expect.items()}
-        put = {key: value for change in changes for key, value in change.put.items()}
+    def _merged(self, changes: Sequence[_Change], guard: _Guard) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
+        """What one commit of these changes expects, puts and deletes."""
+        expect, put = guard.of(sorted({change.place[0] for change in changes}))
+        for change in changes:
+            expect |= change.expect
+            put |= change.put
+        return expect, put, [key for change in changes for key in change.delete]
+
+    def _commit(self, changes: Sequence[_Change], guard: _Guard) -> bool:
+        expect, put, delete = self._merged(changes, guard)
         try:
-            self._registry.commit(expect, put, delete=[key for change in changes for key in change.delete])
+            versions = self._registry.commit(expect, put, delete=delete)
         except Conflict:
             return False
+        guard.expect |= {key: versions[key] for key in guard.put}  # as the next part finds them
         return True
-
-    def _call(self) -> None:
-        """Have the members look: one that waits for no partition does not watch the owners. All watch the assignment,
-        so it is written again as it is."""
-        state = self._read()
-        if state.assignment is None:
-            return
-        _, entry = state.assignment
-        try:
-            self._registry.commit({entry.key: entry.version}, {entry.key: entry.value})
-        except Conflict:
-            return  # somebody else has written it, and so called them
 
     def _project(self) -> None:
         """Show what was changed, where there is a place for it and no member does it."""
@@ -600,60 +708,3 @@ def _describe(
         lag=lag,
         paused=state.paused[place][0] if place in state.paused else None,
     )
-
-
-def _resolve(to: To, source: Offsets) -> dict[int, int]:
-    """The offset for each partition. Raises if one is not in the log."""
-    numbers = range(source.partitions)
-    match to:
-        case "earliest":
-            return {number: source.start(number) for number in numbers}
-        case "latest":
-            return {number: source.end(number) for number in numbers}
-        case datetime():
-            if to.tzinfo is None:
-                raise InvalidGroup(f"reset to {to}: give the time a time zone, such as tzinfo=UTC")
-            at = microseconds_of(to)
-            return {number: source.offset_at(number, at) for number in numbers}
-        case Mapping():
-            if not to:
-                raise InvalidGroup("no partition is named: give offsets by partition, such as {0: 120}")
-            for number in to:
-                if not _is_count(number) or number >= source.partitions:
-                    raise InvalidGroup(
-                        f"{source.name} has no partition {number!r}; it has 0 to {source.partitions - 1}"
-                    )
-            return {number: _checked(offset, number, source) for number, offset in sorted(to.items())}
-        case int():
-            return {number: _checked(to, number, source) for number in numbers}
-    raise InvalidGroup(f"reset to {to!r}: use 'earliest', 'latest', an offset, a time, or offsets by partition")
-
-
-def _resolve_global(offset: int, source: Offsets) -> dict[int, int]:
-    """One offset for all partitions, within each one's bounds: no message that was not read is passed over."""
-    if not _is_count(offset):
-        raise InvalidGroup(f"{offset!r} is no offset: give a number from 0 on")
-    if source.has_gaps:  # as it is: rows that were handled may be gone from the table, which says nothing of the others
-        return dict.fromkeys(range(source.partitions), offset)
-    bounds = {number: (source.start(number), source.end(number)) for number in range(source.partitions)}
-    last = max(end for _, end in bounds.values())
-    if offset > last:
-        raise OffsetOutOfRange(source.name, offset, last)
-    return {number: min(max(offset, start), end) for number, (start, end) in bounds.items()}
-
-
-def _checked(offset: int, partition: int, source: Offsets) -> int:
-    if not _is_count(offset):
-        raise InvalidGroup(f"{source.name}/{partition}: {offset!r} is no offset; give a number from 0 on")
-    if source.has_gaps:
-        return offset
-    start, end = source.start(partition), source.end(partition)
-    if offset > end:
-        raise OffsetOutOfRange(f"{source.name}/{partition}", offset, end)
-    if offset < start:
-        raise OffsetTrimmed(f"{source.name}/{partition}", offset, start)
-    return offset
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

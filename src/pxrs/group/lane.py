@@ -26,6 +26,7 @@ class Lane:
         "is_failed",
         "is_halted",
         "is_lost",
+        "lost_reason",
         "partition",
         "position",
         "seeks",
@@ -43,6 +44,8 @@ class Lane:
         self.is_halted = False
         """Stopping or paused: what every hand-out asks."""
         self.is_lost = False
+        self.lost_reason = ""
+        """Why this member does not own the partition any more; empty while it does."""
         self.has_undone = False
         """It was lost, or given up, with something handed out that no checkpoint covers."""
         self.is_failed = False

@@ -3,6 +3,13 @@
 One thread for each member wakes on any change of the group, looks, acts, and commits what is done now and then. User
 code runs elsewhere: it meets this thread only in the fields of its lanes, so a handler that runs long delays nobody.
 
+Callbacks of the user's may call back into the member: `commit`, `close`, `seek`, `pause`. So none of them runs in the
+middle of a procedure of the protocol. The listener takes note of what happens at once, and calls the user's callbacks
+in `call_back`, which this module calls when a procedure is over and the protocol's state is consistent.
+
+Time: `commit` and `close` each end within the registry's `timeout_s`, the user's callbacks aside, also if the member's
+thread holds the mutex while it waits for the store.
+
 On failure:
 - The store cannot be reached: try again, with pauses; what is owned stays usable until the lease's own deadline, which
   every hand-out checks for itself (G8, X12).
@@ -10,7 +17,7 @@ On failure:
 - A handler makes no progress for `progress_timeout`: the member gives everything up and leaves (X13); it joins again
   when the handler comes back.
 - Anything else is fatal, also what a callback of the user's raises: it is raised in the user's thread, and the member
-  leaves. What is under way when a callback raises is finished first, so that it leaves nothing half told.
+  leaves. Callbacks that are due when one raises are still called, and what is under way is finished.
 """
 
 from __future__ import annotations
@@ -21,30 +28,37 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 from pxrs.errors import (
     Closed,
+    CommitUnknown,
     Conflict,
     GroupActive,
+    GroupError,
+    GroupUnavailable,
     InvalidGroup,
     LeaseExpired,
     OutcomeUnknown,
     PartitionLost,
     PxrsError,
     RegistryUnavailable,
+    name_partitions,
 )
+from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
-from pxrs.group.protocol import MemberProtocol, Steps, drive
-from pxrs.group.records import Checkpoint, Keys, Member, Paused, partition_of
+from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, Holding, MemberProtocol, Steps, drive
+from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
-from pxrs.registry.contract import Registry
+from pxrs.registry.contract import LEASE_TTL_MIN, Registry
 from pxrs.registry.lease import Lease
+from pxrs.registry.limit import time_limit
 from pxrs.registry.watch import Watch
 
 _logger = logging.getLogger(__name__)
@@ -55,8 +69,11 @@ HANDOVER_TIMEOUT_DEFAULT: Final = 30.0
 PROGRESS_TIMEOUT_DEFAULT: Final = 300.0
 COMMIT_INTERVAL_DEFAULT: Final = 1.0
 _RETRY_S: Final = (0.05, 1.0)
-_LOOKS_MAX: Final = 50
+"""The first and the longest pause after a turn that failed, or that did not come to rest."""
+_LOOKS_MAX: Final = 10
 """How often a member looks without a pause while there is more to do, before it looks at the rest of its duties."""
+_END_S_MIN: Final = 1.0
+"""How long a member that could not join may at least take to end its lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,7 @@ class Timings:
     lease_ttl: float = LEASE_TTL_DEFAULT
     """How long after its last sign of life a member counts as dead."""
     handover_timeout: float = HANDOVER_TIMEOUT_DEFAULT
-    """How long an owner may take to finish what is in hand before the partition is taken from it."""
+    """How long this member may take to finish what it has in hand before a partition is taken from it."""
     progress_timeout: float | None = PROGRESS_TIMEOUT_DEFAULT
     """How long a handler may take for one message before its member gives up its partitions."""
     commit_interval: float = COMMIT_INTERVAL_DEFAULT
@@ -77,10 +94,17 @@ class Timings:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value <= 86_400):
                 raise InvalidGroup(f"{name} is {value!r}: it must be more than 0 and at most a day, in seconds")
+        if self.lease_ttl < LEASE_TTL_MIN:
+            raise InvalidGroup(
+                f"lease_ttl is {self.lease_ttl!r}: no store grants a lease for less than {LEASE_TTL_MIN} s"
+            )
 
 
 class Listener(Protocol):
-    """The consumer's side, called on the member's thread."""
+    """The consumer's side, called by the thread that has the member's mutex, mostly the member's own.
+
+    All but `call_back` are called in the middle of something: they change the listener's own state, and call neither
+    the member nor code of the user's."""
 
     def lanes_assigned(self, lanes: Sequence[Lane]) -> None: ...
 
@@ -94,8 +118,15 @@ class Listener(Protocol):
 
     def group_changed(self) -> None: ...
 
+    def call_back(self) -> None:
+        """Call the user's callbacks for what was told since the last time. They may call the member."""
+
     def member_failed(self) -> None:
         """`GroupMember.check` raises from now on."""
+
+
+class _Busy(RegistryUnavailable):
+    """Another thread has held the member's mutex for all the time of this call."""
 
 
 class GroupMember:
@@ -108,24 +139,28 @@ class GroupMember:
         source: Source,
         listener: Listener,
         *,
-        start_of: Callable[[int], int],
+        start_of: Callable[[int, int], int],
         name: str | None = None,
         timings: Timings | None = None,
         assignor: str = "sticky",
         is_alone: bool = False,
         topic_names: Names | None = None,
+        home: Callable[[], Home | None] | None = None,
     ) -> None:
+        """home: gives the identity of the hub that the source is of, and raises if its groups may not be joined from
+        here; it is asked before every join and every checkpoint."""
         assignor_named(assignor)
         self.keys = Keys(group)
         self.timings = timings or Timings()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._registry, self._source, self._listener = registry, source, listener
         self._start_of, self._assignor, self._is_alone = start_of, assignor, is_alone
+        self._home = (lambda: None) if home is None else home
         self._former: set[str] = set()
         """Incarnations of this member that are over, and may be listed until the store has noticed."""
         self._clock = registry.clock
         self._mutex = threading.RLock()
-        """Held while the protocol runs: by the member's thread, or by a commit on the user's."""
+        """Held while the protocol or a callback runs: by the member's thread, or by a commit on the user's."""
         self._lease: Lease | None = None
         self._protocol: MemberProtocol | None = None
         self._watch: Watch | None = None
@@ -143,7 +178,9 @@ class GroupMember:
         self._unwritten: dict[Lane, Paused] = {}
         """Held up by a message that could not be handled, which the store has not been told yet."""
         self._is_away = False
-        self._is_closing = self._is_closed = False
+        self._closing = threading.Event()
+        """Set when `close` is called: the member's thread ends."""
+        self._is_closed = False
         self._closes_itself = False
         """It was closed in a callback, in the middle of something: its thread leaves when that is over."""
         self._error: BaseException | None = None
@@ -154,16 +191,37 @@ class GroupMember:
     # For the consumer.
 
     def start(self) -> None:
-        """Join. Raises what the registry raises."""
+        """Join. Raises GroupUnavailable if the registry does not answer in time."""
+        timeout_s = self._registry.timeout_s
+        began = time.monotonic()
         with self._mutex:
             try:
                 self._join()
                 self._thread.start()
-            except BaseException:
-                self._is_closing = True  # if it was the interrupt of a thread that runs already
+            except BaseException as error:
+                self._closing.set()  # if it was the interrupt of a thread that runs already
                 if self._lease is not None:
-                    self._lease.close()
+                    with time_limit(max(_END_S_MIN, began + timeout_s - time.monotonic())):
+                        self._lease.close()
+                if isinstance(error, RegistryUnavailable | OutcomeUnknown | LeaseExpired):
+                    what = f"{self.name} could not join, and owns nothing"
+                    raise GroupUnavailable(self.keys.group, (), what, str(error)) from error
                 raise
+
+    @contextmanager
+    def procedure(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Hold the mutex for procedures of the protocol, then call the callbacks that these have caused.
+
+        timeout_s: how long to wait for the mutex. Raises RegistryUnavailable after it."""
+        if not self._mutex.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            raise _Busy("another call or a callback of this member was under way all the time")
+        try:
+            try:
+                yield
+            finally:
+                self._listener.call_back()
+        finally:
+            self._mutex.release()
 
     @property
     def deadline(self) -> float:
@@ -218,24 +276,56 @@ class GroupMember:
             watch.wake()
 
     def commit(self) -> None:
-        """Write down what is done, now. Raises PartitionLost for what is owned no more, after the rest is written."""
-        with self._mutex:
-            self.check()
-            if self._protocol is None:
-                raise PartitionLost(self.keys.group, [])
-            lost = self._drive(self._protocol.commit(self._protocol.due()))
+        """Write down what is done, now, within the registry's `timeout_s`.
+
+        Raises PartitionLost for what is owned no more, after the rest is written; CommitUnknown or GroupUnavailable for
+        what is not confirmed in time."""
+        protocol = self._protocol
+        timeout_s = self._registry.timeout_s
+        until = time.monotonic() + timeout_s
+        try:
+            with self.procedure(timeout_s):
+                self.check()
+                self._home()
+                protocol = self._protocol
+                if protocol is None:
+                    raise PartitionLost(self.keys.group, [], "it has left the group for now")
+                with time_limit(until - time.monotonic()):
+                    lost = self._drive(protocol.commit(protocol.due()))
+        except (RegistryUnavailable, OutcomeUnknown) as error:
+            raise self._not_committed(error, protocol) from error
         if lost:
-            raise PartitionLost(self.keys.group, lost)
+            self.wake()  # it may be meant for this member still, and free
+            raise PartitionLost(self.keys.group, lost, TAKEN)
+
+    def _not_committed(
+        self, error: RegistryUnavailable | OutcomeUnknown, protocol: MemberProtocol | None, *, is_last: bool = False
+    ) -> GroupError:
+        """What the user is told of a commit, or of the last one, that was not confirmed."""
+        partitions: list[int] = []
+        if protocol is not None:
+            partitions = sorted(protocol.held.copy()) if is_last else protocol.due()
+        reason = f"{error}; others claim what was not released when the lease has ended" if is_last else str(error)
+        # Busy: what is done may be in a commit that the member's own thread waits for. In doubt: in an earlier one.
+        is_unknown = isinstance(error, OutcomeUnknown | _Busy)
+        if is_unknown or (protocol is not None and protocol.is_in_doubt(partitions)):
+            return CommitUnknown(self.keys.group, partitions, reason)
+        named = name_partitions(partitions)
+        what = f"the checkpoint of {named} was not written"
+        if is_last:
+            what = f"{self.name} could not write the last checkpoint of {named}, and has not released them"
+        return GroupUnavailable(self.keys.group, partitions, what, reason)
 
     def commit_with(self, finish: Callable[[], None], write: Callable[..., dict[str, int]]) -> dict[str, int]:
         """Write down what `finish` says is done, in one commit with something else, all or nothing: `write` makes it,
         given what to expect and to put. If nothing comes of it, what `finish` said is taken back, so that no other
         commit writes it."""
-        with self._mutex:
+        with self._procedure_in_time():
             self.check()
+            self._home()
             protocol = self._protocol
             if protocol is None:
-                raise PartitionLost(self.keys.group, [])
+                raise PartitionLost(self.keys.group, [], "it has left the group for now")
             before = {number: (each.lane, each.lane.done, each.lane.seeks) for number, each in protocol.held.items()}
             finish()
             # No others: how many that are decides whether one commit can hold it, and is known only for these.
@@ -248,14 +338,30 @@ class GroupMember:
                         lane.done = done
                 raise
 
-    def pause(self, lane: Lane, offset: int, error: str) -> None:
+    @contextmanager
+    def _procedure_in_time(self) -> Iterator[None]:
+        try:
+            with self.procedure(self._registry.timeout_s):
+                yield
+        except _Busy as busy:
+            raise GroupUnavailable(self.keys.group, (), "no checkpoint was written", str(busy)) from busy
+
+    def pause(self, lane: Lane, offset: int, failure: Failure) -> None:
         """Write down that a message could not be handled; its partition stands until somebody decides (X14).
 
         If the store cannot be reached the partition stands all the same, and the member's thread tries again."""
-        with self._mutex:
+        with self.procedure():
             lane.is_paused = lane.is_failed = True
             lane.seek(lane.done)  # here, for as soon as it is written somebody may decide to go on behind it
-            self._unwritten[lane] = Paused(offset, error[:2000], time.time(), self.name)
+            self._unwritten[lane] = Paused(
+                offset,
+                failure.text,
+                time.time(),
+                self.name,
+                error_type=failure.type,
+                traceback=failure.traceback,
+                failure=uuid.uuid4().hex,
+            )
             try:
                 self._write_paused()
             except (RegistryUnavailable, OutcomeUnknown) as failure:
@@ -265,27 +371,44 @@ class GroupMember:
     def close(self) -> None:
         """Write down what is done, release everything, leave. In this order: a release needs the lease's member.
 
-        A second call waits for the first, and finishes it if an interrupt has ended that."""
-        self._is_closing = True
+        Ends within the registry's `timeout_s`, the user's callbacks aside. Raises PartitionLost, CommitUnknown or
+        GroupUnavailable if what is done could not be written. A second call waits for the first, and finishes it if an
+        interrupt has ended that."""
+        self._closing.set()
         self.wake()
+        until = time.monotonic() + self._registry.timeout_s
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(self.timings.lease_ttl)
-        with self._mutex:
-            self._end()
-            error, self._untold = self._untold, None
-            if error is not None and error is not self._error:
-                raise error
+            self._thread.join(self._registry.timeout_s)
+        try:
+            with self.procedure(until - time.monotonic()):
+                self._end(until)
+                error, self._untold = self._untold, None
+        except _Busy as busy:
+            # The thread that has the mutex waits for the store. Whoever gets the mutex next finishes this.
+            threading.Thread(target=self._end_later, name=f"{self._thread.name}-end", daemon=True).start()
+            raise self._not_committed(busy, self._protocol, is_last=True) from busy
+        if error is not None and error is not self._error:
+            raise error
 
     def close_later(self) -> None:
-        """Close, but not here: this is a callback, in the middle of something."""
-        self._is_closing = self._closes_itself = True
+        """Close, but not here: this is a callback."""
+        self._closes_itself = True
+        self._closing.set()
         self.wake()
 
-    def _end(self) -> None:
+    def _end_later(self) -> None:
+        with self.procedure():
+            try:
+                self._end()
+            except Exception as error:  # noqa: BLE001 - raised by `close`, if somebody calls it again
+                self.fail_later(error)
+
+    def _end(self, until: float | None = None) -> None:
+        """Leave, once. until: when it should be over, on `time.monotonic`; by default after the registry's time."""
         if self._is_closed:
             return
         try:
-            self._leave()
+            self._leave(until)
         finally:
             if self._watch is not None:
                 self._watch.close()
@@ -298,40 +421,46 @@ class GroupMember:
     def _run(self) -> None:
         self._turn_until_closing()
         if self._closes_itself:
-            with self._mutex:
-                try:
-                    self._end()
-                except Exception as error:  # noqa: BLE001 - raised by `close`, if somebody calls it
-                    self.fail_later(error)
+            self._end_later()
 
     def _turn_until_closing(self) -> None:
         pause, pause_max = _RETRY_S
-        while not self._is_closing:
+        while not self._closing.is_set():
             try:
-                with self._mutex:
+                with self.procedure():
                     timeout = self._turn()
-                pause = _RETRY_S[0]
+                if timeout is None:
+                    _logger.warning(
+                        "group %s, member %s: still not at rest after %d looks", self.keys.group, self.name, _LOOKS_MAX
+                    )
                 self._outage.worked()
             except (RegistryUnavailable, OutcomeUnknown, LeaseExpired) as error:
                 self._outage.failed(error)
-                timeout, pause = pause, min(2 * pause, pause_max)
+                timeout = None
             except BaseException as error:  # noqa: BLE001 - raised in the user's thread by `check`
                 self._fail(error)
                 return
+            if timeout is None:
+                # Not on the watch: what goes wrong may itself wake it, again and again.
+                self._closing.wait(pause)
+                pause = min(2 * pause, pause_max)
+                continue
+            pause = _RETRY_S[0]
             watch = self._watch
             try:
                 if watch is None:
-                    time.sleep(timeout)
+                    self._closing.wait(timeout)
                 else:
                     watch.wait(timeout)
             except Closed as error:
-                if not self._is_closing:
+                if not self._closing.is_set():
                     self._fail(error)
                 return
 
-    def _turn(self) -> float:
-        """Look after everything once. How long it may be until the next time if nothing happens."""
-        if self._is_closing:
+    def _turn(self) -> float | None:
+        """Look after everything once. How long it may be until the next time if nothing happens; None if there is more
+        to do after `_LOOKS_MAX` looks, so that a pause is due."""
+        if self._closing.is_set():
             return 0.0
         self.check()
         now = self._clock.now()
@@ -343,13 +472,15 @@ class GroupMember:
             self._join()
         protocol = self._protocol
         assert protocol is not None
+        is_at_rest = False
         for _ in range(_LOOKS_MAX):
             self._arm(protocol)
             has_changed = self._drive(protocol.look(self._clock.now()))
             self._hand_over_fresh(protocol)
-            if protocol.is_gone or self._is_closing:
+            self._listener.call_back()  # before the next look: what is revoked by this one is released by that
+            if protocol.is_gone or self._closing.is_set():
                 return 0.0
-            if not has_changed and self._watched == self._prefixes(protocol):
+            if is_at_rest := not has_changed and self._watched == self._prefixes(protocol):
                 break
         self._write_paused()
         self._look_at_paused(protocol)
@@ -363,14 +494,13 @@ class GroupMember:
         now = self._clock.now()
         if now >= self._commits_at:
             self._commits_at = now + self.timings.commit_interval
-            self._drive(protocol.commit(protocol.due()))
-        return self._next_duty(protocol, now)
+            self._home()
+            if self._drive(protocol.commit(protocol.due())):
+                self.wake()  # what is lost may be meant for this member still, and free
+        return self._next_duty(protocol, now) if is_at_rest else None
 
     def _next_duty(self, protocol: MemberProtocol, now: float) -> float:
-        times = [self._commits_at]
-        times += [since + self.timings.handover_timeout for since in protocol.asked.values()]
-        times.append(self.deadline)
-        return max(0.001, min(times) - now)
+        return max(0.001, min(self._commits_at, protocol.fence_at, self.deadline) - now)
 
     def _drive(self, steps: Steps[T]) -> T:
         return drive(steps, self._registry, self._lease)
@@ -378,9 +508,11 @@ class GroupMember:
     def _join(self) -> None:
         if self._protocol is not None:
             self._former.add(self._protocol.incarnation)
-            self._protocol.lose_all()
+            self._protocol.lose_all(LEASE_ENDED)
+            self._listener.call_back()
         if self._lease is not None:
             self._lease.close()
+        home = self._home()
         self._check_company()
         self._lease = self._registry.lease(self.timings.lease_ttl)
         source = self._source
@@ -397,12 +529,15 @@ class GroupMember:
                 time.time(),
                 self._assignor,
                 self._is_alone,
+                self.timings.handover_timeout,
             ),
             hooks=self,
             start_of=self._start_of,
             wall=time.time,
             keys_max=self._registry.limits.commit_keys_max,
             handover_s=self.timings.handover_timeout,
+            home=home,
+            keeps_unread=source.keeps_unread,
         )
         self._drive(self._protocol.join())
 
@@ -455,12 +590,7 @@ class GroupMember:
             protocol = self._protocol
             holding = None if protocol is None else protocol.held.get(lane.partition)
             if protocol is not None and holding is not None and holding.lane is lane:
-                topic = protocol.member.topic
-                fence = {self.keys.owner(topic, lane.partition): holding.version}
-                try:
-                    self._registry.commit(fence, {self.keys.pause(topic, lane.partition): paused.dump()})
-                except Conflict:
-                    self.wake()  # it was taken meanwhile; the look will find out
+                self._drive(protocol.pause(lane.partition, paused))
             del self._unwritten[lane]
 
     def _look_at_paused(self, protocol: MemberProtocol) -> None:
@@ -548,25 +678,48 @@ class GroupMember:
     def is_away(self) -> bool:
         return self._is_away
 
-    def _leave(self, *, may_fail: bool = False) -> None:
+    def _leave(self, until: float | None = None, *, may_fail: bool = False) -> None:
         """Release what is held, with what is done of it, and end the lease."""
         protocol, lease = self._protocol, self._lease
+        if until is None:
+            until = time.monotonic() + self._registry.timeout_s
+        reason = RELEASED
         try:
             if protocol is not None and lease is not None and lease.alive:
+                left_s = until - time.monotonic()
                 self._revoke_all(protocol)
-                drive(protocol.commit(list(protocol.held), is_last=True), self._registry, lease)
+                self._listener.call_back()  # before they are released
+                until = time.monotonic() + left_s  # the time of the callbacks does not count
+            if protocol is not None and lease is not None:
+                reason = RELEASED if lease.alive else LEASE_ENDED
+                with time_limit(until - time.monotonic()):
+                    self._release_all(protocol, lease)
         except (PxrsError, OSError) as error:
             _logger.warning("group %s, member %s left without its last commit: %s", self.keys.group, self.name, error)
             if self._error is None and not may_fail:
                 raise
         finally:
             self._protocol = self._lease = None
-            try:
-                if protocol is not None:
-                    protocol.lose_all()
-            finally:
-                if lease is not None:
+            if protocol is not None:
+                protocol.lose_all(reason)
+            if lease is not None:
+                with time_limit(until - time.monotonic()):
                     lease.close()
+        self._listener.call_back()
+
+    def _release_all(self, protocol: MemberProtocol, lease: Lease) -> None:
+        """The last checkpoints and the releases. Raises an error of the group that says what could not be written."""
+        due = protocol.due()
+        if not lease.alive:
+            if due:
+                raise PartitionLost(self.keys.group, due, LEASE_ENDED)
+            return
+        try:
+            lost = drive(protocol.commit(list(protocol.held), is_last=True), self._registry, lease)
+        except (RegistryUnavailable, OutcomeUnknown) as error:
+            raise self._not_committed(error, protocol, is_last=True) from error
+        if undone := sorted(set(lost) & set(due)):
+            raise PartitionLost(self.keys.group, undone, TAKEN)
 
     def _revoke_all(self, protocol: MemberProtocol) -> None:
         holdings = list(protocol.held.values())
@@ -576,10 +729,16 @@ class GroupMember:
             if not holding.is_revoking and holding.lane not in self._fresh:
                 self._listener.lane_revoked(holding.lane)
 
+    def lose(self, protocol: MemberProtocol, holding: Holding) -> None:
+        """A commit that the protocol does not know of was refused by the fence."""
+        with self.procedure():
+            if protocol.held.get(holding.lane.partition) is holding:
+                protocol._lose(holding.lane.partition)
+
     def _fail(self, error: BaseException) -> None:
         self._error = error
         try:
-            with self._mutex:
+            with self.procedure():
                 self._leave()
         except Exception as failure:  # noqa: BLE001 - told with the error that came first
             error.add_note(f"pxrs: leaving the group failed too: {failure}")

@@ -9,16 +9,22 @@ Invariants, each with the mutation of the simulator that breaks without it:
 - The checkpoint is read after the claim has committed (G3).
 - The last checkpoint and the release are one commit, with a new epoch (G5, X9).
 - Every partition's start is written down before anything is handed out (G6).
+- Of a topic that keeps what is unread, a start is written down only if retention has not moved `topics/<id>/start`
+  since it was read, and the same commit bumps `topics/<id>/gate`, which retention expects (O10).
 - A reply that was lost leaves the version unknown: it is read again, and nothing is concluded from not seeing it (R5).
+- A pause is written at most once, in one commit with a checkpoint that names the failure: see `pause`.
+
+The hooks are called in the middle of a procedure, so they only take note. Code of the user's, which may call back into
+the member, runs when the procedure is over: see `GroupMember.procedure`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from pxrs.errors import Conflict, OutcomeUnknown, PartitionLost
+from pxrs.errors import Conflict, GroupElsewhere, OutcomeUnknown, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -35,11 +41,36 @@ from pxrs.group.reconcile import (
     Snapshot,
     asked_since,
     is_waiting,
+    next_fence_at,
     reconcile,
 )
-from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Member, Owner, partition_of
+from pxrs.group.records import (
+    BY_HAND,
+    Assignment,
+    Checkpoint,
+    Gate,
+    Home,
+    Keys,
+    Leader,
+    Member,
+    Owner,
+    Paused,
+    Starts,
+    gate_key,
+    partition_of,
+    start_key,
+)
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
+
+ATTEMPTS_MAX: Final = 100
+"""How often a commit is tried again because another one was faster."""
+PIN_KEYS: Final = 3
+"""What a commit of starts names beside the checkpoints: the group's hub, and the topic's `start` and gate."""
+PAUSE_ATTEMPTS_MAX: Final = 10
+TAKEN: Final = "another member owns it, or the leader or an administrator has taken it from this member"
+LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
+RELEASED: Final = "this member released it before all that was handed out was done"
 
 
 class Get(NamedTuple):
@@ -48,6 +79,8 @@ class Get(NamedTuple):
 
 class Scan(NamedTuple):
     prefix: str
+    after: str | None = None
+    limit: int | None = None
 
 
 class Write(NamedTuple):
@@ -70,7 +103,7 @@ def drive(steps: Steps[T], registry: Registry, lease: Lease | None) -> T:
         operation = next(steps)
         while True:
             try:
-                result = _perform(operation, registry, lease)
+                result = perform(operation, registry, lease)
             except Exception as error:  # noqa: BLE001 - the procedure decides what an error means
                 operation = steps.throw(error)
             else:
@@ -79,18 +112,18 @@ def drive(steps: Steps[T], registry: Registry, lease: Lease | None) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-def _perform(operation: Operation, registry: Registry, lease: Lease | None) -> Any:
+def perform(operation: Operation, registry: Registry, lease: Lease | None) -> Any:
     match operation:
         case Get(key):
             return registry.get(key)
-        case Scan(prefix):
-            return registry.scan(prefix)
+        case Scan(prefix, after, limit):
+            return registry.scan(prefix, after, limit)
         case Write(expect, put, ephemeral, is_leased, is_quiet):
             return registry.commit(expect, put, ephemeral, lease if is_leased or ephemeral else None, quiet=is_quiet)
 
 
 class Hooks(Protocol):
-    """What the consumer is told."""
+    """What the member is told. An implementation calls nothing of the protocol, nor code of the user's."""
 
     def assigned(self, partition: int, epoch: int, offset: int) -> Lane: ...
 
@@ -99,7 +132,8 @@ class Hooks(Protocol):
 
     def released(self, lane: Lane) -> None: ...
 
-    def resumed(self, lane: Lane) -> None: ...
+    def resumed(self, lane: Lane) -> None:
+        """It stays after all: `is_stopping` is cleared as soon as this returns."""
 
     def lost(self, lane: Lane) -> None: ...
 
@@ -128,11 +162,16 @@ class MemberProtocol:
     incarnation: str
     member: Member
     hooks: Hooks
-    start_of: Callable[[int], int]
-    """Where a partition begins that no checkpoint tells of."""
+    start_of: Callable[[int, int], int]
+    """Where a partition begins that has no checkpoint, given its number and the offset before which retention may have
+    removed everything."""
     wall: Callable[[], float]
     keys_max: int
     handover_s: float
+    home: Home | None = None
+    """The hub that the topic is of; None for a source that belongs to none, which is not checked."""
+    keeps_unread: bool = False
+    """Whether the topic's retention spares what groups have yet to read: then starts are written through the gate."""
     held: dict[int, Holding] = field(default_factory=dict)
     asked: Asked = field(default_factory=dict)
     is_waiting: bool = True
@@ -148,28 +187,78 @@ class MemberProtocol:
         leader = self.snapshot.leader if self.snapshot is not None else None
         return leader is not None and leader[0].incarnation == self.incarnation
 
+    @property
+    def fence_at(self) -> float:
+        """When, as the leader, it has to take the next partition from an owner that is slow to hand it over."""
+        if self.snapshot is None:
+            return float("inf")
+        return next_fence_at(self.snapshot, self.incarnation, self.asked, self.handover_s)
+
     def join(self) -> Steps[None]:
-        """Be there; and write down where each partition begins, before anybody is handed anything (G6)."""
+        """Be there; and write down where each partition begins, before anybody is handed anything (G6).
+
+        Raises GroupElsewhere if the group reads the topics of another hub."""
         key = self.keys.member(self.incarnation)
-        yield Write({key: ABSENT}, ephemeral={key: self.member.dump()})
+        for attempt in range(ATTEMPTS_MAX):
+            expect, put = {key: ABSENT}, {}
+            if self.home is not None:
+                is_ours, version = yield from self._read_home(self.home)
+                # Expected, and not written again: members that join at the same time must not refuse one another.
+                expect[self.keys.home] = version
+                if not is_ours:
+                    put[self.keys.home] = self.home.dump()
+            try:
+                yield Write(expect, put, ephemeral={key: self.member.dump()})
+                break
+            except Conflict as conflict:  # of the hub's key: another hub's member was faster
+                if key in conflict.keys or attempt == ATTEMPTS_MAX - 1:
+                    raise
         yield from self._pin()
 
+    def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
+        """Whether the group is known to read this member's hub, and the version of the key that says so.
+
+        A group that has neither members nor checkpoints is deleted, or was never there: any hub may take its name. That
+        is safe although they are looked at one after the other: who writes a checkpoint that was not there also writes
+        this key, and so refuses a commit that expects it as it was read before."""
+        entry: Entry | None = yield Get(self.keys.home)
+        home = Home() if entry is None else Home.load(entry.key, entry.value)
+        if home.hub not in ("", ours.hub):
+            for prefix in (self.keys.members, self.keys.checkpoints):
+                if (yield Scan(prefix, limit=1)):
+                    raise GroupElsewhere(self.keys.group, home.place, ours.place)
+        return home.hub == ours.hub, ABSENT if entry is None else entry.version
+
     def _pin(self) -> Steps[None]:
-        topic = self.member.topic
+        topic, conflicts = self.member.topic, 0
         while True:
+            expect: dict[str, int] = {}
+            put: dict[str, bytes] = {}
+            if self.home is not None:
+                _, expect[self.keys.home] = yield from self._read_home(self.home)
+                put[self.keys.home] = self.home.dump()
+            starts = Starts()
+            if self.keeps_unread:
+                key = start_key(topic)
+                moved: Entry | None = yield Get(key)
+                starts = Starts() if moved is None else Starts.load(key, moved.value)
+                expect[key] = ABSENT if moved is None else moved.version
+                put[gate_key(topic)] = Gate(self.member.name, self.wall()).dump()
             found = yield Scan(f"{self.keys.checkpoints}{topic}/")
             there = {partition_of(entry.key)[1] for entry in found}
             missing = [number for number in range(self.member.partitions) if number not in there]
             if not missing:
                 return
-            put = {
-                self.keys.checkpoint(topic, number): Checkpoint(self.start_of(number), self.wall(), "start").dump()
-                for number in missing[: self.keys_max - 1]
-            }
+            for number in missing[: max(1, self.keys_max - PIN_KEYS)]:
+                key = self.keys.checkpoint(topic, number)
+                expect[key] = ABSENT
+                put[key] = Checkpoint(self.start_of(number, starts.of(number)), self.wall(), "start").dump()
             try:
-                yield Write(dict.fromkeys(put, ABSENT), put, is_quiet=True)
-            except Conflict:  # somebody else has written some of them: fewer are missing now
-                continue
+                yield Write(expect, put, is_quiet=True)
+            except Conflict:  # somebody else has written some of them, so that fewer are missing; or `start` has moved
+                conflicts += 1
+                if conflicts == ATTEMPTS_MAX:
+                    raise
 
     def look(self, now: float) -> Steps[bool]:
         """Read what is, do what follows from it. True if there is more to do at once."""
@@ -199,7 +288,7 @@ class MemberProtocol:
                         self._lose(partition)
                         has_changed = True
                     case Leave():
-                        self.lose_all()
+                        self.lose_all(LEASE_ENDED)
                         self.is_gone = True
             if releases:
                 yield from self.commit(releases, is_last=True)
@@ -292,7 +381,7 @@ class MemberProtocol:
             yield from self._pin()
             found = yield from self._read_checkpoints(claims)
         for claim, entry in found:
-            checkpoint = Checkpoint.load(entry.key, entry.value)
+            checkpoint = replace(Checkpoint.load(entry.key, entry.value), failure="")  # that was another owner's
             lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
             version = versions[self.keys.owner(topic, claim.partition)]
             self.held[claim.partition] = Holding(claim.epoch, version, checkpoint, entry.version, lane)
@@ -320,24 +409,32 @@ class MemberProtocol:
         checkpoint that takes away the version it expects (R5)."""
         if self.held[partition].may_be_released and (yield from self.commit([partition])):
             return True
-        self.held[partition].is_revoking = self.held[partition].lane.is_stopping = False
-        self.hooks.resumed(self.held[partition].lane)
+        holding = self.held[partition]
+        self.hooks.resumed(holding.lane)
+        holding.is_revoking = holding.lane.is_stopping = False
         return False
 
-    def _lose(self, partition: int) -> None:
+    def _lose(self, partition: int, reason: str = TAKEN) -> None:
         holding = self.held.pop(partition)
-        holding.lane.has_undone = holding.lane.position > holding.checkpoint.offset
-        holding.lane.is_stopping = holding.lane.is_lost = True
-        self.hooks.lost(holding.lane)
+        lane = holding.lane
+        lane.has_undone, lane.lost_reason = lane.position > holding.checkpoint.offset, reason
+        lane.is_stopping = lane.is_lost = True
+        self.hooks.lost(lane)
 
-    def lose_all(self) -> None:
-        """The lease is gone, or may be: nothing here is owned any more."""
+    def lose_all(self, reason: str) -> None:
+        """Nothing here is owned any more, or may be: the lease is gone, or this member has left."""
         for partition in list(self.held):
-            self._lose(partition)
+            self._lose(partition, reason)
 
     def due(self) -> list[int]:
         """The partitions whose checkpoint is behind what is done."""
-        return [number for number, holding in self.held.items() if holding.lane.done > holding.checkpoint.offset]
+        holdings = list(self.held.items())  # at once: a thread that could not get the mutex in time reads it too
+        return [number for number, holding in holdings if holding.lane.done > holding.checkpoint.offset]
+
+    def is_in_doubt(self, partitions: Iterable[int]) -> bool:
+        """Whether a checkpoint of any of these was sent without an answer, and may have been written."""
+        holdings = dict(self.held)
+        return any(number in holdings and holdings[number].checkpoint_version is None for number in partitions)
 
     def commit(self, partitions: Iterable[int], *, is_last: bool = False) -> Steps[list[int]]:
         """Write the checkpoints of what is done; with `is_last` release the partitions in the same commit (G5).
@@ -375,6 +472,7 @@ class MemberProtocol:
                     holding = self.held.pop(number)
                     # By what was written: more may have been done since, which the next owner will do again.
                     holding.lane.has_undone = holding.lane.handed > holding.checkpoint.offset
+                    holding.lane.lost_reason = RELEASED
                     holding.lane.is_stopping = holding.lane.is_lost = True
                     self.hooks.released(holding.lane)
             break
@@ -386,13 +484,13 @@ class MemberProtocol:
         Raises PartitionLost if any of it is owned no more, and what `write` raises."""
         for number in partitions:
             if self.held[number].checkpoint_version is None and not (yield from self._learn(number)):
-                raise PartitionLost(self.keys.group, [number])
+                raise PartitionLost(self.keys.group, [number], TAKEN)
         planned, checkpoints = self._checkpoint_write(partitions, is_last=False)
         try:
             versions = write(planned.expect, planned.put)
         except Conflict as conflict:
             if lost := self._after_conflict(partitions, conflict):
-                raise PartitionLost(self.keys.group, lost) from conflict
+                raise PartitionLost(self.keys.group, lost, TAKEN) from conflict
             raise
         except OutcomeUnknown:
             for number in partitions:
@@ -400,6 +498,42 @@ class MemberProtocol:
             raise
         self._note_checkpoints(partitions, checkpoints, versions)
         return versions
+
+    def pause(self, partition: int, paused: Paused) -> Steps[bool]:
+        """Write that a message could not be handled. False if the partition turned out to be lost.
+
+        The pause is written in one commit with a checkpoint that names the failure. If the reply is lost, call this
+        again: the checkpoint then tells whether the first write landed. If it has not, it never will once this one is
+        written, as both expect the same version of the checkpoint. So an administrator who has removed the pause in
+        between, to have the message tried again, does not see it come back."""
+        place = self.member.topic, partition
+        key = self.keys.pause(*place)
+        for _ in range(PAUSE_ATTEMPTS_MAX):
+            holding = self.held.get(partition)
+            if holding is None:
+                return False
+            if holding.checkpoint_version is None and not (yield from self._learn(partition)):
+                return False
+            if holding.checkpoint.failure == paused.failure:
+                return True
+            there: Entry | None = yield Get(key)
+            if there is not None and Paused.load(key, there.value).offset == paused.offset:
+                return True  # it stands already, and an administrator may have decided on it
+            planned, checkpoints = self._checkpoint_write([partition], is_last=False)
+            checkpoint = replace(checkpoints[partition], failure=paused.failure)
+            expect = {**planned.expect, key: ABSENT if there is None else there.version}
+            put = {self.keys.checkpoint(*place): checkpoint.dump(), key: paused.dump()}
+            try:
+                versions = yield Write(expect, put, is_leased=False)
+            except Conflict as conflict:
+                self._after_conflict([partition], conflict)
+                continue
+            except OutcomeUnknown:
+                holding.checkpoint_version = None
+                raise
+            self._note_checkpoints([partition], {partition: checkpoint}, versions)
+            return True
+        raise RegistryUnavailable(f"{key} was changed by others {PAUSE_ATTEMPTS_MAX} times; try again")
 
     def _note_checkpoints(
         self, partitions: list[int], checkpoints: Mapping[int, Checkpoint], versions: Mapping[str, int]
@@ -420,7 +554,7 @@ class MemberProtocol:
             offset = max(holding.lane.done, holding.checkpoint.offset)
             # That a person has set it, and when, is worth knowing until somebody comes further: see `spark.planning`.
             is_set = offset == holding.checkpoint.offset and holding.checkpoint.by in BY_HAND
-            new = Checkpoint(offset, self.wall(), self.member.name, holding.epoch)
+            new = Checkpoint(offset, self.wall(), self.member.name, holding.epoch, holding.checkpoint.failure)
             checkpoints[number] = holding.checkpoint if is_set else new
             expect[keys.owner(topic, number)] = holding.version
             expect[keys.checkpoint(topic, number)] = holding.checkpoint_version

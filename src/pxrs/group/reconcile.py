@@ -6,11 +6,13 @@ wrong one; then the member looks again.
 
 The rules: the leader is taken when the one named is gone (G2), and it alone writes the assignment. A partition is
 claimed when it is free or its owner is gone, never from one who lives (X6); the one who has it releases it when it has
-finished what is in hand. The leader takes it from an owner that does not, once the hand-over time has passed (X8).
+finished what is in hand. The leader takes it from an owner that does not, once that owner's own hand-over time, which
+its member record states, has passed (X8).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -137,7 +139,9 @@ def asked_since(snapshot: Snapshot, before: Asked, now: float) -> dict[tuple[Pla
 
 
 def reconcile(snapshot: Snapshot, me: Me, asked: Asked, now: float, handover_s: float) -> list[Action]:
-    """What to do, in this order. The member looks again when all is done, or when a commit was refused."""
+    """What to do, in this order. The member looks again when all is done, or when a commit was refused.
+
+    handover_s: of this member. As the leader it applies it to owners whose record states no time of their own."""
     if me.incarnation not in snapshot.members:
         return [Leave()]
     # What is decided here follows from the assignment that was read: one that is being replaced decides nothing more.
@@ -208,14 +212,34 @@ def _is_free(owner: Owner, snapshot: Snapshot, me: Me) -> bool:
 
 
 def _fence(snapshot: Snapshot, me: Me, asked: Asked, now: float, handover_s: float) -> list[Action]:
-    if snapshot.assignment is None or snapshot.leader is None or snapshot.leader[0].incarnation != me.incarnation:
+    if snapshot.leader is None or snapshot.assignment is None:
         return []
     fences: list[Action] = []
-    for (place, epoch), since in asked.items():
-        if now >= since + handover_s:
+    for (place, epoch), at in _fence_times(snapshot, me.incarnation, asked, handover_s).items():
+        if now >= at:
             _, version = snapshot.owner(place)
             fences.append(Fence(place, version, epoch + 1, snapshot.leader[1], snapshot.assignment[1]))
     return fences
+
+
+def next_fence_at(snapshot: Snapshot, incarnation: str, asked: Asked, handover_s: float) -> float:
+    """When this member, if it leads, has to take the next partition from a slow owner; infinity if there is none."""
+    return min(_fence_times(snapshot, incarnation, asked, handover_s).values(), default=math.inf)
+
+
+def _fence_times(
+    snapshot: Snapshot, incarnation: str, asked: Asked, handover_s: float
+) -> dict[tuple[Place, int], float]:
+    """When each partition that is asked of its owner may be taken from it. Empty unless this member leads: nobody else
+    may fence, so nobody else has to wake for it."""
+    if snapshot.assignment is None or snapshot.leader is None or snapshot.leader[0].incarnation != incarnation:
+        return {}
+    times = {}
+    for (place, epoch), since in asked.items():
+        owner = snapshot.members.get(snapshot.owner(place)[0].incarnation or "")
+        own_s = owner.handover_s if owner is not None else None
+        times[place, epoch] = since + (handover_s if own_s is None else own_s)
+    return times
 
 
 def is_waiting(snapshot: Snapshot, me: Me) -> bool:

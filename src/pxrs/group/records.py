@@ -6,6 +6,12 @@
     groups/<group>/owners/<topic id>/<partition>    who has it, under which epoch: its version is the fence
     groups/<group>/checkpoints/<topic id>/<partition>    the offset of the next message to read
     groups/<group>/paused/<topic id>/<partition>    a message that could not be handled, and why
+    groups/<group>/hub                              the hub whose topics the group reads (G7)
+
+and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
+
+    topics/<topic id>/start    the first offset of each partition that retention has left
+    topics/<topic id>/gate     written by whoever gives a group a checkpoint that may lie before those of all others
 
 All but the members are persistent and never deleted while the group lives: a deleted and re-created key could have an
 old version again, and let an old write pass (R4). A member is an incarnation, made anew at every join (G1): a name
@@ -43,6 +49,7 @@ class Keys:
         self.owners = f"{self.root}owners/"
         self.checkpoints = f"{self.root}checkpoints/"
         self.paused = f"{self.root}paused/"
+        self.home = f"{self.root}hub"
 
     def member(self, incarnation: str) -> str:
         return f"{self.members}{incarnation}"
@@ -55,6 +62,14 @@ class Keys:
 
     def pause(self, topic: str, partition: int) -> str:
         return f"{self.paused}{topic}/{partition:05d}"
+
+
+def start_key(topic: str) -> str:
+    return f"topics/{topic}/start"
+
+
+def gate_key(topic: str) -> str:
+    return f"topics/{topic}/gate"
 
 
 def partition_of(key: str) -> tuple[str, int]:
@@ -93,6 +108,37 @@ class Member(_Record):
     assignor: str = "sticky"
     is_alone: bool = False
     """It takes every partition, and others must stay away: what it keeps of them cannot move (K4)."""
+    handover_s: float | None = None
+    """How long this member may take to finish what it has in hand of a partition that is to move, before the leader
+    takes the partition from it. None in records of version 0.1: then the leader's own time counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home(_Record):
+    """The hub whose topics a group reads: its id, and where its directory was when this was written, to be shown. It
+    counts while the group has members or checkpoints; when it has none, any hub may write its own id here."""
+
+    hub: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Starts(_Record):
+    """Of a topic that keeps what is unread: the first offset of each partition that retention has left, by the
+    partition's number as text. Messages before it may be gone at any moment, so no checkpoint may be put there."""
+
+    offsets: dict[str, int] = field(default_factory=dict)
+
+    def of(self, partition: int) -> int:
+        return self.offsets.get(str(partition), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate(_Record):
+    """Who wrote the gate last, and when; only the version of its key decides anything."""
+
+    by: str = ""
+    when: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +176,16 @@ class Checkpoint(_Record):
     when: float = 0.0
     by: str = ""
     epoch: int = 0
+    failure: str = ""
+    """`Paused.failure` of the last pause that this owner wrote. The pause and this field are written by one commit and
+    the field is kept by later checkpoints of the owner, so that the owner finds out after a lost reply whether the
+    pause was written, also if an administrator has removed it since."""
+
+    def dump(self) -> bytes:
+        fields = asdict(self)
+        if not self.failure:  # most have none; then the record is as version 0.1 wrote it
+            del fields["failure"]
+        return json.dumps(fields, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +194,13 @@ class Paused(_Record):
 
     offset: int
     error: str
+    """The class and the message of what the handler raised; and of a second error, if dealing with it failed too."""
     when: float = 0.0
     by: str = ""
     skip: bool = False
+    error_type: str = ""
+    """The class of what the handler raised. Empty in records of version 0.1, as is `traceback`."""
+    traceback: str = ""
+    """Where it was raised, up to `failures.TRACEBACK_CHARACTERS_MAX` characters."""
+    failure: str = ""
+    """Id of this failure, made by the member that writes the record; see `Checkpoint.failure`."""

@@ -217,7 +217,7 @@ class _Loop:
 
     def _is_settled(self, lane: Lane) -> bool:
         """After a lost reply: wait until the transaction is over, and learn from its checkpoint what became of it."""
-        with self.member._mutex:
+        with self.member.procedure():
             protocol = self.member._protocol
             holding = None if protocol is None else protocol.held.get(lane.partition)
             if protocol is None or holding is None or holding.lane is not lane:
@@ -379,11 +379,8 @@ class _Taken:
         return Checkpoint.load(key, bytes(row[0]))
 
     def _lose(self) -> None:
-        loop, number = self._loop, self._lane.partition
-        with loop.member._mutex:
-            if self._protocol.held.get(number) is self._holding:
-                self._protocol._lose(number)
-        loop.member.wake()
+        self._loop.member.lose(self._protocol, self._holding)
+        self._loop.member.wake()
 
     def _check_body(self) -> None:
         """Raise if the body has meddled with what the loop does."""

@@ -60,6 +60,9 @@ class Source(ABC):
     has_gaps: bool = False
     """Offsets are not consecutive: those of a table are its ids. A batch may then be empty and only lead further, an
     offset before the start is no loss, and whether one lies beyond the end only `read` can tell."""
+    keeps_unread: bool = False
+    """Retention removes nothing that a group has yet to read, so whoever gives a group a checkpoint must go through the
+    gate that retention expects (`pxrs.group.retention`)."""
 
     @abstractmethod
     def start(self, partition: int) -> int:
@@ -68,6 +71,11 @@ class Source(ABC):
     @abstractmethod
     def end(self, partition: int) -> int:
         """The offset that the next message will get. Everything before it is durable."""
+
+    def ends(self) -> list[int]:
+        """The end of each partition, as `end` tells it; not all at one moment. For a reader that asks often: a log may
+        make this cheaper than so many calls of `end`."""
+        return [self.end(partition) for partition in range(self.partitions)]
 
     @abstractmethod
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
@@ -149,6 +157,9 @@ class Log(ABC):
     @abstractmethod
     def delete_topic(self, name: str) -> str:
         """Remove a topic, also a damaged one; its id. Who has it open gets TopicDeleted. Raises UnknownTopic."""
+
+    def check_place(self) -> None:  # noqa: B027 - a log in memory has none
+        """Raise HubMoved if what this handle has open is not what is to be found at its address any more."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -4,6 +4,11 @@ A topic appears whole or not at all: its folder is prepared and synced before th
 Deleting moves the link away, then the folder. No folder is ever used again: who has a deleted topic open finds its
 files gone, and can never reach into a later topic of the same name (G7). Processes of one machine share the directory;
 network file systems are refused, because their locks are not safe (F8).
+
+A handle remembers the device and inode of the directory that it opened. If the directory is renamed, or another one is
+put in its place, every use of the handle raises HubMoved: what it would read and write by path and through open files
+would belong to two different hubs. An append needs no further system call for that: its look whether the published end
+is still the file that it has open fails then, and only after such a failure the directory is looked at.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from typing import Any, Final
 from pxrs import disk
 from pxrs.errors import (
     Closed,
+    HubMoved,
     InvalidRecord,
     InvalidUrl,
     LogBusy,
@@ -43,6 +49,7 @@ from pxrs.log.batch import Batch, encode, place_id
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.crew import Crew
 from pxrs.log.description import look_up, target_of, write_topic
+from pxrs.log.ends import Ends
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published
@@ -62,6 +69,7 @@ class DirectoryLog(Log):
         if self._root.exists() and not self._root.is_dir():
             raise InvalidUrl(f"{path} is a file; a log is kept in a directory")
         disk.refuse_network_file_system(self._root, "a log")
+        self._place = Place(self._root)
         self._topics, self._logs = self._root / "topics", self._root / "logs"
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -70,6 +78,9 @@ class DirectoryLog(Log):
         """Names of the damaged topics that were found, and logged, by the last look at all topics."""
         self._pid = os.getpid()
         self._is_closed = False
+
+    def check_place(self) -> None:
+        self._place.check()
 
     def create_topic(self, topic: Topic) -> TopicLog:
         self._check_usable()
@@ -178,7 +189,9 @@ class DirectoryLog(Log):
             if found is None or found.id != topic.id:
                 if found is not None:
                     found.close(is_deleted=True)
-                found = self._open[topic.name] = DirectoryTopic(topic, self._logs / topic.id, self._timeout)
+                found = self._open[topic.name] = DirectoryTopic(
+                    topic, self._logs / topic.id, self._timeout, self._place
+                )
             return found
 
     def delete_topic(self, name: str) -> str:
@@ -235,6 +248,7 @@ class DirectoryLog(Log):
             raise UsedAfterFork(f"the log in {self._root} was opened before a fork: open it again in the child")
         if self._is_closed:
             raise Closed(f"the log in {self._root} was closed")
+        self._place.check()
 
     @contextlib.contextmanager
     def _os_errors(self) -> Iterator[None]:
@@ -264,23 +278,49 @@ def _try_lock(descriptor: int) -> bool:
         return False
 
 
+class Place:
+    """A directory, and which one it was when it was first found there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity: tuple[int, int] | None = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise HubMoved if it is not there any more, or another one is. One that is yet to be made is no error."""
+        try:
+            status = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            if self._identity is not None:
+                raise HubMoved(str(self.path), "the directory was renamed or removed") from None
+            return
+        if self._identity is None:
+            self._identity = status.st_dev, status.st_ino
+        elif self._identity != (status.st_dev, status.st_ino):
+            raise HubMoved(str(self.path), "another directory was put in its place")
+
+
 class DirectoryTopic(TopicLog):
     """One topic, its partitions opened as they are used."""
 
-    def __init__(self, topic: Topic, folder: Path, timeout: float) -> None:
+    def __init__(self, topic: Topic, folder: Path, timeout: float, place: Place) -> None:
+        """place: the directory of the whole log."""
         self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
-        self._folder, self._timeout = folder, timeout
+        self.keeps_unread = topic.keeps_unread
+        self._folder, self._timeout, self._place = folder, timeout, place
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
         self._crew = Crew()
         self._resting: list[_Waiter] = []
         self._waiting: set[_Waiter] = set()
+        self._ends = Ends(topic.partitions, self.end, lambda number: f"{self.partition_folder(number)}/{PUBLISHED}")
         self._pid = os.getpid()
         self._is_closed = self._is_deleted = False
         _in_use.add(self)
 
     def start(self, partition: int) -> int:
         with self._reading(partition) as opened:
+            self._place.check()  # the segments are listed by path; nothing that is open is looked at
             found = opened.reader.start()
             self._check_listed()
             return found
@@ -288,6 +328,10 @@ class DirectoryTopic(TopicLog):
     def end(self, partition: int) -> int:
         with self._reading(partition) as opened:
             return opened.published().end
+
+    def ends(self) -> list[int]:
+        self._check_usable()
+        return self._ends.look()
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         with self._reading(partition) as opened:
@@ -319,7 +363,7 @@ class DirectoryTopic(TopicLog):
             raise
 
     def _check_there(self, error: BaseException) -> None:
-        """Raise TopicDeleted, or Closed, if that is the reason of this error.
+        """Raise TopicDeleted, HubMoved or Closed, if that is the reason of this error.
 
         A deletion, or closing the topic, takes the files away from under whoever uses them at that moment, in any
         order. What that looks like (missing files, an empty folder, a closed descriptor) says nothing about the log."""
@@ -327,7 +371,7 @@ class DirectoryTopic(TopicLog):
             self._check_usable()
             if not self._is_there():
                 raise self._deleted()
-        except (TopicDeleted, Closed) as reason:
+        except (TopicDeleted, HubMoved, Closed) as reason:
             raise reason from error
 
     def _check_listed(self) -> None:
@@ -336,10 +380,11 @@ class DirectoryTopic(TopicLog):
             raise self._deleted()
 
     def _is_there(self) -> bool:
-        """False once the topic is deleted; its folder is moved away in one step."""
+        """False once the topic is deleted; its folder is moved away in one step. Raises HubMoved."""
         try:
             os.stat(self._folder)
         except (FileNotFoundError, NotADirectoryError):
+            self._place.check()
             return False
         except OSError:
             return True  # it cannot be told: then the error at hand is the better one to raise
@@ -538,6 +583,7 @@ class DirectoryTopic(TopicLog):
             self._resting.clear()
         for partition in opened:
             partition.close()
+        self._ends.close()
         self._crew.close()
 
 

@@ -76,6 +76,7 @@ class MemoryTopic(TopicLog):
     def __init__(self, topic: Topic, log: MemoryLog) -> None:
         self.topic = topic
         self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
+        self.keeps_unread = topic.keeps_unread
         self._log = log
         self._changed = threading.Condition()
         self._stored = [_Partition() for _ in range(topic.partitions)]

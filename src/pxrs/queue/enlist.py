@@ -31,7 +31,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -56,7 +55,8 @@ def put_in(connection: Connection, store: QueueStore, put: Put) -> None:
     """Put it when the connection's transaction commits. Raises InvalidItem, UnknownQueue, and errors of the driver."""
     registry = _check_kinds(connection, store.registry)
     if isinstance(registry.database, SqliteDatabase):
-        _enter_sqlite(connection, registry, registry.database._path)
+        registry.database.check_in_place()
+        _enter_sqlite(connection, registry, registry.database.path)
     else:
         _enter_postgresql(connection, registry)
     with connection.begin_nested(), _bounded_waits(connection, registry):
@@ -88,7 +88,7 @@ def _check_kinds(connection: Connection, registry: Registry) -> SqlRegistry:
     return registry
 
 
-def _enter_sqlite(connection: Connection, registry: SqlRegistry, path: Path) -> None:
+def _enter_sqlite(connection: Connection, registry: SqlRegistry, path: str) -> None:
     """Take the write lock, after which nothing that is read can change until the end of the transaction."""
     files = [file for _, name, file in connection.exec_driver_sql("PRAGMA database_list") if name == "main"]
     if not _is_same_file(files[0], path):
@@ -109,7 +109,7 @@ def _enter_postgresql(connection: Connection, registry: SqlRegistry) -> None:
             raise _elsewhere(registry)
 
 
-def _is_same_file(path: str | None, other: Path) -> bool:
+def _is_same_file(path: str | None, other: str) -> bool:
     """A database in memory has no path."""
     try:
         return bool(path) and os.path.samefile(str(path), other)

@@ -185,13 +185,13 @@ class DeadLetters:
                 continue
             moves = []
             for entry, found in _whole(queue, page):
-                record = found.moved(deliveries=0)
+                record = found.revived()
                 moves.append(Move(entry.key, entry.version, f"{queue.ready}{record.name}", record.dump()))
             done += self._store.move_all(moves)
         return done
 
     def _retry_in_order(self, queue: Queue, entry: Entry, found: Record) -> int:
-        record = found.moved(deliveries=0)
+        record = found.revived()
 
         def attempt() -> None:
             self._store.check_same(queue)

@@ -37,6 +37,10 @@ class Item:
     """What the last delivery failed with, if one did."""
     died_at: float | None = None
     """Of a dead letter: when it was given up."""
+    error_type: str = ""
+    """Of a dead letter: the class of what the last delivery raised, if it raised something."""
+    traceback: str = ""
+    """Of a dead letter: where that was raised, shortened to what the record has room for."""
 
     @classmethod
     def of(cls, queue: Queue, record: Record, died_at: float | None = None) -> Item:
@@ -50,6 +54,8 @@ class Item:
             record.put_at,
             record.error,
             died_at,
+            record.error_type,
+            record.traceback,
         )
 
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
+from pxrs.failures import Failure
 from pxrs.limited_log import Outage
 from pxrs.queue import moves
 from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
@@ -284,7 +285,7 @@ class Keeper:
                 _logger.error("queue %s: %s; it is left where it is", queue.name, error)
         has_turn = turn is not None and Turn.load(turn.key, turn.value).holder == taker
         version = turn.version if turn is not None and has_turn else None
-        returned, last = moves.give_back_all(queue, whole, _DIED, version, random.random, time.time())
+        returned, last = moves.give_back_all(queue, whole, Failure(_DIED), version, random.random, time.time())
         self._store.move_all(returned, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
         _logger.info("queue %s: gave back %d items of taker %s, which is gone", queue.name, len(held), taker)
 

@@ -6,8 +6,9 @@
     with QueueListener(hub.queue("mail"), handle, threads=4) as listener:
         ...
 
-A handler that returns commits what it took and put; one that raises gives the item back, with the reason. The item is
-this process's for as long as its lease is renewed, however long the handler takes.
+A handler that returns commits what it took and put; one that raises gives the item back, with the reason. What it
+raised is logged with its traceback, a few times a minute for each exception class and line of code; the rest is
+counted. The item is this process's for as long as its lease is renewed, however long the handler takes.
 
 On failure: while the store cannot be reached the threads try again, ever less often. A commit whose reply was lost is
 settled before the next item is taken. A handler that fails time and again slows its thread down, so that an item that
@@ -24,7 +25,9 @@ from types import TracebackType
 from typing import Final, Self
 
 from pxrs.errors import Closed, InvalidQueue, OutcomeLost, OutcomeUnknown, PxrsError, UnknownQueue
+from pxrs.failures import failure_of, place_of
 from pxrs.handler import OF_AN_ITEM, check_result, fault_of
+from pxrs.limited_log import LimitedLog
 from pxrs.queue.handle import QueueHandle
 from pxrs.queue.items import Item
 from pxrs.queue.transaction import Outcome, Transaction
@@ -58,6 +61,7 @@ class QueueListener:
         self._running = 0
         self._all_done = threading.Event()
         self._failure: BaseException | None = None
+        self._log = LimitedLog(_logger)
         self.committed = 0
         """How many items were handled and committed."""
         self.failed = 0
@@ -120,15 +124,23 @@ class QueueListener:
         except Closed as error:
             if not self._stopping.is_set():
                 self._failure = self._failure or error
-        except BaseException as error:  # noqa: BLE001 - raised by `run` and `close`
-            _logger.error("queue %s: a worker thread has ended, and the others will: %r", self.queue.name, error)
+        except BaseException as error:  # raised by `run` and `close`
+            _logger.error(
+                "queue %s: a worker thread has ended, and the others will: %s",
+                self.queue.name,
+                failure_of(error).text,
+                exc_info=error,
+                extra={"queue": self.queue.name},
+            )
             self._failure = self._failure or error
             self.stop()
         finally:
             with self._lock:
                 self._running -= 1
-                if not self._running:
-                    self._all_done.set()
+                is_last = not self._running
+            if is_last:
+                self._log.flush()
+                self._all_done.set()
 
     def _work(self) -> None:
         pause_s = PAUSE_S[0]
@@ -140,7 +152,7 @@ class QueueListener:
             except (UnknownQueue, Closed):
                 raise
             except PxrsError as error:  # the store cannot be reached, or this process lost its lease
-                _logger.warning("queue %s: %s; will try again", self.queue.name, error)
+                self._warn(error, "will try again")
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
@@ -176,7 +188,7 @@ class QueueListener:
         except PxrsError as error:
             if isinstance(error, UnknownQueue) and error.queue == self.queue.name:
                 raise
-            self._tell(item, f"not committed: {error}")
+            self._tell(item, "not committed", error)
             transaction.rollback(error)
             outcome = "rolled back"
         return outcome
@@ -188,10 +200,31 @@ class QueueListener:
             else:
                 self.failed += 1
 
-    def _tell(self, item: Item, what: str, error: Exception | None = None) -> None:
-        _logger.warning(
-            "queue %s, item %s, delivery %d: %s", self.queue.name, item.id, item.deliveries, what, exc_info=error
+    def _tell(self, item: Item, what: str, error: Exception) -> None:
+        failure = failure_of(error)
+        self._log.log(
+            (what, place_of(error)),
+            logging.WARNING,
+            "queue %s, item %s, delivery %d: %s: %s",
+            self.queue.name,
+            item.id,
+            item.deliveries,
+            what,
+            failure.text,
+            exc_info=error,
+            extra={
+                "queue": self.queue.name,
+                "item": item.id,
+                "deliveries": item.deliveries,
+                "error_type": failure.type,
+            },
         )
+
+    def _warn(self, error: PxrsError, what: str) -> None:
+        """Something that is not the handler's, such as an outage of the store. Its text says enough."""
+        fields = {"queue": self.queue.name, "error_type": type(error).__name__}
+        kind = (what, place_of(error))
+        self._log.log(kind, logging.WARNING, "queue %s: %s; %s", self.queue.name, error, what, extra=fields)
 
     def _settle(self, transaction: Transaction) -> Outcome:
         """What became of it, also if the reply to a commit was lost; as long as the store cannot be reached, that
@@ -208,7 +241,7 @@ class QueueListener:
             except PxrsError as error:
                 if self._stopping.wait(pause_s):
                     raise
-                _logger.warning("queue %s: %s; will ask again", self.queue.name, error)
+                self._warn(error, "will ask again")
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
     def __enter__(self) -> Self:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from pxrs.queue.records import ERROR_CHARACTERS_MAX, Queue, Record, Turn, timed
+from pxrs.failures import Failure
+from pxrs.queue.records import Queue, Record, Turn, timed
 from pxrs.registry.contract import ABSENT, Entry, Limits
 
 DELIVERIES_MANY: Final = 1_000_000
@@ -71,13 +72,14 @@ def take(queue: Queue, entry: Entry, taker: str, transaction: str) -> Take:
 
 
 def give_back(
-    queue: Queue, source: str, version: int, record: Record, error: str, now: float, random: Callable[[], float]
+    queue: Queue, source: str, version: int, record: Record, failure: Failure, now: float, random: Callable[[], float]
 ) -> tuple[Move, float]:
     """From a taker's hands, undone: to the others, to the delayed, or to the dead. And from when on the item may be
     taken: in a strict queue it keeps its place, and the whole queue waits for it."""
-    moved = record.moved(error=error[:ERROR_CHARACTERS_MAX] or record.error)
     most = queue.policy.deliveries_max
-    if most is not None and record.deliveries >= most:
+    is_dead = most is not None and record.deliveries >= most
+    moved = record.failed(failure, is_dead=is_dead)
+    if is_dead:
         return Move(source, version, timed(queue.dead, now, moved), moved.dump()), 0.0
     delay_s = 0.0 if queue.backoff is None else queue.backoff.delay_s(record.deliveries, random)
     if delay_s > 0 and not queue.is_fifo:
@@ -95,11 +97,16 @@ Held = tuple[str, int, Record]
 
 
 def give_back_all(
-    queue: Queue, held: Iterable[Held], error: str, turn_version: int | None, random: Callable[[], float], now: float
+    queue: Queue,
+    held: Iterable[Held],
+    failure: Failure,
+    turn_version: int | None,
+    random: Callable[[], float],
+    now: float,
 ) -> tuple[list[Move], tuple[dict[str, int], dict[str, bytes]] | None]:
     """Several items of one queue; and with a strict queue's turn, of this version, what the last commit of them expects
     and writes to free it."""
-    returned = [give_back(queue, key, version, record, error, now, random) for key, version, record in held]
+    returned = [give_back(queue, key, version, record, failure, now, random) for key, version, record in held]
     found = [move for move, _ in returned]
     if turn_version is None:
         return found, None

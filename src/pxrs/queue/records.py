@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from pxrs.errors import InvalidItem, InvalidQueue, RegistryCorrupt
+from pxrs.failures import Failure, last_lines
 from pxrs.queue import policy as policies
 from pxrs.queue.policy import Backoff, ExponentialBackoff, FixedBackoff, Policy
 
@@ -41,8 +42,13 @@ OUTCOMES: Final = "outcomes/"
 PRIORITY_MAX: Final = 4_999
 KEY_BYTES_MAX: Final = 1_024
 ERROR_CHARACTERS_MAX: Final = 300
+ERROR_TYPE_CHARACTERS_MAX: Final = 100
 _ROOM_BYTES: Final = 4_096
-"""What a line of JSON may grow to while the item is moved: counts, and an error in escapes."""
+"""What a line of JSON may grow to while the item is moved, its key not counted: counts, and what a delivery failed
+with, in escapes."""
+_COUNTS_BYTES: Final = 200
+"""The part of these bytes that names of fields, counts and times take at most."""
+_FAILED_WITH: Final = ("error", "error_type", "traceback")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,10 @@ class Record:
     key: bytes | None = None
     error: str = ""
     """What the last delivery failed with."""
+    error_type: str = ""
+    """Of a dead letter: the class of what was raised. Empty in records of version 0.1, as is `traceback`."""
+    traceback: str = ""
+    """Of a dead letter: where it was raised, as much of it as there is room for."""
 
     @property
     def name(self) -> str:
@@ -164,8 +174,7 @@ class Record:
         found: dict[str, Any] = {"put_at": self.put_at, "deliveries": self.deliveries}
         if self.key is not None:
             found["key"] = base64.b64encode(self.key).decode()
-        if self.error:
-            found["error"] = self.error
+        found |= {name: text for name in _FAILED_WITH if (text := getattr(self, name))}
         return json.dumps(found, separators=(",", ":")).encode() + b"\n" + self.value
 
     @classmethod
@@ -176,8 +185,8 @@ class Record:
             line, _, value = stored.partition(b"\n")
             found = json.loads(line)
             carried = base64.b64decode(found["key"]) if "key" in found else None
-            error = found.get("error", "")
-            return cls(order, item, int(moves, 16), value, found["put_at"], found["deliveries"], carried, error)
+            failed_with = {name: str(found.get(name, "")) for name in _FAILED_WITH}
+            return cls(order, item, int(moves, 16), value, found["put_at"], found["deliveries"], carried, **failed_with)
         except (ValueError, KeyError, TypeError) as error:
             raise RegistryCorrupt(key, f"it is no item: {error!r}") from error
 
@@ -191,6 +200,38 @@ class Record:
 
     def moved(self, **changes: Any) -> Self:
         return replace(self, moves=self.moves + 1, **changes)
+
+    def failed(self, failure: Failure, *, is_dead: bool) -> Self:
+        """Moved because a delivery failed. A failure without a text keeps the text of the one before.
+
+        Type and traceback are kept with dead letters alone: a person looks at those, while an item that is delivered
+        again would carry them through every move."""
+        error = failure.text[:ERROR_CHARACTERS_MAX] or self.error
+        if not is_dead or not failure.text:
+            return self.moved(error=error)
+        room = _ROOM_BYTES - _COUNTS_BYTES - _json_bytes(error)
+        kind = failure.type[:ERROR_TYPE_CHARACTERS_MAX]
+        if _json_bytes(kind) > room:
+            return self.moved(error=error)
+        room -= _json_bytes(kind)
+        return self.moved(error=error, error_type=kind, traceback=_last_lines_in(failure.traceback, room))
+
+    def revived(self) -> Self:
+        """A dead letter that is to be tried again, as if never delivered."""
+        return self.moved(deliveries=0, error_type="", traceback="")
+
+
+def _json_bytes(text: str) -> int:
+    return len(json.dumps(text))
+
+
+def _last_lines_in(text: str, bytes_max: int) -> str:
+    """As many of the last lines as take so many bytes in JSON, whose escapes are up to twelve times as long."""
+    characters_max = max(0, bytes_max)
+    while _json_bytes(text) > bytes_max and characters_max:
+        text = last_lines(text, characters_max)
+        characters_max = characters_max * 3 // 4
+    return text if _json_bytes(text) <= bytes_max else ""
 
 
 def new_record(value: bytes | str, key: bytes | str | None, priority: int, now: float, value_bytes_max: int) -> Record:

@@ -23,7 +23,6 @@ import logging
 import random
 import threading
 import time
-import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -46,6 +45,7 @@ from pxrs.errors import (
     TransactionTooLarge,
     UnknownQueue,
 )
+from pxrs.failures import Failure, failure_of
 from pxrs.queue import moves
 from pxrs.queue.head import Head
 from pxrs.queue.items import BYTES_PER_KEY, Item, Put, Taken, add_puts, check_put, duration, note_numbers
@@ -292,7 +292,9 @@ class Transaction:
             versions = self._find_out(queue, planned)
             if versions:
                 turns = {queue.id: (queue, versions[queue.turn])} if queue.turn in versions else {}
-                _give_back(self._store, _taken(queue, planned, versions), turns, "the reply to the take was lost")
+                _give_back(
+                    self._store, _taken(queue, planned, versions), turns, Failure("the reply to the take was lost")
+                )
 
         self._store.keeper.finish(give_back)
 
@@ -353,7 +355,7 @@ class Transaction:
                 error.add_note("pxrs: tx.outcome() finds out what became of it")
                 raise
             except (PartitionLost, UnknownQueue) as error:  # what was put came of messages that are others' now
-                self._give_back(str(error))
+                self._give_back(Failure(str(error)))
                 self._end("rolled back")
                 raise
             except Exception:
@@ -426,19 +428,17 @@ class Transaction:
     def rollback(self, error: BaseException | str = "") -> None:
         """Nothing of it happens: what was taken is given back, what was put is dropped. Always succeeds.
 
-        error: why, to be kept with the items and shown with dead letters."""
+        error: why, to be kept with the items; an exception's traceback too, with those that become dead letters."""
         with self._lock:
             if self._state == "rolled back":
                 return
             if self._state == "unknown":
                 raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
             self._check_open()
-            if isinstance(error, BaseException):
-                error = "".join(traceback.format_exception_only(error)).strip()
-            self._give_back(str(error))
+            self._give_back(failure_of(error) if isinstance(error, BaseException) else Failure(str(error)))
             self._end("rolled back")
 
-    def _give_back(self, reason: str) -> None:
+    def _give_back(self, reason: Failure) -> None:
         taken, turns = self._taken, self._turns
         if not taken and not turns:
             return
@@ -476,7 +476,7 @@ class Transaction:
             if settle(self._registry, self._slot, self.id):
                 self._end("committed")
                 return
-            self._give_back("the commit did not reach the store")
+            self._give_back(Failure("the commit did not reach the store"))
             self._end("rolled back")
 
     def abandon(self, *, gives_back: bool = True) -> None:
@@ -526,7 +526,7 @@ class Transaction:
     def _lost(self, error: Exception) -> TransactionLost:
         """The items may be in other hands by now: nothing of this transaction will happen."""
         taken = [each.record.id for each in self._taken]
-        self._give_back("the commit was refused")
+        self._give_back(Failure("the commit was refused"))
         self._end("rolled back")
         return TransactionLost(taken, str(error))
 
@@ -584,7 +584,7 @@ class Transaction:
 
         def give_back() -> None:
             if taker is None or taker.is_alive:
-                _give_back(store, taken, turns, "the transaction was dropped")
+                _give_back(store, taken, turns, Failure("the transaction was dropped"))
 
         store.keeper.drop(give_back)
 
@@ -598,7 +598,7 @@ def _taken(queue: Queue, planned: list[Take], versions: Mapping[str, int]) -> li
     ]
 
 
-def _give_back(store: QueueStore, taken: list[Taken], turns: Mapping[str, tuple[Queue, int]], reason: str) -> None:
+def _give_back(store: QueueStore, taken: list[Taken], turns: Mapping[str, tuple[Queue, int]], reason: Failure) -> None:
     """Each queue's items together, and its turn with the last of them. May be done again after a lost reply."""
     now = time.time()
     queues = {each.queue.id: each.queue for each in taken} | {queue.id: queue for queue, _ in turns.values()}

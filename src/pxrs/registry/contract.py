@@ -41,13 +41,18 @@ from pxrs.errors import (
     ValueTooLarge,
 )
 from pxrs.registry.lease import Lease
+from pxrs.registry.limit import check_time
 from pxrs.registry.watch import Watch
 
 ABSENT: Final = 0
 """As an expected version: the key is not there. No key that is there has this version."""
 
 KEY_BYTES_MAX: Final = 512
+TIMEOUT_S_DEFAULT: Final = 10.0
 CLOSERS_MAX: Final = 16
+LEASE_TTL_MIN: Final = 0.05
+LEASE_TTL_MAX: Final = 86_400.0
+"""Between these, in seconds, a lease may be asked for."""
 # Printable ASCII without the space, and without `;`, which marks folders in ZooKeeper.
 _SEGMENT = re.compile(r"[!-.0-:<-~]+")
 _EMPTY: Final[Mapping[str, bytes]] = {}
@@ -105,6 +110,8 @@ class Registry(ABC):
     """A handle to a store. Threads share it; a forked child must open its own."""
 
     limits: Limits
+    timeout_s: float = TIMEOUT_S_DEFAULT
+    """How long one call may take; the option `timeout` of the address. See `registry.limit` for several together."""
     folder: Path | None = None
     """A folder of this store's own, where files about what it keeps may be put beside its own. Most have none."""
 
@@ -124,6 +131,7 @@ class Registry(ABC):
         """The key's current value and version, or None."""
         self._check_usable()
         _check_key(key)
+        check_time(self.url)
         return self._get(key)
 
     def scan(self, prefix: str, after: str | None = None, limit: int | None = None) -> list[Entry]:
@@ -135,6 +143,7 @@ class Registry(ABC):
             raise InvalidKey(f"scan after {after!r}: keys are ASCII")
         if limit is not None and limit < 1:
             raise ValueError(f"scan limit is {limit}: it must be at least 1, or None for no limit")
+        check_time(self.url)
         return self._scan(prefix, after, limit)
 
     def commit(
@@ -165,14 +174,16 @@ class Registry(ABC):
             lease.check()
         if not commit.keys and lease is None:
             return {}
+        check_time(self.url)
         return self._commit(commit)
 
     def lease(self, ttl: float | timedelta) -> Lease:
         """A new lease, renewed in the background until it is closed. The store may grant more than `ttl` seconds."""
         self._check_usable()
         seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else float(ttl)
-        if not 0.05 <= seconds <= 86_400:
-            raise ValueError(f"lease ttl is {seconds:g} s: it must be from 0.05 s to a day")
+        if not LEASE_TTL_MIN <= seconds <= LEASE_TTL_MAX:
+            raise ValueError(f"lease ttl is {seconds:g} s: it must be from {LEASE_TTL_MIN} s to a day")
+        check_time(self.url)
         lease = self._lease(seconds)
         with self._handles_lock:
             if not self._closed:

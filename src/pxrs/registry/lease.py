@@ -25,6 +25,7 @@ from typing import Self
 
 from pxrs.clock import Clock
 from pxrs.errors import LeaseExpired, UsedAfterFork
+from pxrs.registry.limit import seconds_left
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Lease:
             self._closed = True
         self.expire()
         if threading.current_thread() is not self._thread:
-            self._thread.join(min(self.ttl, JOIN_S_MAX))
+            self._thread.join(seconds_left(min(self.ttl, JOIN_S_MAX)))
         try:
             self._end()
         except Exception as error:  # noqa: BLE001 - a lease that is not ended expires; closing goes on

@@ -14,6 +14,7 @@ the pieces: an append that was made before is found and not made again. So:
   number that has read something else, or that Spark has planned anew.
 - What the batch has read of groups of the same registry is checkpointed in the same commit, fenced by the owners' keys:
   a query that has lost a partition publishes nothing of it (K3).
+- A registry that cannot be reached is asked again for as long as the query's lease may live, and `PATIENCE_S` at least.
 - A reply that was lost: the very same commit is tried again. If the first one lands late, one of them conflicts, and
   what is there says that it is ours.
 
@@ -43,6 +44,7 @@ from pxrs.errors import (
     PxrsError,
     RegistryCorrupt,
     RegistryError,
+    RegistryUnavailable,
     SequenceGap,
     UnknownProducer,
 )
@@ -50,6 +52,9 @@ from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.registry.contract import ABSENT, Entry, Registry
+from pxrs.registry.identity import fingerprint
+from pxrs.spark.outage import UNREACHABLE, ride_out
+from pxrs.spark.planning import Spans
 from pxrs.spark.staging import Feed, Staging
 
 _logger = logging.getLogger(__name__)
@@ -57,19 +62,25 @@ _logger = logging.getLogger(__name__)
 JOB: Final = "job-"
 """So begin the names of writes that are no streams."""
 _NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
-_REGISTRY: Final = "spark/registry"
-"""The key of the registry's own id."""
 _UNFINISHABLE: Final = (BatchRefused, InvalidRecord, SequenceGap, UnknownProducer)
 """What concerns one manifest. Everything else concerns the topic, or the place."""
 _DELETED_S: Final = 86_400.0
 """How long what is left of a deleted topic stays at least: a topic may be newer than the list of them."""
 _JOB_S: Final = 86_400.0
 """How long the manifest of a job stays at least: its commit may be tried again, and must find it."""
+PATIENCE_S: Final = 15.0
+"""How long a registry that cannot be reached is asked again, at least: if the query's lease is longer, so long."""
 _TRIES_MAX: Final = 20
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
 _TOGETHER_MAX: Final = 4
 """How many pieces of one partition go into one append: fewer than a partition remembers of a producer."""
+
+RESTART: Final = (
+    "The query's lease ran out, or another member took the partition, before the batch was finished. Start the query "
+    "again: it reads the batch again with the same offsets, and nothing is lost or doubled"
+)
+"""What is said of a batch that cannot be published any more by those who read it."""
 
 Ranges = dict[str, dict[str, list[int]]]
 """What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
@@ -87,6 +98,11 @@ class Manifest:
     """A hash of what Spark has planned for the batch; empty if that could not be read."""
     at: float = 0.0
     """When it was written, in seconds since 1970."""
+    epochs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of the same places and partitions as `ranges`: the epoch of the owner under which the batch was planned. A
+    batch is known by it among others that read the same offsets. Empty in manifests of version 0.1."""
+    has_state: bool | None = None
+    """Whether the query keeps state in its checkpoint location; None if that could not be found out."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -127,13 +143,27 @@ def _written_at(registry: Registry, topic: str) -> float:
     return last
 
 
-def fingerprint(registry: Registry) -> str:
-    """Tells two registries apart, or two namespaces of one: an id that it holds itself. By its address it could not be
-    told, which can be written in many ways."""
-    while (entry := registry.get(_REGISTRY)) is None:
-        with contextlib.suppress(Conflict):  # somebody else was first
-            registry.commit({_REGISTRY: ABSENT}, {_REGISTRY: uuid.uuid4().hex.encode()})
-    return entry.value.decode()
+def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:
+    """Which of these ranges of a group's topic a manifest in this registry names, and whether its query keeps state.
+
+    A query's manifest names its last batch, and the commit that wrote it moved the group's checkpoints to the ends of
+    these ranges. So whoever publishes this batch again does nothing. Only a manifest that names the very range and the
+    epoch under which it was planned counts: offsets alone may be of another query, from before a reset."""
+    place = f"{group}/{topic}"
+    found: dict[int, bool | None] = {}
+    for entry in registry.scan("spark/"):
+        if entry.key.count("/") != 2:  # keys of manifests are spark/<topic id>/<query>
+            continue
+        try:
+            manifest = Manifest.load(entry)
+        except RegistryCorrupt as error:
+            _logger.warning("whether this query's last batch is published cannot be told from %s: %s", entry.key, error)
+            continue
+        ranges, epochs = manifest.ranges.get(place, {}), manifest.epochs.get(place, {})
+        for number, span in spans.items():
+            if ranges.get(str(number)) == [span.start, span.end] and epochs.get(str(number)) == span.epoch:
+                found[number] = manifest.has_state
+    return found
 
 
 class Publisher:
@@ -144,6 +174,7 @@ class Publisher:
         self.topic_id = topic.id
         self._prefix = f"spark/{topic.id}/"
         self._registry_id = ""
+        self._patience_s = PATIENCE_S
         self._strangers: set[str] = set()
         """Groups of other registries, of which was told."""
         self._unfinished: dict[str, int] = {}
@@ -152,17 +183,27 @@ class Publisher:
         """Of other queries, the versions of the manifests that cannot be finished, of which was told."""
 
     def publish(
-        self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
+        self,
+        query: str,
+        batch: int,
+        files: Sequence[str],
+        feeds: Sequence[Feed] = (),
+        planned: str = "",
+        has_state: bool | None = None,
     ) -> None:
         """Make the batch part of the topic, once. Durable and visible when it returns.
 
-        planned: a hash of Spark's plan of the batch, which is the same whenever Spark repeats it.
-        Raises BatchRefused, PartitionLost; OutcomeUnknown if the registry did not say whether it took it."""
-        ours = Manifest(batch, list(files), _ranges(feeds), planned=planned)
+        planned:   a hash of Spark's plan of the batch, which is the same whenever Spark repeats it.
+        has_state: whether the query keeps state; None if that is not known.
+        Raises BatchRefused, PartitionLost; RegistryUnavailable if the registry stayed away, OutcomeUnknown if it did
+        not say whether it took the batch."""
+        self._patience_s = max([PATIENCE_S, *(feed.lease_s for feed in feeds)])
+        ranges, epochs = _ranges(feeds), _epochs(feeds)
+        ours = Manifest(batch, list(files), ranges, planned=planned, epochs=epochs, has_state=has_state)
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         self._finish_before(query, ours)
         while True:
-            entry = self._registry.get(self._prefix + query)
+            entry = self._get(self._prefix + query)
             if entry is not None:
                 last = _load(entry)
                 _check_order(query, last, ours)
@@ -176,7 +217,7 @@ class Publisher:
                 self._staging.clear(self._topic.id, query, batch)
                 return
             if not self._staging.secure(self._topic.id, query, batch, files):
-                if self._registry.get(self._prefix + query) != entry:
+                if self._get(self._prefix + query) != entry:
                     continue  # another driver of this query has published the batch, and cleared up
                 raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
             ends = [self._topic.end(number) for number in range(self._topic.partitions)]
@@ -191,7 +232,7 @@ class Publisher:
         """Publish what queries have left behind that died between their manifest and their last append, and collect
         what they have staged for nothing."""
         needed: dict[str, int | None] = {}
-        for entry in self._registry.scan(self._prefix):
+        for entry in self._scan(self._prefix):
             query, manifest = entry.key.rpartition("/")[2], self._load_other(entry)
             if manifest is None:
                 needed[query] = None
@@ -206,7 +247,7 @@ class Publisher:
         """Publish what others have left behind in the partitions that this batch reads on; else it would come late, or
         never. What somebody is still publishing in other partitions is left to him until the next batch."""
         unfinished = {}
-        for entry in self._registry.scan(self._prefix):
+        for entry in self._scan(self._prefix):
             other = entry.key.rpartition("/")[2]
             manifest = None if other == query else self._load_other(entry)
             if manifest is None or manifest.is_published:
@@ -255,7 +296,9 @@ class Publisher:
             _logger.warning("the manifest of %s stays in the registry: %s", query, error)
 
     def _is_ours(self, feed: Feed) -> bool:
-        self._registry_id = self._registry_id or fingerprint(self._registry)
+        self._registry_id = self._registry_id or ride_out(
+            lambda: fingerprint(self._registry), self._patience_s, errors=UNREACHABLE
+        )
         if feed.registry == self._registry_id:
             return True
         if feed.group in self._strangers:
@@ -269,6 +312,32 @@ class Publisher:
         )
         return False
 
+    # The registry.
+
+    def _get(self, key: str) -> Entry | None:
+        return ride_out(lambda: self._registry.get(key), self._patience_s)
+
+    def _scan(self, prefix: str) -> list[Entry]:
+        return ride_out(lambda: self._registry.scan(prefix), self._patience_s)
+
+    def _commit(self, expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
+        """Tried again while the outcome is unknown: if it landed after all, the next try meets it as a conflict."""
+        pause, pause_max = _PAUSE_S
+        unknown: OutcomeUnknown | None = None
+        for _ in range(_TRIES_MAX):
+            try:
+                return ride_out(lambda: self._registry.commit(expect, put), self._patience_s)
+            except OutcomeUnknown as error:
+                unknown = error
+            except RegistryUnavailable as error:
+                if unknown is None:
+                    raise
+                raise unknown from error  # this try had no effect, but an earlier one may have had, or still has
+            time.sleep(pause)
+            pause = min(2 * pause, pause_max)
+        assert unknown is not None
+        raise unknown
+
     # The manifest.
 
     def _write(self, query: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
@@ -280,21 +349,10 @@ class Publisher:
         try:
             return self._commit(expect, put)[key]
         except Conflict as conflict:
-            entry = self._registry.get(key)
+            entry = self._get(key)
             if entry is not None and _load(entry).batch == manifest.batch:
                 return None  # by a try whose reply was lost, or by another driver
             raise _refusal(query, manifest, conflict, feeds) from conflict
-
-    def _commit(self, expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
-        """Tried again while the outcome is unknown: if it landed after all, the next try meets it as a conflict."""
-        pause, pause_max = _PAUSE_S
-        for _ in range(_TRIES_MAX - 1):
-            try:
-                return self._registry.commit(expect, put)
-            except OutcomeUnknown:
-                time.sleep(pause)
-                pause = min(2 * pause, pause_max)
-        return self._registry.commit(expect, put)
 
     def _add_checkpoints(self, feed: Feed, expect: dict[str, int], put: dict[str, bytes]) -> None:
         """What the batch has read is done when it is published: the owners must still be those who read it."""
@@ -302,15 +360,16 @@ class Publisher:
         for number, span in feed.spans.items():
             key = keys.checkpoint(feed.topic, number)
             if key in expect:  # two sources of this query have read it, one before and one after it was taken away
-                raise PartitionLost(feed.group, [number])
-            entry = self._registry.get(key)
+                raise PartitionLost(feed.group, [number], advice=RESTART)
+            entry = self._get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
             if entry is None or offset != span.start:
+                is_done = f"the batch was published before the topic {self._topic.name} was deleted and made again, "
                 raise BatchRefused(
                     f"the batch reads {feed.group}'s partition {number} from offset {span.start}, and the group's "
-                    f"checkpoint is {offset}: somebody else went on, or the group was reset while the batch was on its "
-                    "way. To follow the group, start with a new checkpoint location; to follow Spark, reset the "
-                    f"group to offset {span.start}"
+                    f"checkpoint is {offset}: {is_done if offset == span.end else ''}somebody else went on, or the "
+                    "group was reset while the batch was on its way. To follow the group, start with a new checkpoint "
+                    f"location; to follow Spark, reset the group to offset {span.start}"
                 )
             expect[key] = entry.version
             expect[keys.owner(feed.topic, number)] = feed.fences[number]
@@ -334,7 +393,7 @@ class Publisher:
         self._staging.clear(self._topic.id, query, manifest.batch)
 
     def _check_published(self, query: str, manifest: Manifest) -> None:
-        entry = self._registry.get(self._prefix + query)
+        entry = self._get(self._prefix + query)
         now = None if entry is None else _load(entry)
         if now is not None and now.batch == manifest.batch and not now.is_published:
             raise BatchRefused(
@@ -395,6 +454,14 @@ def _ranges(feeds: Sequence[Feed]) -> Ranges:
     return ranges
 
 
+def _epochs(feeds: Sequence[Feed]) -> dict[str, dict[str, int]]:
+    epochs: dict[str, dict[str, int]] = {}
+    for feed in feeds:
+        of_topic = epochs.setdefault(f"{feed.group}/{feed.topic}", {})
+        of_topic.update({str(number): span.epoch for number, span in feed.spans.items()})
+    return epochs
+
+
 def _has_common_partitions(one: Ranges, other: Ranges) -> bool:
     return any(parts.keys() & other.get(place, {}).keys() for place, parts in one.items())
 
@@ -430,5 +497,5 @@ def _refusal(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence
             if {keys.owner(feed.topic, number), keys.checkpoint(feed.topic, number)} & set(conflict.keys)
         ]
         if lost:
-            return PartitionLost(feed.group, lost)
+            return PartitionLost(feed.group, lost, advice=RESTART)
     return BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}")

@@ -111,6 +111,8 @@ def parse_json(schema: str | StructType, on_bad: OnBad = "fail") -> ParseJson:
 
     Columns that the schema does not name: key, partition, offset, timestamp, and headers if the source has them.
     """
+    if not isinstance(schema, str) and not hasattr(schema, "fieldNames"):
+        raise InvalidPipeline(f"parse_json: schema is {schema!r}; give text such as 'account STRING', or a StructType")
     if on_bad not in ("fail", "drop"):
         raise InvalidPipeline(f"parse_json: on_bad is {on_bad!r}; choose fail or drop")
     return ParseJson(schema, on_bad)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from pxrs.errors import InvalidPipeline
 from pxrs.group.records import GROUP_NAME
+from pxrs.handler import fault_of
 from pxrs.spark.parsing import ParseJson
 
 if TYPE_CHECKING:
@@ -103,7 +104,12 @@ def to(format: str, partition_by: str | Sequence[str] = (), **options: Any) -> S
     """Any format that Spark can write a stream to, and its options: to("console"), to("delta", path="...")."""
     if format == "pxrs":
         raise InvalidPipeline("a sink that is a topic is given by its name, sink='totals'")
-    columns = (partition_by,) if isinstance(partition_by, str) else tuple(partition_by)
+    if not isinstance(format, str) or not format:
+        raise InvalidPipeline(f"to: format is {format!r}; give the name of one of Spark's, such as 'console'")
+    columns = (partition_by,) if isinstance(partition_by, str) else partition_by
+    if not isinstance(columns, Sequence) or not all(isinstance(column, str) for column in columns):
+        raise InvalidPipeline(f"to: partition_by is {partition_by!r}; give the name of a column, or several")
+    columns = tuple(columns)
     return Sink(format, options, columns)
 
 
@@ -195,6 +201,8 @@ def pipeline(
         if isinstance(function, Pipeline) or not callable(function):
             raise InvalidPipeline(f"@pipeline stands before a function, and not before {type(function).__name__}")
         found = name if name is not None else getattr(function, "__name__", "")
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidPipeline(f"{found}: options is {options!r}; give a dictionary, such as {{'columns': 'value'}}")
         made = Pipeline(
             function,
             found,
@@ -216,14 +224,45 @@ def pipeline(
     return decorate
 
 
+def _check_types(made: Pipeline) -> None:
+    """Raise InvalidPipeline for what is not even of the right type: each of these would be a TypeError later on."""
+    name = made.name
+    if not isinstance(name, str):
+        raise InvalidPipeline(f"a pipeline's name is {name!r}: give text")
+    if isinstance(made.source, list | tuple | set | frozenset):
+        raise InvalidPipeline(
+            f"{name}: source is {made.source!r}: this version reads one topic. Write a pipeline for each of them, each "
+            "with a name of its own, or send both to one topic"
+        )
+    if not isinstance(made.source, str) or not made.source:
+        raise InvalidPipeline(f"{name}: source is {made.source!r}; give a topic's name")
+    if not isinstance(made.sink, Sink) or made.sink.topic == "":
+        given = made.sink.topic if isinstance(made.sink, Sink) else made.sink
+        raise InvalidPipeline(f"{name}: sink is {given!r}; give a topic's name, parquet(...) or to(...)")
+    if not isinstance(made.group, str):
+        raise InvalidPipeline(f"{name}: {made.group!r} is no name of a group")
+    if made.dead_letters is not None and (not isinstance(made.dead_letters, str) or not made.dead_letters):
+        raise InvalidPipeline(f"{name}: dead_letters is {made.dead_letters!r}; give a topic's name")
+    if made.parse is not None and not isinstance(made.parse, ParseJson):
+        raise InvalidPipeline(f"{name}: parse is {made.parse!r}; give parse_json(...)")
+    if made.every is not None and not isinstance(made.every, str):
+        raise InvalidPipeline(f"{name}: every is {made.every!r}; give text such as '1 minute'")
+    if not isinstance(made.share_group, bool):
+        raise InvalidPipeline(f"{name}: share_group is {made.share_group!r}; give True or False")
+    for option in made.options:
+        if not isinstance(option, str):
+            raise InvalidPipeline(f"{name}: options: {option!r} is no name of an option")
+    if fault := fault_of(name or "the function", made.function, ("a DataFrame",)):
+        raise InvalidPipeline(fault)
+
+
 def _check(made: Pipeline) -> None:
+    _check_types(made)
     name = made.name
     if not _NAME.fullmatch(name):
         raise InvalidPipeline(f"a pipeline's name is {name!r}: give name= of letters, digits, _ and -, 80 at most")
-    if not isinstance(made.sink, Sink):
-        raise InvalidPipeline(f"{name}: sink is {made.sink!r}; give a topic's name, parquet(...) or to(...)")
     for group in made.groups():
-        if not isinstance(group, str) or not GROUP_NAME.fullmatch(group):
+        if not GROUP_NAME.fullmatch(group):
             raise InvalidPipeline(f"{name}: {group!r} is no name of a group")
     if made.output_mode not in _OUTPUT_MODES:
         raise InvalidPipeline(f"{name}: output_mode is {made.output_mode!r}; choose from {', '.join(_OUTPUT_MODES)}")

@@ -18,10 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pxrs.errors import CheckpointsDiffer
 from pxrs.group.records import BY_HAND, Checkpoint
+
+REPLACED: Final = (
+    "Start the query with a new checkpoint location: its group then begins the new topic where startingOffsets says"
+)
+"""How a query goes on whose topic is another one now."""
 
 
 class Span(NamedTuple):
@@ -52,8 +57,8 @@ def load_offset(offset: Mapping[str, Any], topic: str, name: str) -> Spans:
     """Raises CheckpointsDiffer if it is of another topic than that with this id."""
     if offset.get("topic") != topic:
         raise CheckpointsDiffer(
-            f"Spark's checkpoint is of another topic than {name} is now: it was deleted and made again, or the query "
-            "has read another topic before. Start it with a new checkpoint location"
+            f"the topic {name} was deleted and made again since Spark wrote its checkpoint, or the query has read "
+            f"another topic with this checkpoint location before. {REPLACED}"
         )
     return {int(number): Span(*span) for number, span in offset["partitions"].items()}
 
@@ -81,13 +86,18 @@ def resume_at(finished: Span | None, checkpoint: Checkpoint, is_shared: bool, pl
     return max(checkpoint.offset, finished.end)
 
 
+def is_reached(span: Span, checkpoint: Checkpoint) -> bool:
+    """Whether the group counts a batch's range as done. A person's reset says nothing about the batch."""
+    return checkpoint.offset == span.end and checkpoint.by not in BY_HAND
+
+
 def may_replay(span: Span, finished: Span | None, checkpoint: Checkpoint, is_shared: bool, place: str) -> bool:
     """Whether a batch that Spark repeats may read this range again: nobody else has gone on from where it begins.
 
-    The group's checkpoint may stand at its end: then the sink has published the batch together with the checkpoint,
-    will do nothing more, and only the query's state is made again, which a shared group does not allow. False: read
-    nothing of it. Raises CheckpointsDiffer if the query is alone."""
-    if checkpoint.offset == span.end and checkpoint.by not in BY_HAND:
+    The group's checkpoint may stand at its end (`is_reached`): then the sink has published the batch together with the
+    checkpoint and will do nothing more. Only the query's state is made from these rows again; in a shared group there
+    is none. False: read nothing of it. Raises CheckpointsDiffer if the query is alone."""
+    if is_reached(span, checkpoint):
         return not is_shared
     if resume_at(finished, checkpoint, True, place) == span.start:
         return True

@@ -6,13 +6,14 @@ A task maps the log's files and yields its record batches nearly as they lie the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,15 +40,23 @@ from pyspark.sql.types import (
 
 import pxrs
 from pxrs.clock import boot_id
-from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetOutOfRange, OffsetTrimmed, TopicDeleted, WrongMachine
+from pxrs.errors import (
+    CheckpointOutOfRange,
+    DataLost,
+    HubMoved,
+    OffsetOutOfRange,
+    OffsetTrimmed,
+    TopicDeleted,
+    UnknownTopic,
+    WrongMachine,
+)
 from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.hub import Hub
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
 from pxrs.log.directory import DirectoryLog
-from pxrs.spark.manifest import fingerprint
 from pxrs.spark.options import HEADERS, ReadOptions, Where
-from pxrs.spark.planning import Range, Spans, dump_offset, gather, load_offset, split
+from pxrs.spark.planning import REPLACED, Range, Spans, dump_offset, gather, load_offset, split
 from pxrs.spark.query import Query, resolve_offsets, start_offsets
 from pxrs.spark.staging import Feed, Staging
 
@@ -83,9 +92,11 @@ def row_schema(columns: Sequence[str]) -> StructType:
 
 @dataclass(frozen=True)
 class Slice(InputPartition):  # type: ignore[misc]
-    """One task: offsets of a partition, or of several where they are few, and all that is needed to read them."""
+    """One task: offsets of a partition, or of several where they are few, and all that is needed to read them. No
+    address of the registry: tasks do not need it, and it may hold a password."""
 
-    where: Where
+    url: str
+    topic: str
     topic_id: str
     machine: str
     ranges: tuple[Range, ...]
@@ -94,7 +105,14 @@ class Slice(InputPartition):  # type: ignore[misc]
     feed: Feed | None = None
 
 
-class BatchReader(DataSourceReader):  # type: ignore[misc]
+class TaskReader:
+    """What tasks are given of a reader: everything else is in their `Slice`."""
+
+    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
+        return read_slice(partition)
+
+
+class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
     """`spark.read`: what is there between two offsets of each partition."""
 
     def __init__(self, options: ReadOptions) -> None:
@@ -118,17 +136,19 @@ class BatchReader(DataSourceReader):  # type: ignore[misc]
             ranges = [each for each in ranges if each.start < each.end]
             return _slices(options, topic, ranges)
 
-    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
-        return read_slice(partition)
+    def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
+        return TaskReader, ()
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
     """`spark.readStream`: lives in a process of its own beside the driver, as a member of the group."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
         self._hub: Hub | None = None
         self._query: Query | None = None
+        self._loaded: tuple[Mapping[str, Any], Spans] | None = None
+        """The offset that Spark came with last, and what it says: an idle query comes with the same one each time."""
 
     def initialOffset(self) -> dict[str, Any]:
         """Nothing is read yet. Where it begins is written down in the group, before anything is handed out (G6)."""
@@ -143,7 +163,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._joined().target_now()
+        query = self._joined()
+        with self._topic_there(query):
+            query.target_now()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         query = self._joined()
@@ -151,13 +173,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
         is_all = isinstance(limit, ReadAllAvailable)
         rows_max = None if is_all else self._options.rows_max
         bytes_max = None if is_all else self._options.bytes_max
-        latest = query.latest(spans, rows_max, bytes_max)
-        return start if latest == spans else dump_offset(query.source.id, latest)
+        with self._topic_there(query):
+            latest = query.latest(spans, rows_max, bytes_max)
+        return start if latest is spans or latest == spans else dump_offset(query.source.id, latest)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         query = self._joined()
-        ends = {number: query.source.end(number) for number in range(query.source.partitions)}
-        return {"topic": query.source.id, "partitions": {str(number): end for number, end in ends.items()}}
+        with self._topic_there(query):
+            ends = {str(number): end for number, end in enumerate(query.source.ends())}
+        return {"topic": query.source.id, "partitions": ends}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[Slice]:
         query = self._joined()
@@ -166,14 +190,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
         begin, finish = self._load(query, start), self._load(query, end)
         if begin == finish:
             return []
-        spans, fences = query.ranges(begin, finish)
+        with self._topic_there(query):
+            spans, fences = query.ranges(begin, finish)
         feed = self._feed(query, spans, fences)
         ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
         # Even a batch of which nothing may be read has a task: it says so to the sink.
         return _slices(self._options, topic, ranges or [Range(0, 0, 0)], feed)
 
-    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
-        return read_slice(partition)
+    def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
+        return TaskReader, ()
 
     def commit(self, end: dict[str, Any]) -> None:
         query = self._joined()
@@ -196,20 +221,34 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type
             self._query = Query(self._hub, self._options)
         return self._query
 
+    @contextlib.contextmanager
+    def _topic_there(self, query: Query) -> Iterator[None]:
+        """Raise TopicDeleted in place of UnknownTopic if there is another topic of this name now."""
+        try:
+            yield
+        except UnknownTopic as error:
+            assert self._hub is not None
+            topics = {topic.name: topic.id for topic in self._hub.topics()}
+            if topics.get(query.source.name, query.source.id) != query.source.id:
+                raise TopicDeleted(query.source.name, query.source.id, is_made_again=True, advice=REPLACED) from error
+            raise
+
     def _load(self, query: Query, offset: Mapping[str, Any]) -> Spans:
-        return load_offset(offset, query.source.id, query.source.name)
+        if self._loaded is None or self._loaded[0] != offset:
+            self._loaded = offset, load_offset(offset, query.source.id, query.source.name)
+        return self._loaded[1]
 
     def _feed(self, query: Query, spans: Spans, fences: dict[int, int]) -> Feed:
-        assert self._hub is not None
         assert self._options.group is not None
         return Feed(
             self._options.group,
             query.source.id,
             query.incarnation or "",
-            fingerprint(self._hub.registry),
+            query.registry_id,
             spans,
             fences,
             self._options.is_shared,
+            query.lease_s,
         )
 
 
@@ -232,17 +271,34 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
         return
     check_machine(part.machine)
     if part.feed is not None:
-        _announce(part.where, part.feed)
-    topic = _topic(part.where.url, part.where.topic)
+        _announce(part.url, part.feed)
+    stored = [name for name in part.columns if name in SCHEMA.names]
+    try:
+        topic = _topic_of(part)
+        for each in part.ranges:
+            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
+                yield from _rows(batch, each.partition, part.columns)
+    except HubMoved:
+        _topic.cache_clear()  # the next try of the task opens what is there now
+        raise
+    except UnknownTopic as error:
+        if isinstance(error, TopicDeleted) and error.advice:
+            raise
+        _topic.cache_clear()  # the handle that was kept is of a topic that is gone; there may be another of its name
+        _topic_of(part)
+        raise
+
+
+def _topic_of(part: Slice) -> TopicLog:
+    """The topic that was planned to be read. Raises UnknownTopic; TopicDeleted if there is another one of its name."""
+    topic = _topic(part.url, part.topic)
     if topic.id != part.topic_id:
         _topic.cache_clear()
-        topic = _topic(part.where.url, part.where.topic)
+        topic = _topic(part.url, part.topic)
         if topic.id != part.topic_id:
-            raise TopicDeleted(part.where.topic, part.topic_id, is_made_again=True)
-    stored = [name for name in part.columns if name in SCHEMA.names]
-    for each in part.ranges:
-        for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
-            yield from _rows(batch, each.partition, part.columns)
+            advice = REPLACED if part.feed is not None else "Start the read again"
+            raise TopicDeleted(part.topic, part.topic_id, is_made_again=True, advice=advice)
+    return topic
 
 
 def _rows(batch: Batch, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -313,12 +369,12 @@ def _topic(url: str, name: str) -> TopicLog:
     return DirectoryLog(Path(url)).topic(name)
 
 
-def _announce(where: Where, feed: Feed) -> None:
+def _announce(url: str, feed: Feed) -> None:
     context = TaskContext.get()
     query = context.getLocalProperty("sql.streaming.queryId") if context else None
     batch = context.getLocalProperty("streaming.sql.batchId") if context else None
     if query is not None and batch is not None:
-        Staging(where.url).announce(query, int(batch), run_of(context), feed)
+        Staging(url).announce(query, int(batch), run_of(context), feed)
 
 
 def run_of(context: TaskContext) -> str:
@@ -329,10 +385,10 @@ def run_of(context: TaskContext) -> str:
 def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed: Feed | None = None) -> list[Slice]:
     least = options.partitions_min
     tasks = gather(ranges, _TASK_ROWS_MIN) if least is None else [[each] for each in split(ranges, least)]
-    # Tasks need no registry, and its address may hold a password.
-    where = replace(options.where, registry=None)
+    url, machine = options.where.url, boot_id()
     return [
-        Slice(where, topic.id, boot_id(), tuple(each), options.columns, options.fails_on_loss, feed) for each in tasks
+        Slice(url, topic.name, topic.id, machine, tuple(each), options.columns, options.fails_on_loss, feed)
+        for each in tasks
     ]
 
 

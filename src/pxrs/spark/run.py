@@ -239,11 +239,20 @@ class Run:
 
 
 def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
-    """Raise InvalidPipeline if topics are missing, with what makes them."""
+    """Raise InvalidPipeline if topics are missing, with what makes them, or if a pipeline would feed itself."""
     if missing := missing_topics(hub, pipelines):
         commands = "; ".join(f"pxrs topic create {topic} --at {hub.url}" for topic in missing)
         names = ", ".join(missing)
         raise InvalidPipeline(f"no topic {names}: make what is missing with --create-topics, or with {commands}")
+    # By id: where file names have no case, `orders` and `Orders` are one topic.
+    ids = {topic: hub.topic(topic).id for topic in {topic for each in pipelines for topic in each.topics()}}
+    for each in pipelines:
+        for topic in each.topics():
+            if topic != each.source and ids[topic] == ids[each.source]:
+                raise InvalidPipeline(
+                    f"{each.name}: {topic} is the source, {each.source}, under another name: it would feed itself for "
+                    "ever"
+                )
 
 
 def missing_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> list[str]:

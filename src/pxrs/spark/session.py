@@ -25,6 +25,9 @@ _DEFAULTS: Final = {
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.shuffle.partitions": "8",
     "spark.sql.session.timeZone": "UTC",
+    # Spark shows a stream's options in its plans, as in `explain`, and hides only those whose names match this. The
+    # address of a registry may hold a password.
+    "spark.sql.redaction.options.regex": "(?i)url|registry",
 }
 _LINE: Final = re.compile(r"^[ \t]*(spark\.[^\s=:]+)[ \t]*[=: \t][ \t]*(.*?)[ \t]*$", re.MULTILINE)
 """Of spark-defaults.conf."""
@@ -41,7 +44,8 @@ def session(name: str, master: str | None = None, config: Mapping[str, str] | No
 
     master: as Spark has it, such as "local[4]" or "spark://host:7077"; by default that of the configuration: of
             `config`, of spark-submit, of spark-defaults.conf, or of the variable MASTER. Else "local[*]".
-    config: more settings. Ours are only defaults, where the configuration has none: small shuffles, UTC, no web page.
+    config: more settings. Ours are only defaults, where the configuration has none: small shuffles, UTC, no web page,
+            no address of a registry in plans.
 
     JAVA_HOME and PYSPARK_PYTHON are set in this process's environment if they are not: Spark reads them there.
     Raises MissingDependency if there is no pyspark or no Java.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from typing import Any
 
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
@@ -16,8 +17,15 @@ from pxrs.spark.writer import BatchWriter, StreamWriter
 class PxrsSource(DataSource):  # type: ignore[misc]
     """A topic as a table: read, readStream, write, writeStream. Relative paths are taken in the driver's folder."""
 
+    _is_planned = False
+    """Whether a reader was made of it in this process. Spark then pickles it once more, with the function that tasks
+    run, which need no options of it: the registry's address may hold a password."""
+
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "options": {}} if self._is_planned else self.__dict__
 
     @classmethod
     def name(cls) -> str:
@@ -27,9 +35,11 @@ class PxrsSource(DataSource):  # type: ignore[misc]
         return row_schema(columns_of(self.options))
 
     def reader(self, schema: StructType) -> BatchReader:
+        self._is_planned = True
         return BatchReader(read_options(self.options))
 
     def streamReader(self, schema: StructType) -> StreamReader:
+        self._is_planned = True
         return StreamReader(stream_options(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:

@@ -64,6 +64,8 @@ class Feed:
     fences: dict[int, int]
     """The version of the owner's key of each partition."""
     is_shared: bool
+    lease_s: float = 0.0
+    """How long the query's lease lives without a renewal: so long the sink waits for a registry that is away."""
 
     def dump(self) -> str:
         parts = {number: [*span, self.fences[number]] for number, span in self.spans.items()}

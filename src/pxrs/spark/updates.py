@@ -16,7 +16,14 @@ from pyspark.sql.datasource import DataSource, DataSourceArrowWriter
 from pyspark.sql.types import StructType
 
 from pxrs.spark.options import Where, write_options
-from pxrs.spark.writer import StagedMessage, StreamWriter, refuse_overwrite
+from pxrs.spark.writer import (
+    DriversWriter,
+    StagedMessage,
+    Stager,
+    publish_batch,
+    refuse_overwrite,
+    refused_commit,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -41,21 +48,35 @@ class UpdateSink(DataSource):  # type: ignore[misc]
         return UpdateWriter(write_options(options), schema, batch)
 
 
-class UpdateWriter(DataSourceArrowWriter):  # type: ignore[misc]
-    """Does as the writer of a stream does, with the batch's number from outside."""
+class UpdateTask(DataSourceArrowWriter):  # type: ignore[misc]
+    """Stages rows as the writer of a stream does, with the batch's number from outside."""
 
-    def __init__(self, where: Where, schema: StructType, batch: int) -> None:
-        self._stream, self._batch = StreamWriter(where, schema), batch
+    def __init__(self, stager: Stager, batch: int) -> None:
+        self.stager, self.batch = stager, batch
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
         query = TaskContext.get().getLocalProperty("sql.streaming.queryId")
-        return self._stream.stage(query, self._batch, iterator)
+        return self.stager.stage(query, self.batch, iterator)
 
     def commit(self, messages: Sequence[StagedMessage | None]) -> None:
-        self._stream.commit(messages, self._batch)
+        raise refused_commit()
 
     def abort(self, messages: Sequence[StagedMessage | None]) -> None:
         """Nothing is undone: the commit may have happened."""
+
+
+class UpdateWriter(DriversWriter, UpdateTask):
+    """Publishes as the writer of a stream does."""
+
+    def __init__(self, where: Where, schema: StructType, batch: int) -> None:
+        super().__init__(Stager.of(where, schema), batch)
+        self.where = where
+
+    def for_tasks(self) -> tuple[type[object], tuple[object, ...]]:
+        return UpdateTask, (self.stager, self.batch)
+
+    def commit(self, messages: Sequence[StagedMessage | None]) -> None:
+        publish_batch(self.where, self.stager.topic.id, messages, self.batch)
 
 
 def stream_updates(rows: DataFrame, options: Mapping[str, Any]) -> Any:

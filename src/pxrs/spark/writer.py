@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, SupportsIndex
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -20,11 +20,12 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from pxrs.clock import boot_id
-from pxrs.errors import BatchRefused, InvalidOption, InvalidRecord, LogError
+from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, LogError
 from pxrs.hub import Hub, TopicHandle
 from pxrs.model import Topic
-from pxrs.spark.manifest import JOB, Publisher, forget_deleted_topics
+from pxrs.spark.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
 from pxrs.spark.options import Where
+from pxrs.spark.outage import UNREACHABLE, ride_out
 from pxrs.spark.reader import check_machine, open_hub, run_of
 from pxrs.spark.staging import Feed, Staged, Staging
 
@@ -46,68 +47,149 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
     """The folder of the session for the checkpoint locations of queries that name none."""
 
 
-class _Writer:
-    def __init__(self, where: Where, schema: StructType) -> None:
+@dataclass(frozen=True)
+class Stager:
+    """What a task needs to stage rows for a topic, and no more. The registry's address stays in the driver: it may hold
+    a password, and Spark sends this to every executor."""
+
+    url: str
+    topic: Topic
+    machine: str
+
+    @classmethod
+    def of(cls, where: Where, schema: StructType) -> Stager:
         _check_columns(schema)
-        self.where, self.machine = where, boot_id()
         with open_hub(where) as hub:
-            self.topic: Topic = hub.topic(where.topic).topic
+            return cls(where.url, hub.topic(where.topic).topic, boot_id())
 
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
         check_machine(self.machine)
         context = TaskContext.get()
-        staged = Staging(self.where.url).stage(self.topic, query, batch, context.partitionId(), rows)
+        staged = Staging(self.url).stage(self.topic, query, batch, context.partitionId(), rows)
         return StagedMessage(query, staged, run_of(context))
 
 
-class BatchWriter(_Writer, DataSourceArrowWriter):  # type: ignore[misc]
-    """`df.write`: all of it becomes part of the topic, or nothing."""
+class DriversWriter:
+    """A writer of a batch in the driver's process, which is pickled without what tasks must not have.
 
-    def __init__(self, where: Where, schema: StructType, overwrite: bool) -> None:
-        refuse_overwrite(overwrite)
-        super().__init__(where, schema)
-        self._job = f"{JOB}{uuid.uuid4().hex}"
+    PySpark pickles such a writer twice, in this order (pyspark/sql/worker/write_into_data_source.py): in the function
+    that the tasks run, and alone, for `commit` in the driver. The first time `for_tasks` is pickled in its place. If
+    another version of PySpark does it the other way round, the driver gets a task's writer, whose commit is refused."""
+
+    _is_sent = False
+
+    def for_tasks(self) -> tuple[type[object], tuple[object, ...]]:
+        """What makes the writer for the tasks: a class, and its arguments."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if self._is_sent:
+            return super().__reduce_ex__(protocol)
+        self._is_sent = True
+        return self.for_tasks()
+
+
+class BatchTask(DataSourceArrowWriter):  # type: ignore[misc]
+    """`df.write`, in a task."""
+
+    def __init__(self, stager: Stager, job: str) -> None:
+        self.stager, self.job = stager, job
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
-        return self.stage(self._job, 0, iterator)
+        return self.stager.stage(self.job, 0, iterator)
 
     def commit(self, messages: Sequence[StagedMessage | None]) -> None:
-        with open_hub(self.where) as hub:
-            publisher = _first_publisher(hub, self.where, self.topic.id)
-            publisher.publish(self._job, 0, _files(messages))
-            publisher.forget(self._job)
+        raise refused_commit()
 
     def abort(self, messages: Sequence[StagedMessage | None]) -> None:
         """Nothing is undone: the commit may have happened. What was staged for nothing is collected later."""
 
 
-class StreamWriter(_Writer, DataSourceStreamArrowWriter):  # type: ignore[misc]
-    """`df.writeStream`: each batch once, however often it is tried."""
+class BatchWriter(DriversWriter, BatchTask):
+    """`df.write`: all of it becomes part of the topic, or nothing."""
 
-    def __init__(self, where: Where, schema: StructType, checkpoints: str | None = None) -> None:
-        super().__init__(where, schema)
-        self._checkpoints = checkpoints
+    def __init__(self, where: Where, schema: StructType, overwrite: bool) -> None:
+        refuse_overwrite(overwrite)
+        super().__init__(Stager.of(where, schema), f"{JOB}{uuid.uuid4().hex}")
+        self.where = where
+
+    def for_tasks(self) -> tuple[type[object], tuple[object, ...]]:
+        return BatchTask, (self.stager, self.job)
+
+    def commit(self, messages: Sequence[StagedMessage | None]) -> None:
+        with open_hub(self.where) as hub:
+            publisher = _first_publisher(hub, self.where, self.stager.topic.id)
+            publisher.publish(self.job, 0, _files(messages))
+            publisher.forget(self.job)
+
+
+class StreamTask(DataSourceStreamArrowWriter):  # type: ignore[misc]
+    """`df.writeStream`, in a task."""
+
+    def __init__(self, stager: Stager) -> None:
+        self.stager = stager
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
         context = TaskContext.get()
         query = context.getLocalProperty("sql.streaming.queryId")
-        message = self.stage(query, int(context.getLocalProperty("streaming.sql.batchId")), iterator)
+        message = self.stager.stage(query, int(context.getLocalProperty("streaming.sql.batchId")), iterator)
         return replace(message, locations=context.getLocalProperty(_LOCATIONS))
 
     def commit(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
-        told = [message for message in messages if message is not None]
-        queries = {(message.query, message.run) for message in told}
-        if len(queries) != 1:
-            raise BatchRefused(f"batch {batchId} is of {len(queries)} queries")
-        ((query, run),) = queries
-        feeds = Staging(self.where.url).feeds(query, batchId, run)
-        location = find_location(query, self._checkpoints, told[0].locations)
-        _refuse_shared_state(feeds, location)
-        planned = "" if location is None else hash_of_plan(location, batchId)
-        _publishers.get(self.where, self.topic.id).publish(query, batchId, _files(messages), feeds, planned)
+        raise refused_commit()
 
     def abort(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
         """Nothing is undone: Spark calls this also when the commit took effect and its answer was lost."""
+
+
+class StreamWriter(StreamTask):
+    """`df.writeStream`: each batch once, however often it is tried. For each commit Spark makes another one, of the
+    options, so what is pickled is for tasks alone."""
+
+    def __init__(self, where: Where, schema: StructType, checkpoints: str | None = None) -> None:
+        super().__init__(Stager.of(where, schema))
+        self.where, self._checkpoints = where, checkpoints
+
+    def __reduce__(self) -> tuple[type[object], tuple[object, ...]]:
+        return StreamTask, (self.stager,)
+
+    def commit(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
+        publish_batch(self.where, self.stager.topic.id, messages, batchId, self._checkpoints)
+
+
+def publish_batch(
+    where: Where,
+    topic_id: str,
+    messages: Sequence[StagedMessage | None],
+    batch: int,
+    checkpoints: str | None = None,
+) -> None:
+    """Make a batch of a streaming query part of the topic, in the driver. checkpoints: its location, if that is
+    given."""
+    told = [message for message in messages if message is not None]
+    queries = {(message.query, message.run) for message in told}
+    if len(queries) != 1:
+        raise BatchRefused(f"batch {batch} is of {len(queries)} queries")
+    ((query, run),) = queries
+    feeds = Staging(where.url).feeds(query, batch, run)
+    location = find_location(query, checkpoints, told[0].locations)
+    _refuse_shared_state(feeds, location)
+    planned = "" if location is None else hash_of_plan(location, batch)
+    has_state = None if location is None else _has_state(location)
+    try:
+        _publishers.get(where, topic_id).publish(query, batch, _files(messages), feeds, planned, has_state)
+    except UNREACHABLE as error:
+        raise type(error)(
+            f"batch {batch} of query {query}: the registry could not be reached: {error}. Start the query again: the "
+            "batch is published once, however often that is tried"
+        ) from error
+
+
+def refused_commit() -> BatchRefused:
+    return BatchRefused(
+        "a task's writer was asked to commit; it has no address of the registry. Nothing was written: this version of "
+        "PySpark pickles writers in another order than those that pxrs supports"
+    )
 
 
 class Publishers:
@@ -127,7 +209,11 @@ class Publishers:
         self._hubs[place] = hub, publishers  # the last one
         if len(self._hubs) > self._hubs_max:
             self._close(next(iter(self._hubs)))
-        _find_topic(hub, where.topic, topic_id)
+        try:
+            _find_topic(hub, where.topic, topic_id)
+        except HubMoved:  # the next try opens what is there now
+            self._close(place)
+            raise
         publisher = publishers.get(where.topic)
         if publisher is None or publisher.topic_id != topic_id:
             publisher = publishers[where.topic] = _first_publisher(hub, where, topic_id)
@@ -149,12 +235,16 @@ def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
     """The topic for which rows were staged. Raises UnknownTopic; BatchRefused if it is another one by now."""
     topic = hub.topic(name)
     if topic.id != topic_id:
-        raise BatchRefused(f"the topic {name} was deleted and made again while rows for it were staged")
+        raise BatchRefused(
+            f"the topic {name} was deleted and made again while rows for it were staged. Nothing of them was written. "
+            "Start the query again: it goes on with this batch, in the new topic"
+        )
     return topic
 
 
 def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
-    """One that has cleaned up."""
+    """One that has cleaned up. Raises WrongRegistry: with another registry it would not find what was published."""
+    hub.check_registry()
     staging = Staging(where.url)
     publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
     publisher.finish_others()
@@ -167,7 +257,7 @@ def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
     if nameless := [each.name for each in damaged if each.id is None]:
         _logger.warning("what is left of deleted topics stays: the id of topic %s cannot be told", nameless[0])
         return publisher
-    forget_deleted_topics(hub.registry, staging, topics)
+    ride_out(lambda: forget_deleted_topics(hub.registry, staging, topics), PATIENCE_S, errors=UNREACHABLE)
     return publisher
 
 
@@ -198,6 +288,11 @@ def hash_of_plan(location: Path, batch: int) -> str:
         return ""
 
 
+def _has_state(location: Path) -> bool:
+    """Whether the query keeps state. Its tasks write that beside Spark's checkpoints, before the sink commits."""
+    return (location / "state").exists()
+
+
 def _refuse_shared_state(feeds: Sequence[Feed], location: Path | None) -> None:
     """Partitions of a shared group move, a query's state does not (K4). Spark keeps it beside its checkpoints."""
     groups = [feed.group for feed in feeds if feed.is_shared]
@@ -207,7 +302,7 @@ def _refuse_shared_state(feeds: Sequence[Feed], location: Path | None) -> None:
             f"whether the query keeps state is not known, and partitions of the shared group {groups[0]} may move away "
             "from it: leave shareGroup out, or give a checkpointLocation that is a folder of this machine",
         )
-    if groups and location is not None and (location / "state").exists():
+    if groups and location is not None and _has_state(location):
         raise InvalidOption(
             "shareGroup",
             f"the query keeps state, and partitions of the shared group {groups[0]} may move away from it: leave "

@@ -185,6 +185,16 @@ class _Appends(_Fixtures):
         assert (values_from(topic, 0), values_from(topic, 1)) == ([b"a"], [b"x", b"y", b"z"])
         assert (topic.end(0), topic.end(1)) == (1, 3)
 
+    def test_the_ends_of_all_partitions_are_told_together(self, log: Log, topic: TopicLog) -> None:
+        assert topic.ends() == [0, 0]
+        for number, values in enumerate(([b"a"], [b"b", b"c"], [b"d"])):
+            log.topic("orders").append([Append(number % 2, records(values))])
+            assert topic.ends() == [topic.end(0), topic.end(1)]
+        assert topic.ends() == [2, 2]
+        log.delete_topic("orders")
+        with pytest.raises(UnknownTopic):
+            topic.ends()
+
     def test_appending_nothing_is_nothing(self, topic: TopicLog) -> None:
         assert topic.append([]) == []
         assert topic.end(0) == 0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
-PATIENCE_S: Final = 10.0
+PATIENCE_S: Final = 30.0
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from pxrs.cli.demo.spark import DEAD_LETTERS, SOURCE, TOTALS, Spark
 from pxrs.cli.demo.view import picture, spark_table
 from pxrs.cli.demo.worker import TTL_S, WORK_S
 from pxrs.errors import UnknownGroup
-from pxrs.group.admin import GroupDescription, GroupHandle
+from pxrs.group.admin import GroupDescription
 
 WORKERS: Final = ("anna", "ben", "cleo")
 PARTITIONS: Final = 8
@@ -77,7 +77,7 @@ class Demo:
         self._topic = hub.create_topic(SOURCE, partitions=PARTITIONS)
         for name in (TOTALS, DEAD_LETTERS) if has_spark else ():
             hub.create_topic(name, partitions=2)
-        self._group = GroupHandle(hub.registry, group, hub)
+        self._group = hub.group(group)
         self._is_sqlite = hub.registry.url.startswith("sqlite:")
         self._began = time.monotonic()
         # First, as it takes longest to start.

@@ -28,6 +28,7 @@ from pyetcd import etcdrpc as rpc
 from pxrs.errors import AccessDenied, Closed, OutcomeUnknown, RegistryUnavailable
 from pxrs.registry.etcd.connection import HAS_LEADER, Certificates, Connection, Metadata
 from pxrs.registry.etcd.faults import Fault, Proof, fault_of
+from pxrs.registry.limit import seconds_left
 
 T = TypeVar("T")
 Send = Callable[[str, Any], Any]
@@ -80,7 +81,7 @@ class Link:
 
         What is `repeatable` may be done twice; for the rest, OutcomeUnknown says that it may have happened. Any other
         error means that it has not."""
-        until = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        until = time.monotonic() + seconds_left(self.timeout_s if timeout_s is None else timeout_s)
         pause_s = PAUSE_S_MIN
         may_log_in = self._login is not None
         while True:

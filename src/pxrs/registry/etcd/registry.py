@@ -59,6 +59,7 @@ class EtcdRegistry(Registry):
         timeout_s: float,
     ) -> None:
         super().__init__(url)
+        self.timeout_s = timeout_s
         self._root = f"/{namespace}/".encode()
         self._keys, self._renewals = (
             Link(url, targets, certificates=certificates, login=login, timeout_s=timeout_s) for _ in range(2)

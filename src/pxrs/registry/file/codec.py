@@ -3,6 +3,10 @@
     magic 4 | crc32 4 | header length 4 | header JSON | values
 
 The checksum covers all that follows it. The files stay readable with a pager; nothing is compressed.
+
+The header field `synced` of an entry is the number up to which the entry's author had synced the journal when it wrote
+the entry. So every entry up to that number was on disk: if one of them is missing, no power loss explains it. Version
+0.1 wrote no such field.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import json
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pxrs.errors import RegistryCorrupt
 from pxrs.registry.state import Change, Record, State
@@ -29,10 +33,18 @@ class Seal:
     successor: str
 
 
-def encode_entry(step: Change | Seal) -> bytes:
+class JournalEntry(NamedTuple):
+    """What the file of an entry holds."""
+
+    step: Change | Seal
+    synced: int | None
+    """The number up to which the author had synced the journal; None if the entry is of version 0.1."""
+
+
+def encode_entry(step: Change | Seal, synced: int | None) -> bytes:
+    header: dict[str, Any] = {} if synced is None else {"synced": synced}
     if isinstance(step, Seal):
-        return _pack(_ENTRY, {"seal": step.successor}, [])
-    header: dict[str, Any] = {}
+        return _pack(_ENTRY, {**header, "seal": step.successor}, [])
     if step.put:
         header["put"] = [[key, len(value)] for key, value in step.put.items()]
     if step.ephemeral:
@@ -43,13 +55,14 @@ def encode_entry(step: Change | Seal) -> bytes:
     return _pack(_ENTRY, header, [*step.put.values(), *step.ephemeral.values()])
 
 
-def decode_entry(data: bytes, where: str) -> Change | Seal:
+def decode_entry(data: bytes, where: str) -> JournalEntry:
     header, values = _unpack(_ENTRY, data, where)
+    synced = header.get("synced")
     if "seal" in header:
-        return Seal(header["seal"])
+        return JournalEntry(Seal(header["seal"]), synced)
     put = {key: values.take(length) for key, length in header.get("put", ())}
     ephemeral = {key: values.take(length) for key, length in header.get("ephemeral", ())}
-    return Change(
+    change = Change(
         put,
         ephemeral,
         tuple(header.get("delete", ())),
@@ -57,6 +70,7 @@ def decode_entry(data: bytes, where: str) -> Change | Seal:
         header.get("lease_begins"),
         tuple(header.get("leases_end", ())),
     )
+    return JournalEntry(change, synced)
 
 
 def encode_snapshot(state: State, number: int) -> bytes:

@@ -17,9 +17,17 @@ the registry later, and moves the old folders away. Each step is one call that e
 folder's name is never used again: a process that slept through a compaction gets `ENOENT`, not a number that was freed.
 
 Durable before acknowledged: the scratch file is synced before the link, the folder after it; whoever follows a seal
-syncs the folder that holds it before writing behind it. A failure after the link is an unknown outcome. After a power
-loss a file system may have kept an entry and lost the one before it: what lies behind such a hole was never
-acknowledged, and is cut off by a seal.
+syncs the folder that holds it before writing behind it. A failure after the link is an unknown outcome.
+
+A missing entry has one of two causes, and they are told apart:
+- A power loss may keep an entry and lose the one before it, if neither was synced. Then neither was acknowledged, and
+  whoever opens the registry next publishes a seal in the place of the missing entry: it cuts off what lies behind.
+- Somebody removed the file. Each entry records up to which number its author had synced, and entries of the next
+  generation are written only after the seal was synced: if a missing entry was synced, opening raises RegistryCorrupt.
+No power loss happens while a handle is open, so an open handle raises RegistryCorrupt for any missing entry. It looks
+for its own last entry and for the one after the next before it publishes, and compares the whole folder with what it
+has read before its first use after `INSPECT_S`. So it never writes into a hole that one removed file has left, and into
+a larger one only if all of it was published and removed within the last second.
 
 Only `prepared` and `finish_compaction` may be called without the lock that `store.py` holds. A call that is interrupted
 in the middle, by an error or by a signal, leaves the state `torn`: it is loaded anew before it is used again.
@@ -29,6 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import shutil
@@ -39,48 +48,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pxrs import disk
-from pxrs.errors import OutcomeUnknown, RegistryCorrupt, RegistryUnavailable
-from pxrs.registry.file.codec import Seal, decode_entry, decode_snapshot, encode_entry, encode_snapshot
+from pxrs.errors import OutcomeUnknown, RegistryCorrupt, RegistryReplaced, RegistryUnavailable
+from pxrs.registry.file.codec import JournalEntry, Seal, decode_entry, decode_snapshot, encode_entry, encode_snapshot
+from pxrs.registry.file.folder import Folder, Generation
 from pxrs.registry.state import Change, State
+
+log = logging.getLogger(__name__)
 
 ENTRIES_MIN = 1024
 """A generation is sealed when it has this many entries, or a quarter of the number of keys if that is more: so
 the cost of the snapshot, spread over the commits between two of them, does not grow with the number of keys."""
+INSPECT_S = 1.0
+"""After this time an open handle compares the entries in the folder with those that it has read, at its next use."""
+INSPECT_SHARE = 0.01
+"""The part of the time that such comparisons may take: they are made more seldom if the folder is large."""
 OPEN_TRIES = 100
 SCRATCH_AGE_MAX = 3600.0
 CHUNK = 1 << 17
 _GENERATION = re.compile(r"\d{10}-[0-9a-f]{32}")
-
-
-class Generation:
-    """An open folder of entries. Its descriptor stays good for a sync after the folder was moved away."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.number = int(os.path.basename(path).partition("-")[0])
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-
-    def entry(self, number: int) -> str:
-        return f"{self.path}/{number:020d}"
-
-    def in_place(self) -> bool:
-        try:
-            os.stat(self.path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def sync(self) -> None:
-        disk.sync_folder(self._descriptor)
-
-    def numbers(self) -> list[int]:
-        """The numbers of the entries that are there."""
-        return [int(name) for name in os.listdir(self.path) if name.isdigit()]
-
-    def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
 
 
 class Published(NamedTuple):
@@ -102,13 +87,28 @@ class Journal:
         self.trash = root / "trash"
         for folder in (self.generations, self.scratch, self.trash):
             disk.make_folders(folder)
+        self._folder = Folder(str(root))
         self.state = State()
         self.number = 0
+        """The number of the last entry that is in `state`."""
+        self.synced = 0
+        """All entries up to this number are on disk. Every thread may set it after a sync; it may be too low."""
         self.torn = False
         self._begun_at = 0
+        """The number before the first entry of this generation that this handle had to read."""
+        self._number_max = 0
+        """The highest `number` that this handle has had."""
+        self._origin_name: bytes | None = None
+        """The content of the file `origin` when the journal was opened: it identifies the registry."""
+        self._is_open = False
+        self._inspect_at = 0.0
+        """When, on `time.monotonic()`, the folder is to be compared with what was read."""
         self._load()
         self.catch_up()
-        self._seal_hole()
+        self._settle_end()
+        self._origin_name = _read(f"{self.root}/origin")
+        self._is_open = True
+        self._inspect_at = time.monotonic() + INSPECT_S
 
     # Reading.
 
@@ -120,22 +120,29 @@ class Journal:
             self._load()
         self.torn = True
         while True:
-            step = self._read_entry(self.number + 1)
-            if step is None:
+            entry = self._read_entry(self.number + 1)
+            if entry is None:
                 # If the folder is in place after the entry was not there, nothing was missed.
-                if self.generation.in_place():
-                    self.torn = False
-                    return changed if known else None
-                self._load()
-                known = False
+                if not self.generation.in_place():
+                    self._load()
+                    known = False
+                elif not self._is_open or time.monotonic() < self._inspect_at or self._inspect():
+                    break
                 continue
             self.number += 1
-            if isinstance(step, Seal):
-                known = self._follow(step) and known
+            if isinstance(entry.step, Seal):
+                known = self._follow(entry.step) and known
             else:
-                changed += self.state.apply(step, self.number)
+                changed += self.state.apply(entry.step, self.number)
+        if self.number < self._number_max:
+            raise self._removed(
+                self.number + 1, f"this process has read entries up to {self._number_max}, which are not there any more"
+            )
+        self._number_max = self.number
+        self.torn = False
+        return changed if known else None
 
-    def _read_entry(self, number: int) -> Change | Seal | None:
+    def _read_entry(self, number: int) -> JournalEntry | None:
         path = self.generation.entry(number)
         data = _read(path)
         return None if data is None else decode_entry(data, path)
@@ -154,6 +161,8 @@ class Journal:
 
     def _load(self) -> None:
         """Start from the newest snapshot."""
+        self._check_same_registry()
+        self._inspect_at = 0.0
         for _ in range(OPEN_TRIES):
             folder = self._newest_live() or self._origin()
             data = None if folder is None else _read(f"{folder}/snapshot")
@@ -176,17 +185,111 @@ class Journal:
         return None
 
     def _generation_names(self) -> list[str]:
-        return [name for name in os.listdir(self.generations) if _GENERATION.fullmatch(name)]
+        try:
+            return [name for name in os.listdir(self.generations) if _GENERATION.fullmatch(name)]
+        except FileNotFoundError:
+            return []
 
-    def _seal_hole(self) -> None:
-        """If entries lie behind one that is missing, end the generation where it is missing."""
+    def _check_same_registry(self) -> None:
+        """Raise RegistryReplaced if the directory is not the one that was opened, or holds another registry."""
+        if not self._folder.in_place():
+            raise RegistryReplaced(
+                f"{self.root}: this directory was removed or moved while it was open; nothing was written. Put it back"
+            )
+        if self._origin_name is not None and _read(f"{self.root}/origin") != self._origin_name:
+            raise RegistryReplaced(
+                f"{self.root}: the registry in this directory was removed while it was open, or replaced by another "
+                "one; nothing was written. Put the original back, or open the registry again to use what lies there now"
+            )
+
+    # Missing entries.
+
+    def _inspect(self) -> bool:
+        """Compare the entries in the folder with those that were read. False if there is more to read, or the folder
+        was moved away. Raises RegistryCorrupt if one was removed, or if history goes on without this handle."""
+        began = time.monotonic()
+        numbers, later = self.generation.numbers(), self._later_entry()
+        if numbers is None:
+            return False
+        read = range(self._begun_at + 1, self.number + 1)
+        missing = next((n for n in read if n not in numbers and not self.generation.has_entry(n)), None)
+        if missing is None and later is None and max(numbers, default=0) <= self.number:
+            now = time.monotonic()
+            self._inspect_at = now + max(INSPECT_S, (now - began) / INSPECT_SHARE)
+            return True
+        # Others may have published, sealed and moved the folder while it was read.
+        if not self.generation.in_place() or (missing is None and self.generation.has_entry(self.number + 1)):
+            return False
+        if missing is not None:
+            raise self._removed(missing, "this process had read it")
+        raise self._removed(self.number + 1, f"there are later ones, such as {later or max(numbers)}")
+
+    def _ends_here(self) -> bool:
+        """As `_inspect`, but by two names alone: the last entry that was read, and the one after the next."""
+        generation = self.generation
+        has_last = self.number == self._begun_at or generation.has_entry(self.number)
+        if has_last and not generation.has_entry(self.number + 2):
+            return True
+        if not generation.in_place():
+            return False
+        if not has_last:
+            raise self._removed(self.number, "this process had read it")
+        if generation.has_entry(self.number + 1):
+            return False
+        raise self._removed(self.number + 1, f"entry {self.number + 2} is there")
+
+    def _settle_end(self) -> None:
+        """At opening: if entries lie behind one that is missing, seal the generation there, unless it was synced."""
         for _ in range(OPEN_TRIES):
-            if all(number <= self.number + 1 for number in self.generation.numbers()):
+            numbers, later = self.generation.numbers(), self._later_entry()
+            behind = [] if numbers is None else sorted(n for n in numbers if n > self.number + 1)
+            if numbers is not None and not behind and later is None:
                 return
-            before = self.number
+            before = self.generation, self.number
             self.catch_up()
-            if self.number == before and self.seal():  # else somebody published the missing one just now
+            if (self.generation, self.number) != before:
+                continue  # somebody published the missing one just now
+            self._check_never_synced(behind, later)
+            if self.seal():
                 self.catch_up()
+
+    def _check_never_synced(self, behind: list[int], later: str | None) -> None:
+        """Raise RegistryCorrupt if the next entry, which is missing, was on disk: it may have been acknowledged."""
+        hole = self.number + 1
+        if later is not None:
+            raise self._removed(hole, f"{later} was written after it was on disk")
+        are_old = False
+        for number in reversed(behind):
+            entry = self._read_entry(number)
+            if entry is not None and entry.synced is not None and entry.synced >= hole:
+                raise self._removed(hole, f"entry {number} was written after it was on disk")
+            are_old |= entry is not None and entry.synced is None
+        log.warning(
+            "%s is missing, and %d later entries are there; they are ignored from now on. %s",
+            self.generation.entry(hole),
+            len(behind),
+            "Some are of version 0.1 and do not tell whether the missing one was ever on disk: if no power was lost, "
+            "somebody has removed it, and what was committed since then is lost"
+            if are_old
+            else "A power loss leaves this, before any of them was acknowledged",
+        )
+
+    def _later_entry(self) -> str | None:
+        """The first entry, or snapshot, in a generation after this one; None if there is none."""
+        for name in sorted(self._generation_names()):
+            if int(name.partition("-")[0]) > self.generation.number:
+                with contextlib.suppress(FileNotFoundError):  # moved away
+                    for entry in sorted(os.listdir(self.generations / name)):
+                        return f"{self.generations}/{name}/{entry}"
+        return None
+
+    def _removed(self, number: int, proof: str) -> RegistryCorrupt:
+        return RegistryCorrupt(
+            self.generation.entry(number),
+            f"this entry of the journal is missing, although {proof}: somebody removed it, or the file system lost it. "
+            f"Nothing was written. Stop all processes that use this registry; then put the file back from a copy, or "
+            f"restore all of {self.root} from a copy. docs/registry.md says what to do if there is none",
+        )
 
     def _origin(self) -> str | None:
         """The folder of the first generation, made by whoever publishes its name first; None to look again."""
@@ -229,6 +332,8 @@ class Journal:
         On success the step is applied, and its generation is to be synced before it is acknowledged.
         """
         generation = self.generation
+        if self._is_open and not self._ends_here():
+            return None
         self.torn = True
         try:
             os.link(scratch, generation.entry(self.number + 1))
@@ -239,7 +344,7 @@ class Journal:
             return None
         try:
             in_place = generation.in_place()
-        except OSError as error:
+        except (OSError, RegistryReplaced) as error:
             raise OutcomeUnknown(f"{generation.path}: published, but then: {error}") from error
         if not in_place:
             # Either others have sealed and moved the folder behind our entry, or the link went into a folder that
@@ -249,6 +354,7 @@ class Journal:
         if isinstance(step, Change):  # a seal is followed by reading it, as all others do
             self.number += 1
             changed = self.state.apply(step, self.number)
+            self._number_max = self.number
         self.torn = False
         return Published(generation, self.number, changed)
 
@@ -261,7 +367,7 @@ class Journal:
     def seal(self) -> bool:
         """Let history go on in a new folder, which `catch_up` then finds; False if others were first."""
         step = Seal(self._new_folder(self.generation.number + 1))
-        with self.prepared(encode_entry(step)) as scratch:
+        with self.prepared(encode_entry(step, self.synced)) as scratch:
             sealed = self.publish(scratch, step) is not None
         if not sealed:
             os.rmdir(self.generations / step.successor)

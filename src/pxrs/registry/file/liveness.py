@@ -52,14 +52,27 @@ class LeaseFile:
 
     def renew(self) -> float:
         """Date the file anew; returns the new expiry."""
-        if not self._path.exists():  # whoever ends a lease removes its file
-            raise LeaseExpired(f"lease {self._path.name} was ended")
+        self._check_in_place()
         expiry = self._clock.now() + self._ttl
         self._date(expiry)
         previous, self._expiry = self._expiry, expiry
         if self._clock.now() >= previous:
             raise LeaseExpired(f"lease {self._path.name} was renewed too late")
         return expiry
+
+    def _check_in_place(self) -> None:
+        """Raise LeaseExpired if others do not find this file: whoever ends a lease removes its file, and if the whole
+        directory was replaced, others look at the file of the same name there."""
+        with self._guard:
+            if self._descriptor < 0:
+                raise LeaseExpired(f"lease {self._path.name} was let go")
+            held = os.fstat(self._descriptor)
+        try:
+            found = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise LeaseExpired(f"lease {self._path.name} was ended") from None
+        if not os.path.samestat(held, found):
+            raise LeaseExpired(f"{self._path}: the file of the lease was replaced by another one")
 
     def _date(self, expiry: float) -> None:
         date = _DATE.pack(expiry, boot_id().encode())

@@ -34,9 +34,11 @@ from pxrs.errors import (
 from pxrs.inotify import CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, Notifier
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.file.codec import encode_entry
-from pxrs.registry.file.journal import Generation, Journal, Published
+from pxrs.registry.file.folder import Generation
+from pxrs.registry.file.journal import Journal, Published
 from pxrs.registry.file.liveness import LeaseFile, expiry_of
 from pxrs.registry.lease import Lease
+from pxrs.registry.limit import seconds_left
 from pxrs.registry.state import Change, State
 from pxrs.registry.watch import Watch
 
@@ -55,11 +57,10 @@ class FileRegistry(Registry):
 
     def __init__(self, directory: Path, namespace: str, timeout: float) -> None:
         super().__init__(f"file:{directory}")
-        self._timeout = timeout
+        self._timeout = self.timeout_s = timeout
         self._lock = threading.Lock()
         self._watching_lock = threading.Lock()
         self._watcher: _Watcher | None = None
-        self._synced = 0
         self.folder = root = directory / namespace
         self._lease_folder = root / "leases"
         with self._os_errors():
@@ -92,9 +93,9 @@ class FileRegistry(Registry):
 
     def _settle(self, number: int, generation: Generation) -> None:
         """Sync what others published and perhaps have not synced yet: nobody may act on what a power loss undoes."""
-        if number > self._synced:
+        if number > self._journal.synced:
             generation.sync()
-            self._synced = max(self._synced, number)
+            self._journal.synced = max(self._journal.synced, number)
 
     def _catch_up(self) -> None:
         changed = self._journal.catch_up()
@@ -122,10 +123,10 @@ class FileRegistry(Registry):
 
     def _publish(self, change: Change, check: Callable[[], None]) -> int:
         """Publish the change as soon as `check`, asked of the newest state, does not raise; returns its number."""
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + seconds_left(self._timeout)
         with self._os_errors():
             self._look(check)
-            with self._journal.prepared(encode_entry(change)) as scratch:
+            with self._journal.prepared(encode_entry(change, self._journal.synced)) as scratch:
                 while (published := self._attempt(scratch, change, check)) is None:
                     if time.monotonic() > until:
                         raise RegistryUnavailable(f"{self.url}: others were first for {self._timeout:g} s; try again")

@@ -30,7 +30,7 @@ from typing import Any
 from pxrs.errors import Conflict, LeaseExpired
 from pxrs.registry.contract import ABSENT, Commit
 from pxrs.registry.sql.database import Row, TransactionAborted
-from pxrs.registry.sql.statements import Call, Statements
+from pxrs.registry.sql.statements import ALIVE, Call, Statements
 
 PAYLOAD_BYTES_MAX = 2000
 """PostgreSQL takes 8,000, and keeps all of them in a queue that every listener reads."""
@@ -40,7 +40,8 @@ VERSION_MAX = 2**63 - 1
 
 
 class LeasesDue(Exception):
-    """An entry hangs on leases that are over by the database's clock. End them, by a write, and then try again."""
+    """An entry hangs on leases that are over by the database's clock, or expire further ahead than their ttl. End the
+    former and correct the latter, by a write, and then try again."""
 
     def __init__(self, leases: Iterable[str]) -> None:
         self.leases = sorted(leases)
@@ -204,7 +205,7 @@ class CommitPlan:
     def _check_lease(self, lease: str, rows: list[Row]) -> None:
         if not rows:
             raise LeaseExpired(f"lease {lease} has ended; take a new one and claim again")
-        if rows[0][0]:
+        if rows[0][0] != ALIVE:
             raise LeasesDue([lease])
 
 

@@ -7,6 +7,10 @@ before it is answered (`synchronous=FULL`).
 Time is the machine's, counted since it was started. So the file remembers which start that was, and whoever opens it
 first after another one removes all leases and their keys: their holders are gone.
 
+The file may be removed, moved or replaced while it is open. SQLite would go on in the old file, which nobody else finds
+any more, and lose with it what it has acknowledged. So each session compares the file and its write-ahead log under
+their paths with those that were opened: before it reads, before COMMIT, and after COMMIT before it is acknowledged.
+
 On failure: a process that is stopped inside a transaction keeps the write lock. Others wait as long as the address
 allows and then raise RegistryUnavailable; nothing of theirs was written.
 """
@@ -29,6 +33,7 @@ from pxrs.errors import (
     OutcomeUnknown,
     RegistryCorrupt,
     RegistryError,
+    RegistryReplaced,
     RegistryUnavailable,
     SchemaMissing,
     StorageFull,
@@ -58,32 +63,37 @@ def open(address: Address, clock: Clock) -> Registry:
 T = TypeVar("T")
 
 
+Identity = tuple[int, int]
+"""The device and the inode of a file."""
+
+
 class _Connection(Inherited, sqlite3.Connection):
-    pass
+    log: Identity
+    """The write-ahead log that this connection has open. It lives at least as long as the connection."""
 
 
 # SQLite keeps books of the files that a process has open and of its locks on them. A forked child inherits the books,
 # but not the locks: it would write without any, and lose what it has acknowledged. So a file that was open when the
 # process was forked is refused in the child.
-_open_files: dict[tuple[int, int], tuple[int, int]] = {}
+_open_files: dict[Identity, tuple[int, int]] = {}
 """(device, inode) -> the process that has it open, and how often."""
 _open_files_lock = threading.Lock()
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
+def _identity(path: str) -> Identity:
+    status = os.stat(path)
     return status.st_dev, status.st_ino
 
 
-def _check_not_inherited(path: Path) -> None:
-    if path.exists() and _open_files.get(_identity(path), (os.getpid(), 0))[0] != os.getpid():
+def _check_not_inherited(path: str) -> None:
+    if os.path.exists(path) and _open_files.get(_identity(path), (os.getpid(), 0))[0] != os.getpid():
         raise UsedAfterFork(
             f"{path} was open when this process was forked, and SQLite cannot go on from there: start processes by "
             "'spawn' or 'forkserver', or fork before the file is opened"
         )
 
 
-def _hold(path: Path) -> tuple[int, int]:
+def _hold(path: str) -> Identity:
     identity = _identity(path)
     with _open_files_lock:
         _, count = _open_files.get(identity, (0, 0))
@@ -91,7 +101,7 @@ def _hold(path: Path) -> tuple[int, int]:
     return identity
 
 
-def _let_go(identity: tuple[int, int]) -> None:
+def _let_go(identity: Identity) -> None:
     with _open_files_lock:
         pid, count = _open_files[identity]
         if pid == os.getpid() and count > 1:
@@ -108,8 +118,10 @@ class SqliteDatabase(Database):
         super().__init__(address.text, address.seconds("timeout", TIMEOUT_S))
         self._clock = clock
         self._creates = address.flag("create", True)
-        self._path = _path(address, self._creates)
-        self._held: tuple[int, int] | None = None
+        self.path = str(_path(address, self._creates))
+        self._log_path = f"{self.path}-wal"
+        self._held: Identity | None = None
+        """The file that the first connection has opened."""
 
     def close(self) -> None:
         super().close()
@@ -153,15 +165,35 @@ class SqliteDatabase(Database):
                 ]
             )
 
+    def check_in_place(self, connection: _Connection | None = None) -> None:
+        """Raise RegistryReplaced unless the file, and the connection's log, are those that are open."""
+        if self._held is None:
+            return  # nothing is open yet
+        path = self.path
+        try:
+            if _identity(path) == self._held:
+                path = self._log_path
+                if connection is None or _identity(path) == connection.log:
+                    return
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            raise RegistryUnavailable(f"{self.url}: {path}: {error.strerror}") from error
+        raise RegistryReplaced(
+            f"{self.url}: {path} was removed, moved or replaced by another file while it was open; put the original "
+            "back, or open the registry again to use what lies there now"
+        )
+
     def _connect(self, timeout: float) -> _Connection:
-        _check_not_inherited(self._path)
-        mode = "rwc" if self._creates else "rw"
+        _check_not_inherited(self.path)
+        self.check_in_place()  # else a new, empty file would be made
+        mode = "rwc" if self._creates and self._held is None else "rw"
         until = time.monotonic() + timeout
         while True:
             connection = None
             try:
                 connection = sqlite3.connect(
-                    f"{self._path.as_uri()}?mode={mode}",
+                    f"{Path(self.path).as_uri()}?mode={mode}",
                     uri=True,
                     isolation_level=None,
                     check_same_thread=False,
@@ -170,6 +202,7 @@ class SqliteDatabase(Database):
                 )
                 journal = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
                 connection.execute("PRAGMA synchronous=FULL")
+                connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # opens the write-ahead log
                 break
             except sqlite3.Error as error:
                 if connection is not None:
@@ -180,8 +213,17 @@ class SqliteDatabase(Database):
         if journal != "wal":
             connection.close()
             raise UnsupportedPlatform(f"{self.url}: this file system does not allow SQLite's write-ahead log")
-        if self._held is None:
-            self._held = _hold(self._path)
+        try:
+            connection.log = _identity(self._log_path)
+            if self._held is None:
+                self._held = _hold(self.path)
+            self.check_in_place(connection)
+        except OSError as error:
+            connection.close()
+            raise RegistryUnavailable(f"{self.url}: the file was removed while it was being opened: {error}") from error
+        except RegistryError:
+            connection.close()
+            raise
         return connection
 
     def _session(self, connection: Any, deadline: float) -> SqliteSession:
@@ -200,7 +242,7 @@ class SqliteDatabase(Database):
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
             return AccessDenied(text)
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return RegistryCorrupt(str(self._path), str(error))
+            return RegistryCorrupt(self.path, str(error))
         if code == sqlite3.SQLITE_ERROR and "no such table" in str(error):
             return SchemaMissing(text)
         if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM):
@@ -212,17 +254,18 @@ class SqliteDatabase(Database):
         if code == sqlite3.SQLITE_NOTADB:
             return InvalidUrl(f"{self.url}: the file is not a SQLite database")
         if code == sqlite3.SQLITE_CANTOPEN:
-            if not self._path.exists() and not self._creates:
+            if not os.path.exists(self.path) and not self._creates:
                 return SchemaMissing(f"{self.url}: no such file, and it was not to be created")
             return AccessDenied(f"{self.url}: {error}")
         return self.translate(error)
 
 
 class SqliteSession(Session):
-    def __init__(self, database: SqliteDatabase, connection: sqlite3.Connection, deadline: float) -> None:
+    def __init__(self, database: SqliteDatabase, connection: _Connection, deadline: float) -> None:
         self._database, self._connection, self._deadline = database, connection, deadline
 
     def read(self, call: Call) -> list[Row]:
+        self._database.check_in_place(self._connection)
         return self.run(lambda c: c.execute(call.statement.text, self._values(*call)).fetchall())
 
     def write(self, call: Call) -> int:
@@ -237,6 +280,7 @@ class SqliteSession(Session):
     def begin(self, calls: Sequence[Call]) -> list[list[Row]]:
         self.run(lambda c: c.execute("BEGIN IMMEDIATE"))
         self.in_transaction = True
+        self._database.check_in_place(self._connection)
         return self.ask(calls)
 
     def ask(self, calls: Sequence[Call]) -> list[list[Row]]:
@@ -244,6 +288,7 @@ class SqliteSession(Session):
 
     def commit(self, calls: Sequence[Call]) -> None:
         self.ask(calls)
+        self._database.check_in_place(self._connection)
         self.in_transaction = False
         try:
             self._connection.execute("COMMIT")
@@ -252,6 +297,10 @@ class SqliteSession(Session):
             if _code(error) == sqlite3.SQLITE_FULL:
                 raise self._database.translate(error) from error
             raise OutcomeUnknown(f"{self._database.url}: COMMIT failed: {error}") from error
+        try:
+            self._database.check_in_place(self._connection)
+        except (RegistryReplaced, RegistryUnavailable) as error:
+            raise OutcomeUnknown(f"{error}; a commit was being made at that moment") from error
 
     def rollback(self) -> None:
         self.in_transaction = False
@@ -288,6 +337,7 @@ class _Gate(Gate):
         self._seen: tuple[object, object] = (None, None)
 
     def look(self) -> tuple[bool, bool]:
+        self._database.check_in_place(self._connection)
         try:
             writes = self._connection.execute("PRAGMA data_version").fetchone()
             if writes == self._seen[0]:

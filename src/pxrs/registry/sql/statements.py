@@ -35,6 +35,7 @@ from sqlalchemy import (
     func,
     insert,
     literal_column,
+    or_,
     select,
     update,
 )
@@ -47,6 +48,14 @@ FIRST: Final = " "
 """Sorts before every key: keys have no space and nothing below it. Not empty, which Oracle takes for NULL."""
 LAST: Final = "\x7f"
 """Sorts after every key."""
+
+# What a statement says of a lease. Anything but alive is settled by whoever meets it, in a transaction of its own.
+ALIVE: Final = 0
+OVER: Final = 1
+"""Its time is over, or it has no row any more."""
+AHEAD: Final = 2
+"""It expires further ahead than its ttl, which no begin or renewal writes: the database's clock was set back since. It
+would outlive a dead holder by as much as the clock was set back, so its expiry is set to now + ttl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +122,10 @@ class Statements:
     delete_lease: Statement
     keys_of_lease: Statement
     delete_key_of_lease: Statement
+    limit_lease: Statement
+    """Sets the expiry of a lease that is AHEAD to now + ttl."""
     due_leases: Statement
+    """The leases that are OVER or AHEAD."""
     nearest_expiry: Statement
     read_meta: Statement
     insert_meta: Statement
@@ -161,16 +173,17 @@ class _Builder:
         of_lease = (entry.c.namespace == _named("namespace"), entry.c.lease == _named("lease"))
         bound = (*this_entry, entry.c.lease == _named("lease"))
         now = self._now_ms()
-        is_due = case((lease.c.expires_ms > now, _ZERO), else_=_ONE)
+        is_ahead = lease.c.expires_ms > now + lease.c.ttl_ms
+        lease_state = self._lease_state()
         scan = (
-            select(entry.c.key, entry.c.value, entry.c.version, entry.c.lease, self._entry_is_due())
+            select(entry.c.key, entry.c.value, entry.c.version, entry.c.lease, self._state_of_entry())
             .where(*in_range)
             .order_by(entry.c.key)
         )
         return Statements(
             dialect=self.dialect,
             get=self._compile(
-                "get", select(entry.c.value, entry.c.version, entry.c.lease, self._entry_is_due()).where(*this_entry)
+                "get", select(entry.c.value, entry.c.version, entry.c.lease, self._state_of_entry()).where(*this_entry)
             ),
             scan=self._compile("scan", scan),
             # The offset is said because SQLite's compiler would otherwise add a parameter for it.
@@ -217,17 +230,22 @@ class _Builder:
                 update(lease).where(*this_lease, lease.c.expires_ms > now).values(expires_ms=now + lease.c.ttl_ms),
             ),
             lock_lease=self._compile(
-                "lock_lease", select(is_due).where(*this_lease).with_for_update(read=True, key_share=True)
+                "lock_lease", select(lease_state).where(*this_lease).with_for_update(read=True, key_share=True)
             ),
-            lock_lease_to_end=self._compile("lock_lease_to_end", select(is_due).where(*this_lease).with_for_update()),
-            lease_state=self._compile("lease_state", select(is_due).where(*this_lease)),
+            lock_lease_to_end=self._compile(
+                "lock_lease_to_end", select(lease_state).where(*this_lease).with_for_update()
+            ),
+            lease_state=self._compile("lease_state", select(lease_state).where(*this_lease)),
             delete_lease=self._compile("delete_lease", delete(lease).where(*this_lease)),
             keys_of_lease=self._compile("keys_of_lease", select(entry.c.key).where(*of_lease).order_by(entry.c.key)),
             delete_key_of_lease=self._compile("delete_key_of_lease", delete(entry).where(*bound)),
+            limit_lease=self._compile(
+                "limit_lease", update(lease).where(*this_lease, is_ahead).values(expires_ms=now + lease.c.ttl_ms)
+            ),
             due_leases=self._compile(
                 "due_leases",
                 select(lease.c.id)
-                .where(lease.c.namespace == _named("namespace"), lease.c.expires_ms <= now)
+                .where(lease.c.namespace == _named("namespace"), or_(lease.c.expires_ms <= now, is_ahead))
                 .order_by(lease.c.expires_ms)
                 .limit(_named("limit", Integer()))
                 .offset(_ZERO),
@@ -321,15 +339,24 @@ class _Builder:
             BigInteger(),
         )
 
-    def _entry_is_due(self) -> ColumnElement[int]:
-        """1 if the entry hangs on a lease whose time is over, or that is not there; in the statement's one snapshot."""
+    def _lease_state(self) -> ColumnElement[int]:
+        lease, now = self.schema.lease, self._now_ms()
+        return case(
+            (lease.c.expires_ms <= now, literal_column(str(OVER), Integer())),
+            (lease.c.expires_ms > now + lease.c.ttl_ms, literal_column(str(AHEAD), Integer())),
+            else_=literal_column(str(ALIVE), Integer()),
+        )
+
+    def _state_of_entry(self) -> ColumnElement[int]:
+        """The state of the lease that the entry hangs on, if it hangs on one; in the statement's one snapshot."""
         entry, lease = self.schema.entry, self.schema.lease
-        expires_ms = (
-            select(lease.c.expires_ms)
+        state = (
+            select(self._lease_state())
             .where(lease.c.namespace == entry.c.namespace, lease.c.id == entry.c.lease)
             .scalar_subquery()
         )
-        return case((entry.c.lease.is_(None), _ZERO), (expires_ms > self._now_ms(), _ZERO), else_=_ONE)
+        alive, over = literal_column(str(ALIVE), Integer()), literal_column(str(OVER), Integer())
+        return case((entry.c.lease.is_(None), alive), else_=func.coalesce(state, over))
 
     def _insert_unless_there(self, table: Table, **values: Any) -> Insert:
         if self.dialect == "postgresql":

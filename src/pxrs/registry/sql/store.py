@@ -5,7 +5,10 @@ one statement. READ COMMITTED is enough for that, and all that is asked for.
 
 A lease dies by a write. Whoever meets an entry whose lease is over by the database's clock does not act on it in
 place: it ends the lease in a transaction of its own, which deletes the lease's row and its keys, and then looks again.
-So a lease dies once, for everybody, and a clock that is stepped back cannot revive it for those who saw it gone.
+So a lease dies once, for everybody, and a clock that is set back cannot revive it for those who saw it gone.
+
+A clock that is set back also leaves living leases with an expiry too far ahead. Whoever meets such a lease sets its
+expiry to now + ttl: a dead holder goes after one more ttl at most, and a living one has a whole ttl to renew.
 
 On failure: every operation is bounded by the address's `timeout`. A connection that breaks before COMMIT was sent is
 replaced and the operation tried once more; after that the answer is RegistryUnavailable, or OutcomeUnknown if the reply
@@ -27,9 +30,10 @@ from pxrs.errors import LeaseExpired, OutcomeUnknown, RegistryUnavailable
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease
-from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
+from pxrs.registry.limit import seconds_left
+from pxrs.registry.sql.database import ConnectionLost, Database, Row, Session, TransactionAborted
 from pxrs.registry.sql.planning import CommitPlan, LeasesDue, payload
-from pxrs.registry.sql.statements import Call, Statement, key_range
+from pxrs.registry.sql.statements import AHEAD, ALIVE, OVER, Call, Statement, key_range
 from pxrs.registry.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -39,7 +43,7 @@ ATTEMPTS_MAX: Final = 40
 TRUSTED: Final = 0.95
 """The part of a lease that its holder counts on: the database's clock may run faster than ours."""
 DUE_LEASES_MAX: Final = 64
-"""How many leases one sweep ends; what is left is due at once for the next."""
+"""How many leases one sweep ends or corrects; if there are more, the next sweep is due at once."""
 
 T = TypeVar("T")
 
@@ -94,7 +98,7 @@ class SqlRegistry(Registry):
     ) -> None:
         """`channel` is where notifications go, or empty if there are none. Takes the database over."""
         super().__init__(database.url, clock=clock)
-        self.database = database
+        self.database, self.timeout_s = database, database.timeout
         self._namespace = namespace
         self._channel = channel
         self._statements = database.statements
@@ -106,8 +110,8 @@ class SqlRegistry(Registry):
         call = self._call(self._statements.get, key=key)
 
         def attempt(deadline: float) -> Entry | None:
-            for value, version, lease, is_due in self._read(call, deadline):
-                if is_due:
+            for value, version, lease, state in self._read(call, deadline):
+                if state != ALIVE:
                     raise LeasesDue([lease])
                 return Entry(key, bytes(value or b""), version)
             return None
@@ -126,7 +130,7 @@ class SqlRegistry(Registry):
 
         def attempt(deadline: float) -> list[Entry]:
             rows = self._read(call, deadline)
-            due = {lease for _, _, _, lease, is_due in rows if is_due}
+            due = {lease for _, _, _, lease, state in rows if state != ALIVE}
             if due:
                 raise LeasesDue(due)
             return [Entry(key, bytes(value or b""), version) for key, value, version, _, _ in rows]
@@ -170,7 +174,7 @@ class SqlRegistry(Registry):
                 leases = sorted(found.foreign_leases)
                 states = session.ask([self._call(self._statements.lease_state, lease=lease) for lease in leases])
                 # No row at all: the lease is being ended, or was lost. Ending it again settles that.
-                due = [lease for lease, rows in zip(leases, states, strict=True) if not rows or rows[0][0]]
+                due = [lease for lease, rows in zip(leases, states, strict=True) if not rows or rows[0][0] != ALIVE]
                 if due:
                     raise LeasesDue(due)
             plan.check_versions(found)
@@ -223,7 +227,8 @@ class SqlRegistry(Registry):
         self._patiently(lambda deadline: self._try_end(lease, deadline, even_if_alive=True))
 
     def _try_end(self, lease: str, deadline: float, *, even_if_alive: bool) -> None:
-        """Delete the lease and its keys in one transaction; unless asked otherwise, only if its time is over."""
+        """Delete the lease and its keys in one transaction; unless asked otherwise, only if its time is over. If it
+        expires too far ahead instead, correct that."""
         statements = self._statements
         locks = [
             self._call(statements.lock_lease_to_end, lease=lease),
@@ -233,8 +238,18 @@ class SqlRegistry(Registry):
         if statements.store_version is not None:
             locks.append(self._call(statements.next_version))
         with self.database.session(deadline) as session:
-            state, keys, *version = session.begin(locks)
-            if (state and not state[0][0] and not even_if_alive) or (not state and not keys):
+            rows, keys, *version = session.begin(locks)
+            state = rows[0][0] if rows else OVER
+            if state == AHEAD and not even_if_alive:
+                log.warning(
+                    "%s: lease %s expires further ahead than its ttl, so the database's clock was set back; it now "
+                    "expires one ttl from now",
+                    self.url,
+                    lease,
+                )
+                self._commit_again(session, [self._call(statements.limit_lease, lease=lease)])
+                return
+            if (state == ALIVE and not even_if_alive) or (not rows and not keys):
                 session.rollback()
                 return
             changed = [key for (key,) in keys]
@@ -245,14 +260,18 @@ class SqlRegistry(Registry):
             if changed and statements.notify is not None and self._channel:
                 values = {"the_channel": self._channel, "the_payload": payload(changed)}
                 writes.append(Call(statements.notify, values))
-            try:
-                session.commit(writes)
-            except OutcomeUnknown as error:
-                # Ending a lease twice is ending it once, so this may be tried again.
-                raise ConnectionLost(str(error)) from error
+            self._commit_again(session, writes)
+
+    def _commit_again(self, session: Session, writes: list[Call]) -> None:
+        """Commit what may safely happen twice, such as ending a lease: if the reply is lost, it is tried again."""
+        try:
+            session.commit(writes)
+        except OutcomeUnknown as error:
+            raise ConnectionLost(str(error)) from error
 
     def sweep(self) -> float | None:
-        """End the leases that are due; returns in how many seconds the next one is, None if there is none."""
+        """End the leases that are due, correct those that expire too far ahead; returns in how many seconds the next
+        one is due, None if there is none."""
         due = self._call(self._statements.due_leases, limit=DUE_LEASES_MAX)
         nearest = self._call(self._statements.nearest_expiry)
 
@@ -260,6 +279,8 @@ class SqlRegistry(Registry):
             leases = [lease for (lease,) in self._read(due, deadline)]
             for lease in leases:
                 self._try_end(lease, deadline, even_if_alive=False)
+            if len(leases) == DUE_LEASES_MAX:
+                return 0.0
             ((left_ms,),) = self._read(nearest, deadline)
             return None if left_ms is None else max(float(left_ms), 0.0) / 1000
 
@@ -301,7 +322,7 @@ class SqlRegistry(Registry):
 
     def _patiently(self, attempt: Callable[[float], T], timeout: float | None = None) -> T:
         """Try until it works, an answer is final, or the time is over. Tries again only what had no effect."""
-        timeout = self.database.timeout if timeout is None else timeout
+        timeout = seconds_left(self.database.timeout if timeout is None else timeout)
         deadline = time.monotonic() + timeout
         due: list[str] = []
         has_reconnected = False

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from pxrs.errors import PxrsError
+from pxrs.errors import PxrsError, RegistryReplaced
 from pxrs.registry.contract import Entry
 from pxrs.registry.sql.database import Gate
 from pxrs.registry.watch import Watch
@@ -79,11 +79,21 @@ class Poller:
             thread.join(self._registry.database.timeout)
 
     def _run(self) -> None:
+        is_replaced = False
         try:
             while not self._stopped.wait(self._interval):
                 self._wanted.wait()
                 try:
                     self._look()
+                    is_replaced = False
+                except RegistryReplaced as error:
+                    # Told once, not at every look; who is woken reads, and gets the error.
+                    if not is_replaced:
+                        log.warning("watching %s: %s", self._registry.url, error)
+                        self._registry.wake(None)
+                    is_replaced = True
+                    with self._lock:
+                        self._must_compare = True
                 except PxrsError as error:
                     log.info("watching %s: %s", self._registry.url, error)
                     with self._lock:  # the gate has told us of a change, and will not do so again

@@ -35,6 +35,7 @@ from kazoo.protocol.states import KazooState
 from pxrs.clock import Clock
 from pxrs.errors import LeaseExpired, RegistryUnavailable
 from pxrs.registry.lease import Lease
+from pxrs.registry.limit import seconds_left
 from pxrs.registry.zookeeper.layout import Layout, ancestors
 from pxrs.registry.zookeeper.session import Client, Endpoint, Line, Session, TryAgain, barrier
 
@@ -155,7 +156,7 @@ class LeaseSession(Session):
         with self._guard:
             was_over, self._is_over = self._is_over, True
         is_told = bool(self._present.connected)
-        is_told &= self._shut(min(self.endpoint.timeout, END_S_MAX))
+        is_told &= self._shut(seconds_left(min(self.endpoint.timeout, END_S_MAX)))
         if not is_told and not was_over:
             raise RegistryUnavailable(f"{self.endpoint.url}: no answer, so the session was left to expire")
 

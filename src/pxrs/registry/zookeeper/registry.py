@@ -28,7 +28,7 @@ class ZooKeeperRegistry(Registry):
 
     def __init__(self, endpoint: Endpoint, layout: Layout, *, clock: Clock = SYSTEM) -> None:
         super().__init__(endpoint.url, clock=clock)
-        self._endpoint, self._layout = endpoint, layout
+        self._endpoint, self._layout, self.timeout_s = endpoint, layout, endpoint.timeout
         self._watcher = Watcher(layout, self._open_watches, self._wake)
         self._session = LastingSession(endpoint, clock, self._watcher.on_state, self._watcher.on_event)
 

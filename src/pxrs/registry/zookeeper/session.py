@@ -50,6 +50,7 @@ from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from pxrs.clock import Clock
 from pxrs.errors import AccessDenied, Closed, PxrsError, RegistryUnavailable
+from pxrs.registry.limit import seconds_left
 from pxrs.registry.zookeeper.bulk import NODES_FIRST, NODES_MAX, Found, MultiRead, SetWatches, next_count
 
 log = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ class Session(ABC):
 
     def bound(self) -> float:
         """When a call that begins now must end."""
-        return self.clock.now() + self.endpoint.timeout
+        return self.clock.now() + seconds_left(self.endpoint.timeout)
 
     def connected(self, until: float) -> Client:
         client = self._client()

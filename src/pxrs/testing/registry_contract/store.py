@@ -25,10 +25,10 @@ class Backend:
     """How a suite reaches the store under test."""
 
     url: str
-    ttl: float = 1.0
+    ttl: float = 2.0
     """The shortest lease that the store grants and the tests can rely on."""
-    expiry_slack: float = 2.0
-    """How long after a lease's expiry its keys may still be seen."""
+    expiry_slack: float = 10.0
+    """How long after a lease's expiry its keys may still be seen, on a busy machine too."""
     versions_outlive_deletion: bool = True
     """Whether a version is not used again even after its key was deleted and made anew (not on ZooKeeper, R4)."""
     opener: Callable[[str], Registry] = field(default=registries_module.open)
@@ -54,7 +54,7 @@ class Store:
         return self._stack.enter_context(Actor(self.url))
 
 
-def eventually(condition: Callable[[], T], timeout: float = 10.0) -> T:
+def eventually(condition: Callable[[], T], timeout: float = 30.0) -> T:
     """The condition's first true value; asks again and again, for stores that tell nothing."""
     until = time.monotonic() + timeout
     while True:

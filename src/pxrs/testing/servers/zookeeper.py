@@ -112,6 +112,10 @@ class ZooKeeperServer(QuorumServer):
     def is_leader(self) -> bool:
         return b"Mode: leader" in self._ask(b"srvr")
 
+    def has_session(self, session: int) -> bool:
+        """Say whether the server still counts the session among its own; False once it has expired."""
+        return f"0x{session:x}".encode() in self._ask(b"dump")
+
     def _ask(self, word: bytes) -> bytes:
         """Return the answer to a four-letter word, nothing if there is none."""
         if self._is_paused:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs.group.protocol import Write
 from pxrs.group.reconcile import NOBODY, Place
-from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Owner, partition_of
+from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Owner, Paused, Starts, partition_of
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ADMIN: Final = "admin"
 """Who resets checkpoints."""
+RETENTION: Final = "retention"
+"""Who moves a topic's start."""
 
 
 class Violation(AssertionError):
@@ -42,13 +44,17 @@ class Ghost:
         self.assignment = Assignment(0)
         self.taken: set[tuple[Place, int]] = set()
         """Epochs that were taken from a living owner, by a fence or a reset: it may not know for a while."""
+        self.start: dict[Place, int] = {}
+        """Where retention has left each partition: what lies before it may be gone."""
         self.end: dict[Place, int] = {}
         self.end_at_first_join: dict[Place, int] = {}
         self.finished: dict[Place, set[int]] = {}
         self.next_out: dict[tuple[Place, int], int] = {}
+        self.failures: set[str] = set()
+        """Those whose pause was written. An admin may have removed it since."""
         self.is_calm = False
         """Nobody is slow and nothing fails: then nothing is fenced."""
-        self.claims = self.commits = self.fences = self.handed = 0
+        self.claims = self.commits = self.fences = self.handed = self.moves = 0
 
     # What the store accepts.
 
@@ -59,13 +65,33 @@ class Ghost:
         for key, value in {**write.put, **write.ephemeral}.items():
             if key.startswith(self.keys.owners):
                 self._owner(request, write, partition_of(key), Owner.load(key, value))
+            elif key.startswith(self.keys.paused):
+                self._paused(request, partition_of(key), Paused.load(key, value))
             elif key == self.keys.leader:
                 self._leader(request, Leader.load(key, value))
             elif key == self.keys.assignment:
                 self._assignment(request, Assignment.load(key, value))
+            elif key.startswith("topics/") and key.endswith("/start"):
+                self._start(key.split("/")[1], Starts.load(key, value))
+
+    def _start(self, topic: str, starts: Starts) -> None:
+        for number, start in starts.offsets.items():
+            place = (topic, int(number))
+            if start < self.start.get(place, 0):
+                raise Violation("O10 starts rise", f"{place} went from {self.start[place]} to {start}")
+            if start > self.checkpoints.get(place, start):
+                raise Violation(
+                    "O10 unread is kept", f"{place} begins at {start}, and the group is at {self.checkpoints[place]}"
+                )
+            self.start[place] = start
+        self.moves += 1
 
     def _checkpoint(self, request: Request, place: Place, checkpoint: Checkpoint) -> None:
         before = self.checkpoints.get(place)
+        if checkpoint.offset < self.start.get(place, 0):
+            raise Violation(
+                "O10 unread is kept", f"{place} begins at {self.start[place]}, and was put to {checkpoint.offset}"
+            )
         if checkpoint.by == "start":
             if before is not None:
                 raise Violation("G6 pinned once", f"{place} had {before} and was pinned at {checkpoint.offset}")
@@ -117,6 +143,14 @@ class Ghost:
         if before.incarnation not in (None, owner.incarnation) and self._is_member(before.incarnation):
             raise Violation("X6 release, then claim", f"{owner.incarnation} claimed {place} from living {before}")
         self.at_claim[place, owner.epoch] = self.checkpoints.get(place)
+
+    def _paused(self, request: Request, place: Place, paused: Paused) -> None:
+        owner = self.owners.get(place, NOBODY)
+        if owner.incarnation != request.incarnation:
+            raise Violation("X9 stale epoch", f"{request.incarnation} paused {place}, which {owner} has")
+        if paused.failure in self.failures:
+            raise Violation("X14 paused once", f"{place}: the pause of {paused.failure} was written again")
+        self.failures.add(paused.failure)
 
     def _fenced(self, request: Request, place: Place, before: Owner) -> None:
         self.taken.add((place, before.epoch))

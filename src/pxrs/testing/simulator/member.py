@@ -1,7 +1,8 @@
 """A member of a simulated group: the shell around `MemberProtocol`, one step at a time.
 
 It does what a real member's threads do: join, look when something has woken it, commit now and then, renew its lease,
-hand out messages while it may. Between any two of these steps it can be stopped, for ever or for a while.
+hand out messages while it may, write down a message that its handler could not handle. Between any two of these steps
+it can be stopped, for ever or for a while.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, R
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
 from pxrs.group.reconcile import Place
-from pxrs.group.records import Member
+from pxrs.group.records import Member, Paused
 from pxrs.testing.simulator.store import Request
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class SimulatedMember:
         self.in_hand: list[tuple[str, Lane, int]] = []
         """Topic, lane and offset of what the handler is at."""
         self.revoked_places: list[Place] = []
+        self.failures: dict[int, tuple[Lane, Paused]] = {}
+        """By partition, a pause that it does not know to be written."""
 
     def __repr__(self) -> str:
         return self.incarnation or self.name
@@ -146,12 +149,7 @@ class SimulatedMember:
     @property
     def fence_at(self) -> float:
         """When, as the leader, it has to look whether a partition was handed over in time."""
-        protocol = self.protocol
-        if protocol is None or not protocol.asked or protocol.snapshot is None or protocol.snapshot.leader is None:
-            return float("inf")
-        if protocol.snapshot.leader[0].incarnation != self.incarnation:
-            return float("inf")
-        return min(protocol.asked.values()) + protocol.handover_s
+        return float("inf") if self.protocol is None else self.protocol.fence_at
 
     @property
     def next_operation(self) -> Operation | None:
@@ -171,7 +169,7 @@ class SimulatedMember:
             return True
         if self.is_leaving:
             return not self.in_hand
-        return self.topic != self.simulation.topic or self.must_look or bool(self.protocol.due())
+        return self.topic != self.simulation.topic or self.must_look or bool(self.protocol.due() or self.failures)
 
     def step(self) -> None:
         """The next step of what it is at, or the first of what is to be done next."""
@@ -202,8 +200,30 @@ class SimulatedMember:
         elif self.must_look:
             self.is_woken = self.is_woken_by_owners = False
             self._perform("look", protocol.look(self.now))
-        elif protocol.due():
+        elif protocol.due() and not (self.failures and self.simulation.rng.random() < 0.5):
             self._perform("commit", protocol.commit(protocol.due()))
+        elif self.failures:
+            self._pause(protocol)
+
+    def fail(self) -> None:
+        """A handler could not handle a message. Whether more is handed out does not matter to the protocol."""
+        if self.protocol is None or not self.is_alive:
+            return
+        for partition, holding in self.protocol.held.items():
+            if partition not in self.failures and not holding.lane.is_lost:
+                failure = f"failure-{self.simulation.next_serial()}"
+                self.failures[partition] = holding.lane, Paused(holding.lane.done, "ZeroDivisionError", failure=failure)
+                self.simulation.note(self, failure, "of", partition)
+                return
+
+    def _pause(self, protocol: MemberProtocol) -> None:
+        partition, (lane, paused) = next(iter(self.failures.items()))
+        holding = protocol.held.get(partition)
+        if holding is None or holding.lane is not lane:
+            del self.failures[partition]  # it is the next owner's
+        else:
+            self.simulation.decide()  # where it does most harm: the reply to an earlier try may be lost
+            self._perform("pause", protocol.pause(partition, paused))
 
     def _join(self) -> None:
         simulation = self.simulation
@@ -214,7 +234,10 @@ class SimulatedMember:
         self.deadline = self.now + simulation.ttl
         self.renewed_at, self.renewal_sent = self.now, None
         simulation.store.begin_lease(self.lease, simulation.now + simulation.ttl)
-        record = Member(self.name, self.topic, "orders", simulation.partitions, since=simulation.now)
+        handover_s = simulation.rng.choice((None, simulation.handover_s, simulation.handover_s, 1.0, 30.0))
+        record = Member(
+            self.name, self.topic, "orders", simulation.partitions, since=simulation.now, handover_s=handover_s
+        )
         self.protocol = simulation.protocol_of(self, record)
         self.is_woken = True
         self._perform("join", self.protocol.join())
@@ -303,6 +326,9 @@ class SimulatedMember:
                     self.lose("the registry does not know it any more")
             case "commit":
                 self.is_woken = self.is_woken or bool(value)
+            case "pause":
+                del self.failures[next(iter(self.failures))]
+                self.simulation.decide()
             case "leave":
                 self._leave()
 
@@ -327,7 +353,7 @@ class SimulatedMember:
         """Everything is lost; it comes back as another incarnation. The lease may or may not be ended at once."""
         self.simulation.note(self, "loses all:", reason)
         if self.protocol is not None:
-            self.protocol.lose_all()
+            self.protocol.lose_all(reason)
         if self.simulation.rng.random() < 0.5:
             self.simulation.store.end_lease(self.lease)
         self.drop()
@@ -340,6 +366,7 @@ class SimulatedMember:
             self.request = Request(self.simulation.altered(self.operation, self), self.incarnation, self.lease)
         self._abandon_request()
         self.steps = self.operation = self.protocol = None
+        self.failures.clear()
 
     # Messages.
 

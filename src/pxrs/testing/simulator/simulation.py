@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pxrs.group.protocol import MemberProtocol, Operation, Write
+from pxrs.errors import RegistryError, RetentionPostponed
+from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
 from pxrs.group.reconcile import Place
-from pxrs.group.records import Checkpoint, Keys, Member, Owner
-from pxrs.testing.simulator.ghost import ADMIN, Ghost, Violation
+from pxrs.group.records import Checkpoint, Gate, Home, Keys, Member, Owner, Starts, gate_key, start_key
+from pxrs.group.retention import move_start
+from pxrs.registry.contract import ABSENT
+from pxrs.testing.simulator.ghost import ADMIN, RETENTION, Ghost, Violation
 from pxrs.testing.simulator.member import SimulatedMember
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
@@ -26,7 +29,7 @@ CALM_STEPS_MAX: Final = 20_000
 MEMBERS_MAX: Final = 6
 EVENTS: Final = (
     *("leave", "crash", "crash", "crash the leader", "stop", "stop", "stop"),
-    *("replace", "jump", "renewals fail", "hang", "reset"),
+    *("replace", "jump", "renewals fail", "hang", "reset", "retain", "fail", "fail"),
 )
 
 
@@ -101,6 +104,8 @@ class Simulation:
         self.ghost = Ghost(self.keys, self.store)
         self.store.on_accepted = self.ghost.accepted
         self.members: list[SimulatedMember] = []
+        self.retention: tuple[Steps[Any], Operation] | None = None
+        """A retention that is under way, and what it asks next. One that is given up may have been any of these."""
         self.late: list[Request] = []
         self.serial = self.topic_serial = self.name_serial = 0
         self.topic = ""
@@ -129,8 +134,8 @@ class Simulation:
     def protocol_of(self, member: SimulatedMember, record: Member) -> MemberProtocol:
         topic = member.topic
 
-        def start_of(partition: int) -> int:
-            return self.ghost.end[topic, partition] if self.starts_latest else 0
+        def start_of(partition: int, first: int) -> int:
+            return self.ghost.end[topic, partition] if self.starts_latest else first
 
         return self.defects.protocol(
             self.keys,
@@ -141,6 +146,8 @@ class Simulation:
             wall=lambda: self.now,
             keys_max=self.keys_max,
             handover_s=self.handover_s,
+            home=Home("hub", "the only one"),
+            keeps_unread=True,
         )
 
     def altered(self, operation: Operation, member: SimulatedMember) -> Operation:
@@ -166,6 +173,8 @@ class Simulation:
             self.late.remove(older)
             self.note("late, before another:")
             self.store.apply(older)
+        if self.retention is not None and _overlap(self.retention[1], write):
+            self._step_retention(*self.retention)
         for member in self.members:
             if member.is_stopped and member.request is not request and _overlap(member.next_operation, write):
                 member.stopped_until = 0.0
@@ -182,6 +191,8 @@ class Simulation:
             self.ghost.check_owners(self.members)
         self._come_to_rest()
         self._stay_at_rest()
+        if self.rng.random() < 0.3:
+            self._reset_at_rest()
         for _ in range(self.rng.randint(0, 2)):
             self._change_one()
         return self
@@ -198,6 +209,8 @@ class Simulation:
             self._append()
         elif roll < 0.153:
             self._land_late()
+        elif self.retention is not None and roll < 0.22:
+            self._step_retention(*self.retention)
         elif len(self.members) < 2 and roll < 0.26:
             self._start_member()
         else:
@@ -294,23 +307,73 @@ class Simulation:
                 member.hangs_until = self.now + rng.uniform(0, 3 * self.ttl)
             case "reset":
                 self._reset((self.topic, rng.randrange(self.partitions)))
+            case "fail":
+                member.fail()
+            case "retain":
+                self._begin_retention()
             case "topic":
                 self._create_topic()
 
+    def _begin_retention(self) -> None:
+        """Everything is old enough to go, but what the group has yet to read; how much of it, the dice decide. One that
+        is under way is as if its process had died: what it has sent may land, what it has not, will not."""
+        topic, rng = self.topic, self.rng
+
+        def plan(unread: Mapping[int, int]) -> dict[int, int]:
+            numbers = range(self.partitions)
+            ends = {n: min(unread.get(n, self.ghost.end[topic, n]), self.ghost.end[topic, n]) for n in numbers}
+            return {n: rng.randint(0, end) for n, end in ends.items() if rng.random() < 0.7}
+
+        steps = move_start(topic, plan)
+        self.retention = steps, next(steps)
+
+    def _step_retention(self, steps: Steps[Any], operation: Operation) -> None:
+        request, self.retention = Request(operation, RETENTION, None), None
+        if isinstance(operation, Write) and self.strikes(self.rates.timeout):
+            self.late.append(request)
+            return
+        while not request.is_applied:
+            self.apply(request)
+        try:
+            following = steps.send(request.result) if request.error is None else steps.throw(request.error)
+        except (StopIteration, RetentionPostponed, RegistryError):
+            return
+        self.retention = steps, following
+
+    def decide(self) -> None:
+        """An admin has a message tried again, by removing its pause; then a write of it that was given up may land."""
+        paused = self.store.state.scan(self.keys.paused, None, None)
+        if not paused or self.rng.random() < 0.5:
+            return
+        key = self.rng.choice(paused).key
+        self.note(ADMIN, "retries", key)
+        self.store.delete(key)
+        late = [each for each in self.late if isinstance(each.operation, Write) and key in each.operation.put]
+        if late:
+            request = self.rng.choice(late)
+            self.late.remove(request)
+            self.apply(request)
+
     def _reset(self, place: Place) -> None:
-        """An admin sets a checkpoint back, frees the owner in the same commit (G5), and has the members look."""
-        keys = self.keys
-        owner, checkpoint = (self.store.state.get(key(*place)) for key in (keys.owner, keys.checkpoint))
-        assignment = self.store.state.get(keys.assignment)
+        """An admin sets a checkpoint back, and in the same commit frees the owner (G5), has the members look, and goes
+        through the gate of retention (O10)."""
+        keys, state = self.keys, self.store.state
+        owner, checkpoint = (state.get(key(*place)) for key in (keys.owner, keys.checkpoint))
+        assignment, start = state.get(keys.assignment), state.get(start_key(place[0]))
         if owner is None or checkpoint is None or assignment is None:
             return
-        offset = self.rng.randint(0, Checkpoint.load(checkpoint.key, checkpoint.value).offset)
+        starts = Starts() if start is None else Starts.load(start.key, start.value)
+        offset = self.rng.randint(starts.of(place[1]), Checkpoint.load(checkpoint.key, checkpoint.value).offset)
         epoch = Owner.load(owner.key, owner.value).epoch + 1
-        put = {owner.key: Owner(None, epoch).dump(), checkpoint.key: Checkpoint(offset, by=ADMIN, epoch=epoch).dump()}
-        expect = {owner.key: owner.version, checkpoint.key: checkpoint.version}
+        put = {
+            owner.key: Owner(None, epoch).dump(),
+            checkpoint.key: Checkpoint(offset, by=ADMIN, epoch=epoch).dump(),
+            assignment.key: assignment.value,
+            gate_key(place[0]): Gate(ADMIN, self.now).dump(),
+        }
+        expect = {entry.key: entry.version for entry in (owner, checkpoint, assignment)}
+        expect[start_key(place[0])] = ABSENT if start is None else start.version
         self.apply(Request(Write(expect, put, is_leased=False), ADMIN, None))
-        touch = Write({assignment.key: assignment.version}, {assignment.key: assignment.value}, is_leased=False)
-        self.apply(Request(touch, ADMIN, None))
 
     def _start_member(self, name: str | None = None) -> SimulatedMember:
         if name is None:
@@ -340,6 +403,11 @@ class Simulation:
         self.note("topic", self.topic)
         for number in range(self.partitions):
             self.ghost.end[self.topic, number] = self.rng.choice((0, 0, 5))
+        if self.rng.random() < 0.5:
+            # It is about to move the start when members write down where the group begins.
+            self._begin_retention()
+            while self.retention is not None and not isinstance(self.retention[1], Write):
+                self._step_retention(*self.retention)
 
     def _remove_those_out(self) -> None:
         if any(member.is_out for member in self.members):
@@ -438,6 +506,12 @@ class Simulation:
         if self.store.writes != writes:
             raise Violation("X5 never periodic", f"{self.store.writes - writes} writes at rest")
 
+    def _reset_at_rest(self) -> None:
+        """Members that wait for nothing must notice that an admin has taken a partition from them."""
+        self._reset((self.topic, self.rng.randrange(self.partitions)))
+        self._go_on_until_rest()
+        self._check_rest()
+
     def _change_one(self) -> None:
         """One member comes or goes, and nothing fails: the fewest moves, and nobody else is disturbed (X4, X7)."""
         before = self._owners()
@@ -484,7 +558,7 @@ class Simulation:
 def _overlap(operation: Operation | None, write: Write) -> bool:
     if not isinstance(operation, Write):
         return False
-    return not operation.expect.keys().isdisjoint(write.expect.keys())
+    return not operation.expect.keys().isdisjoint({*write.expect, *write.put})
 
 
 def fewest_moves(has: list[int], partitions: int) -> int:

@@ -75,12 +75,12 @@ class SimulatedStore:
         match request.operation:
             case Get(key):
                 request.result = self.state.get(key)
-            case Scan(prefix):
-                found = self.state.scan(prefix, None, None)
+            case Scan(prefix, after, limit):
+                found = self.state.scan(prefix, after, None)
                 if self.scans_in_two_moments and request.first is None:
                     request.first = found
                     return
-                request.result = found if request.first is None else self._mix(request.first, found)
+                request.result = (found if request.first is None else self._mix(request.first, found))[:limit]
             case Write() as write:
                 self._write(request, write)
         request.is_applied = True
@@ -105,6 +105,9 @@ class SimulatedStore:
         self.writes += 1
         change = Change(write.put, write.ephemeral, lease=lease)
         request.result = self._apply(change, is_quiet=write.is_quiet)
+
+    def delete(self, key: str) -> None:
+        self._apply(Change(delete=(key,)), is_quiet=False)
 
     def _apply(self, change: Change, *, is_quiet: bool) -> dict[str, int]:
         written = [*change.put, *change.ephemeral]

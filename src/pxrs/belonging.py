@@ -1,0 +1,194 @@
+"""Whether an open hub has the registry that its directory belongs to, and what it may do if not.
+
+| | with the hub's registry | with another one | while none is recorded |
+|---|---|---|---|
+| send, read without a group, create and delete topics | yes | yes | yes |
+| retention of a topic without `keep_unread` | yes | yes | yes |
+| retention of a topic with `keep_unread` | yes | WrongRegistry | RetentionPostponed |
+| join a group (consumers, workers, streaming queries) | yes | WrongRegistry | yes, and records its registry |
+| reset, import, delete, retry, skip; queues; Spark's sink | yes | WrongRegistry | yes |
+| look at groups | yes | yes, at those of that registry | yes |
+
+A registry in memory is one process's own and ends with it. It is never recorded: with it a process may do all this in a
+hub that has no registry on record, except for retention with `keep_unread`. A hub in memory is its process's own as
+well, and has no record.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+
+from pxrs import disk
+from pxrs.clock import wall_time_us
+from pxrs.errors import Conflict, InvalidUrl, LogError, RetentionPostponed, WrongRegistry
+from pxrs.group.records import Home, Keys
+from pxrs.hub_record import HubRecord, HubRecordFile
+from pxrs.log.contract import RetentionPlan, TopicLog
+from pxrs.registry.address import parse
+from pxrs.registry.contract import ABSENT, Registry
+from pxrs.registry.identity import fingerprint
+
+_logger = logging.getLogger(__name__)
+
+
+class Belonging:
+    """Of one open hub in a directory. Threads share it."""
+
+    def __init__(
+        self,
+        url: str,
+        record: HubRecordFile,
+        address: str | os.PathLike[str],
+        registry: Callable[[], Registry],
+        check_place: Callable[[], None],
+    ) -> None:
+        """address: of the registry that the hub was opened with; registry: opens it, or gives it if it is open;
+        check_place: raises HubMoved."""
+        self.record = record
+        self._url, self._registry, self._check_place = url, registry, check_place
+        self._address = parse(address)
+        self._id: str | None = None
+        """The id of the registry that the hub was opened with, once it was asked for."""
+
+    @property
+    def shown(self) -> str:
+        """The address of the registry that the hub was opened with, without a password."""
+        namespace = self._address.options.get("namespace")
+        return self._address.text if namespace is None else f"{self._address.text}?namespace={namespace}"
+
+    @property
+    def _is_in_memory(self) -> bool:
+        return self._address.scheme == "memory"
+
+    def check(self) -> Home | None:
+        """The hub's identity, None if it has none yet. Raises WrongRegistry, HubMoved."""
+        self._check_place()
+        return self._checked(self.record.read())
+
+    def join(self) -> Home | None:
+        """As `check`, for a member of a group: the hub belongs to its registry from now on, if it belonged to none."""
+        self._check_place()
+        record = self.record.read()
+        if (record is None or not record.registry) and not self._is_in_memory:
+            record = self.record.claim(self._own_id() or fingerprint(self._registry()), self.shown)
+        return self._checked(record)
+
+    def begin(self, *, keeps_unread: bool) -> None:
+        """Before a topic is made: give a new directory its record. If the topic keeps what is unread, also record the
+        registry, unless the directory is one of version 0.1: its groups may be in another one."""
+        self._check_place()
+        try:
+            disk.make_folders(self.record.folder)
+        except OSError as error:
+            raise LogError(f"{error.filename or self.record.folder}: {error.strerror}") from error
+        self.record.begin()
+        record = self.record.read()
+        if keeps_unread and record is not None and not record.registry and not self._is_in_memory:
+            self.record.claim(fingerprint(self._registry()), self.shown)
+
+    def adopt(self, topics: Iterable[str]) -> tuple[str, str]:
+        """Make the hub belong to the registry that it was opened with, whatever it belonged to before; the addresses
+        of both, the former empty if it is not known.
+
+        topics: the ids of the hub's topics. Groups of this registry that have checkpoints of one of them are this
+                hub's, whatever id the hub had when they were written."""
+        if self._is_in_memory:
+            raise InvalidUrl(f"the registry {self.shown} ends with this process: a hub cannot belong to it")
+        self._check_place()
+        if not self.record.folder.is_dir():
+            raise InvalidUrl(f"there is no directory {self.record.folder}")
+        before, after = self.record.adopt(fingerprint(self._registry()), self.shown)
+        _take_groups(self._registry(), set(topics), self._home(after))
+        return "" if before is None else before.address, after.address
+
+    def check_retention(self, topic: str) -> None:
+        """Raise why retention of a topic that keeps what is unread must remove nothing: RetentionPostponed,
+        WrongRegistry."""
+        self._check_place()
+        record = self.record.read()
+        if record is None or not record.registry:
+            raise RetentionPostponed(
+                f"nothing is removed from {topic}: it is not on record which registry the groups of the hub "
+                f"{self._url} are in; that is written when a member of a group joins, or by "
+                f"`pxrs registry adopt --at {self._url} --registry URL`"
+            )
+        self._checked(record)
+
+    def _checked(self, record: HubRecord | None) -> Home | None:
+        if record is None:
+            return None
+        if record.registry and record.registry != self._own_id():
+            raise WrongRegistry(self._url, record.address, self.shown)
+        return None if self._is_in_memory else self._home(record)
+
+    def _home(self, record: HubRecord) -> Home:
+        return Home(record.hub, f"{socket.gethostname()}:{self._url} (hub {record.hub[:8]})")
+
+    def _own_id(self) -> str | None:
+        """None if the registry is a directory that is not there: to look must not make an empty one."""
+        if self._id is None:
+            if self._address.scheme == "file" and not self._address.directory().is_dir():
+                return None
+            self._id = fingerprint(self._registry())
+        return self._id
+
+
+def retain_unread(log: TopicLog, registry: Registry, belonging: Belonging | None) -> dict[int, int]:
+    """Apply retention to a topic that keeps what is unread, where `check_retention` has allowed it; the new starts of
+    the partitions that moved.
+
+    The new starts are committed first, and only then anything is removed (see `pxrs.group.retention`). What is removed
+    was decided by the groups of this registry: so the record is read again under the lock, which `adopt` takes too."""
+    from pxrs.group.protocol import drive
+    from pxrs.group.retention import move_start
+
+    plan = RetentionPlan({}, [])
+
+    def decide(unread: Mapping[int, int]) -> Mapping[int, int]:
+        nonlocal plan
+        plan = log.plan_retention(wall_time_us(), unread)
+        return plan.starts
+
+    starts = drive(move_start(log.id, decide), registry, None)
+    behind = _behind(log, starts, plan.errors)
+    moved: dict[int, int] = {}
+    if behind and belonging is None:
+        moved = log.trim(behind)
+    elif behind and belonging is not None:
+        with belonging.record.locked():
+            belonging.check_retention(log.name)
+            moved = log.trim(behind)
+    if plan.errors:
+        raise plan.errors[0]
+    return moved
+
+
+def _behind(log: TopicLog, starts: Mapping[int, int], errors: list[LogError]) -> dict[int, int]:
+    """The partitions that still hold messages from before their start, be it of a retention that died."""
+    found = {}
+    for number, start in starts.items():
+        try:
+            if number < log.partitions and log.start(number) < start:
+                found[number] = start
+        except LogError as error:  # a damaged partition keeps no other from being trimmed
+            errors.append(error)
+    return found
+
+
+def _take_groups(registry: Registry, topics: set[str], home: Home) -> None:
+    from pxrs.group.admin import groups
+
+    for name in groups(registry):
+        keys = Keys(name)
+        read = {entry.key.split("/")[3] for entry in registry.scan(keys.checkpoints)}
+        entry = registry.get(keys.home)
+        known = Home() if entry is None else Home.load(entry.key, entry.value)
+        if known.hub == home.hub or not read & topics:
+            continue
+        try:
+            registry.commit({keys.home: ABSENT if entry is None else entry.version}, {keys.home: home.dump()})
+        except Conflict:
+            _logger.warning("group %s: a member of it is just joining, from %s; run adopt again", name, known.place)

@@ -1,0 +1,108 @@
+"""Messages that a handler failed on, sent to another topic with the reason.
+
+A dead letter is the message as it was, with headers added behind its own:
+
+    pxrs-reason       what was raised: class and message
+    pxrs-origin       the place of the message: topic/partition offset N
+    pxrs-error-type   the class that was raised
+    pxrs-traceback    where it was raised; left out if the message would be too large with it
+
+If a dead letter cannot be stored, `send` raises, and the runner pauses the partition instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from pxrs.errors import Closed, InvalidGroup, InvalidRecord
+from pxrs.failures import Failure
+from pxrs.model import Message
+from pxrs.outgoing import Receipt
+from pxrs.producer import Producer
+
+_logger = logging.getLogger(__name__)
+
+REASON_HEADER: Final = "pxrs-reason"
+ORIGIN_HEADER: Final = "pxrs-origin"
+TYPE_HEADER: Final = "pxrs-error-type"
+TRACEBACK_HEADER: Final = "pxrs-traceback"
+TIMEOUT_S: Final = 60.0
+"""How long a handler's thread waits until a dead letter is stored."""
+
+
+def check_other_topic(source: str, source_id: str, dead_letters_id: str) -> None:
+    """Raise InvalidGroup if dead letters would go to the topic that is read. Compared by id: a topic may be known under
+    several names, such as `Orders` and `orders` where file names have no case."""
+    if source_id == dead_letters_id:
+        raise InvalidGroup(
+            f"dead_letters is the topic {source} itself: each message that fails would be read again as a new one, and "
+            "fail again, without end. Create another topic for them"
+        )
+
+
+class DeadLetterTopic:
+    """Opens a producer of the topic when the first dead letter is sent, and a new one after a failure: a producer takes
+    nothing more for a partition that has failed. Called, it returns the producer. Threads share it."""
+
+    def __init__(self, open_producer: Callable[[], Producer]) -> None:
+        self._open = open_producer
+        self._lock = threading.Lock()
+        self._producer: Producer | None = None
+
+    def __call__(self) -> Producer:
+        with self._lock:
+            if self._producer is None:
+                self._producer = self._open()
+            return self._producer
+
+    def discard(self, failed: Producer) -> None:
+        """Close the producer, whose failure was raised already; the next call opens another."""
+        with self._lock:
+            if self._producer is failed:
+                self._producer = None
+        try:
+            failed.close()
+        except Exception as error:  # noqa: BLE001 - it is the failure that `send` has raised, or one that followed it
+            _logger.debug("closing the producer of dead letters: %s", error)
+
+
+def send(open_producer: Callable[[], Producer], source_id: str, message: Message, failure: Failure) -> None:
+    """Store a dead letter durably. Raises what the producer raises; TimeoutError means that it may be stored yet.
+
+    source_id: the id of the topic that the message was read from."""
+    added = [
+        (REASON_HEADER, failure.text.encode()),
+        (ORIGIN_HEADER, place_of_message(message).encode()),
+        (TYPE_HEADER, failure.type.encode()),
+        (TRACEBACK_HEADER, failure.traceback.encode()),
+    ]
+    headers: list[tuple[str, bytes | None]] = [*(message.headers or []), *added]
+    producer = open_producer()
+    check_other_topic(message.topic, source_id, producer.topic_id)
+    try:
+        try:
+            receipt = _begin(producer, message, headers)
+        except Closed:  # another thread's dead letter failed meanwhile, and `discard` has closed its producer
+            producer = open_producer()
+            receipt = _begin(producer, message, headers)
+        receipt.result(TIMEOUT_S)
+    except (InvalidRecord, TimeoutError):
+        raise  # the producer is sound, or still tries to store it
+    except Exception:
+        if isinstance(open_producer, DeadLetterTopic):
+            open_producer.discard(producer)
+        raise
+
+
+def _begin(producer: Producer, message: Message, headers: list[tuple[str, bytes | None]]) -> Receipt:
+    try:
+        return producer.send(message.value, message.key, headers, message.timestamp)
+    except InvalidRecord:  # perhaps for the size of the traceback alone, which is the last header
+        return producer.send(message.value, message.key, headers[:-1], message.timestamp)
+
+
+def place_of_message(message: Message) -> str:
+    return f"{message.topic}/{message.partition} offset {message.offset}"

@@ -1,0 +1,100 @@
+"""Where a group is to go on: what an administrator asks for, as an offset of each partition.
+
+Nothing is translated that could pass over a message of which nobody says that it was read. Of a topic that keeps what
+is unread, no offset lies before `Starts`: what lies there may be removed at any moment, though it can still be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Literal, Protocol
+
+from pxrs.errors import InvalidGroup, OffsetOutOfRange, OffsetTrimmed
+from pxrs.group.records import Starts
+from pxrs.model import microseconds_of
+
+To = Literal["earliest", "latest"] | int | datetime | Mapping[int, int]
+
+
+class Offsets(Protocol):
+    """What is needed of a topic. A `Source` has it, and so has a `TopicHandle`."""
+
+    name: str
+    id: str
+    partitions: int
+    has_gaps: bool
+    keeps_unread: bool
+
+    def start(self, partition: int) -> int: ...
+
+    def end(self, partition: int) -> int: ...
+
+    def offset_at(self, partition: int, timestamp: int) -> int: ...
+
+
+def resolve_offsets(to: To, source: Offsets, starts: Starts) -> dict[int, int]:
+    """The offset for each partition. Raises if one is not in the log, or before `starts`, which retention has moved."""
+    numbers = range(source.partitions)
+    match to:
+        case "earliest":
+            return {number: _first(number, source, starts) for number in numbers}
+        case "latest":
+            return {number: source.end(number) for number in numbers}
+        case datetime():
+            if to.tzinfo is None:
+                raise InvalidGroup(f"reset to {to}: give the time a time zone, such as tzinfo=UTC")
+            at = microseconds_of(to)
+            return {number: max(source.offset_at(number, at), starts.of(number)) for number in numbers}
+        case Mapping():
+            if not to:
+                raise InvalidGroup("no partition is named: give offsets by partition, such as {0: 120}")
+            for number in to:
+                if not _is_count(number) or number >= source.partitions:
+                    raise InvalidGroup(
+                        f"{source.name} has no partition {number!r}; it has 0 to {source.partitions - 1}"
+                    )
+            return {number: _checked(offset, number, source, starts) for number, offset in sorted(to.items())}
+        case int():
+            return {number: _checked(to, number, source, starts) for number in numbers}
+    raise InvalidGroup(f"reset to {to!r}: use 'earliest', 'latest', an offset, a time, or offsets by partition")
+
+
+def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -> dict[int, int]:
+    """A single position of an old consumer, for all partitions. Raises InvalidGroup where it means nothing.
+
+    group: the name of the group, to say what to do instead."""
+    if not _is_count(offset):
+        raise InvalidGroup(f"{offset!r} is no offset: give a number from 0 on")
+    if source.has_gaps:  # as it is: rows that were handled may be gone from the table, and say nothing of the others
+        return dict.fromkeys(range(source.partitions), offset)
+    if source.partitions == 1:
+        return {0: _checked(offset, 0, source, starts)}
+    raise InvalidGroup(
+        f"{source.name} has {source.partitions} partitions, and each counts its offsets from 0: a single position, "
+        f"{offset}, does not say how far each of them was read. Give their offsets, as --partition 0=OFFSET "
+        f"--partition 1=OFFSET ... or import_checkpoint({{0: OFFSET, ...}}); or have the group begin at a time, by "
+        f"`pxrs group reset {group} --to TIME` if it is there, or by a consumer with start=TIME if it is new"
+    )
+
+
+def _first(partition: int, source: Offsets, starts: Starts) -> int:
+    """The first offset that is there and stays: files from before `starts` may be removed at any moment."""
+    return max(source.start(partition), starts.of(partition))
+
+
+def _checked(offset: int, partition: int, source: Offsets, starts: Starts) -> int:
+    if not _is_count(offset):
+        raise InvalidGroup(f"{source.name}/{partition}: {offset!r} is no offset; give a number from 0 on")
+    if source.has_gaps:
+        return offset
+    first, end = _first(partition, source, starts), source.end(partition)
+    if offset > end:
+        raise OffsetOutOfRange(f"{source.name}/{partition}", offset, end)
+    if offset < first:
+        raise OffsetTrimmed(f"{source.name}/{partition}", offset, first)
+    return offset
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,70 @@
+"""What retention says to the registry before it removes anything of a topic that keeps what is unread (O10).
+
+A group may be given a checkpoint while retention decides: then the one must see the other. So
+
+    retention                                   who pins, resets or imports
+    1. reads `gate`                             1. reads `start`
+    2. reads `start` and all checkpoints        2. chooses offsets that are not before it
+    3. commits the new `start`,                 3. commits the checkpoints and a new `gate`,
+       expecting `gate` and `start`                expecting `start`
+    4. removes what lies before it
+
+If 3. of the right side comes first, 3. of the left side is refused, unless `gate` was read later, and then the
+checkpoints that were read count the new ones. If 3. of the left side comes first, 3. of the right side is refused, and
+its offsets are chosen anew. Checkpoints that owners commit only go forward: they concern neither side, and do not touch
+the gate. A process that dies before 4. leaves `start` for the next retention, which removes what lies before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pxrs.errors import Conflict, RetentionPostponed
+from pxrs.group.protocol import ATTEMPTS_MAX, Get, Scan, Steps, Write
+from pxrs.group.records import GROUP_NAME, Checkpoint, Keys, Starts, gate_key, start_key
+from pxrs.registry.contract import ABSENT, Entry
+
+
+def move_start(topic: str, plan: Callable[[Mapping[int, int]], Mapping[int, int]]) -> Steps[dict[int, int]]:
+    """Commit the starts that `plan` chooses for the topic with this id, given the first offset in each partition that
+    some group has yet to read. The starts of all partitions as they are then; what lies before them may be removed.
+
+    Raises RetentionPostponed if groups begin faster than this can decide."""
+    for _ in range(ATTEMPTS_MAX):
+        gate: Entry | None = yield Get(gate_key(topic))  # first: what is pinned after it refuses the commit
+        entry: Entry | None = yield Get(start_key(topic))
+        starts = Starts() if entry is None else Starts.load(entry.key, entry.value)
+        planned = plan((yield from unread(topic)))
+        moved = {str(number): start for number, start in sorted(planned.items()) if start > starts.of(number)}
+        if moved:
+            expect = {
+                gate_key(topic): ABSENT if gate is None else gate.version,
+                start_key(topic): ABSENT if entry is None else entry.version,
+            }
+            starts = Starts({**starts.offsets, **moved})
+            try:
+                yield Write(expect, {start_key(topic): starts.dump()}, is_leased=False, is_quiet=True)
+            except Conflict:
+                continue
+        return {int(number): start for number, start in starts.offsets.items()}
+    raise RetentionPostponed(
+        f"groups were given checkpoints of topic {topic} {ATTEMPTS_MAX} times while its retention looked for what is "
+        "read; it is tried again later"
+    )
+
+
+def unread(topic: str) -> Steps[dict[int, int]]:
+    """Of the partitions of the topic with this id: the first offset that some group has yet to read."""
+    found: dict[int, int] = {}
+    after = None
+    # From one group's first key straight to the next group's: '0' is what follows '/', and the keys of a group may be
+    # many.
+    while entries := (yield Scan("groups/", after, 1)):
+        name = entries[0].key.split("/")[1]
+        after = f"groups/{name}0"
+        if GROUP_NAME.fullmatch(name):
+            for entry in (yield Scan(f"{Keys(name).checkpoints}{topic}/")):
+                number = int(entry.key.rpartition("/")[2])
+                offset = Checkpoint.load(entry.key, entry.value).offset
+                found[number] = min(offset, found.get(number, offset))
+    return found

@@ -1,0 +1,49 @@
+"""Calls to a registry that are made again while it cannot be reached, instead of ending a streaming query.
+
+A query stays the owner of its partitions until its lease ends, so an outage that is shorter than the lease need not end
+it. Only calls that had no effect (RegistryUnavailable), or that may be made twice by their own design, come through
+here. Every wait has a bound: when it is over, the last error is raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from pxrs.errors import OutcomeUnknown, RegistryUnavailable
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+UNREACHABLE: Final = (RegistryUnavailable, OutcomeUnknown)
+"""The errors of `ride_out` for calls that may be made twice."""
+_PAUSE_S: Final = (0.05, 1.0)
+"""Between two calls: the first pause, doubled each time, and the longest."""
+
+
+def ride_out(
+    call: Callable[[], T],
+    patience_s: float,
+    may_wait: Callable[[], bool] = lambda: True,
+    errors: tuple[type[Exception], ...] = (RegistryUnavailable,),
+) -> T:
+    """What `call` returns. It is made again after these errors for up to `patience_s` since the first one of them.
+
+    may_wait: asked before each pause; the last error is raised as soon as it says no.
+    errors:   with OutcomeUnknown among them, `call` must be one that may be made twice."""
+    pause, pause_max = _PAUSE_S
+    until: float | None = None
+    while True:
+        try:
+            return call()
+        except errors as error:
+            now = time.monotonic()
+            if until is None:
+                until = now + patience_s
+                _logger.warning("the registry cannot be reached, trying again for up to %g s: %s", patience_s, error)
+            if now >= until or not may_wait():
+                raise
+        time.sleep(min(pause, until - now))
+        pause = min(2 * pause, pause_max)

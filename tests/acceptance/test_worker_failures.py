@@ -1,0 +1,202 @@
+"""`pxrs worker` and what fails in it: it is shown, and what can never work is not tried again."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pxrs
+from pxrs import ConsumeOnce
+from pxrs.cli import worker
+from pxrs.cli.worker_process import EXIT_BAD_HANDLER, EXIT_FAILED, EXIT_FINAL, Settings
+from pxrs.group.records import Keys, Member
+from pxrs.testing.waiting import eventually
+
+PATIENCE_S = 60.0
+SHOP = """
+def reject(message):
+    raise ValueError("not this one")
+
+def reject_item(tx, item):
+    raise ValueError("not this item")
+
+def take(message):
+    pass
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[pxrs.Hub]:
+    (tmp_path / "shop.py").write_text(SHOP)
+    with pxrs.open(tmp_path / "data") as hub:
+        hub.create_topic("t", partitions=1)
+        with hub.producer("t") as out:
+            out.send(b"x")
+        yield hub
+
+
+def run(folder: Path, handler: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pxrs.cli", "worker", handler, "--at", "data", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+
+
+def events(lines: str, kind: str) -> list[dict[str, Any]]:
+    return [event for event in map(json.loads, lines.splitlines()) if event["event"] == kind]
+
+
+# What is shown.
+
+
+def test_people_are_shown_what_a_handler_raised_when_and_where(hub: pxrs.Hub, tmp_path: Path) -> None:
+    done = run(tmp_path, "shop:reject", "--topic", "t", "--group", "g", "--until-end")
+    assert done.returncode == 1, done.stderr
+    lines = done.stderr.splitlines()
+    told = [number for number, line in enumerate(lines) if "t/0 offset 0: the handler failed, pausing" in line]
+    assert len(told) == 1, done.stderr
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d worker 1: group g, ", lines[told[0]])
+    assert lines[told[0]].endswith(": ValueError: not this one")
+    shown = lines[told[0] + 1 : told[0] + 5]
+    assert shown[0] == "    Traceback (most recent call last):"
+    assert shown[1].endswith('shop.py", line 3, in reject')
+    assert shown[3] == "    ValueError: not this one"
+    assert all(re.match(r"\d{4}-\d\d-\d\d |    ", line) for line in lines), "every event has its time"
+
+
+def test_machines_are_given_the_fields_and_the_traceback(hub: pxrs.Hub, tmp_path: Path) -> None:
+    options = ("--on-error", "retry", "--retries", "1", "--until-end", "--json")
+    done = run(tmp_path, "shop:reject", "--topic", "t", "--group", "g", *options)
+    first, last = events(done.stderr, "log")
+    fields = ("group", "topic", "partition", "offset", "error_type", "level", "worker", "logger")
+    assert [last[name] for name in fields] == ["g", "t", 0, 0, "ValueError", "error", 1, "pxrs.runner"]
+    assert "in reject" in first["traceback"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", last["time"])
+    assert "\n" not in first["text"]
+
+
+def test_a_handler_that_ends_its_worker_is_shown_with_its_traceback(hub: pxrs.Hub, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pxrs.cli",
+        "worker",
+        "shop:reject",
+        "--at",
+        "data",
+        "--topic",
+        "t",
+        "--group",
+        "g",
+    ]
+    with (tmp_path / "told").open("wb") as told:
+        process = subprocess.Popen([*command, "--on-error", "raise", "--json"], cwd=tmp_path, stderr=told)
+    try:
+        (failed, *_) = eventually(lambda: events((tmp_path / "told").read_text(), "failed"), PATIENCE_S)
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert "HandlerFailed: t/0 offset 0: ValueError: not this one" in failed["text"]
+    assert "in reject" in failed["traceback"]
+
+
+def test_a_worker_of_a_queue_shows_what_was_raised(hub: pxrs.Hub, tmp_path: Path) -> None:
+    queue = hub.create_queue("q", ConsumeOnce())
+    item = queue.put("x")
+    command = [sys.executable, "-m", "pxrs.cli", "worker", "shop:reject_item", "--at", "data", "--queue", "q", "--json"]
+    with (tmp_path / "told").open("wb") as told:
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=told)
+    try:
+        (failed,) = eventually(lambda: events((tmp_path / "told").read_text(), "log"), PATIENCE_S)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert [failed[name] for name in ("queue", "item", "deliveries", "error_type")] == ["q", item, 1, "ValueError"]
+    assert "in reject_item" in failed["traceback"]
+
+
+# What is not tried again.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--lease-ttl", "0.001"), "InvalidGroup: lease_ttl is 0.001"),
+        (("--on-error", "dead-letter", "--dead-letters", "t"), "InvalidGroup: dead_letters is the topic t itself"),
+    ],
+)
+def test_an_option_that_can_never_work_ends_the_command_at_once(
+    hub: pxrs.Hub, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    done = run(tmp_path, "shop:take", "--topic", "t", "--group", "g", *arguments)
+    assert done.returncode == 1, done.stderr
+    assert " ".join(done.stderr.split()).count(words) == 1, done.stderr
+    assert "started" not in done.stderr
+
+
+def test_a_lease_that_no_store_grants_ends_a_worker_of_a_queue_too(hub: pxrs.Hub, tmp_path: Path) -> None:
+    hub.create_queue("q")
+    done = run(tmp_path, "shop:reject_item", "--queue", "q", "--lease-ttl", "0.001")
+    assert (done.returncode, "lease_ttl is 0.001 s" in done.stderr) == (1, True), done.stderr
+
+
+def test_a_refusal_of_the_registry_ends_the_command_and_the_other_workers(hub: pxrs.Hub, tmp_path: Path) -> None:
+    topic = hub.topic("t")
+    with hub.registry.lease(60) as lease:
+        alone = Member("spark", topic.id, "t", 1, host="h", is_alone=True)
+        hub.registry.commit(ephemeral={Keys("g").member("m1"): alone.dump()}, lease=lease)
+        done = run(tmp_path, "shop:take", "--topic", "t", "--group", "g", "--processes", "2", "--json")
+    assert done.returncode == 1, done.stderr
+    failed = events(done.stderr, "failed")
+    assert failed
+    assert all("GroupActive: group g belongs to spark on h alone" in event["text"] for event in failed)
+    assert events(done.stderr, "died") == []
+    (stopping, *_) = events(done.stderr, "stopping")
+    assert "cannot work" in stopping["text"]
+
+
+class Trial:
+    """A process that has ended with this code."""
+
+    def __init__(self, code: int) -> None:
+        self.returncode = code
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("codes", "tried", "code"),
+    [
+        ([EXIT_FAILED, -signal.SIGKILL, 0], 3, 0),
+        ([EXIT_FAILED, EXIT_FINAL], 2, 1),
+        ([EXIT_BAD_HANDLER], 1, 2),
+        ([0], 1, 0),
+    ],
+)
+def test_a_trial_is_repeated_only_for_what_may_pass(
+    monkeypatch: pytest.MonkeyPatch, codes: list[int], tried: int, code: int
+) -> None:
+    monkeypatch.setattr(worker, "RESTART_S", (0.001, 0.002))
+    supervisor = worker.Supervisor(Settings("shop:take", "t", "g", "data", None, 1, 1.0, {}), 1)
+    started: list[Trial] = []
+
+    def spawn(settings: Settings) -> Any:
+        assert settings.is_trial
+        started.append(Trial(codes[len(started)]))
+        return started[-1]
+
+    monkeypatch.setattr(supervisor, "_spawn", spawn)
+    with supervisor._signals() as woken:
+        assert supervisor._try(woken) == code
+    assert len(started) == tried

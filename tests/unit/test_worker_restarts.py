@@ -1,0 +1,39 @@
+"""Which errors end `pxrs worker`, and which have a worker started again."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from pxrs import errors
+from pxrs.cli.restarts import is_final
+from pxrs.errors import PxrsError
+
+MAY_PASS = {
+    *("RegistryUnavailable", "StorageFull", "OutcomeUnknown", "OutcomeLost", "LeaseExpired", "Conflict"),
+    *("AppendFailed", "BufferFull", "LogBusy", "ReadFailed"),
+    *("PartitionLost", "TransactionLost", "HandlerFailed", "Closed"),
+}
+
+
+def made(kind: type[PxrsError]) -> PxrsError:
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, PxrsError)]
+)
+def test_every_error_of_pxrs_is_an_outage_or_a_refusal(kind: type[PxrsError]) -> None:
+    assert is_final(made(kind)) == (kind.__name__ not in MAY_PASS)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no more files"), MemoryError(), SystemExit(3), ValueError("a bug")], ids=repr
+)
+def test_what_others_raise_may_pass(error: BaseException) -> None:
+    assert not is_final(error)
+
+
+def test_a_handler_that_cannot_be_imported_never_can() -> None:
+    assert is_final(ImportError("no module named shop"))
