@@ -68,6 +68,32 @@ def test_every_message_is_read_and_more_can_be_sent(hub: pxrs.Hub) -> None:
     assert [finding for checked in check(Path(hub.url)) for finding in checked.findings] == []
 
 
+def test_topics_have_the_settings_that_they_were_made_with(hub: pxrs.Hub) -> None:
+    topics = {topic.name: topic for topic in hub.topics()}
+    assert hub.damaged_topics() == []
+    assert (topics["kept"].retention_s, topics["kept"].segment_s, topics["kept"].segment_age_s) == (
+        86_400,
+        None,
+        21_600,
+    )
+    assert (topics["orders"].segment_s, topics["orders"].segment_age_s) == (None, None)
+
+
+def test_retention_counts_from_the_time_of_the_messages_or_of_their_files(hub: pxrs.Hub) -> None:
+    """Whichever is later. The files were unpacked with the times at which they were made."""
+    hub.group("careful").delete(force=True)
+    topic = hub.topic("kept")
+    folder = Path(topic.log.partition_folder(0))  # type: ignore[attr-defined]
+    last_written = max(file.stat().st_mtime_ns for file in folder.glob("*.log")) // 1000
+    last_sent = max(message.timestamp for message in topic.messages(0))
+    youngest = max(last_written, last_sent)
+    assert topic.log.retain(youngest) == {}
+    assert topic.start(0) == 0
+    assert topic.log.retain(youngest + 86_400 * 1_000_000 + 1) == {0: 300}
+    assert topic.start(0) == 300
+    assert [finding for checked in check(Path(hub.url)) for finding in checked.findings] == []
+
+
 def test_nothing_unread_is_removed_before_it_is_known_in_which_registry_the_groups_are(hub: pxrs.Hub) -> None:
     assert hub.check_registry() is None, "version 0.1 does not write it down"
     with pytest.raises(pxrs.errors.RetentionPostponed):

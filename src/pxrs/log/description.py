@@ -82,7 +82,7 @@ def look_up(topics: Path, name: str) -> Topic | DamagedTopic | None:
             what = f"it cannot be read: {error.strerror}"
             return DamagedTopic(name, target, DamagedFrame(str(folder / META), 0, what))
         if topic.name != name or target not in (None, topic.id):
-            what = f"it describes the topic {topic.name} with the id {topic.id}, and {name} leads to it in {target}"
+            what = f"it describes topic {topic.name} with the id {topic.id}, and {name} leads to it in {target}"
             return DamagedTopic(name, target, MisplacedFile(str(folder / META), 0, what))
         return topic
     raise LogBusy(f"the topic {name} is deleted and made again faster than it can be opened")

@@ -371,6 +371,7 @@ class DirectoryTopic(TopicLog):
         order. What that looks like (missing files, an empty folder, a closed descriptor) says nothing about the log."""
         try:
             self._check_usable()
+            self._place.check()  # also if the topic's folder is there: it may be that of a copy
             if not self._is_there():
                 raise self._deleted()
         except (TopicDeleted, HubMoved, Closed) as reason:
