@@ -698,9 +698,14 @@ class Producer:
             error.add_note(f"pxrs: closing the producer of {self._log.name} failed too: {failure}")
 
     def __del__(self) -> None:
-        if getattr(self, "_is_ended", True) or self._is_forked or sys.is_finalizing():
+        is_ended = getattr(self, "_is_ended", None)
+        if is_ended is None or self._is_forked or sys.is_finalizing():
             return
         name, was_closing = repr(self), self._is_closing
+        if is_ended:  # its thread has ended by an error, or because it was closed
+            if not was_closing:
+                dropped.warn(name, f"not all of what it had was stored: {self._error}", self)
+            return
         # Without the lock, see `pxrs.dropped`. Nobody else has this producer: its thread has it only while it looks.
         self._is_closing = self._is_pressed = True
         self._chunk_end = 0

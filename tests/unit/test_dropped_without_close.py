@@ -23,6 +23,7 @@ import pxrs
 import pxrs.registry
 from pxrs.consumer import Consumer
 from pxrs.hub import Hub
+from pxrs.producer import Producer
 from pxrs.queue.listener import QueueListener
 from pxrs.testing.waiting import eventually
 
@@ -283,6 +284,24 @@ def test_an_error_of_a_dropped_producer_is_logged_and_raised_by_the_receipts(
         with pytest.raises(pxrs.errors.LogError, match="the disk is gone"):
             receipts[0].result(BOUND_S)
         soon(lambda: "dropped without close" in caplog.text)
+
+
+def test_a_dropped_producer_whose_thread_has_failed_warns_of_the_error(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(hub, 0)
+
+    def fail(producer: Producer, batches: object) -> None:
+        raise MemoryError("no room for the batch")
+
+    def lose_one() -> None:
+        out = hub.producer("t", linger_s=0)
+        monkeypatch.setattr(Producer, "_store", fail)
+        with pytest.raises(MemoryError):
+            out.send(b"x").result(BOUND_S)
+        soon(lambda: not out._thread.is_alive())
+
+    drop(lose_one, "Producer of t.*not all of what it had was stored: no room for the batch")
 
 
 def test_an_idle_producer_is_not_kept_by_its_thread_nor_by_the_end_of_the_process(hub: Hub) -> None:
