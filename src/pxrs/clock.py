@@ -13,16 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 _CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", None) or getattr(time, "CLOCK_MONOTONIC", None)
-
-
-def seconds_of(given: float | timedelta | None) -> float | None:
-    """A duration as users may give it."""
-    return given.total_seconds() if isinstance(given, timedelta) else given
 
 
 class Clock(Protocol):

@@ -14,22 +14,26 @@ What is done is written down by the member's thread about once a second, when a 
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self
 
 import pyarrow as pa
 
-from pxrs.clock import seconds_of
+from pxrs import arguments, dropped
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
     CommitUnknown,
+    ConsumerBusy,
     GroupUnavailable,
     InvalidGroup,
     MissingDependency,
@@ -37,11 +41,13 @@ from pxrs.errors import (
     OffsetTrimmed,
     OutcomeLost,
     PartitionLost,
+    PartitionNotAssigned,
     PartitionsPaused,
     UsedAfterFork,
 )
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember, Timings
+from pxrs.group.readers import Loop, Reading, Readings
 from pxrs.group.records import Home
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
@@ -50,12 +56,13 @@ from pxrs.model import Message, microseconds_of
 from pxrs.producer import Producer
 from pxrs.registry.contract import Registry
 from pxrs.registry.limit import time_limit
-from pxrs.runner import ErrorPolicy, Handler, Runner
+from pxrs.runner import ON_ERROR, ErrorPolicy, Handler, Runner
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
 PREFETCH_BYTES_DEFAULT: Final = 8 << 20
+RETRIES_MAX: Final = 1_000_000
 Start = Literal["earliest", "latest"] | datetime
 Callback = Callable[[Sequence[int]], None]
 
@@ -82,7 +89,9 @@ class ConsumedBatch(NamedTuple):
 
 
 class Consumer:
-    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any."""
+    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any.
+
+    A second thread that asks for messages meanwhile gets ConsumerBusy: see docs/groups.md, "Threads"."""
 
     def __init__(
         self,
@@ -133,18 +142,26 @@ class Consumer:
         home:             gives the identity of the hub that the source is of, None if it is of none; raises if this
                           process may not join groups there. A hub gives its own.
         """
-        _choose("ack", ack, ("auto", "manual"))
-        _choose("until", until, ("end", None))
-        _choose("on_trimmed", on_trimmed, ("error", "skip"))
+        arguments.choice(InvalidGroup, "ack", ack, ("auto", "manual"))
+        arguments.choice(InvalidGroup, "until", until, ("end", None))
+        arguments.choice(InvalidGroup, "on_trimmed", on_trimmed, ("error", "skip"))
+        if name is not None:
+            arguments.text(InvalidGroup, "name", name, "the member's name")
         if not isinstance(start, datetime):
-            _choose("start", start, ("earliest", "latest"))
+            arguments.choice(InvalidGroup, "start", start, ("earliest", "latest"))
         elif start.tzinfo is None:
             raise InvalidGroup(f"start: the time {start} has no time zone; give one, such as UTC")
-        if not isinstance(prefetch_bytes, int) or not 1 <= prefetch_bytes <= 1 << 40:
-            raise InvalidGroup(f"prefetch_bytes is {prefetch_bytes!r}: give at least 1")
-        self._policy = ErrorPolicy(on_error, retries_max, seconds_of(retry_pause) or 0.0, dead_letters)
+        prefetch_bytes = arguments.whole(InvalidGroup, "prefetch_bytes", prefetch_bytes, 1, 1 << 40)
+        arguments.functions(
+            InvalidGroup, on_assigned=on_assigned, on_revoked=on_revoked, on_lost=on_lost, topic_names=topic_names
+        )
+        arguments.functions(InvalidGroup, dead_letters=dead_letters)
+        arguments.choice(InvalidGroup, "on_error", on_error, ON_ERROR)
+        retries_max = arguments.whole(InvalidGroup, "retries_max", retries_max, 1, RETRIES_MAX)
+        pause_s = arguments.seconds(InvalidGroup, "retry_pause", retry_pause, 0, arguments.DAY_S)
+        self._policy = ErrorPolicy(on_error, retries_max, pause_s, dead_letters)
         self.topic, self.group = source.name, group
-        self._source, self._start = source, start
+        self._source = source
         self._is_manual = ack == "manual"
         self._prefetch_bytes, self._skips_trimmed = prefetch_bytes, on_trimmed == "skip"
         self._callbacks = {"assigned": on_assigned, "revoked": on_revoked, "lost": on_lost}
@@ -156,10 +173,12 @@ class Consumer:
         self._version = 0
         """Rises whenever a waiter should look again."""
         self._turn = 0
-        self._loops = 0
-        """How many iterations go on: that have begun, and were not left."""
+        self._readings = Readings(group)
+        """The calls that hand out messages now. Changed under `_lock`."""
         self._polled: Lane | None = None
         """What the last `poll` was given from."""
+        self._polled_by: threading.Thread | None = None
+        """The thread whose `poll` that was."""
         self._polled_before: set[Lane] = set()
         """The same of those before it, while a transaction of work queues has the checkpoint."""
         self._arriving: set[Lane] = set()
@@ -180,19 +199,26 @@ class Consumer:
         self._done_by: str | None = None
         """Such a one that was committed though its reply was lost, until more is handed out."""
         self._stopping = threading.Event()
-        self._is_running = self._is_transactional = False
+        self._is_running = self._is_transactional = self._is_started = False
+        self._hub: object = None
+        """The hub that made this consumer. It closes its log and registry with its last reference, which is here."""
         self.skipped = 0
         """How many messages retention took before they were read; counted if `on_trimmed` is "skip"."""
         self._pid = os.getpid()
         self._is_closed = False
+        timings = _timings(
+            lease_ttl=lease_ttl,
+            handover_timeout=handover_timeout,
+            progress_timeout=progress_timeout,
+            commit_interval=commit_interval,
+        )
         self._ends = {p: source.end(p) for p in range(source.partitions)} if until == "end" else None
-        timings = _timings(lease_ttl, handover_timeout, progress_timeout, commit_interval)
         self._member = GroupMember(
             registry,
             group,
             source,
-            self,
-            start_of=self._start_of,
+            _Listener(self),
+            start_of=functools.partial(_start_of, source, start),
             name=name,
             timings=timings,
             assignor=assignor,
@@ -200,16 +226,18 @@ class Consumer:
             home=home,
         )
         self._member.start()
+        self._is_started = True
 
     # Reading.
 
     def __iter__(self) -> Iterator[Message]:
         """Messages as they come, in order within each partition. Ends only with `until="end"`."""
         clock, topic, is_manual = self._clock.now, self.topic, self._is_manual
-        self._begin_reading()
-        self._loops += 1
+        reading = Reading("a loop over its messages", is_loop=True)
         try:
-            while (found := self._next()) is not None:
+            self._enter(reading)
+            self._begin_reading()
+            while (found := self._next(reading=reading)) is not None:
                 lane, batch = found
                 lease = self._member.lease
                 if lease is None:
@@ -238,18 +266,28 @@ class Consumer:
                     self._pass_gap(lane, position, batch)
                 self._after(lane)
         finally:
-            self._loops -= 1
+            reading.is_over = True
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
-        """Up to so many messages of one partition; none if the time is up. They are done when the next call comes."""
-        if max_messages < 1:
-            raise InvalidGroup(f"max_messages is {max_messages}: give at least 1")
-        self._check_usable()
+        """Up to so many messages of one partition; none if the time is up. They are done when this thread calls again.
+
+        Until then, or until `commit`, other threads that ask for messages get ConsumerBusy; with ack="manual" threads
+        may take turns. See docs/groups.md, "Threads"."""
+        max_messages = arguments.whole(InvalidGroup, "max_messages", max_messages, 1)
+        timeout_s = None if timeout is None else arguments.seconds(InvalidGroup, "timeout", timeout)
+        reading = Reading("`poll`")
+        try:
+            self._enter(reading)
+            return self._poll(reading, max_messages, timeout_s)
+        finally:
+            reading.is_over = True
+
+    def _poll(self, reading: Reading, max_messages: int, timeout: float | None) -> list[Message]:
         if not self._is_held(is_over=True):
             self._finish_polled()
         elif self._polled is not None:
             self._polled_before.add(self._polled)
-        until = None if timeout is None else time.monotonic() + (seconds_of(timeout) or 0.0)
+        until = None if timeout is None else time.monotonic() + timeout
         while (found := self._next(None if until is None else until - time.monotonic())) is not None:
             lane, batch = found
             messages: list[Message] = []
@@ -265,15 +303,19 @@ class Consumer:
                 with self._lock:
                     if self._lanes.get(lane.partition) is lane:
                         self._ready.setdefault(lane, deque()).appendleft(batch)
+            self._polled_by = reading.thread
             self._polled = lane  # last: what an interrupt keeps from the user comes again
             return messages
         return []
 
     def batches(self) -> Iterator[ConsumedBatch]:
         """The same as Arrow record batches, each done when the next is asked for."""
-        self._begin_reading()
-        self._loops += 1
+        return Loop("a loop over its batches", self._batches, self._check_step)
+
+    def _batches(self, reading: Reading) -> Generator[ConsumedBatch, None, None]:
         try:
+            self._enter(reading)
+            self._begin_reading()
             while (found := self._next()) is not None:
                 lane, batch = found
                 if self._hand_out(lane, batch.base_offset, batch.next_offset, batch):
@@ -285,7 +327,7 @@ class Consumer:
                         lane.done = lane.handed
                 self._after(lane)
         finally:
-            self._loops -= 1
+            reading.is_over = True
 
     def transactions(self, engine: Engine, max_messages: int = 500) -> Iterator[tuple[list[Message], Connection]]:
         """Messages, each time with a connection whose transaction also writes their checkpoint (X20).
@@ -305,13 +347,18 @@ class Consumer:
         self._check_usable()
         if self._is_manual:
             raise InvalidGroup("run counts a message as done when its handler returns: ack='manual' is not for it")
-        self._rewind()
-        self._is_running = True
+        reading = Reading("`run`")
         try:
-            Runner(self, handler, threads, self._policy, self._stopping).run()
+            self._enter(reading)
+            self._rewind()
+            self._is_running = True
+            try:
+                Runner(self, handler, threads, self._policy, self._stopping).run()
+            finally:
+                self._stopping.clear()
+                self._is_running = False
         finally:
-            self._stopping.clear()
-            self._is_running = False
+            reading.is_over = True
 
     def stop(self) -> None:
         """Let `run` return when what is in hand is done; one that begins later returns at once.
@@ -326,6 +373,8 @@ class Consumer:
         self._check_process()
         if not self._is_manual or self._is_transactional:
             raise InvalidGroup("ack is for a consumer with ack='manual'; a transaction acknowledges by its COMMIT")
+        if not isinstance(message, Message):
+            raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
         with self._lock:
             lane = self._lanes.get(message.partition)
             if lane is None or lane.epoch != message.epoch:
@@ -338,10 +387,10 @@ class Consumer:
     def commit(self) -> None:
         """Write down what is done, now; all that was handed out counts as done unless `ack` is "manual".
 
-        So it is for the thread that reads, when it is through with what it has. In a callback, which is another's, and
-        in a handler of `run`, what is in hand stays undone. Ends within the registry's `timeout`, callbacks aside.
-        Raises PartitionLost if some of it is owned by others now, when the rest is written; CommitUnknown if it may
-        have been written; GroupUnavailable if it was not."""
+        From any thread, and then every thread may read again. But in a callback, in a handler of `run`, and while
+        another thread is in a loop or in `poll`, what is in hand stays undone: only that thread can say. Ends within
+        the registry's `timeout`, callbacks aside. Raises PartitionLost if some of it is owned by others now, when the
+        rest is written; CommitUnknown if it may have been written; GroupUnavailable if it was not."""
         is_callback = self._calling == threading.get_ident()
         if not is_callback:
             self._check_usable()
@@ -403,6 +452,7 @@ class Consumer:
                     "read on"
                 )
         with self._lock:
+            self._readings.check_alone(threading.current_thread())  # it alone can say what is done
             self._settled = {lane: (lane.handed, lane.seeks) for lane in self._lanes.values()}
         self._settling = transaction
 
@@ -421,7 +471,7 @@ class Consumer:
             return True
         self._settling = None
         if became == "committed":
-            if is_over and self._loops:
+            if is_over and self._readings.has_loop:
                 self._finish_all()
             else:
                 self._finish_settled()
@@ -431,6 +481,47 @@ class Consumer:
             self._rewind()
         self._settled = {}
         return False
+
+    def _enter(self, reading: Reading) -> None:
+        """Register a call that hands out messages. Raises ConsumerBusy, see `pxrs.group.readers`."""
+        self._check_usable()
+        with self._lock:
+            self._readings.check_alone(reading.thread)
+        if self._polled is not None and self._polled_by is not reading.thread:
+            self._is_held()  # a transaction that has ended by now has decided about what was polled
+        with self._lock:
+            if self._is_polled_by_another(reading.thread):
+                assert self._polled_by is not None
+                ended = "" if self._polled_by.is_alive() else "(which has ended) "
+                raise ConsumerBusy(
+                    self.group,
+                    self._polled_by.name,
+                    f"{ended}has messages in hand that its `poll` returned: call `commit` if they are done, or close "
+                    "the consumer to have them handed out again; with ack='manual' any thread may poll",
+                )
+            self._readings.add(reading)
+
+    def _is_polled_by_another(self, thread: threading.Thread) -> bool:
+        """Under the lock: whether what another thread's `poll` returned is neither done nor lost."""
+        if self._is_manual or self._polled is None or self._polled_by is thread:
+            return False
+        polled = self._polled_before | {self._polled}
+        return any(lane.done < lane.handed and self._lanes.get(lane.partition) is lane for lane in polled)
+
+    def _check_step(self, reading: Reading, is_under_way: bool) -> None:
+        """Raise ConsumerBusy unless this thread may take the next step of a loop.
+
+        is_under_way: another thread takes a step right now."""
+        me = threading.current_thread()
+        if reading.thread is me and not is_under_way:
+            return
+        if is_under_way or not self._is_manual or self._is_transactional:
+            raise ConsumerBusy(
+                self.group,
+                reading.thread.name,
+                f"is in {reading.what}: its iterator is for that thread alone; with ack='manual' threads take turns",
+            )
+        reading.thread = me
 
     def _begin_reading(self) -> None:
         if not self._is_held():
@@ -476,31 +567,42 @@ class Consumer:
         return self._member.is_away
 
     def pause(self, *partitions: int) -> None:
-        """Hand out nothing of these, or of all, until `resume`. They stay owned."""
+        """Hand out nothing of these, or of all that are here, until `resume`. They stay owned.
+
+        Raises PartitionNotAssigned if one of them is not here; then none is paused."""
         self._set_paused(partitions, True)
 
     def resume(self, *partitions: int) -> None:
+        """Hand out these again, or all that are here. Raises PartitionNotAssigned if one of them is not here."""
         self._set_paused(partitions, False)
 
     def seek(self, partition: int, offset: int) -> None:
-        """Go on reading here. The checkpoint never goes back by it: reset the group for that."""
+        """Go on reading here. The checkpoint never goes back by it: reset the group for that.
+
+        Raises OffsetOutOfRange, PartitionNotAssigned if the partition is not here."""
         self._check_process()
-        if 0 <= partition < self._source.partitions and not self._source.has_gaps:
+        partition = arguments.partition(InvalidGroup, self.topic, partition, self._source.partitions)
+        offset = arguments.whole(InvalidGroup, "offset", offset, 0)
+        self._check_assigned({partition})  # before its bounds are asked for, which may take a while
+        if not self._source.has_gaps:
             start, end = self._source.start(partition), self._source.end(partition)
             if not start <= offset <= end:
                 raise OffsetOutOfRange(f"{self.topic}/{partition}", offset, end)
         with self._lock:
-            lane = self._lanes.get(partition)
-            if lane is None:
-                raise PartitionLost(self.group, [partition])
+            self._check_assigned({partition})
+            lane = self._lanes[partition]
             self._ready.pop(lane, None)
             lane.seek(offset)
         self._change()
 
     # Lanes and what is read ahead of them.
 
-    def _next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
-        """A lane, and messages from its position on. None when the time is up, or all is read with `until="end"`."""
+    def _next(self, timeout: float | None = None, reading: Reading | None = None) -> tuple[Lane, Batch] | None:
+        """A lane, and messages from its position on. None when the time is up, or all is read with `until="end"`.
+
+        reading: of a loop without a `Loop` around it, to be checked here."""
+        if reading is not None:
+            self._check_step(reading, False)
         self._done_by = None
         if self._settling is None:  # what was in hand is over
             with self._lock:
@@ -650,7 +752,7 @@ class Consumer:
 
     def _finish_polled(self) -> None:
         """What the last `poll` gave is done, and what a loop has in hand that goes on; what one left with is not."""
-        if self._loops:
+        if self._readings.has_loop:
             self._finish_all()
             return
         if self._polled is not None and not self._is_manual:
@@ -660,17 +762,21 @@ class Consumer:
         self._rewind()
 
     def _finish_all(self) -> None:
+        """All that was handed out is done, unless another thread is being handed messages: that one can say."""
         if self._is_manual or self._is_running:
             return
-        with self._lock:
+        with self._lock:  # all of it: another thread's `poll` begins before this, or after
+            if self._readings.of_another(threading.current_thread()) is not None:
+                return
             lanes = list(self._lanes.values())
+            for lane in lanes:
+                lane.done = lane.handed
         for lane in lanes:
-            lane.done = lane.handed
             self._after(lane)
 
     def _rewind(self) -> None:
         """A loop that was left has left its message undone: it comes again, unless `commit` was called."""
-        self._polled = None
+        self._polled = self._polled_by = None
         self._polled_before.clear()
         if self._is_manual or self._is_running:
             return
@@ -709,25 +815,23 @@ class Consumer:
 
     def _set_paused(self, partitions: Iterable[int], is_paused: bool) -> None:
         self._check_process()
+        count = self._source.partitions
+        chosen = {arguments.partition(InvalidGroup, self.topic, number, count) for number in partitions}
         with self._lock:
-            chosen = set(partitions) or set(self._lanes)
-            for number in chosen & set(self._lanes):
+            self._check_assigned(chosen)
+            for number in chosen or set(self._lanes):
                 if not self._lanes[number].is_failed:
                     self._lanes[number].is_paused = is_paused
         self._change()
 
+    def _check_assigned(self, partitions: set[int]) -> None:
+        missing = sorted(partitions - self._lanes.keys())
+        if missing:
+            raise PartitionNotAssigned(self.group, missing, sorted(self._lanes))
+
     def _change(self) -> None:
         self._version += 1
         self._source.wake()
-
-    def _start_of(self, partition: int, first: int) -> int:
-        """Not before `first`: retention may be about to remove what lies before it."""
-        if self._start == "earliest":
-            return max(first, self._source.start(partition))
-        if self._start == "latest":
-            return self._source.end(partition)
-        assert isinstance(self._start, datetime)
-        return max(first, self._source.offset_at(partition, microseconds_of(self._start)))
 
     # What the member tells, on its thread.
 
@@ -831,6 +935,15 @@ class Consumer:
         finally:
             self._change()
 
+    def __del__(self) -> None:
+        if not getattr(self, "_is_started", False) or self._is_closed:
+            return
+        if os.getpid() != self._pid or sys.is_finalizing():
+            return
+        name, self._is_closed = repr(self), True
+        dropped.apart(_leave, self._member, self._hub)
+        dropped.warn(name, "its member leaves the group; what was in hand is not done, and goes to others", self)
+
     def _check_usable(self) -> None:
         self._check_process()
         if self._is_closed:
@@ -857,18 +970,74 @@ class Consumer:
         return f"<Consumer of {self.topic} in group {self.group}{' closed' if self._is_closed else ''}>"
 
 
-def _timings(*given: float | timedelta | None) -> Timings:
-    names = ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval")
-    values: Mapping[str, float | None] = {name: seconds_of(value) for name, value in zip(names, given, strict=True)}
-    return Timings(**{name: value for name, value in values.items() if value is not None})
+class _Listener:
+    """What the member calls, on its thread. It holds the consumer weakly, so that a consumer that nobody has any more
+    can be collected, though its member's thread still runs: the consumer's finalizer then ends that thread."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = weakref.ref(consumer)
+
+    def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lanes_assigned(lanes)
+
+    def lane_revoked(self, lane: Lane) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lane_revoked(lane)
+
+    def lane_released(self, lane: Lane) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lane_released(lane)
+
+    def lane_lost(self, lane: Lane) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lane_lost(lane)
+
+    def lane_resumed(self, lane: Lane) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.lane_resumed(lane)
+
+    def call_back(self) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.call_back()
+
+    def group_changed(self) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.group_changed()
+
+    def member_failed(self) -> None:
+        if (consumer := self._consumer()) is not None:
+            consumer.member_failed()
+
+
+def _leave(member: GroupMember, hub: object) -> None:
+    """Close the member of a dropped consumer. `hub` is kept until then, for it closes the registry when it goes."""
+    member.close()
+
+
+def _start_of(source: Source, start: Start, partition: int, first: int) -> int:
+    """Where a group without a checkpoint begins. Not before `first`: retention may be about to remove what lies before
+    it. This is no method because the member keeps it, and must not keep the consumer."""
+    if start == "earliest":
+        return max(first, source.start(partition))
+    if start == "latest":
+        return source.end(partition)
+    assert isinstance(start, datetime)
+    return max(first, source.offset_at(partition, microseconds_of(start)))
+
+
+def _timings(**given: float | timedelta | None) -> Timings:
+    """Those that are None have their defaults. How short each may be, `Timings` knows."""
+    return Timings(
+        **{
+            name: arguments.seconds(InvalidGroup, name, value, most=arguments.DAY_S)
+            for name, value in given.items()
+            if value is not None
+        }
+    )
 
 
 def _offsets(batch: Batch) -> Iterable[int]:
     if batch.offsets is not None:
         return batch.offsets.to_pylist()  # type: ignore[no-any-return]
     return range(batch.base_offset, batch.next_offset)
-
-
-def _choose(name: str, given: object, choices: Sequence[object]) -> None:
-    if given not in choices:
-        raise InvalidGroup(f"{name} is {given!r}; choose from {', '.join(map(repr, choices))}")

@@ -14,7 +14,13 @@ class PxrsError(Exception):
     """The base of every error that pxrs raises on purpose."""
 
 
-class InvalidUrl(PxrsError, ValueError):
+class InvalidArgument(PxrsError, ValueError):
+    """An argument is not allowed; the message names it, shows what was given and says what is. Nothing was done.
+
+    The base of the errors of this kind that belong to one part: InvalidGroup, InvalidTopic, InvalidQueue and others."""
+
+
+class InvalidUrl(InvalidArgument):
     """An address cannot be understood: unknown scheme, unknown option, a path that is a file. Correct the address."""
 
 
@@ -129,11 +135,11 @@ class LeaseExpired(RegistryError):
     """The lease has ended or may have; nothing was written. It never comes back: take a new one and claim again."""
 
 
-class InvalidKey(RegistryError, ValueError):
+class InvalidKey(RegistryError, InvalidArgument):
     """A key or prefix is not a plain slash path. Use segments of printable ASCII, none empty, `.` or `..`."""
 
 
-class InvalidCommit(RegistryError, ValueError):
+class InvalidCommit(RegistryError, InvalidArgument):
     """A commit contradicts itself, such as a key both put and deleted, or an ephemeral key without a lease."""
 
 
@@ -205,11 +211,11 @@ class TopicExists(LogError):
     """A topic of this name is there already. Use it, or choose another name."""
 
 
-class InvalidTopic(LogError, ValueError):
+class InvalidTopic(LogError, InvalidArgument):
     """A topic's name, partition count or setting is not allowed; the message says which and what is."""
 
 
-class InvalidRecord(LogError, ValueError):
+class InvalidRecord(LogError, InvalidArgument):
     """A message or table does not fit the log's columns or limits. Nothing of it was stored."""
 
 
@@ -312,7 +318,7 @@ class GroupError(PxrsError):
     """The base of every error of consumer groups."""
 
 
-class InvalidGroup(GroupError, ValueError):
+class InvalidGroup(GroupError, InvalidArgument):
     """A group's name or setting is not allowed; the message says which and what is."""
 
 
@@ -402,6 +408,40 @@ def name_partitions(partitions: Sequence[int]) -> str:
     return f"partition{'s' if len(partitions) > 1 else ''} {', '.join(map(str, partitions))}"
 
 
+class PartitionNotAssigned(PartitionLost):
+    """`pause`, `resume` or `seek` named a partition that the topic has and that is not assigned to this consumer now.
+
+    `assigned` are those that are. Nothing was changed. Wait for `on_assigned`, or leave the partition to its owner."""
+
+    def __init__(self, group: str, partitions: Sequence[int], assigned: Sequence[int]) -> None:
+        super().__init__(group, partitions)
+        self.assigned = tuple(assigned)
+
+    def __str__(self) -> str:
+        names, here = (", ".join(map(str, numbers)) for numbers in (self.partitions, self.assigned))
+        return (
+            f"group {self.group}: partition {names} is not assigned to this consumer now; "
+            f"it has {here or 'none'}; nothing was changed"
+        )
+
+    def __reduce__(self) -> tuple[type[PartitionNotAssigned], tuple[str, tuple[int, ...], tuple[int, ...]]]:  # type: ignore[override]
+        return type(self), (self.group, self.partitions, self.assigned)
+
+
+class ConsumerBusy(GroupError):
+    """A thread asked a consumer for messages while another thread, `thread`, reads from it or still has its messages.
+
+    Nothing was handed out, and nothing counts as done. Read from one thread, or make a consumer for each; or use
+    ack="manual", which lets threads take turns."""
+
+    def __init__(self, group: str, thread: str, what: str) -> None:
+        self.group, self.thread, self.what = group, thread, what
+        super().__init__(f"group {group}: thread {thread!r} {what}")
+
+    def __reduce__(self) -> tuple[type[ConsumerBusy], tuple[str, str, str]]:
+        return type(self), (self.group, self.thread, self.what)
+
+
 class CheckpointOutOfRange(GroupError):
     """A checkpoint lies beyond the log's end, or before its start and the group does not skip. Reset the group."""
 
@@ -446,11 +486,11 @@ class QueueExists(QueueError):
     """A queue of this name is there already. Use it, or choose another name."""
 
 
-class InvalidQueue(QueueError, ValueError):
+class InvalidQueue(QueueError, InvalidArgument):
     """A queue's name or setting is not allowed; the message says which and what is."""
 
 
-class InvalidItem(QueueError, ValueError):
+class InvalidItem(QueueError, InvalidArgument):
     """An item cannot be put as it is: its type, its size, its priority or delay. Nothing was put."""
 
 

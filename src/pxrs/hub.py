@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import uuid
 import weakref
@@ -16,14 +17,26 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 import pyarrow as pa
 
+from pxrs import arguments, dropped
 from pxrs import registry as registries
 from pxrs.belonging import Belonging, retain_unread
-from pxrs.clock import seconds_of, wall_time_us
-from pxrs.errors import Closed, InvalidQueue, InvalidUrl, OffsetTrimmed, PxrsError, RetentionPostponed, UsedAfterFork
+from pxrs.clock import wall_time_us
+from pxrs.errors import (
+    Closed,
+    InvalidGroup,
+    InvalidQueue,
+    InvalidRecord,
+    InvalidTopic,
+    InvalidUrl,
+    OffsetTrimmed,
+    PxrsError,
+    RetentionPostponed,
+    UsedAfterFork,
+)
 from pxrs.hub_record import HubRecordFile
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, DamagedTopic, Log, Source, TopicLog
@@ -31,18 +44,20 @@ from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
-from pxrs.registry.contract import LEASE_TTL_MAX, LEASE_TTL_MIN
+from pxrs.registry.lease import LEASE_TTL_MIN
 
 _logger = logging.getLogger(__name__)
 
 LEASE_TTL_DEFAULT: Final = 10.0
+RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
+"""A hundred years. Far more could not be subtracted from the time of a message."""
 
 if TYPE_CHECKING:
     # Imported by those who ask for one: a process of Spark's that opens a hub starts in half the time without them.
     from pxrs.consumer import Consumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
-    from pxrs.producer import Producer
+    from pxrs.producer import Producer, ProducerLink
     from pxrs.queue.handle import QueueHandle
     from pxrs.queue.policy import Backoff, Policy
     from pxrs.queue.store import QueueStore
@@ -51,6 +66,15 @@ if TYPE_CHECKING:
 TABLE_SCHEMA: Final = pa.schema(
     [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False), *SCHEMA]
 )
+
+
+class _Kept(Protocol):
+    """What a hub makes: it keeps the hub."""
+
+    _hub: object
+
+
+K = TypeVar("K", bound=_Kept)
 
 
 def open(
@@ -65,9 +89,7 @@ def open(
                kept with the messages. A directory is made by the first `create_topic`.
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
     """
-    ttl = lease_ttl.total_seconds() if isinstance(lease_ttl, timedelta) else float(lease_ttl)
-    if not LEASE_TTL_MIN <= ttl <= LEASE_TTL_MAX:
-        raise InvalidQueue(f"lease_ttl is {ttl:g} s: it must be from {LEASE_TTL_MIN} s to a day")
+    ttl = arguments.seconds(InvalidQueue, "lease_ttl", lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
     address = parse(url)
     if registry is not None:
         _check_registry(registry)
@@ -92,6 +114,7 @@ class TopicHandle:
 
     def __init__(self, log: TopicLog, hub: Hub) -> None:
         self._hub = hub
+        """The hub that made this handle. It closes its log with its last reference, which is here."""
         self.log = log
         """The topic itself, for those who append batches of their own or read it as a member of a group."""
         self.topic = log.topic
@@ -100,19 +123,21 @@ class TopicHandle:
 
     def start(self, partition: int) -> int:
         """The first offset that is still there."""
-        return self.log.start(partition)
+        return self.log.start(self._partition(partition))
 
     def end(self, partition: int) -> int:
         """The offset that the next message will get."""
-        return self.log.end(partition)
+        return self.log.end(self._partition(partition))
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
-        return self.log.offset_at(partition, timestamp)
+        timestamp = arguments.whole(InvalidRecord, "timestamp", timestamp, -(1 << 63), (1 << 63) - 1)
+        return self.log.offset_at(self._partition(partition), timestamp)
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         """Batches from exactly this offset on, about `max_bytes` of them; none at the end."""
-        return self.log.read(partition, offset, max_bytes)
+        partition, offset = self._partition(partition), self._offset("offset", offset)
+        return self.log.read(partition, offset, arguments.whole(InvalidRecord, "max_bytes", max_bytes, 1))
 
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
@@ -128,10 +153,18 @@ class TopicHandle:
 
     def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
-        return self.log.wait(positions, seconds_of(timeout))
+        if not isinstance(positions, Mapping):
+            raise InvalidRecord(
+                f"positions is {arguments.shown(positions)}: give offsets by partition, such as {{0: 120}}"
+            )
+        places = {self._partition(number): self._offset("offset", offset) for number, offset in positions.items()}
+        return self.log.wait(places, None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout))
 
     def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
         """The messages from this offset on, up to the end as it is when it is reached."""
+        return self._messages(self._partition(partition), self._offset("offset", offset))
+
+    def _messages(self, partition: int, offset: int) -> Iterator[Message]:
         while batches := self.log.read(partition, offset):
             for batch in batches:
                 yield from messages_of(batch, self.name, partition)
@@ -142,7 +175,9 @@ class TopicHandle:
 
         start, end: offsets, in each partition; by default all that is there when this is called.
         """
-        numbers = range(self.partitions) if partition is None else (partition,)
+        numbers = range(self.partitions) if partition is None else (self._partition(partition),)
+        start = None if start is None else self._offset("start", start)
+        end = None if end is None else self._offset("end", end)
         parts = [part for number in numbers for part in self._parts(number, start, end)]
         return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
@@ -164,12 +199,21 @@ class TopicHandle:
                     yield _with_place(batch.records, partition, batch.base_offset)
                 offset = batch.next_offset
 
+    def _partition(self, given: int) -> int:
+        return arguments.partition(InvalidRecord, self.name, given, self.partitions)
+
+    def _offset(self, name: str, given: int) -> int:
+        return arguments.whole(InvalidRecord, name, given, 0)
+
     def __repr__(self) -> str:
         return f"<TopicHandle {self.name} with {self.partitions} partitions>"
 
 
 class Hub:
-    """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own."""
+    """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own.
+
+    Close it, by `close` or a `with` block. A hub that is dropped without that closes itself, with a ResourceWarning,
+    when neither it nor a consumer, producer, transaction or handle that it made is referenced any more."""
 
     def __init__(
         self,
@@ -188,20 +232,26 @@ class Hub:
         self._registry_url = registry
         self._registry: Registry | None = None
         self._lock = threading.Lock()
-        self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
+        self._producers: weakref.WeakSet[ProducerLink] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._pid = os.getpid()
         self._is_closed = False
         self._belonging: Belonging | None = None
         """None of a hub in memory, which has no registry but its own."""
         if folder is not None:
-            self._belonging = Belonging(
-                url, HubRecordFile(folder), registry, lambda: self.registry, self._log.check_place
-            )
+            weak = weakref.ref(self)
+
+            def open_registry() -> Registry:
+                """Holds the hub weakly: a reference cycle would keep a hub that nobody has any more from closing."""
+                hub = weak()
+                assert hub is not None, "the caller came through the hub"
+                return hub.registry
+
+            self._belonging = Belonging(url, HubRecordFile(folder), registry, open_registry, self._log.check_place)
 
     @property
     def registry(self) -> Registry:
-        """Where the coordination is kept, opened by the first use."""
+        """Where the coordination is kept, opened by the first use. It is closed with the hub: keep that."""
         self._check_usable()
         with self._lock:
             if self._registry is None:
@@ -238,7 +288,12 @@ class Hub:
         from pxrs.partitioner import hash_named
 
         self._check_usable()
-        hash_named(partitioner)  # is known here
+        hash_named(arguments.text(InvalidTopic, "partitioner", partitioner, "its name"))  # is known here
+        arguments.flag(InvalidTopic, "keep_unread", keep_unread)
+        if retention is not None:
+            retention = arguments.seconds(InvalidTopic, "retention", retention, 0, RETENTION_S_MAX, above=True)
+        if segment_s is not None:
+            segment_s = arguments.seconds(InvalidTopic, "segment_s", segment_s, 0, RETENTION_S_MAX, above=True)
         topic = Topic(
             name,
             uuid.uuid4().hex,
@@ -246,11 +301,11 @@ class Hub:
             partitioner,
             codec,
             segment_bytes,
-            seconds_of(retention),
+            retention,
             retention_bytes,
             durability,
             keep_unread,
-            seconds_of(segment_s),
+            segment_s,
         )
         if self._belonging is not None:
             self._belonging.begin(keeps_unread=topic.keeps_unread)
@@ -271,7 +326,13 @@ class Hub:
     def topic(self, name: str) -> TopicHandle:
         """A topic to read. Raises UnknownTopic, and DamagedFrame if its stored description is damaged."""
         self._check_usable()
+        _check_topic_name(name)
         return TopicHandle(self._log.topic(name), self)
+
+    def _kept_by(self, made: K) -> K:
+        """Have what this hub made keep the hub, which else closes log and registry when nobody has it any more."""
+        made._hub = self
+        return made
 
     def _retain(self, log: TopicLog) -> dict[int, int]:
         if not log.keeps_unread:
@@ -319,6 +380,7 @@ class Hub:
     def delete_topic(self, name: str) -> None:
         """Remove a topic and its messages, also one that is damaged. Raises UnknownTopic."""
         self._check_usable()
+        _check_topic_name(name)
         keeping = {topic.id for topic in self._log.topics() if topic.keeps_unread}
         identity = self._log.delete_topic(name)
         if identity in keeping:
@@ -348,10 +410,10 @@ class Hub:
 
         self._check_usable()
         handle = self.topic(topic)
-        producer = Producer(handle.log, retain=handle.retain, **options)
+        producer = self._kept_by(Producer(handle.log, retain=handle.retain, **options))
         with self._lock:
             if not self._is_closed:
-                self._producers.add(producer)
+                self._producers.add(producer._link)
                 return producer
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -364,17 +426,19 @@ class Hub:
         from pxrs.dead_letters import DeadLetterTopic, check_other_topic
 
         self._check_usable()
-        if isinstance(topic, str):
-            source: Source = self._log.topic(topic)
+        if isinstance(topic, Source):
+            source: Source = topic
+        else:
+            _check_topic_name(topic)
+            source = self._log.topic(topic)
             self.join_registry()
             options = {"home": self.join_registry, **options}
-        else:
-            source = topic
         if isinstance(dead_letters := options.get("dead_letters"), str):
             # The topic must be there before the first message fails.
             check_other_topic(source.name, source.id, self._log.topic(dead_letters).id)
             options["dead_letters"] = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
-        consumer = Consumer(source, self.registry, group, **{"topic_names": self._topic_names, **options})
+        options = {"topic_names": self._topic_names, **options}
+        consumer = self._kept_by(Consumer(source, self.registry, group, **options))
         with self._lock:
             if not self._is_closed:
                 self._consumers.add(consumer)
@@ -387,7 +451,12 @@ class Hub:
         from pxrs.group.admin import GroupHandle
 
         self._check_usable()
-        return GroupHandle(self.registry, name, self._log, sources, self.check_registry)
+        for source in sources:
+            if not isinstance(source, Source | TopicHandle):
+                raise InvalidGroup(
+                    f"the source {arguments.shown(source)} is no Source; topics of this hub need not be named here"
+                )
+        return self._kept_by(GroupHandle(self.registry, name, self._log, sources, self.check_registry))
 
     def _topic_names(self) -> dict[str, str]:
         damaged = {topic.id: topic.name for topic in self._log.damaged_topics() if topic.id is not None}
@@ -414,22 +483,24 @@ class Hub:
         from pxrs.queue.handle import QueueHandle
         from pxrs.queue.policy import AtLeastOnce
 
+        arguments.flag(InvalidQueue, "fifo", fifo)
         store = self._queue_store()
-        return QueueHandle(store, store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff))
+        queue = store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff)
+        return self._kept_by(QueueHandle(store, queue))
 
     def queue(self, name: str) -> QueueHandle:
         """A queue to put into and to look at. Raises UnknownQueue."""
         from pxrs.queue.handle import QueueHandle
 
         store = self._queue_store()
-        return QueueHandle(store, store.queue(name))
+        return self._kept_by(QueueHandle(store, store.queue(name)))
 
     def queues(self) -> list[QueueHandle]:
         """All queues, in the order of their names."""
         from pxrs.queue.handle import QueueHandle
 
         store = self._queue_store()
-        return [QueueHandle(store, queue) for queue in store.queues()]
+        return [self._kept_by(QueueHandle(store, queue)) for queue in store.queues()]
 
     def delete_queue(self, name: str) -> None:
         """Remove a queue and all that is in it. Raises UnknownQueue."""
@@ -439,7 +510,7 @@ class Hub:
         """Take and put items of queues, all or nothing. Commits on a clean exit, rolls back on an exception."""
         from pxrs.queue.transaction import Transaction
 
-        return Transaction(self._queue_store())
+        return self._kept_by(Transaction(self._queue_store()))
 
     def _queue_store(self) -> QueueStore:
         from pxrs.queue.store import QueueStore
@@ -464,7 +535,7 @@ class Hub:
             self._is_closed = True  # what follows is done again if an interrupt ended it the first time
             closing: list[Callable[[], None]] = [] if self._queues is None else [self._queues.close]
             closing += [consumer.close for consumer in self._consumers]
-            closing += [producer.close for producer in self._producers]
+            closing += [link.close for link in self._producers]
             closing.append(self._log.close)
             if self._registry is not None:
                 closing.append(self._registry.close)
@@ -476,6 +547,13 @@ class Hub:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_closed", True) or os.getpid() != self._pid or sys.is_finalizing():
+            return
+        name = repr(self)
+        dropped.apart(self.close)
+        dropped.warn(name, "its files, threads and registry are closed now", self)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -501,6 +579,10 @@ class Hub:
         return f"<Hub {self.url}{' closed' if self._is_closed else ''}>"
 
 
+def _check_topic_name(given: object) -> None:
+    arguments.text(InvalidTopic, "topic", given, "its name")
+
+
 def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:
     rows = records.num_rows
     partitions = pa.repeat(pa.scalar(partition, pa.int32()), rows)
@@ -510,7 +592,10 @@ def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.Reco
 
 def _check_registry(registry: str | os.PathLike[str]) -> None:
     """The registry is opened later, but a scheme that nobody knows is an error now."""
-    scheme = parse(registry).scheme
+    try:
+        scheme = parse(registry).scheme
+    except InvalidUrl as error:
+        raise InvalidUrl(f"registry: {error}") from None
     if scheme not in registries.SCHEMES:
         raise InvalidUrl(f"registry: unknown scheme {scheme!r}; choose from {', '.join(registries.SCHEMES)}")
 

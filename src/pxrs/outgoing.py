@@ -19,7 +19,8 @@ from typing import Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pxrs.clock import seconds_of
+from pxrs import arguments
+from pxrs.errors import InvalidArgument
 from pxrs.log.batch import SCHEMA
 from pxrs.partitioner import no_headers
 
@@ -174,7 +175,7 @@ class Receipt:
         """(partition, offset), when the message is durable. Raises the error if it could not be stored, TimeoutError
         if it takes longer."""
         fate, row = self._fate, self._at // WIDTH
-        if not fate.done.wait_for(lambda: fate.of(row) is not None, seconds_of(timeout)):
+        if not fate.done.wait_for(lambda: fate.of(row) is not None, _timeout_s(timeout)):
             raise TimeoutError(f"not stored within {timeout} s; it may be yet")
         found = fate.of(row)
         assert found is not None
@@ -209,7 +210,8 @@ class TableReceipt:
 
     def result(self, timeout: float | timedelta | None = None) -> list[Stored]:
         """Where the rows are, when all are durable; within a partition in the table's order."""
-        if self._batches and not self._batches[0][0].done.wait_for(lambda: self.is_done, seconds_of(timeout)):
+        timeout_s = _timeout_s(timeout)
+        if self._batches and not self._batches[0][0].done.wait_for(lambda: self.is_done, timeout_s):
             raise TimeoutError(f"not all stored within {timeout} s; they may be yet")
         for batch, _ in self._batches:
             if batch.error is not None:
@@ -219,6 +221,10 @@ class TableReceipt:
     @property
     def is_done(self) -> bool:
         return all(batch.is_done for batch, _ in self._batches)
+
+
+def _timeout_s(given: float | timedelta | None) -> float | None:
+    return None if given is None else arguments.seconds(InvalidArgument, "timeout", given)
 
 
 def receipt_of(chunk: Chunk, at: int, time: object) -> Receipt:

@@ -7,6 +7,9 @@ bounds what waits, and `send` blocks beyond it (X16).
 
 No error of an append is lost: the receipts of the messages raise it, and `flush` and `close` do.
 
+The thread holds the producer weakly while it waits (`ProducerLink`), so that a producer that nobody has any more is
+collected. Its finalizer warns and gives the producer back to the thread, which stores what waits and ends.
+
 `send` is the hot path and takes no lock. A chunk is one flat list to which a sender adds key, value and time in one
 step that nothing can divide, neither another thread nor an interrupt. Then it looks whether the row is where it must
 be, which fails if two senders met, and whether the chunk is watched. It is when it was sealed meanwhile: whoever seals
@@ -21,6 +24,7 @@ import atexit
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import uuid
@@ -29,14 +33,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pxrs import arguments, dropped
 from pxrs.appender import Appender, Outcome
 from pxrs.clock import wall_time_us
-from pxrs.errors import BufferFull, Closed, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
+from pxrs.errors import BufferFull, Closed, InvalidArgument, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
 from pxrs.limited_log import Outage
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
@@ -71,14 +76,51 @@ SMALL_BYTES: Final = 448
 """A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size."""
 SMALL_COUNTED_BYTES: Final = 512
 
+T = TypeVar("T")
 _logger: Final = logging.getLogger(__name__)
 _time = time.time
-_producers: weakref.WeakSet[Producer] = weakref.WeakSet()
+_links: weakref.WeakSet[ProducerLink] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for producer in _producers:
-        producer._disown()
+    for link in _links:
+        producer = link.producer()
+        if producer is not None:
+            producer._disown()
+
+
+class ProducerLink:
+    """The producer as its thread, its hub and the end of the process have it: weakly, as long as anybody else has it;
+    after its finalizer has run, strongly, until its thread has stored what waited."""
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = weakref.ref(producer)
+        self.dropped: Producer | None = None
+        """Set by the finalizer."""
+
+    def producer(self) -> Producer | None:
+        """None between the moment the garbage collector clears `_producer` and the run of the finalizer, which rings
+        the thread's bell; and when the thread has ended and the producer is gone."""
+        return self.dropped if self.dropped is not None else self._producer()
+
+    def close(self) -> None:
+        producer = self.producer()
+        if producer is not None:
+            producer.close()
+
+    # What the thread waits for. It holds the producer only for the moment of the look.
+
+    def has_work(self) -> bool:
+        producer = self.producer()
+        return producer is not None and (producer._is_pressed or producer._is_closing or producer._has_work())
+
+    def is_due(self) -> bool:
+        producer = self.producer()
+        return producer is not None and (producer._is_pressed or producer._is_closing or bool(producer._ready))
+
+    def look(self, step: Callable[[Producer], T], otherwise: T) -> T:
+        producer = self.producer()
+        return otherwise if producer is None else step(producer)
 
 
 # Asking for the process id at every `send` would cost a system call.
@@ -105,6 +147,7 @@ class Producer:
         "_error",
         "_error_is_known",
         "_hash",
+        "_hub",
         "_in_hand",
         "_is_closing",
         "_is_ended",
@@ -112,6 +155,7 @@ class Producer:
         "_is_pressed",
         "_keyless",
         "_linger_s",
+        "_link",
         "_lock",
         "_log",
         "_partitions",
@@ -153,11 +197,14 @@ class Producer:
                         whichever is shorter, while something is stored; the log itself if none is given.
         """
         self._log = log
-        self._linger_s = _seconds("linger_s", linger_s, 60)
-        self._batch_rows = _whole("batch_rows", batch_rows, 1, 1 << 20)
-        self._batch_bytes = _whole("batch_bytes", batch_bytes, 1, FRAME_BYTES_MAX // 2)
-        self._buffer_bytes = _whole("buffer_bytes", buffer_bytes, 1 << 10, 1 << 40)
-        self._buffer_timeout = _seconds("buffer_timeout", buffer_timeout, 86_400)
+        self._hub: object = None
+        """The hub that made this producer. It closes its log with its last reference, which is here."""
+        self._linger_s = arguments.seconds(InvalidArgument, "linger_s", linger_s, 0, 60)
+        self._batch_rows = arguments.whole(InvalidArgument, "batch_rows", batch_rows, 1, 1 << 20)
+        self._batch_bytes = arguments.whole(InvalidArgument, "batch_bytes", batch_bytes, 1, FRAME_BYTES_MAX // 2)
+        self._buffer_bytes = arguments.whole(InvalidArgument, "buffer_bytes", buffer_bytes, 1 << 10, 1 << 40)
+        self._buffer_timeout = arguments.seconds(InvalidArgument, "buffer_timeout", buffer_timeout, 0, 86_400)
+        arguments.functions(InvalidArgument, retain=retain)
         self._is_forked = False
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
@@ -185,18 +232,20 @@ class Producer:
         self._retain_every_s = min(RETAIN_EVERY_S, (log.topic.retention_s or math.inf) / 4)
         self._retain = retain or (lambda: log.retain(wall_time_us()))
         self._retain_outage = Outage(_logger, f"retention of {log.name} is held up", extra={"topic": log.name})
-        self._appender = Appender(log, _whole("tries_max", tries_max, 1, 1_000))
+        self._appender = Appender(log, arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000))
         self._broken = self._appender.broken
         self._error: BaseException | None = None
         self._error_is_known = False
         self._keyless = uuid.uuid4().int % self._partitions
         self._is_pressed = False
         self._is_closing = self._is_ended = False
-        self._thread = threading.Thread(target=self._run, name=f"pxrs-producer-{log.name}", daemon=True)
+        self._link = ProducerLink(self)
+        name = f"pxrs-producer-{log.name}"
+        self._thread = threading.Thread(target=_serve, args=(self._link, self._work), name=name, daemon=True)
         self._thread.start()
-        _producers.add(self)
+        _links.add(self._link)
         # The thread is a daemon, so that a forgotten producer does not keep the process; what it holds is still sent.
-        atexit.register(self.close)
+        atexit.register(self._link.close)
 
     @property
     def topic_id(self) -> str:
@@ -287,7 +336,7 @@ class Producer:
         self._done.ring()
         # Not `Thread.join`: after one that was interrupted, the next returns at once.
         self._done.wait_for(lambda: self._is_ended)
-        atexit.unregister(self.close)
+        atexit.unregister(self._link.close)
         with self._lock:
             if self._error is not None and not self._error_is_known:
                 self._error_is_known = True
@@ -472,35 +521,54 @@ class Producer:
         self._lock = threading.Lock()
         self._done._waiters.clear()
         self._fail_all(UsedAfterFork("the message was sent before a fork: only the parent learns of its place"))
-        atexit.unregister(self.close)
+        atexit.unregister(self._link.close)
 
     # The background thread.
 
-    def _run(self) -> None:
-        try:
-            while self._take():
-                self._store(list(self._cut_in_hand()))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            with self._lock:
+    def _begin_wait(self) -> bool:
+        """Before the wait for something to store. Whether there is nothing yet."""
+        if self._has_work():
+            return False
+        # Set before the chunk is looked at once more: a row that is added after the look finds it.
+        self._chunk.is_watched = True
+        return True
+
+    def _begin_linger(self, was_idle: bool) -> float:
+        """There is something to store: for how many seconds more may follow."""
+        if was_idle:
+            self._since = time.monotonic()
+        return max(0.0, self._since + self._linger_s - time.monotonic())
+
+    def _make_round(self) -> bool:
+        """Store what is due; False when the producer is closing and all is done."""
+        if not self._take():
+            return False
+        self._store(list(self._cut_in_hand()))
+        return True
+
+    def _end(self, error: BaseException | None) -> None:
+        """The thread stores nothing more, because all is done or because of this error."""
+        with self._lock:
+            if error is not None:
                 for partition in range(self._partitions):
                     self._broken.setdefault(partition, error)
                 self._error = self._error or error
                 self._fail_all(error)
-        finally:
-            with self._lock:
-                self._is_ended = True
-                self._chunk_end = 0
-            self._done.ring()
+            self._is_ended = True
+            self._chunk_end = 0
+        self._done.ring()
+        if self._link.dropped is not None:
+            atexit.unregister(self._link.close)
+            if self._error is not None and not self._error_is_known:
+                _logger.error(
+                    "the producer of %s was dropped without close(), and not all of what it had was stored: %s",
+                    self._log.name,
+                    self._error,
+                )
+            self._link.dropped = None
 
     def _take(self) -> bool:
-        """Wait for what to append next, and take it in hand; False when the producer is closing and all is done."""
-        if not self._has_work():
-            # Set before the chunk is looked at once more: a row that is added after the look finds it.
-            self._chunk.is_watched = True
-            self._work.wait_for(lambda: self._is_pressed or self._is_closing or self._has_work())
-            self._since = time.monotonic()
-        left = self._since + self._linger_s - time.monotonic()
-        self._work.wait_for(lambda: self._is_pressed or self._is_closing or self._ready, max(0.0, left))
+        """Take in hand what to append next; False when the producer is closing and all is done."""
         with self._lock:
             if self._is_closing:
                 self._seal_for_good()
@@ -629,6 +697,38 @@ class Producer:
             # The block's own error goes on; that messages were lost too must not be lost with it.
             error.add_note(f"pxrs: closing the producer of {self._log.name} failed too: {failure}")
 
+    def __del__(self) -> None:
+        if getattr(self, "_is_ended", True) or self._is_forked or sys.is_finalizing():
+            return
+        name, was_closing = repr(self), self._is_closing
+        # Without the lock, see `pxrs.dropped`. Nobody else has this producer: its thread has it only while it looks.
+        self._is_closing = self._is_pressed = True
+        self._chunk_end = 0
+        self._link.dropped = self
+        self._work.ring()
+        if not was_closing:
+            dropped.warn(name, "what waits in it is stored now, and an error of that is only logged", self)
+
+    def __repr__(self) -> str:
+        return f"<Producer of {self._log.name}{' closed' if self._is_closing else ''}>"
+
+
+def _serve(link: ProducerLink, work: Bell) -> None:
+    """The background thread: wait for messages, let more of them come for `linger_s`, store them, and so on."""
+    error: BaseException | None = None
+    try:
+        is_open = True
+        while is_open:
+            was_idle = link.look(Producer._begin_wait, True)
+            work.wait_for(link.has_work)
+            left = link.look(lambda producer, was_idle=was_idle: producer._begin_linger(was_idle), 0.0)  # type: ignore[misc]
+            work.wait_for(link.is_due, left)
+            is_open = link.look(Producer._make_round, True)
+    except BaseException as raised:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+        error = raised
+    work.wait_for(lambda: link.producer() is not None)  # not while it is in between, see `ProducerLink.producer`
+    link.look(lambda producer: producer._end(error), None)
+
 
 def _bytes(name: str, given: object) -> bytes | None:
     if given is None or isinstance(given, bytes):
@@ -667,16 +767,3 @@ def _microseconds(timestamp: int | datetime) -> int:
     if not isinstance(timestamp, int) or isinstance(timestamp, bool) or not -(1 << 63) <= timestamp < 1 << 63:
         raise InvalidRecord(f"the time {timestamp!r} is not in whole microseconds since 1970")
     return timestamp
-
-
-def _seconds(name: str, given: float | timedelta, most: float) -> float:
-    seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
-    if not 0 <= seconds <= most:
-        raise ValueError(f"{name} is {seconds:g} s: it must be from 0 to {most:g}")
-    return seconds
-
-
-def _whole(name: str, given: int, least: int, most: int) -> int:
-    if not isinstance(given, int) or not least <= given <= most:
-        raise ValueError(f"{name} is {given!r}: it must be from {least:,} to {most:,}")
-    return given

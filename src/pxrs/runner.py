@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pxrs import dead_letters
+from pxrs import arguments, dead_letters
 from pxrs.dead_letters import place_of_message
 from pxrs.errors import Closed, HandlerFailed, InvalidGroup
 from pxrs.failures import Failure, failure_of, place_of
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 ON_ERROR: Final = ("pause", "retry", "dead-letter", "raise")
+THREADS_MAX: Final = 1_000
 LOOK_S: Final = 0.05
 """How often one that waits to try again looks whether the partition is to go."""
 PAUSING: Final = "pausing the partition until `pxrs group retry` or `skip`"
@@ -71,8 +72,7 @@ class Runner:
     def __init__(
         self, consumer: Consumer, handler: Handler, threads: int, policy: ErrorPolicy, stopped: threading.Event
     ) -> None:
-        if not 1 <= threads <= 1_000:
-            raise InvalidGroup(f"threads is {threads}: choose from 1 to 1,000")
+        threads = arguments.whole(InvalidGroup, "threads", threads, 1, THREADS_MAX)
         if fault := fault_of("the handler", handler, OF_A_MESSAGE):
             raise InvalidGroup(fault)
         self._consumer, self._handler, self._threads, self._policy = consumer, handler, threads, policy

@@ -22,11 +22,14 @@ from pxrs import clock
 from pxrs.errors import (
     CheckpointOutOfRange,
     CheckpointsDiffer,
+    CommitUnknown,
     DataLost,
     GroupActive,
+    GroupUnavailable,
     OutcomeUnknown,
     PartitionLost,
     PartitionsPaused,
+    RegistryError,
     RegistryUnavailable,
 )
 from pxrs.group.member import GroupMember
@@ -385,7 +388,7 @@ def test_an_idle_query_asks_neither_the_log_nor_the_registry_for_each_partition(
             for _ in range(5):
                 assert query.latest(start, 10, None) == start
                 assert query.source.ends()
-            assert sum(calls.counts.values()) == 0, calls.counts
+            assert calls.counts == {"stat": 10}, "whether the topic is still there, once for each look"
             monkeypatch.undo()
             send(hub, 4)
             calls = Calls(monkeypatch, registry)
@@ -664,6 +667,24 @@ def test_an_outage_that_does_not_end_ends_the_query_with_advice(away: tuple[Hub,
         with pytest.raises(RegistryUnavailable, match=r"could not be reached for as long as.* Start the query again"):
             query.finish(end)
         outage.is_on = False
+
+
+@pytest.mark.parametrize(
+    "error", [CommitUnknown("g", [0], "no reply"), GroupUnavailable("g", [0], "not written", "no reply")]
+)
+def test_what_a_group_says_of_an_outage_is_told_with_advice_and_stays_unknown_if_it_is(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: RegistryError
+) -> None:
+    def refuse() -> None:
+        raise error
+
+    with Query(hub, replace(OPTIONS, lease_ttl=0.5)) as query:
+        end, _ = run_batch(query, {}, 100)
+        with monkeypatch.context() as patch:
+            patch.setattr(query._member, "commit", refuse)
+            with pytest.raises(RegistryError, match=r"no reply\. Start the query again") as caught:
+                query.finish(end)
+        assert isinstance(caught.value, OutcomeUnknown) == isinstance(error, OutcomeUnknown)
 
 
 def test_alone_a_repeated_batch_is_read_whole_or_not_at_all(hub: Hub) -> None:

@@ -309,7 +309,9 @@ def test_no_password_reaches_a_task_a_plan_or_the_checkpoint_location(spark: Any
     plans = [frame._jdf.queryExecution().toString() for frame in (rows, stream)]
     told = [query._jsq.explainInternal(True), *(progress.json for progress in query.recentProgress)]
     assert not [text for text in (*plans, *told) if SECRET in text]
-    written = [path for folder in ("checkpoint", "hub") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    written = [
+        path for folder in ("checkpoint", "hub/staging") for path in (tmp_path / folder).rglob("*") if path.is_file()
+    ]
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 

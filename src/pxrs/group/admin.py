@@ -28,6 +28,7 @@ from typing import Final, Protocol
 
 import pyarrow as pa
 
+from pxrs import arguments
 from pxrs.errors import (
     Conflict,
     DamagedFrame,
@@ -272,6 +273,8 @@ class GroupHandle:
         self._registry, self._topics, self._sources = registry, topics, tuple(sources)
         self._told: set[str] = set()
         """Ids of damaged topics that were logged: `describe` may be called every second."""
+        self._hub: object = None
+        """The hub that made this handle. It closes its log and registry with its last reference, which is here."""
 
     def describe(self) -> GroupDescription:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""
@@ -318,6 +321,7 @@ class GroupHandle:
         A paused partition goes on too. Nothing is written if an offset is not in the log: OffsetOutOfRange,
         OffsetTrimmed. Raises UnknownGroup, UnknownTopic, GroupActive.
         """
+        arguments.flag(InvalidGroup, "force", force)
         self._check_hub()
         state = self._read()
         if not state.is_there:
@@ -344,6 +348,7 @@ class GroupHandle:
         Nothing is written if an offset is not in the log: OffsetOutOfRange, OffsetTrimmed. The group need not be there.
         Raises GroupActive while members are, whatever `force` says: see `reset`.
         """
+        arguments.flag(InvalidGroup, "force", force)
         source = self._source(topic)
 
         def resolve(source: Offsets, starts: Starts) -> dict[int, int]:
@@ -366,6 +371,7 @@ class GroupHandle:
         force: also while members are there. They are sent away, join again as new members and start afresh; so is one
         that joins in just this moment. Raises UnknownGroup, GroupActive.
         """
+        arguments.flag(InvalidGroup, "force", force)
         self._check_hub()
         state = self._read()
         if not state.is_there:
@@ -403,6 +409,7 @@ class GroupHandle:
 
         offset: only if it is this message. Raises GroupError if it is another one, or if nothing is paused.
         """
+        offset = None if offset is None else arguments.whole(InvalidGroup, "offset", offset, 0)
         self._check_hub()
         key, paused, version = self._pause(topic, partition)
         self._check_registry([partition_of(key)[0]])
@@ -483,6 +490,7 @@ class GroupHandle:
             return {}
 
     def _source(self, name: str) -> Offsets:
+        arguments.text(InvalidGroup, "topic", name, "its name")
         found = [source for source in self._sources if name in (source.name, source.id)]
         return found[0] if found else self._topics.topic(name)
 
@@ -495,6 +503,8 @@ class GroupHandle:
         return sorted(sources, key=lambda source: source.name)
 
     def _pause(self, topic: str, partition: int) -> tuple[str, Paused, int]:
+        arguments.text(InvalidGroup, "topic", topic, "its name")
+        partition = arguments.whole(InvalidGroup, "partition", partition, 0)
         state = self._read()
         if not state.is_there:
             raise UnknownGroup(self.name)

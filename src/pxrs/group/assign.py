@@ -60,6 +60,6 @@ ASSIGNORS: Final[dict[str, Assignor]] = {"sticky": sticky, "range": range_, "rou
 
 def assignor_named(name: str) -> Assignor:
     """Raises InvalidGroup if there is none of this name."""
-    if name not in ASSIGNORS:
-        raise InvalidGroup(f"assignor {name!r}; choose from {', '.join(ASSIGNORS)}")
+    if not isinstance(name, str) or name not in ASSIGNORS:
+        raise InvalidGroup(f"assignor is {name!r}; choose from {', '.join(ASSIGNORS)}")
     return ASSIGNORS[name]

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
+from pxrs import arguments
 from pxrs.errors import (
     Closed,
     CommitUnknown,
@@ -56,8 +57,8 @@ from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, Holding, MemberPro
 from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
-from pxrs.registry.contract import LEASE_TTL_MIN, Registry
-from pxrs.registry.lease import Lease
+from pxrs.registry.contract import Registry
+from pxrs.registry.lease import LEASE_TTL_MIN, Lease
 from pxrs.registry.limit import time_limit
 from pxrs.registry.watch import Watch
 
@@ -90,10 +91,11 @@ class Timings:
     """How often what is done is written down."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_ttl", "handover_timeout", "progress_timeout", "commit_interval"):
+        arguments.seconds(InvalidGroup, "lease_ttl", self.lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
+        for name in ("handover_timeout", "progress_timeout", "commit_interval"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and 0 < value <= 86_400):
-                raise InvalidGroup(f"{name} is {value!r}: it must be more than 0 and at most a day, in seconds")
+            if value is not None or name != "progress_timeout":
+                arguments.seconds(InvalidGroup, name, value, 0, arguments.DAY_S, above=True)
         if self.lease_ttl < LEASE_TTL_MIN:
             raise InvalidGroup(
                 f"lease_ttl is {self.lease_ttl!r}: no store grants a lease for less than {LEASE_TTL_MIN} s"

@@ -26,19 +26,22 @@ On failure:
 
 from __future__ import annotations
 
+import functools
 import logging
 import sqlite3
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any, Final, Self
 
 from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError
 
+from pxrs import arguments
 from pxrs.consumer import Consumer
 from pxrs.errors import Conflict, InvalidGroup, OutcomeUnknown, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import Holding, MemberProtocol
+from pxrs.group.readers import Loop, Reading
 from pxrs.group.records import Checkpoint
 from pxrs.limited_log import Outage
 from pxrs.log.batch import Batch
@@ -71,54 +74,52 @@ def transactions(consumer: Consumer, engine: Engine, max_messages: int = MAX_MES
     when the next batch is asked for. To undo a batch, raise; leaving the loop by `break` undoes it too. In the body,
     commit and roll back nothing but savepoints. Raises InvalidGroup if the engine is another database's, or commits by
     itself."""
-    if not isinstance(max_messages, int) or max_messages < 1:
-        raise InvalidGroup(f"max_messages is {max_messages!r}: give at least 1")
+    max_messages = arguments.whole(InvalidGroup, "max_messages", max_messages, 1)
     return Transactions(_Loop(consumer, engine, max_messages))
 
 
-class Transactions(Iterator[tuple[list[Message], Connection]]):
+class Transactions(Loop[tuple[list[Message], Connection]]):
     """What `transactions` returns. Iterating it anew undoes what a loop that was left still had in hand."""
 
     def __init__(self, loop: _Loop) -> None:
-        self._loop = loop
-        # It knows nothing of this object, so that it ends, and rolls back, as soon as nobody has this one any more.
-        self._steps = _steps(loop)
+        super().__init__("a loop over transactions", functools.partial(_steps, loop), loop.consumer._check_step)
 
     def __iter__(self) -> Self:
         self.close()
-        self._steps = _steps(self._loop)
+        self._steps = None
         return self
 
-    def __next__(self) -> tuple[list[Message], Connection]:
-        return next(self._steps)
 
-    def close(self) -> None:
-        """Roll back what is in hand."""
-        self._steps.close()
-
-
-def _steps(loop: _Loop) -> Generator[tuple[list[Message], Connection], None, None]:
+def _steps(loop: _Loop, reading: Reading) -> Generator[tuple[list[Message], Connection], None, None]:
     consumer = loop.consumer
-    consumer._rewind()
-    # Nothing but COMMIT says that a message is done, also not `commit`.
-    consumer._is_manual = consumer._is_transactional = True
     try:
-        while (found := consumer._next()) is not None:
-            lane, batch = found
-            if not loop.is_ready(lane):
-                continue
-            with loop.engine.connect() as connection:
-                taken = loop.take(lane, batch, connection)
-                if taken is None:
-                    continue
-                try:
-                    yield taken.messages, connection
-                    taken.finish()
-                finally:
-                    taken.end()
-            loop.leave_room(taken)
+        consumer._enter(reading)
+        consumer._rewind()
+        try:
+            # Nothing but COMMIT says that a message is done, also not `commit`.
+            consumer._is_manual = consumer._is_transactional = True
+            yield from _each(loop)
+        finally:
+            consumer._is_manual = consumer._is_transactional = False
     finally:
-        consumer._is_manual = consumer._is_transactional = False
+        reading.is_over = True
+
+
+def _each(loop: _Loop) -> Generator[tuple[list[Message], Connection], None, None]:
+    while (found := loop.consumer._next()) is not None:
+        lane, batch = found
+        if not loop.is_ready(lane):
+            continue
+        with loop.engine.connect() as connection:
+            taken = loop.take(lane, batch, connection)
+            if taken is None:
+                continue
+            try:
+                yield taken.messages, connection
+                taken.finish()
+            finally:
+                taken.end()
+        loop.leave_room(taken)
 
 
 class _Loop:
@@ -131,10 +132,13 @@ class _Loop:
         fields = {"group": self.keys.group, "member": self.member.name}
         self._outage = Outage(_logger, f"group {self.keys.group}: before a transaction", extra=fields)
         registry = self.member._registry
+        if not isinstance(engine, Engine):
+            raise InvalidGroup(
+                f"the engine is {arguments.shown(engine)}: give an Engine of SQLAlchemy; an AsyncEngine has one as its "
+                "`sync_engine`"
+            )
         if not isinstance(registry, SqlRegistry) or registry.database.dialect not in DATABASES:
             raise InvalidGroup(f"the registry {registry.url} is no PostgreSQL or SQLite database")
-        if not isinstance(engine, Engine):
-            raise InvalidGroup(f"{engine!r} is no SQLAlchemy Engine; an AsyncEngine has one as its `sync_engine`")
         if engine.dialect.name != registry.database.dialect:
             raise InvalidGroup(
                 f"the engine is one of {engine.dialect.name}, and the registry is {registry.url}: a transaction cannot "

@@ -331,7 +331,9 @@ class DirectoryTopic(TopicLog):
 
     def ends(self) -> list[int]:
         self._check_usable()
-        return self._ends.look()
+        found = self._ends.look()
+        self._check_listed()  # a deletion moves the folder away first: its files may tell of that much later
+        return found
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         with self._reading(partition) as opened:

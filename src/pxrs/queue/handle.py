@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from pxrs import arguments
 from pxrs.errors import Conflict, InvalidItem, MissingDependency, RegistryCorrupt
 from pxrs.queue.items import BYTES_PER_KEY, Item, Put, add_puts, check_put, note_numbers, placed_in
 from pxrs.queue.moves import Changes, Move
@@ -44,6 +46,8 @@ class QueueHandle:
     def __init__(self, store: QueueStore, queue: Queue) -> None:
         self.store, self.settings = store, queue
         self._registry = store.registry
+        self._hub: object = None
+        """The hub that made this handle. It closes its registry with its last reference, which is here."""
 
     @property
     def name(self) -> str:
@@ -95,6 +99,8 @@ class QueueHandle:
         """Put several, as many in a commit as the store takes; their ids. If it raises, the first ones may be there."""
         if isinstance(values, str | bytes | bytearray | memoryview):
             raise InvalidItem("values is one value: give several, such as a list, or use `put`")
+        if not isinstance(values, Iterable):
+            raise InvalidItem(f"values is {arguments.shown(values)}: give several, such as a list")
         limits = self._registry.limits
         ids: list[str] = []
         batch: list[Put] = []
@@ -132,8 +138,7 @@ class QueueHandle:
 
     def peek(self, max_items: int = 1) -> list[Item]:
         """The items at the head, without taking them."""
-        if not isinstance(max_items, int) or not 1 <= max_items <= PEEK_MAX:
-            raise InvalidItem(f"max_items is {max_items!r}: give from 1 to {PEEK_MAX:,}")
+        max_items = arguments.whole(InvalidItem, "max_items", max_items, 1, PEEK_MAX)
         queue = self.store.queue(self.name)
         entries = self._registry.scan(queue.ready, limit=max_items)
         return [Item.of(queue, record) for _, record in _whole(queue, entries)]
@@ -160,8 +165,7 @@ class DeadLetters:
 
     def list(self, max_items: int = 100) -> list[Item]:
         """The oldest ones."""
-        if isinstance(max_items, bool) or not isinstance(max_items, int) or max_items < 0:
-            raise InvalidItem(f"max_items is {max_items!r}: give a whole number from 0")
+        max_items = arguments.whole(InvalidItem, "max_items", max_items, 0, sys.maxsize)
         return [*islice(self, max_items)]
 
     def __iter__(self) -> Iterator[Item]:
@@ -177,9 +181,9 @@ class DeadLetters:
         """Put those with these ids, or all, back into the queue, as if never delivered; how many that were.
 
         In a strict queue they come last. It may be called again if it was interrupted."""
-        queue = self._store.queue(self._handle.name)
+        queue, chosen = self._store.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         done = 0
-        for page in self._chosen(queue, ids):
+        for page in self._chosen(queue, chosen):
             if queue.is_fifo:
                 done += sum(self._retry_in_order(queue, entry, record) for entry, record in _whole(queue, page))
                 continue
@@ -207,15 +211,14 @@ class DeadLetters:
 
     def purge(self, ids: Iterable[str] | None = None) -> int:
         """Remove those with these ids, or all, for good; how many that were."""
-        queue = self._store.queue(self._handle.name)
+        queue, chosen = self._store.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         return sum(
             self._store.move_all([Move(entry.key, entry.version, None) for entry in page])
-            for page in self._chosen(queue, ids)
+            for page in self._chosen(queue, chosen)
         )
 
-    def _chosen(self, queue: Queue, ids: Iterable[str] | None) -> Iterator[Sequence[Entry]]:
+    def _chosen(self, queue: Queue, wanted: set[str] | None) -> Iterator[Sequence[Entry]]:
         """Page by page, and no more than there are now: what is tried again may soon be dead again."""
-        wanted = None if ids is None else {ids} if isinstance(ids, str) else set(ids)
         left = len(self)
         for page in _pages(self._store, queue.dead):
             page = page[:left]

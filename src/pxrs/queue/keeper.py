@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from pxrs.dropped import apart
 from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError, RegistryCorrupt, RegistryUnavailable
 from pxrs.failures import Failure
 from pxrs.limited_log import Outage
@@ -168,8 +169,9 @@ class Keeper:
         return min(self._retry_s, pause_s) if self._jobs else pause_s
 
     def drop(self, job: Job) -> None:
-        """As `finish`, from a finalizer: no lock, for this thread may have it. Done at the next turn."""
+        """As `finish`, from a finalizer: this takes no lock, for the finalizer's thread may have it."""
         self._dropped.put(job)
+        apart(self.wake)
 
     def _do_jobs(self, until: float = float("inf")) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
+from pxrs import arguments
 from pxrs.errors import Closed, InvalidQueue, OutcomeLost, OutcomeUnknown, PxrsError, UnknownQueue
 from pxrs.failures import failure_of, place_of
 from pxrs.handler import OF_AN_ITEM, check_result, fault_of
@@ -41,11 +42,13 @@ PAUSE_S: Final = (0.05, 5.0)
 
 
 class QueueListener:
-    """`start` and `close`, or a `with` block; `run` stays until `stop` is called or the queue is deleted."""
+    """`start` and `close`, or a `with` block; `run` stays until `stop` is called or the queue is deleted.
+
+    Once started it works until it is stopped, its hub is closed or its queue deleted, whether or not anybody has this
+    object; it keeps its hub open meanwhile."""
 
     def __init__(self, queue: QueueHandle, handler: Handler, threads: int = 1) -> None:
-        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= THREADS_MAX:
-            raise InvalidQueue(f"threads is {threads!r}: choose from 1 to {THREADS_MAX:,}")
+        threads = arguments.whole(InvalidQueue, "threads", threads, 1, THREADS_MAX)
         if not isinstance(queue, QueueHandle):
             raise InvalidQueue(f"the queue is {queue!r}: give what a hub has opened, such as hub.queue('q')")
         if fault := fault_of("the handler", handler, OF_AN_ITEM):

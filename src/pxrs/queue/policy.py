@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Final
 
+from pxrs import arguments
 from pxrs.errors import InvalidQueue
 
-DELAY_S_MAX: Final = 366 * 86_400.0
+DELAY_S_MAX: Final = arguments.WAIT_S_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class ConsumeTimes:
 
     def __post_init__(self) -> None:
         if isinstance(self.times, bool) or not isinstance(self.times, int) or not 1 <= self.times <= 1_000_000:
-            raise InvalidQueue(f"ConsumeTimes({self.times!r}): give a whole number from 1 to 1,000,000")
+            raise InvalidQueue(
+                f"ConsumeTimes: times is {arguments.shown(self.times)}; give a whole number from 1 to 1,000,000"
+            )
 
     @property
     def deliveries_max(self) -> int | None:
@@ -114,7 +117,4 @@ def load(found: dict[str, Any]) -> Any:
 
 def seconds(name: str, value: float | timedelta) -> float:
     """A duration as it was given, checked."""
-    found = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= DELAY_S_MAX:
-        raise InvalidQueue(f"{name} is {value!r}: give seconds, or a timedelta, from 0 to a year")
-    return float(found)
+    return arguments.seconds(InvalidQueue, name, value, 0, DELAY_S_MAX)

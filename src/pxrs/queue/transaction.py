@@ -30,6 +30,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
+from pxrs import arguments
 from pxrs.errors import (
     Closed,
     Conflict,
@@ -96,6 +97,8 @@ class Transaction:
 
     def __init__(self, store: QueueStore) -> None:
         self.id = uuid.uuid4().hex
+        self._hub: object = None
+        """The hub that made this transaction. It closes its registry with its last reference, which is here."""
         self._store = store
         self._registry = store.registry
         self._lock = threading.RLock()
@@ -127,8 +130,7 @@ class Transaction:
 
     def take_many(self, queue: str | Named, max_items: int, timeout: float | timedelta | None = None) -> list[Item]:
         """Up to so many items that are there, at least one if one comes in time."""
-        if isinstance(max_items, bool) or not isinstance(max_items, int) or max_items < 1:
-            raise InvalidItem(f"max_items is {max_items!r}: give at least 1")
+        max_items = arguments.whole(InvalidItem, "max_items", max_items, 1)
         until = None if timeout is None else time.monotonic() + duration("timeout", timeout)
         return self._take(_name_of(queue), max_items, until, lambda: False)
 
@@ -577,9 +579,11 @@ class Transaction:
             raise
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "") != "open" or not self._taken:
+        if getattr(self, "_state", "") != "open" or not (self._taken or self._puts or self._inboxes):
             return
         warnings.warn(f"{self!r} was neither committed nor rolled back", ResourceWarning, stacklevel=2, source=self)
+        if not self._taken:
+            return  # nothing of it is in the store
         store, taker, taken, turns = self._store, self._taker, self._taken, self._turns
 
         def give_back() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from pxrs.arguments import shown
 from pxrs.errors import InvalidUrl
 
 DEFAULT_NAMESPACE = "pxrs"
@@ -79,7 +80,11 @@ class Address:
         if not path:
             raise InvalidUrl(f"{self.text}: which directory? Write file:DIR")
         directory = Path(path).absolute()
-        if directory.exists() and not directory.is_dir():
+        try:
+            is_file = directory.exists() and not directory.is_dir()
+        except OSError as error:
+            raise InvalidUrl(f"the url {shown(path)} names no directory: {error.strerror}") from error
+        if is_file:
             raise InvalidUrl(f"{directory} is a file; give a directory")
         return directory
 
@@ -141,9 +146,10 @@ class Address:
 
 def parse(url: str | os.PathLike[str]) -> Address:
     """Take an address apart. A plain path is a `file:` registry."""
-    text = os.fspath(url)
+    if not isinstance(url, str | os.PathLike) or not isinstance(text := os.fspath(url), str) or "\0" in text:
+        raise InvalidUrl(f"the url is {shown(url)}: give a directory, memory:, or SCHEME://HOST:PORT, as str or Path")
     if not text:
-        raise InvalidUrl("the registry address is empty; give a directory, memory:, or SCHEME://HOST:PORT")
+        raise InvalidUrl("the url is empty; give a directory, memory:, or SCHEME://HOST:PORT")
     if isinstance(url, os.PathLike):
         return Address("file", text)
     if _HOST_PORT.fullmatch(text) or (_HOST_NAME.fullmatch(text) and not os.path.isdir(text)):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -31,16 +32,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from pxrs import arguments, dropped
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import (
     Closed,
     CommitTooLarge,
+    InvalidArgument,
     InvalidCommit,
     InvalidKey,
     UsedAfterFork,
     ValueTooLarge,
 )
-from pxrs.registry.lease import Lease
+from pxrs.registry.lease import LEASE_TTL_MIN, Lease
 from pxrs.registry.limit import check_time
 from pxrs.registry.watch import Watch
 
@@ -50,9 +53,6 @@ ABSENT: Final = 0
 KEY_BYTES_MAX: Final = 512
 TIMEOUT_S_DEFAULT: Final = 10.0
 CLOSERS_MAX: Final = 16
-LEASE_TTL_MIN: Final = 0.05
-LEASE_TTL_MAX: Final = 86_400.0
-"""Between these, in seconds, a lease may be asked for."""
 # Printable ASCII without the space, and without `;`, which marks folders in ZooKeeper.
 _SEGMENT = re.compile(r"[!-.0-:<-~]+")
 _EMPTY: Final[Mapping[str, bytes]] = {}
@@ -107,7 +107,11 @@ class Commit:
 
 
 class Registry(ABC):
-    """A handle to a store. Threads share it; a forked child must open its own."""
+    """A handle to a store. Threads share it; a forked child must open its own.
+
+    Close it. It keeps the leases and watches that it gave out, and closes itself, with a ResourceWarning, if nobody has
+    it or one of them any more; on stores whose driver's threads keep the handle, it stays open until the process ends.
+    """
 
     limits: Limits
     timeout_s: float = TIMEOUT_S_DEFAULT
@@ -139,10 +143,9 @@ class Registry(ABC):
         at most `limit` of them. A prefix is empty or ends in a slash."""
         self._check_usable()
         _check_prefix(prefix)
-        if after is not None and not after.isascii():
-            raise InvalidKey(f"scan after {after!r}: keys are ASCII")
-        if limit is not None and limit < 1:
-            raise ValueError(f"scan limit is {limit}: it must be at least 1, or None for no limit")
+        if after is not None and not (isinstance(after, str) and after.isascii()):
+            raise InvalidKey(f"after is {arguments.shown(after)}: give a key, which is ASCII text, or None")
+        limit = None if limit is None else arguments.whole(InvalidKey, "limit", limit, 1)
         check_time(self.url)
         return self._scan(prefix, after, limit)
 
@@ -165,6 +168,8 @@ class Registry(ABC):
         quiet:     a promise that nobody watches these keys, which spares some stores a notification.
         """
         self._check_usable()
+        if lease is not None and not isinstance(lease, Lease):
+            raise InvalidCommit(f"lease is {arguments.shown(lease)}: give what `lease` returned, or None")
         try:
             commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
         except TypeError as error:
@@ -180,9 +185,7 @@ class Registry(ABC):
     def lease(self, ttl: float | timedelta) -> Lease:
         """A new lease, renewed in the background until it is closed. The store may grant more than `ttl` seconds."""
         self._check_usable()
-        seconds = ttl.total_seconds() if isinstance(ttl, timedelta) else float(ttl)
-        if not LEASE_TTL_MIN <= seconds <= LEASE_TTL_MAX:
-            raise ValueError(f"lease ttl is {seconds:g} s: it must be from {LEASE_TTL_MIN} s to a day")
+        seconds = arguments.seconds(InvalidArgument, "ttl", ttl, LEASE_TTL_MIN, arguments.DAY_S)
         check_time(self.url)
         lease = self._lease(seconds)
         with self._handles_lock:
@@ -200,7 +203,10 @@ class Registry(ABC):
         if not prefixes:
             raise InvalidKey("a watch needs at least one prefix; the empty one watches everything")
         for prefix in prefixes:
-            _check_prefix(prefix) if prefix == "" or prefix.endswith("/") else _check_key(prefix)
+            if isinstance(prefix, str) and prefix and not prefix.endswith("/"):
+                _check_key(prefix)
+            else:
+                _check_prefix(prefix)
         watch = Watch(prefixes, self._forget_watch)
         with self._handles_lock:
             self._check_usable()
@@ -234,7 +240,18 @@ class Registry(ABC):
                 watch.close()
             self._close()
 
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or os.getpid() != self._pid or sys.is_finalizing() or self._is_idle():
+            return
+        name = repr(self)
+        dropped.apart(self.close)
+        dropped.warn(name, "its leases and watches end now", self)
+
     # What a backend implements.
+
+    def _is_idle(self) -> bool:
+        """Whether nothing has to be closed: called by the finalizer, and so without any lock."""
+        return not self._leases and not self._watches
 
     @abstractmethod
     def _get(self, key: str) -> Entry | None: ...
@@ -291,7 +308,7 @@ class Registry(ABC):
         for key in commit.keys:
             _check_key(key)
         for key, version in commit.expect.items():
-            if not isinstance(version, int) or version < 0:
+            if not isinstance(version, int) or isinstance(version, bool) or version < 0:
                 raise InvalidCommit(f"expect {key}: {version!r} is not a version; use ABSENT or one that was read")
         both = (commit.put.keys() & commit.ephemeral.keys()) | (commit.delete & commit.written.keys())
         if both:

@@ -9,6 +9,8 @@ Invariants:
 - An expired lease is never revived: once the deadline has passed, a renewal that comes back is refused,
   because somebody may already have seen the holder gone.
 - Renewal runs on a thread of its own and takes no lock that user code or a commit can hold (R6).
+- A lease is renewed until it or its registry is closed, or nobody has either any more: the registry keeps its leases,
+  and the renewing thread holds the lease only while it renews.
 
 On failure: while the store cannot be reached, renewal is tried again until the deadline; then the
 lease is lost, `lost` is set, and every commit that names it is refused.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -33,12 +36,18 @@ RENEWALS_PER_TTL = 4
 """With four, one lost renewal and a second of starvation by other threads still leave room."""
 
 
+LEASE_TTL_MIN = 0.05
+"""In seconds. A holder could not renew a shorter one in time."""
+
+
 JOIN_S_MAX = 5.0
 """How long closing waits for a renewal that is under way."""
 
 
 class Lease:
-    """What `Registry.lease(ttl)` returns. Its keys vanish when it is closed or expires."""
+    """What `Registry.lease(ttl)` returns. Its keys vanish when it is closed or expires.
+
+    The registry keeps it: a lease that is dropped without `close` is renewed until the registry is closed."""
 
     def __init__(
         self,
@@ -68,7 +77,10 @@ class Lease:
         self._stop = threading.Event()
         self._abandoned = False
         self._closed = False
-        self._thread = threading.Thread(target=self._renew_loop, name=f"pxrs-lease-{lease_id}", daemon=True)
+        self._pause = ttl / RENEWALS_PER_TTL
+        """How long until the next renewal is tried."""
+        name, given = f"pxrs-lease-{lease_id}", (weakref.ref(self), self._stop, clock)
+        self._thread = threading.Thread(target=_keep_renewed, args=given, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -115,24 +127,28 @@ class Lease:
         finally:
             self._on_gone(self)
 
-    def _renew_loop(self) -> None:
-        pause = self.ttl / RENEWALS_PER_TTL
-        while not self._clock.wait(self._stop, min(pause, max(0.0, self.deadline - self._clock.now()))):
-            if not self.alive:
-                log.warning("lease %s could not be renewed before its deadline", self.id)
-                return
-            if self._abandoned:
-                continue
-            try:
-                self._accept(self._renew())
-                pause = self.ttl / RENEWALS_PER_TTL
-            except LeaseExpired as error:
-                log.warning("lease %s has expired in the store: %s", self.id, error)
-                self.expire()
-                return
-            except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
-                log.info("lease %s: renewal failed, will try again: %s", self.id, error)
-                pause = self.ttl / (RENEWALS_PER_TTL * 4)
+    def _next_look(self) -> float:
+        """In how many seconds to renew, or to see that the deadline has passed."""
+        return min(self._pause, max(0.0, self.deadline - self._clock.now()))
+
+    def _renew_once(self) -> bool:
+        """False if there is nothing more to renew."""
+        if not self.alive:
+            log.warning("lease %s could not be renewed before its deadline", self.id)
+            return False
+        if self._abandoned:
+            return True
+        try:
+            self._accept(self._renew())
+            self._pause = self.ttl / RENEWALS_PER_TTL
+        except LeaseExpired as error:
+            log.warning("lease %s has expired in the store: %s", self.id, error)
+            self.expire()
+            return False
+        except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
+            log.info("lease %s: renewal failed, will try again: %s", self.id, error)
+            self._pause = self.ttl / (RENEWALS_PER_TTL * 4)
+        return True
 
     def _accept(self, deadline: float) -> None:
         # A renewal that returns after the old deadline proves nothing to those who saw the lease end.
@@ -149,3 +165,16 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"<Lease {self.id} ttl={self.ttl:g}s {'alive' if self.alive else 'ended'}>"
+
+
+def _keep_renewed(lease_of: weakref.ref[Lease], stop: threading.Event, clock: Clock) -> None:
+    """The renewing thread. Between two renewals it has no reference to the lease, nor by it to the registry."""
+    while (lease := lease_of()) is not None:
+        pause = lease._next_look()
+        del lease
+        if clock.wait(stop, pause):
+            return
+        lease = lease_of()
+        if lease is None or not lease._renew_once():
+            return
+        del lease

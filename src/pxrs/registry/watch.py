@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
-from pxrs.errors import Closed, UsedAfterFork
+from pxrs import arguments
+from pxrs.errors import Closed, InvalidArgument, UsedAfterFork
 
 
 class Watch:
-    """What `Registry.watch(*prefixes)` returns. One thread waits on it at a time."""
+    """What `Registry.watch(*prefixes)` returns. One thread waits on it at a time.
+
+    The registry keeps it: a watch that is dropped without `close` ends with the registry."""
 
     def __init__(self, prefixes: Iterable[str], on_close: Callable[[Watch], None]) -> None:
         self.prefixes = tuple(prefixes)
@@ -36,6 +39,7 @@ class Watch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for a change since the last call. True if there may be one, False if the time has passed."""
+        timeout = None if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout)
         if os.getpid() != self._pid:
             raise UsedAfterFork("the watch was opened before a fork: open one in the child")
         woken = self._raised.wait(timeout)

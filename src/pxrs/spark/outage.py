@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from pxrs.errors import OutcomeUnknown, RegistryUnavailable
+from pxrs.errors import OutcomeUnknown, RegistryError, RegistryUnavailable
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,3 +47,8 @@ def ride_out(
                 raise
         time.sleep(min(pause, until - now))
         pause = min(2 * pause, pause_max)
+
+
+def with_advice(error: Exception, message: str) -> RegistryError:
+    """An error of the same kind, with a message for those who run a query: an unknown outcome stays unknown."""
+    return OutcomeUnknown(message) if isinstance(error, OutcomeUnknown) else RegistryUnavailable(message)

@@ -46,7 +46,7 @@ from pxrs.log.contract import Source
 from pxrs.registry.identity import fingerprint
 from pxrs.spark.manifest import RESTART, published_spans
 from pxrs.spark.options import EARLIEST, LATEST, Offsets, ReadOptions
-from pxrs.spark.outage import UNREACHABLE, ride_out
+from pxrs.spark.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.spark.planning import (
     Span,
     Spans,
@@ -275,9 +275,10 @@ class Query:
         try:
             return ride_out(call, self.lease_s, lambda: self._is_leased, UNREACHABLE)
         except UNREACHABLE as error:
-            raise type(error)(
+            raise with_advice(
+                error,
                 f"group {self._member.keys.group}: the registry could not be reached for as long as the lease lived, "
-                f"{self.lease_s:g} s: {error}. Start the query again: it goes on where it was"
+                f"{self.lease_s:g} s: {error}. Start the query again: it goes on where it was",
             ) from error
 
     @property

@@ -25,7 +25,7 @@ from pxrs.hub import Hub, TopicHandle
 from pxrs.model import Topic
 from pxrs.spark.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
 from pxrs.spark.options import Where
-from pxrs.spark.outage import UNREACHABLE, ride_out
+from pxrs.spark.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.spark.reader import check_machine, open_hub, run_of
 from pxrs.spark.staging import Feed, Staged, Staging
 
@@ -179,9 +179,10 @@ def publish_batch(
     try:
         _publishers.get(where, topic_id).publish(query, batch, _files(messages), feeds, planned, has_state)
     except UNREACHABLE as error:
-        raise type(error)(
+        raise with_advice(
+            error,
             f"batch {batch} of query {query}: the registry could not be reached: {error}. Start the query again: the "
-            "batch is published once, however often that is tried"
+            "batch is published once, however often that is tried",
         ) from error
 
 

@@ -16,9 +16,11 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from pxrs import disk
 from pxrs.clock import SYSTEM
@@ -43,6 +45,7 @@ from pxrs.registry.state import Change, State
 from pxrs.registry.watch import Watch
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LIMITS = Limits(commit_keys_max=4096, commit_bytes_max=8 << 20, value_bytes_max=1 << 20)
 # The kernel tells of a dying process's file before it drops the lock, a moment later; look again a few times.
@@ -269,6 +272,9 @@ class FileRegistry(Registry):
                 self._watcher = watcher
         self._watcher.await_armed(self._timeout)
 
+    def _is_idle(self) -> bool:
+        return super()._is_idle() and self._watcher is None
+
     def _interrupt_watcher(self) -> None:
         if self._watcher is not None:
             self._watcher.notifier.interrupt()
@@ -298,7 +304,9 @@ class _Watcher:
     """The thread that is told of new entries and of dying holders, reads the ones and ends the leases of the others."""
 
     def __init__(self, registry: FileRegistry) -> None:
-        self._registry = registry
+        self._registry = weakref.ref(registry)
+        """Weak, so that a registry that nobody has any more is collected; its finalizer then stops this thread."""
+        self._url = registry.url
         self.notifier = Notifier()
         self.thread = threading.Thread(target=self._run, name="pxrs-file-watch", daemon=True)
         self._armed = threading.Event()
@@ -311,7 +319,7 @@ class _Watcher:
 
     def await_armed(self, timeout: float) -> None:
         if not self._armed.wait(timeout):
-            raise RegistryUnavailable(f"{self._registry.url}: no watch could be set up: {self._trouble}")
+            raise RegistryUnavailable(f"{self._url}: no watch could be set up: {self._trouble}")
 
     def stop(self, timeout: float) -> None:
         self._stopped.set()
@@ -322,28 +330,40 @@ class _Watcher:
         try:
             while not self._stopped.is_set():
                 try:
-                    self._wait(self._look())
+                    pause = self._with_registry(self._look)
+                    self._wait(pause)
                     self._trouble = None
                 except Exception as error:  # noqa: BLE001 - a watcher must not die silently: it doubts, and tries again
                     if self._trouble is None:
-                        log.warning("%s: watching failed, will try again: %s", self._registry.url, error)
-                    self._trouble = error
+                        log.warning("%s: watching failed, will try again: %s", self._url, error)
+                    # Without its frames, which hold the registry.
+                    self._trouble = error.with_traceback(None)
                     self._armed.clear()
-                    self._registry._wake(None)
+                    self._with_registry(_doubt)
                     self._stopped.wait(WATCH_RETRY_S)
         finally:
             self.notifier.close()
 
+    def _with_registry(self, step: Callable[[FileRegistry], T]) -> T | None:
+        """The registry is held for no longer than this step. None, and the end of the thread, if it is gone."""
+        registry = self._registry()
+        if registry is not None:
+            return step(registry)
+        self._stopped.set()
+        return None
+
     def _wait(self, pause: float | None) -> None:
+        if self._stopped.is_set():
+            return
         news = self.notifier.wait(pause)
         if news.overflow:
-            self._registry._wake(None)
+            self._with_registry(_doubt)
             self._suspects.update(dict.fromkeys(self._due, 0))
         self._suspects.update(dict.fromkeys(news.closed, 0))
 
-    def _look(self) -> float | None:
+    def _look(self, registry: FileRegistry) -> float | None:
         """Arm, read what is new, end the leases that are over; returns after how long to look again in any case."""
-        leases = self._arm()
+        leases = self._arm(registry)
         self._armed.set()
         now = SYSTEM.now()
         self._due = {lease: self._due[lease] for lease in leases if lease in self._due}
@@ -351,12 +371,12 @@ class _Watcher:
         over = []
         for lease in asked:
             asked_at = SYSTEM.now()  # before the date is read, see `expiry_of`
-            expiry = expiry_of(self._registry._lease_folder / lease)
+            expiry = expiry_of(registry._lease_folder / lease)
             if expiry is None or asked_at >= expiry:
                 over.append(lease)
             else:
                 self._due[lease] = expiry
-        self._registry._end_leases(over)
+        registry._end_leases(over)
         pauses = [expiry - SYSTEM.now() for lease, expiry in self._due.items() if lease not in over]
         for lease, looks in list(self._suspects.items()):
             if lease in over or lease not in self._due or looks >= len(DEATH_LOOKS_S):
@@ -366,9 +386,8 @@ class _Watcher:
                 pauses.append(DEATH_LOOKS_S[looks])
         return max(0.0, min(pauses)) if pauses else None
 
-    def _arm(self) -> list[str]:
+    def _arm(self, registry: FileRegistry) -> list[str]:
         """Be told of all that happens from now on, and read all that happened before; returns the leases."""
-        registry = self._registry
         self.notifier.add(str(registry._lease_folder), CLOSE_WRITE | DELETE)
         while True:
             with registry._lock:
@@ -379,6 +398,10 @@ class _Watcher:
                 registry._catch_up()
                 if registry._journal.generation is generation:
                     return list(registry._journal.state.leases)
+
+
+def _doubt(registry: FileRegistry) -> None:
+    registry._wake(None)
 
 
 class _Over(Exception):
