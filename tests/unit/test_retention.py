@@ -116,7 +116,8 @@ def old_segment(path: Path, last_time_us: int, written_s: float) -> TopicLog:
     records = pa.RecordBatch.from_pylist([{"value": b"x", "timestamp": last_time_us}], SCHEMA)
     payload = encode(records, "none")
     fixed = struct.pack(
-        "<4sBBHIIQqq16sIIQQII", MAGIC, 1, 0, 96, -(-(96 + payload.data.size) // 32) * 32, 1, 0, last_time_us, last_time_us, bytes(16), 0, 0, 0,
+        "<4sBBHIIQqq16sIIQQII",
+        MAGIC, 1, 0, 96, -(-(96 + payload.data.size) // 32) * 32, 1, 0, last_time_us, last_time_us, bytes(16), 0, 0, 0,
         payload.checksum, payload.data.size, 0,
     )  # fmt: skip
     frame = fixed + xxhash.xxh3_64_intdigest(fixed).to_bytes(8, "little") + payload.data.to_pybytes()
