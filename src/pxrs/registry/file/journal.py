@@ -217,8 +217,9 @@ class Journal:
             now = time.monotonic()
             self._inspect_at = now + max(INSPECT_S, (now - began) / INSPECT_SHARE)
             return True
-        # Others may have published, sealed and moved the folder while it was read.
-        if not self.generation.in_place() or (missing is None and self.generation.has_entry(self.number + 1)):
+        # Others may have published, sealed and moved the folder while it was read. First look for the entry, then for
+        # the folder: the other way round, a folder that is moved in between would be taken for one without the entry.
+        if (missing is None and self.generation.has_entry(self.number + 1)) or not self.generation.in_place():
             return False
         if missing is not None:
             raise self._removed(missing, "this process had read it")
@@ -230,12 +231,11 @@ class Journal:
         has_last = self.number == self._begun_at or generation.has_entry(self.number)
         if has_last and not generation.has_entry(self.number + 2):
             return True
-        if not generation.in_place():
+        # The entry first, then the folder, as in `_inspect`.
+        if (has_last and generation.has_entry(self.number + 1)) or not generation.in_place():
             return False
         if not has_last:
             raise self._removed(self.number, "this process had read it")
-        if generation.has_entry(self.number + 1):
-            return False
         raise self._removed(self.number + 1, f"entry {self.number + 2} is there")
 
     def _settle_end(self) -> None:
