@@ -5,6 +5,7 @@ histories."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -115,6 +116,36 @@ def test_a_removed_seal_is_refused_at_opening(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RegistryCorrupt) as error:
         registry.open(tmp_path)
     assert error.value.where == str(seals[0])
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["at opening", "while it is open"])
+def test_a_removed_generation_that_a_seal_names_is_refused(
+    is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process died between the seal and the snapshot, and a copy or an operator left the next generation out."""
+    monkeypatch.setattr(journal, "ENTRIES_MIN", 4)
+    monkeypatch.setattr(journal.Journal, "finish_compaction", lambda *_: None)
+    loads = itertools.count()
+    load = journal.Journal._load
+
+    def load_not_for_ever(self: journal.Journal) -> None:
+        assert next(loads) < 1000, "it loads the same snapshot again and again"
+        load(self)
+
+    with registry.open(tmp_path) as handle:
+        commit_many(handle, 6)
+        first, second = sorted((tmp_path / "pxrs" / "generations").iterdir())
+        shutil.rmtree(second)
+        monkeypatch.setattr(journal.Journal, "_load", load_not_for_ever)
+        for _ in range(2):
+            with pytest.raises(RegistryCorrupt) as error:
+                handle.get("n") if is_open else registry.open(tmp_path)
+            assert error.value.where == str(second)
+    max(first.glob("[0-9]*")).unlink()  # what docs/registry.md says to do without a copy
+    with registry.open(tmp_path) as handle:
+        entry = handle.get("n")
+        assert entry is not None
+        assert entry.value == b"4"
 
 
 def test_entries_behind_a_hole_that_nobody_had_synced_are_cut_off(

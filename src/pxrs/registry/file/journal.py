@@ -150,11 +150,20 @@ class Journal:
     def _follow(self, seal: Seal) -> bool:
         """Go on in the folder that the seal names; False if that is gone too and all was loaded anew."""
         # What is written behind the seal must not outlive it.
-        self.generation.sync()
+        sealed = self.generation
+        sealed.sync()
         try:
             self.generation = Generation(str(self.generations / seal.successor))
         except FileNotFoundError:
             self._load()
+            # pxrs moves the successor away only once a later generation is live, and then `_load` finds that one.
+            if self.generation.number <= sealed.number:
+                raise RegistryCorrupt(
+                    str(self.generations / seal.successor),
+                    f"this folder of the journal is missing, although the last entry of {sealed.path} says that "
+                    f"history goes on there: somebody removed it, or a copy was made without it. Nothing was written. "
+                    f"{self._advice('folder')}",
+                ) from None
             return False
         self._begun_at = self.number
         return True
@@ -287,8 +296,13 @@ class Journal:
         return RegistryCorrupt(
             self.generation.entry(number),
             f"this entry of the journal is missing, although {proof}: somebody removed it, or the file system lost it. "
-            f"Nothing was written. Stop all processes that use this registry; then put the file back from a copy, or "
-            f"restore all of {self.root} from a copy. docs/registry.md says what to do if there is none",
+            f"Nothing was written. {self._advice('file')}",
+        )
+
+    def _advice(self, missing: str) -> str:
+        return (
+            f"Stop all processes that use this registry; then put the {missing} back from a copy, or restore all of "
+            f"{self.root} from a copy. docs/registry.md says what to do if there is none"
         )
 
     def _origin(self) -> str | None:
