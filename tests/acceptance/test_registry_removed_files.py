@@ -29,6 +29,7 @@ from pxrs.registry import ABSENT, Registry
 from pxrs.registry.file import journal
 from pxrs.registry.file.codec import Seal, decode_entry, encode_entry
 from pxrs.registry.file.folder import Generation
+from pxrs.registry.state import Change
 from pxrs.testing import faults
 
 PATIENCE_S = 30.0
@@ -321,6 +322,31 @@ def test_a_generation_that_is_moved_away_between_two_looks_is_not_taken_for_dama
         behind.commit(put={"b": b"2"})
         assert all(calls.values())
         assert [entry.value for entry in ahead.scan("")] == [b"1", b"2", b"2"]
+
+
+def test_who_seals_too_late_does_not_mind_that_its_new_folder_was_compacted_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several processes open a registry after a power loss, and the first of them has compacted twice meanwhile."""
+    with registry.open(tmp_path) as handle:
+        commit_many(handle, 4)
+    *_, lost, behind = entries_of(tmp_path)
+    behind.write_bytes(encode_entry(decode_entry(behind.read_bytes(), "").step, synced=2))
+    lost.unlink()
+    publish = journal.Journal.publish
+
+    def publish_late(self: journal.Journal, scratch: str, step: Change | Seal) -> journal.Published | None:
+        monkeypatch.setattr(journal.Journal, "publish", publish)
+        monkeypatch.setattr(journal, "ENTRIES_MIN", 2)
+        with registry.open(tmp_path) as first:
+            commit_many(first, 6)
+        return publish(self, scratch, step)
+
+    monkeypatch.setattr(journal.Journal, "publish", publish_late)
+    with registry.open(tmp_path) as late:
+        entry = late.get("n")
+        assert entry is not None
+        assert entry.value == b"6"
 
 
 # The whole store.

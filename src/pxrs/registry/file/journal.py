@@ -384,7 +384,8 @@ class Journal:
         with self.prepared(encode_entry(step, self.synced)) as scratch:
             sealed = self.publish(scratch, step) is not None
         if not sealed:
-            os.rmdir(self.generations / step.successor)
+            with contextlib.suppress(FileNotFoundError):  # those who were first may have compacted it away already
+                os.rmdir(self.generations / step.successor)
         return sealed
 
     def snapshot(self) -> tuple[Generation, bytes]:
