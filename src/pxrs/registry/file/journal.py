@@ -63,6 +63,7 @@ INSPECT_S = 1.0
 INSPECT_SHARE = 0.01
 """The part of the time that such comparisons may take: they are made more seldom if the folder is large."""
 OPEN_TRIES = 100
+FOLLOW_TRIES = 5
 SCRATCH_AGE_MAX = 3600.0
 CHUNK = 1 << 17
 _GENERATION = re.compile(r"\d{10}-[0-9a-f]{32}")
@@ -155,16 +156,18 @@ class Journal:
         try:
             self.generation = Generation(str(self.generations / seal.successor))
         except FileNotFoundError:
-            self._load()
-            # pxrs moves the successor away only once a later generation is live, and then `_load` finds that one.
-            if self.generation.number <= sealed.number:
-                raise RegistryCorrupt(
-                    str(self.generations / seal.successor),
-                    f"this folder of the journal is missing, although the last entry of {sealed.path} says that "
-                    f"history goes on there: somebody removed it, or a copy was made without it. Nothing was written. "
-                    f"{self._advice('folder')}",
-                ) from None
-            return False
+            # pxrs moves the successor away only once a later generation is live, and then `_load` finds that one; but
+            # not always at once, if another compaction makes the next one live while `_load` looks at the folders.
+            for _ in range(FOLLOW_TRIES):
+                self._load()
+                if self.generation.number > sealed.number:
+                    return False
+            raise RegistryCorrupt(
+                str(self.generations / seal.successor),
+                f"this folder of the journal is missing, although the last entry of {sealed.path} says that history "
+                f"goes on there: somebody removed it, or a copy was made without it. Nothing was written. "
+                f"{self._advice('folder')}",
+            ) from None
         self._begun_at = self.number
         return True
 
