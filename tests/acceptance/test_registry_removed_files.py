@@ -5,6 +5,7 @@ histories."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -27,6 +28,8 @@ from pxrs.errors import (
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.file import journal
 from pxrs.registry.file.codec import Seal, decode_entry, encode_entry
+from pxrs.registry.file.folder import Generation
+from pxrs.registry.state import Change
 from pxrs.testing import faults
 
 PATIENCE_S = 30.0
@@ -114,6 +117,36 @@ def test_a_removed_seal_is_refused_at_opening(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RegistryCorrupt) as error:
         registry.open(tmp_path)
     assert error.value.where == str(seals[0])
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["at opening", "while it is open"])
+def test_a_removed_generation_that_a_seal_names_is_refused(
+    is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process died between the seal and the snapshot, and a copy or an operator left the next generation out."""
+    monkeypatch.setattr(journal, "ENTRIES_MIN", 4)
+    monkeypatch.setattr(journal.Journal, "finish_compaction", lambda *_: None)
+    loads = itertools.count()
+    load = journal.Journal._load
+
+    def load_not_for_ever(self: journal.Journal) -> None:
+        assert next(loads) < 1000, "it loads the same snapshot again and again"
+        load(self)
+
+    with registry.open(tmp_path) as handle:
+        commit_many(handle, 6)
+        first, second = sorted((tmp_path / "pxrs" / "generations").iterdir())
+        shutil.rmtree(second)
+        monkeypatch.setattr(journal.Journal, "_load", load_not_for_ever)
+        for _ in range(2):
+            with pytest.raises(RegistryCorrupt) as error:
+                handle.get("n") if is_open else registry.open(tmp_path)
+            assert error.value.where == str(second)
+    max(first.glob("[0-9]*")).unlink()  # what docs/registry.md says to do without a copy
+    with registry.open(tmp_path) as handle:
+        entry = handle.get("n")
+        assert entry is not None
+        assert entry.value == b"4"
 
 
 def test_entries_behind_a_hole_that_nobody_had_synced_are_cut_off(
@@ -245,6 +278,75 @@ def test_nothing_is_taken_for_damage_while_others_commit_and_compact(
             assert faults.wait_exit(pid) == 0
     with registry.open(tmp_path) as handle:
         assert [entry.value for entry in handle.scan("")] == [b"149"] * 3
+
+
+@pytest.mark.parametrize("looks_at", ["the whole folder", "two names"])
+def test_a_generation_that_is_moved_away_between_two_looks_is_not_taken_for_damage(
+    looks_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process commits while this one looks, and compacts right after this one has seen the folder in place."""
+    monkeypatch.setattr(journal, "ENTRIES_MIN", 4)
+    with registry.open(tmp_path) as behind, registry.open(tmp_path) as ahead:
+        behind.commit(put={"a": b"1"})
+        generation: Generation = behind._journal.generation  # type: ignore[attr-defined]
+        numbers, has_entry, in_place = generation.numbers, generation.has_entry, generation.in_place
+
+        def commit_first() -> None:
+            if not calls["ahead"]:
+                calls["ahead"] = True
+                commit_many(ahead, 2)
+
+        def has_entry_late(number: int) -> bool:
+            if looks_at == "two names" and number > 1:
+                commit_first()
+            return has_entry(number)
+
+        def numbers_late() -> set[int] | None:
+            commit_first()
+            return numbers()
+
+        def in_place_before_it_moves() -> bool:
+            is_in_place = in_place()
+            if calls["ahead"] and not calls["moved"]:
+                calls["moved"] = True
+                commit_many(ahead, 2)
+                assert not in_place()
+            return is_in_place
+
+        calls = {"ahead": False, "moved": False}
+        monkeypatch.setattr(generation, "has_entry", has_entry_late)
+        monkeypatch.setattr(generation, "in_place", in_place_before_it_moves)
+        if looks_at == "the whole folder":
+            monkeypatch.setattr(generation, "numbers", numbers_late)
+            behind._journal._inspect_at = 0.0  # type: ignore[attr-defined]
+        behind.commit(put={"b": b"2"})
+        assert all(calls.values())
+        assert [entry.value for entry in ahead.scan("")] == [b"1", b"2", b"2"]
+
+
+def test_who_seals_too_late_does_not_mind_that_its_new_folder_was_compacted_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several processes open a registry after a power loss, and the first of them has compacted twice meanwhile."""
+    with registry.open(tmp_path) as handle:
+        commit_many(handle, 4)
+    *_, lost, behind = entries_of(tmp_path)
+    behind.write_bytes(encode_entry(decode_entry(behind.read_bytes(), "").step, synced=2))
+    lost.unlink()
+    publish = journal.Journal.publish
+
+    def publish_late(self: journal.Journal, scratch: str, step: Change | Seal) -> journal.Published | None:
+        monkeypatch.setattr(journal.Journal, "publish", publish)
+        monkeypatch.setattr(journal, "ENTRIES_MIN", 2)
+        with registry.open(tmp_path) as first:
+            commit_many(first, 6)
+        return publish(self, scratch, step)
+
+    monkeypatch.setattr(journal.Journal, "publish", publish_late)
+    with registry.open(tmp_path) as late:
+        entry = late.get("n")
+        assert entry is not None
+        assert entry.value == b"6"
 
 
 # The whole store.
@@ -404,6 +506,34 @@ def test_a_waiting_watch_is_woken_when_a_sqlite_file_is_removed(tmp_path: Path) 
         for path in sqlite_files(tmp_path / "registry"):
             path.unlink()
         assert watch.wait(PATIENCE_S)
+
+
+def test_a_sqlite_file_behind_a_symbolic_link_is_opened_and_watched_over(tmp_path: Path) -> None:
+    """SQLite keeps its write-ahead log beside the file that the link names, not beside the link."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to(Path("data", "registry"))
+    with registry.open(f"sqlite:///{tmp_path}/link") as handle:
+        handle.commit(put={"n": b"1"})
+        with registry.open(f"sqlite:///{tmp_path}/data/registry") as other:
+            entry = other.get("n")
+            assert entry is not None
+            assert entry.value == b"1"
+        (tmp_path / "data" / "registry-wal").unlink()
+        with pytest.raises(RegistryReplaced):
+            handle.commit(put={"n": b"2"})
+
+
+def test_a_symbolic_link_to_another_sqlite_file_is_noticed(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with registry.open(f"sqlite:///{tmp_path}/{name}"):
+            pass
+    link = tmp_path / "link"
+    link.symlink_to("one")
+    with registry.open(f"sqlite:///{link}") as handle:
+        handle.commit(put={"n": b"1"})
+        link.unlink()
+        link.symlink_to("two")
+        assert_stopped(handle)
 
 
 def test_a_removed_write_ahead_log_is_noticed(tmp_path: Path) -> None:

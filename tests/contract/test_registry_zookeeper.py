@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from uuid import uuid4
 
@@ -11,14 +13,16 @@ from kazoo.protocol.serialization import CheckVersion, Create, Delete, SetData, 
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from pxrs import registry as registries
+from pxrs.clock import SYSTEM
 from pxrs.errors import CommitTooLarge, Conflict, MissingDependency
 from pxrs.registry import ABSENT
 from pxrs.registry.contract import Commit
+from pxrs.registry.limit import time_limit
 from pxrs.registry.zookeeper import ZooKeeperRegistry
 from pxrs.registry.zookeeper.bulk import MultiRead, SetWatches, next_count
 from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
 from pxrs.registry.zookeeper.multi import Node, Step, steps
-from pxrs.registry.zookeeper.session import Client
+from pxrs.registry.zookeeper.session import UNSENT_MAX, Client, Crowded
 from pxrs.testing.registry_contract import Backend, SharedRegistryContract, quieten
 from pxrs.testing.servers import ZooKeeperServer
 
@@ -264,3 +268,14 @@ def test_keys_that_vanish_during_a_scan_are_made_up_for(
 
     monkeypatch.setattr(registry, "_list", list_then_lose)
     assert [entry.key for entry in registry.scan("k/", limit=2)] == ["k/1", "k/3"]
+
+
+def test_a_request_that_finds_no_room_to_be_sent_waits_no_longer_than_the_limit_of_its_thread() -> None:
+    """The connection hangs, so that what others have asked for is never sent."""
+    client = Client.__new__(Client)
+    client._clock, client._patience_s, client._one_by_one = SYSTEM, 30.0, threading.Lock()
+    client._queue = deque([None] * UNSENT_MAX)
+    began = SYSTEM.now()
+    with time_limit(0.05), pytest.raises(Crowded):
+        client._call(None, None)
+    assert SYSTEM.now() - began < 15

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from pxrs.errors import (
     DamagedFrame,
     InvalidOption,
     OutcomeUnknown,
+    RegistryReplaced,
     RegistryUnavailable,
     SharedState,
 )
@@ -63,11 +66,13 @@ class Location:
         (self.folder / "offsets" / str(batch)).write_text(f"v1\n{text}")
 
 
-def commit(hub: Hub, batch: int, given: str | None = None, locations: str | None = None) -> None:
+def commit(
+    hub: Hub, batch: int, given: str | None = None, locations: str | None = None, registry: str | None = None
+) -> None:
     """Stage one row, and do what Spark does in the driver's process."""
     rows = pa.record_batch({"value": pa.array([b"v"])})
     staged = Staging(hub.url).stage(hub.topic("out").topic, QUERY, batch, 0, [rows])
-    sink = StreamWriter(Where(hub.url, None, "out"), StructType().add("value", BinaryType()), given)
+    sink = StreamWriter(Where(hub.url, registry, "out"), StructType().add("value", BinaryType()), given)
     sink.commit([StagedMessage(QUERY, staged, RUN, locations)], batch)
 
 
@@ -237,6 +242,23 @@ def test_k1_a_registry_that_stays_away_ends_a_batch_with_advice(
             commit(hub, 0)
     commit(hub, 0)
     assert hub.topic("out").end(0) == 1
+
+
+def test_k1_a_registry_that_was_restored_from_a_copy_is_opened_again_by_the_next_try(hub: Hub, tmp_path: Path) -> None:
+    """The process that commits keeps its hubs between batches, also while an operator restores the registry."""
+    place, copy = tmp_path / "registry", tmp_path / "copy"
+    url = f"sqlite:///{place}"
+    commit(hub, 0, registry=url)
+    with contextlib.closing(sqlite3.connect(place)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    for path in (place, tmp_path / "registry-wal", tmp_path / "registry-shm"):
+        path.unlink()
+    copy.rename(place)
+    with pytest.raises(RegistryReplaced):
+        commit(hub, 1, registry=url)
+    for batch in (1, 1, 2):
+        commit(hub, batch, registry=url)
+    assert hub.topic("out").end(0) == 3
 
 
 def test_s3_the_first_batch_of_a_driver_sweeps_what_is_left_of_deleted_topics(

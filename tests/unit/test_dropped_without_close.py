@@ -9,6 +9,8 @@ import gc
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -525,3 +527,24 @@ def test_a_registry_with_nothing_open_is_dropped_without_a_warning(
     pxrs.registry.open(address).commit(put={"a": b""})
     gc.collect()
     assert not [each for each in recwarn if each.category is ResourceWarning and "Registry" in str(each.message)]
+
+
+def test_a_registry_closed_while_the_interpreter_exits_ends_all_its_leases(tmp_path: Path) -> None:
+    """An atexit function runs when no pool takes work any more."""
+    code = f"""
+import atexit
+from pxrs import registry
+
+handle = registry.open({str(tmp_path)!r})
+for number in range(3):
+    handle.commit(ephemeral={{f"m/{{number}}": b""}}, lease=handle.lease({LONG_S}))
+
+def end():
+    handle.close()
+    with registry.open({str(tmp_path)!r}) as other:  # this process is alive, and so are leases that were not ended
+        print(len(other.scan("m/")))
+
+atexit.register(end)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S)
+    assert (result.stdout, result.stderr) == ("0\n", "")

@@ -26,6 +26,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -231,7 +232,8 @@ class Registry(ABC):
             for lease in leases:
                 lease.expire()  # no more renewals, whatever follows
             if len(leases) > 1:  # a store that does not answer is waited for once, not once for each lease
-                with ThreadPoolExecutor(min(len(leases), CLOSERS_MAX)) as pool:
+                # RuntimeError: the interpreter is exiting and starts no more threads. Then one after the other, below.
+                with suppress(RuntimeError), ThreadPoolExecutor(min(len(leases), CLOSERS_MAX)) as pool:
                     list(pool.map(Lease.close, leases))
             for lease in leases:
                 lease.close()

@@ -20,7 +20,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from pxrs.clock import boot_id
-from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, LogError
+from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, LogError, RegistryReplaced
 from pxrs.hub import Hub, TopicHandle
 from pxrs.model import Topic
 from pxrs.spark.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
@@ -178,6 +178,9 @@ def publish_batch(
     has_state = None if location is None else _has_state(location)
     try:
         _publishers.get(where, topic_id).publish(query, batch, _files(messages), feeds, planned, has_state)
+    except RegistryReplaced:  # the next try opens what is there now
+        _publishers.forget(where)
+        raise
     except UNREACHABLE as error:
         raise with_advice(
             error,
@@ -213,12 +216,18 @@ class Publishers:
         try:
             _find_topic(hub, where.topic, topic_id)
         except HubMoved:  # the next try opens what is there now
-            self._close(place)
+            self.forget(where)
             raise
         publisher = publishers.get(where.topic)
         if publisher is None or publisher.topic_id != topic_id:
             publisher = publishers[where.topic] = _first_publisher(hub, where, topic_id)
         return publisher
+
+    def forget(self, where: Where) -> None:
+        """Close the hub, so that the next batch opens it and its registry again."""
+        place = where.url, where.registry
+        if place in self._hubs:
+            self._close(place)
 
     def close(self) -> None:
         for place in list(self._hubs):

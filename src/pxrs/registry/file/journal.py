@@ -63,6 +63,7 @@ INSPECT_S = 1.0
 INSPECT_SHARE = 0.01
 """The part of the time that such comparisons may take: they are made more seldom if the folder is large."""
 OPEN_TRIES = 100
+FOLLOW_TRIES = 5
 SCRATCH_AGE_MAX = 3600.0
 CHUNK = 1 << 17
 _GENERATION = re.compile(r"\d{10}-[0-9a-f]{32}")
@@ -150,12 +151,23 @@ class Journal:
     def _follow(self, seal: Seal) -> bool:
         """Go on in the folder that the seal names; False if that is gone too and all was loaded anew."""
         # What is written behind the seal must not outlive it.
-        self.generation.sync()
+        sealed = self.generation
+        sealed.sync()
         try:
             self.generation = Generation(str(self.generations / seal.successor))
         except FileNotFoundError:
-            self._load()
-            return False
+            # pxrs moves the successor away only once a later generation is live, and then `_load` finds that one; but
+            # not always at once, if another compaction makes the next one live while `_load` looks at the folders.
+            for _ in range(FOLLOW_TRIES):
+                self._load()
+                if self.generation.number > sealed.number:
+                    return False
+            raise RegistryCorrupt(
+                str(self.generations / seal.successor),
+                f"this folder of the journal is missing, although the last entry of {sealed.path} says that history "
+                f"goes on there: somebody removed it, or a copy was made without it. Nothing was written. "
+                f"{self._advice('folder')}",
+            ) from None
         self._begun_at = self.number
         return True
 
@@ -217,8 +229,9 @@ class Journal:
             now = time.monotonic()
             self._inspect_at = now + max(INSPECT_S, (now - began) / INSPECT_SHARE)
             return True
-        # Others may have published, sealed and moved the folder while it was read.
-        if not self.generation.in_place() or (missing is None and self.generation.has_entry(self.number + 1)):
+        # Others may have published, sealed and moved the folder while it was read. First look for the entry, then for
+        # the folder: the other way round, a folder that is moved in between would be taken for one without the entry.
+        if (missing is None and self.generation.has_entry(self.number + 1)) or not self.generation.in_place():
             return False
         if missing is not None:
             raise self._removed(missing, "this process had read it")
@@ -230,12 +243,11 @@ class Journal:
         has_last = self.number == self._begun_at or generation.has_entry(self.number)
         if has_last and not generation.has_entry(self.number + 2):
             return True
-        if not generation.in_place():
+        # The entry first, then the folder, as in `_inspect`.
+        if (has_last and generation.has_entry(self.number + 1)) or not generation.in_place():
             return False
         if not has_last:
             raise self._removed(self.number, "this process had read it")
-        if generation.has_entry(self.number + 1):
-            return False
         raise self._removed(self.number + 1, f"entry {self.number + 2} is there")
 
     def _settle_end(self) -> None:
@@ -287,8 +299,13 @@ class Journal:
         return RegistryCorrupt(
             self.generation.entry(number),
             f"this entry of the journal is missing, although {proof}: somebody removed it, or the file system lost it. "
-            f"Nothing was written. Stop all processes that use this registry; then put the file back from a copy, or "
-            f"restore all of {self.root} from a copy. docs/registry.md says what to do if there is none",
+            f"Nothing was written. {self._advice('file')}",
+        )
+
+    def _advice(self, missing: str) -> str:
+        return (
+            f"Stop all processes that use this registry; then put the {missing} back from a copy, or restore all of "
+            f"{self.root} from a copy. docs/registry.md says what to do if there is none"
         )
 
     def _origin(self) -> str | None:
@@ -370,7 +387,8 @@ class Journal:
         with self.prepared(encode_entry(step, self.synced)) as scratch:
             sealed = self.publish(scratch, step) is not None
         if not sealed:
-            os.rmdir(self.generations / step.successor)
+            with contextlib.suppress(FileNotFoundError):  # those who were first may have compacted it away already
+                os.rmdir(self.generations / step.successor)
         return sealed
 
     def snapshot(self) -> tuple[Generation, bytes]:

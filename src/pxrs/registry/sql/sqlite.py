@@ -71,6 +71,8 @@ Identity = tuple[int, int]
 class _Connection(Inherited, sqlite3.Connection):
     log: Identity
     """The write-ahead log that this connection has open. It lives at least as long as the connection."""
+    log_path: str
+    """Where SQLite keeps that log."""
 
 
 # SQLite keeps books of the files that a process has open and of its locks on them. A forked child inherits the books,
@@ -120,7 +122,6 @@ class SqliteDatabase(Database):
         self._clock = clock
         self._creates = address.flag("create", True)
         self.path = str(_path(address, self._creates))
-        self._log_path = f"{self.path}-wal"
         self._held: Identity | None = None
         """The file that the first connection has opened."""
 
@@ -173,8 +174,10 @@ class SqliteDatabase(Database):
         path = self.path
         try:
             if _identity(path) == self._held:
-                path = self._log_path
-                if connection is None or _identity(path) == connection.log:
+                if connection is None:
+                    return
+                path = connection.log_path
+                if _identity(path) == connection.log:
                     return
         except (FileNotFoundError, NotADirectoryError):
             pass
@@ -204,6 +207,8 @@ class SqliteDatabase(Database):
                 journal = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
                 connection.execute("PRAGMA synchronous=FULL")
                 connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # opens the write-ahead log
+                # SQLite follows symbolic links: the log is beside the file that the path leads to.
+                file = connection.execute("PRAGMA database_list").fetchone()[2]
                 break
             except sqlite3.Error as error:
                 if connection is not None:
@@ -215,7 +220,8 @@ class SqliteDatabase(Database):
             connection.close()
             raise UnsupportedPlatform(f"{self.url}: this file system does not allow SQLite's write-ahead log")
         try:
-            connection.log = _identity(self._log_path)
+            connection.log_path = f"{file}-wal"
+            connection.log = _identity(connection.log_path)
             if self._held is None:
                 self._held = _hold(self.path)
             self.check_in_place(connection)

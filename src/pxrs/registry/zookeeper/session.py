@@ -141,7 +141,7 @@ class Client(KazooClient):  # type: ignore[misc]
         """kazoo wakes its connection by a byte in a pipe, and waits for ever if that is full of bytes that a hanging
         connection has not read, one for each request that it has not sent. So there are never so many of them; who
         finds no room in time is told, and nothing is sent."""
-        until = self._clock.now() + self._patience_s
+        until = self._clock.now() + seconds_left(self._patience_s)
         while True:
             with self._one_by_one:
                 if len(self._queue) < UNSENT_MAX:
