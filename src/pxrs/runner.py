@@ -92,6 +92,8 @@ class Runner:
             raise
         finally:
             self._log.flush()
+            if isinstance(self._policy.dead_letters, dead_letters.DeadLetterTopic):
+                self._policy.dead_letters.close()
         if self._failure is not None:
             raise self._failure
 
