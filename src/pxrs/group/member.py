@@ -11,8 +11,8 @@ Time: `commit` and `close` each end within the registry's `timeout_s`, the user'
 thread holds the mutex while it waits for the store.
 
 On failure:
-- The store cannot be reached: try again, with pauses; what is owned stays usable until the lease's own deadline, which
-  every hand-out checks for itself (G8, X12).
+- The store cannot be reached, or the hub's own record cannot be read: try again, with pauses; what is owned stays usable
+  until the lease's own deadline, which every hand-out checks for itself (G8, X12).
 - The lease is lost: everything here is lost at once, and the member joins again as a new incarnation (X11).
 - A handler makes no progress for `progress_timeout`: the member gives everything up and leaves (X13); it joins again
   when the handler comes back.
@@ -38,11 +38,14 @@ from pxrs.errors import (
     Closed,
     CommitUnknown,
     Conflict,
+    DamagedFrame,
     GroupActive,
     GroupError,
     GroupUnavailable,
+    HubMoved,
     InvalidGroup,
     LeaseExpired,
+    LogError,
     OutcomeUnknown,
     PartitionLost,
     PxrsError,
@@ -150,14 +153,14 @@ class GroupMember:
         home: Callable[[], Home | None] | None = None,
     ) -> None:
         """home: gives the identity of the hub that the source is of, and raises if its groups may not be joined from
-        here; it is asked before every join and every checkpoint."""
+        here; it is asked before every join and every checkpoint. An error of the disk is taken for an outage."""
         assignor_named(assignor)
         self.keys = Keys(group)
         self.timings = timings or Timings()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._registry, self._source, self._listener = registry, source, listener
         self._start_of, self._assignor, self._is_alone = start_of, assignor, is_alone
-        self._home = (lambda: None) if home is None else home
+        self._find_home = (lambda: None) if home is None else home
         self._former: set[str] = set()
         """Incarnations of this member that are over, and may be listed until the store has noticed."""
         self._clock = registry.clock
@@ -503,6 +506,17 @@ class GroupMember:
 
     def _next_duty(self, protocol: MemberProtocol, now: float) -> float:
         return max(0.001, min(self._commits_at, protocol.fence_at, self.deadline) - now)
+
+    def _home(self) -> Home | None:
+        """The identity of the hub. Raises what says that its groups may not be joined from here (WrongRegistry,
+        HubMoved, a damaged record), and RegistryUnavailable if that cannot be told now, as with too many open files or
+        a file server that does not answer: then nothing may be written, but nothing is lost either."""
+        try:
+            return self._find_home()
+        except (HubMoved, DamagedFrame):
+            raise
+        except (OSError, LogError) as error:
+            raise RegistryUnavailable(f"the hub's own record cannot be read: {error}") from error
 
     def _drive(self, steps: Steps[T]) -> T:
         return drive(steps, self._registry, self._lease)
