@@ -350,6 +350,7 @@ class Consumer:
         reading = Reading("`run`")
         try:
             self._enter(reading)
+            self._check_not_held()
             self._rewind()
             self._is_running = True
             try:
@@ -395,9 +396,7 @@ class Consumer:
         if not is_callback:
             self._check_usable()
             with time_limit(self.registry.timeout_s):
-                is_held = self._is_held()
-            if is_held:
-                raise InvalidGroup("a transaction has the checkpoint of what was handed out: commit that")
+                self._check_not_held()
             self._finish_all()
         lost: dict[int, str] = {}
         try:
@@ -481,6 +480,12 @@ class Consumer:
             self._rewind()
         self._settled = {}
         return False
+
+    def _check_not_held(self) -> None:
+        """Raise InvalidGroup if what was handed out waits for a transaction. To hand it out again, as `run` would, or
+        to count it as done would both break that transaction's promise."""
+        if self._is_held():
+            raise InvalidGroup("a transaction has the checkpoint of what was handed out: commit that, or roll it back")
 
     def _enter(self, reading: Reading) -> None:
         """Register a call that hands out messages. Raises ConsumerBusy, see `pxrs.group.readers`."""

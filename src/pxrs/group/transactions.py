@@ -94,6 +94,7 @@ def _steps(loop: _Loop, reading: Reading) -> Generator[tuple[list[Message], Conn
     consumer = loop.consumer
     try:
         consumer._enter(reading)
+        consumer._check_not_held()
         consumer._rewind()
         try:
             # Nothing but COMMIT says that a message is done, also not `commit`.
