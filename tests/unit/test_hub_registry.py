@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine, text
 
 import pxrs
 from pxrs.errors import DamagedFrame, GroupUnavailable, LogBusy, LogError, RetentionPostponed, WrongRegistry
@@ -147,6 +148,27 @@ def test_a_member_of_the_old_registry_ends_when_the_hub_is_given_away(place: pxr
         with pytest.raises(WrongRegistry):
             inbox.commit()
         assert wait_until(lambda: raises_wrong_registry(inbox))
+
+
+def test_a_database_transaction_writes_no_checkpoint_once_the_hub_is_given_away(
+    place: pxrs.Hub, tmp_path: Path
+) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/reg.db")
+    with engine.begin() as db:
+        db.execute(text("CREATE TABLE seen (at INTEGER)"))
+    with place.consumer("t", "slow", commit_interval=HOUR_S) as inbox, contextlib.closing(
+        inbox.transactions(engine, 1)
+    ) as loop:
+        messages, db = next(loop)
+        db.execute(text("INSERT INTO seen VALUES (:at)"), {"at": messages[0].offset})
+        with other(place) as new:
+            new.adopt_registry()
+        with pytest.raises(WrongRegistry):
+            next(loop)
+    assert [row.checkpoint for row in place.group("slow").describe().partitions] == [2]
+    with engine.begin() as db:
+        assert db.execute(text("SELECT * FROM seen")).all() == []
+    engine.dispose()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), LogError("hub.record: Too many open files")])
