@@ -938,8 +938,9 @@ class Consumer:
         """Write down what is done, release the partitions, leave the group. A message in hand is not done.
 
         Ends within the registry's `timeout`, callbacks aside. Raises PartitionLost, CommitUnknown or GroupUnavailable
-        if what is done could not be written; the consumer is closed all the same. May be called again, from any thread:
-        each call returns when it is over. In a callback it is only begun."""
+        if what is done could not be written, and what has ended this consumer before, such as an error of a callback,
+        if no other call has raised it; the consumer is closed all the same. May be called again, from any thread: each
+        call returns when it is over. In a callback it is only begun."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True

@@ -1643,9 +1643,7 @@ def test_g7_a_checkpoint_beyond_the_end_is_an_error(hub: Hub, until: str | None)
     assert checkpoint(hub) == 50
 
 
-def test_g7_until_end_accepts_a_checkpoint_whose_rows_were_removed_from_the_table(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_g7_until_end_accepts_a_checkpoint_whose_rows_were_removed_from_the_table(hub: Hub, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/orders.db"
     engine = sqlalchemy.create_engine(url)
     with engine.begin() as db:

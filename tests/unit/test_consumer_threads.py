@@ -380,6 +380,13 @@ def test_what_waits_for_a_transaction_of_queues_is_not_handed_out_again(tmp_path
     database = f"sqlite:///{tmp_path / 'registry.db'}"
     engine = create_engine(database)
     handled: list[int] = []
+
+    def read_otherwise(inbox: Consumer) -> None:
+        if way == "run":
+            inbox.run(lambda message: handled.append(message.offset))
+        else:
+            handled.extend(at for messages, _ in inbox.transactions(engine) for at in offsets(messages))
+
     with pxrs.open(tmp_path / "log", registry=database) as hub:
         topic_with(hub, 3)
         hub.create_queue("q")
@@ -389,12 +396,9 @@ def test_what_waits_for_a_transaction_of_queues_is_not_handed_out_again(tmp_path
                 transaction.put("q", b"what was made of them")
                 transaction.checkpoint(inbox)
                 with pytest.raises(InvalidGroup, match="a transaction has the checkpoint"):
-                    if way == "run":
-                        inbox.run(lambda message: handled.append(message.offset))
-                    else:
-                        handled += [at for messages, _ in inbox.transactions(engine) for at in offsets(messages)]
+                    read_otherwise(inbox)
             assert handled == []
-            inbox.run(lambda message: handled.append(message.offset))
+            read_otherwise(inbox)
         assert (handled, checkpoint(hub)) == ([2], 3)
     engine.dispose()
 

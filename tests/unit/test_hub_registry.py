@@ -156,9 +156,10 @@ def test_a_database_transaction_writes_no_checkpoint_once_the_hub_is_given_away(
     engine = create_engine(f"sqlite:///{tmp_path}/reg.db")
     with engine.begin() as db:
         db.execute(text("CREATE TABLE seen (at INTEGER)"))
-    with place.consumer("t", "slow", commit_interval=HOUR_S) as inbox, contextlib.closing(
-        inbox.transactions(engine, 1)
-    ) as loop:
+    with (
+        place.consumer("t", "slow", commit_interval=HOUR_S) as inbox,
+        contextlib.closing(inbox.transactions(engine, 1)) as loop,
+    ):
         messages, db = next(loop)
         db.execute(text("INSERT INTO seen VALUES (:at)"), {"at": messages[0].offset})
         with other(place) as new:
