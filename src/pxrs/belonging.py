@@ -83,7 +83,7 @@ class Belonging:
         try:
             disk.make_folders(self.record.folder)
         except OSError as error:
-            raise LogError(f"{error.filename or self.record.folder}: {error.strerror}") from error
+            raise LogError(disk.explain(error, self.record.folder)) from error
         self.record.begin()
         record = self.record.read()
         if keeps_unread and record is not None and not record.registry and not self._is_in_memory:

@@ -57,9 +57,12 @@ def _sync_drive(descriptor: int) -> None:  # pragma: no cover - macOS
     fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # type: ignore[attr-defined]
 
 
-def explain(error: OSError) -> str:
-    """The file, what the operating system says of it, and what to do if that is known."""
-    what = f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror or error)
+def explain(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
+    """The file, what the operating system says of it, and what to do if that is known.
+
+    path: the file, for errors that do not name it."""
+    file = error.filename if error.filename is not None else path
+    what = str(error.strerror or error) if file is None else f"{os.fspath(file)}: {error.strerror}"
     if error.errno == errno.ENFILE:
         return f"{what}; the whole system has as many files open as it may: raise it with `sysctl fs.file-max`"
     if error.errno == errno.EMFILE:

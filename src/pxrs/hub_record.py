@@ -74,7 +74,7 @@ class HubRecordFile:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise LogError(f"{self._path}: {error.strerror}") from error
+            raise LogError(disk.explain(error, self._path)) from error
         # If the file was replaced between the two calls, the older identity makes the next call read it again.
         self._read = identity, record
         return record
@@ -121,7 +121,7 @@ class HubRecordFile:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise LogError(f"{path}: {error.strerror}") from error
+            raise LogError(disk.explain(error, path)) from error
         try:
             self._wait(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), str(path))
             yield
@@ -149,7 +149,7 @@ class HubRecordFile:
             write_beside(self._path, with_checksum(json.dumps(asdict(record))), is_durable=True)
             disk.sync_folder(self.folder)
         except OSError as error:
-            raise LogError(f"{self._path}: {error.strerror}") from error
+            raise LogError(disk.explain(error, self._path)) from error
         return record
 
 

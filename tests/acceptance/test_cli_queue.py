@@ -191,7 +191,7 @@ def test_options_that_do_not_go_together_are_named(call: Call, arguments: tuple[
         (("dead", "purge", "nope", "--yes"), "UnknownQueue: "),
         (("create", "jobs"), "QueueExists: there is a queue 'jobs' already"),
         (("create", "a/b"), "InvalidQueue: queue name 'a/b'"),
-        (("create", "new", "--policy", "consume-times", "--times", "0"), "InvalidQueue: ConsumeTimes(0)"),
+        (("create", "new", "--policy", "consume-times", "--times", "0"), "InvalidQueue: ConsumeTimes: times is 0"),
         (("put", "jobs", "x", "--delay", "-1"), "InvalidItem: value 1: delay is -1.0"),
         (("put", "strict", "x", "--priority", "1"), "InvalidItem: value 1: queue strict is strictly first in"),
         (("list", "--at", "typo"), "InvalidUrl: there is no directory typo"),

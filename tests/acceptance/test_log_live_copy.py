@@ -32,6 +32,22 @@ LARGE = 30
 """Messages of 1 MiB in the hub that a tar copies."""
 
 
+_open: list[DirectoryLog] = []
+
+
+def log_in(path: Path) -> DirectoryLog:
+    """A handle of its own, as another process has; closed when the test ends."""
+    _open.append(DirectoryLog(path))
+    return _open[-1]
+
+
+@pytest.fixture(autouse=True)
+def close_logs() -> Iterator[None]:
+    yield
+    while _open:
+        _open.pop().close()
+
+
 def value(number: int) -> bytes:
     return b"%05d" % number + b"x" * 300
 
@@ -43,13 +59,13 @@ def append(topic: DirectoryTopic, count: int = 1) -> None:
 
 
 def new_topic(path: Path, **options: Any) -> DirectoryTopic:
-    topic = DirectoryLog(path).create_topic(Topic("t", uuid.uuid4().hex, 1, **options))
+    topic = log_in(path).create_topic(Topic("t", uuid.uuid4().hex, 1, **options))
     assert isinstance(topic, DirectoryTopic)
     return topic
 
 
 def opened(path: Path) -> DirectoryTopic:
-    topic = DirectoryLog(path).topic("t")
+    topic = log_in(path).topic("t")
     assert isinstance(topic, DirectoryTopic)
     return topic
 

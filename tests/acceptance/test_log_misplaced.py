@@ -8,7 +8,7 @@ import os
 import shutil
 import struct
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,25 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "log-format-1" / "log"
 COUNTS = {0: 100, 1: 50}
 
 
+_open: list[DirectoryLog] = []
+
+
+def log_in(path: Path) -> DirectoryLog:
+    """A handle of its own, as another process has; closed when the test ends."""
+    _open.append(DirectoryLog(path))
+    return _open[-1]
+
+
+@pytest.fixture(autouse=True)
+def close_logs() -> Iterator[None]:
+    yield
+    while _open:
+        _open.pop().close()
+
+
 def new_topic(path: Path, name: str = "t", **options: Any) -> DirectoryTopic:
     """Partition 0 has 100 messages, partition 1 has 50, all of the same size, each an append of a producer."""
-    topic = DirectoryLog(path).create_topic(Topic(name, uuid.uuid4().hex, 3, **options))
+    topic = log_in(path).create_topic(Topic(name, uuid.uuid4().hex, 3, **options))
     assert isinstance(topic, DirectoryTopic)
     for partition, count in COUNTS.items():
         for number in range(count):
@@ -43,7 +59,7 @@ def append(partition: int, number: int) -> Append:
 
 
 def opened(path: Path, name: str = "t") -> DirectoryTopic:
-    topic = DirectoryLog(path).topic(name)
+    topic = log_in(path).topic(name)
     assert isinstance(topic, DirectoryTopic)
     return topic
 
@@ -173,7 +189,7 @@ def as_format_before(index: Path) -> None:
 def test_an_index_of_another_partition_is_made_again(
     is_named: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 2))
+    topic = log_in(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 2))
     assert isinstance(topic, DirectoryTopic)
     rows = 700
     for partition in (0, 1):  # several entries, of which only the first agree
@@ -239,7 +255,7 @@ def test_l2_an_older_published_end_of_the_same_partition_cuts_nothing(
     at: int, segment_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also one that was copied right before or behind a roll: a segment holds seven messages."""
-    topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=segment_bytes))
+    topic = log_in(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=segment_bytes))
     assert isinstance(topic, DirectoryTopic)
     published = folder(topic, 0) / "published"
     for number in range(60):
@@ -260,7 +276,7 @@ def test_a_description_of_another_topic_is_refused(tmp_path: Path) -> None:
     swap(first._folder / "topic.json", second._folder / "topic.json")
     for name in ("a", "b"):
         with pytest.raises(MisplacedFile, match="describes topic"):
-            DirectoryLog(tmp_path).topic(name)
+            log_in(tmp_path).topic(name)
 
 
 def test_l2_format_1_names_no_partition_and_still_nothing_is_cut_by_a_published_end_of_another(tmp_path: Path) -> None:

@@ -60,18 +60,18 @@ def offsets(parts: list[Slice]) -> list[int]:
     return [offset for part in parts for batch in read_slice(part) for offset in batch.column("offset").to_pylist()]
 
 
-def send_old(hub: Hub) -> None:
+def send_old(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six thousand messages in several segments: five thousand stored half a day ago, the last now."""
-    with hub.producer("t") as out, pytest.MonkeyPatch.context() as patch:
+    with hub.producer("t") as out:
         for age_s in (*[43_200] * 5, 0):
             stored = int((time.time() - age_s) * 1e6)
-            patch.setattr(clock, "wall_time_us", lambda stored=stored: stored)
+            monkeypatch.setattr(clock, "wall_time_us", lambda stored=stored: stored)
             times = pa.array([stored] * 1000, pa.timestamp("us", tz="UTC"))
             out.send_batch(pa.table({"value": [b"v" * 100] * 1000, "timestamp": times})).result()
 
 
-def test_s6_retention_overtakes_a_task_that_was_planned(hub: Hub) -> None:
-    send_old(hub)
+def test_s6_retention_overtakes_a_task_that_was_planned(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    send_old(hub, monkeypatch)
     strict, lenient = slices(hub), slices(hub, failOnDataLoss="false")
     first = hub.topic("t").log.retain(int((time.time() + 64_800) * 1e6))[0]  # as it will be in eighteen hours
     assert 0 < first < 6000

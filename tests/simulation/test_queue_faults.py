@@ -150,12 +150,14 @@ def store_with_queues() -> Iterator[tuple[MemoryStore, Hub]]:
 
 
 def contents(hub: Hub, *queues: str) -> list[bytes]:
+    """The items of these queues in every state. One scan for each queue, which is atomic in memory: the keeper may be
+    moving an item from `inflight` to `dead` meanwhile, and two scans could see it in both."""
     found = []
     for name in queues:
-        settings = hub.queue(name).settings
-        for folder in ("ready", "inflight", "delayed", "dead"):
-            entries = hub.registry.scan(f"{settings.root}{folder}/")
-            found += [entry.value.partition(b"\n")[2] for entry in entries]
+        root = hub.queue(name).settings.root
+        folders = tuple(f"{root}{folder}/" for folder in ("ready", "inflight", "delayed", "dead"))
+        entries = [entry for entry in hub.registry.scan(root) if entry.key.startswith(folders)]
+        found += [entry.value.partition(b"\n")[2] for entry in entries]
     return sorted(found)
 
 

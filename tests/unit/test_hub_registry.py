@@ -14,12 +14,12 @@ import pytest
 from sqlalchemy import create_engine, text
 
 import pxrs
+from pxrs import clock
 from pxrs.errors import DamagedFrame, GroupUnavailable, LogBusy, LogError, RetentionPostponed, WrongRegistry
 from pxrs.group.records import Keys
 from pxrs.hub_record import HubRecordFile
 
 HOUR_S = 3600
-OLD_US = 7 * 86_400 * 1_000_000
 
 
 @pytest.fixture
@@ -33,10 +33,12 @@ def place(tmp_path: Path) -> Iterator[pxrs.Hub]:
         yield hub
 
 
-def fill(hub: pxrs.Hub, count: int = 10) -> None:
-    with hub.producer("t", linger_s=0) as out:
+def fill(hub: pxrs.Hub, count: int = 10, topic: str = "t") -> None:
+    """Messages that were stored a week ago."""
+    with pytest.MonkeyPatch.context() as patch, hub.producer(topic, linger_s=0) as out:
+        patch.setattr(clock, "wall_time_us", lambda: (time.time_ns() - 7 * 86_400 * 10**9) // 1000)
         for _ in range(count):
-            out.send(b"x" * 4096, timestamp=OLD_US).result()
+            out.send(b"x" * 4096).result()
 
 
 def read(hub: pxrs.Hub, count: int, group: str = "slow") -> None:
@@ -120,9 +122,7 @@ def test_a_process_with_another_registry_neither_joins_groups_nor_changes_them_n
 def test_a_topic_without_keep_unread_is_retained_by_any_process(place: pxrs.Hub) -> None:
     place.create_topic("plain", partitions=1, retention=HOUR_S, segment_bytes=4096)
     with other(place) as stranger:
-        with stranger.producer("plain", linger_s=0) as out:
-            for _ in range(3):
-                out.send(b"x" * 4096, timestamp=OLD_US).result()
+        fill(stranger, 3, "plain")
         stranger.topic("plain").retain()
         assert stranger.topic("plain").start(0) == 3
         assert not Path(place.url, "registry").exists()

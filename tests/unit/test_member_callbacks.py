@@ -176,8 +176,8 @@ def commit_refused(hub: Hub, calls: Calls) -> None:
 
 
 def another_joins(hub: Hub, calls: Calls) -> None:
-    hub.consumer("t", "g", name="other")
-    eventually(lambda: sum(what == "revoked" for what, _ in calls.told) >= PARTITIONS // 2, PATIENCE_S)
+    with hub.consumer("t", "g", name="other"):
+        eventually(lambda: sum(what == "revoked" for what, _ in calls.told) >= PARTITIONS // 2, PATIENCE_S)
 
 
 def another_comes_and_goes(hub: Hub, calls: Calls) -> None:

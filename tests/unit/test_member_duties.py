@@ -117,11 +117,12 @@ def test_x8_a_leader_whose_fence_is_refused_again_and_again_pauses_between_its_t
 
     registry.before = refuse
     hub_2, _ = another(place, hub)
-    hub_2.consumer("t", "g", **QUIET)
+    waits = hub_2.consumer("t", "g", **QUIET)
     eventually(lambda: refused.count > 0, PATIENCE_S)
     assert counted(registry).in_a_second() < 600
     registry.before = lambda commit: None
     eventually(lambda: len(leads._lanes) == 1, PATIENCE_S)
+    eventually(lambda: len(waits.assignment) == 1, PATIENCE_S)
 
 
 @pytest.mark.parametrize("is_woken", [False, True])

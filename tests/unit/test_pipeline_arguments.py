@@ -114,6 +114,7 @@ def test_the_source_is_known_by_its_id_under_another_name(more: dict[str, Any]) 
     ids = {"orders": "1", "Orders": "1", "x": "2"}
     hub: Any = SimpleNamespace(
         url="data",
+        damaged_topics=list,
         topics=lambda: [SimpleNamespace(name=name, id=ids[name]) for name in ids],
         topic=lambda name: SimpleNamespace(name=name, id=ids[name]),
     )

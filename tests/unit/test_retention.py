@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ import pxrs
 from pxrs import clock
 from pxrs.errors import InvalidTopic, OffsetTrimmed, RegistryUnavailable
 from pxrs.group.records import gate_key
-from pxrs.log.batch import _HEADER_1, MAGIC, SCHEMA, encode
+from pxrs.log.batch import MAGIC, SCHEMA, encode
 from pxrs.log.contract import Append, RetentionPlan, TopicLog
 from pxrs.log.directory import DirectoryLog
 from pxrs.model import Topic
@@ -114,7 +115,8 @@ def old_segment(path: Path, last_time_us: int, written_s: float) -> TopicLog:
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, retention_s=100.0))
     records = pa.RecordBatch.from_pylist([{"value": b"x", "timestamp": last_time_us}], SCHEMA)
     payload = encode(records, "none")
-    fixed = _HEADER_1.pack(
+    fixed = struct.pack(
+        "<4sBBHIIQqq16sIIQQII",
         MAGIC, 1, 0, 96, -(-(96 + payload.data.size) // 32) * 32, 1, 0, last_time_us, last_time_us, bytes(16), 0, 0, 0,
         payload.checksum, payload.data.size, 0,
     )  # fmt: skip

@@ -13,7 +13,8 @@ from pxrs.errors import PxrsError
 MAY_PASS = {
     *("RegistryUnavailable", "StorageFull", "OutcomeUnknown", "OutcomeLost", "LeaseExpired", "Conflict"),
     *("AppendFailed", "BufferFull", "LogBusy", "ReadFailed"),
-    *("PartitionLost", "TransactionLost", "HandlerFailed", "Closed"),
+    *("PartitionLost", "PartitionNotAssigned", "CommitUnknown", "GroupUnavailable"),
+    *("TransactionLost", "HandlerFailed", "Closed"),
 }
 
 

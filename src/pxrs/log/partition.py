@@ -243,7 +243,7 @@ class Partition:
     def _current(self) -> Published:
         """What is published, with `_tail` as it says. Repairs what a writer that died has left. Holds the lock."""
         published = self._published.read()
-        if published is not None and self._recovery.is_outdated(published, self._tail.base):
+        if published is not None and self._recovery.is_outdated(published):
             _logger.warning(
                 "%s: %s says that the log ends at offset %d, and there is more behind it, as after the restore of an "
                 "older copy; the end is found in the last segment",

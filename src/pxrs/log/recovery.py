@@ -93,34 +93,33 @@ class Recovery:
             end - whole_end,
         )
 
-    def is_outdated(self, published: Published, known_base: int) -> bool:
+    def is_outdated(self, published: Published) -> bool:
         """Whether more was appended than one writer can leave that died before it published: then `published` is an
         older copy, or of another partition and too old to name it. Raises MisplacedFile before anything is cut by it.
 
         Such a writer leaves one append behind the published end of the last segment, or an empty segment that begins
-        there. Holds the lock.
-
-        known_base: of the last segment, as this process knows it."""
+        there. Holds the lock, and does not list the folder: every append asks."""
         if published.segment_bytes and _size(segment_path(self.folder, published.end)):
             return True
-        if known_base != published.segment:  # once for each segment: it reads the folder
-            bases = segment_bases(self.folder)
-            if bases and bases[-1] > published.segment and bases[-1] != published.end:
-                return True
         path = segment_path(self.folder, published.segment)
         size = _size(path)
         if size <= published.segment_bytes:
             return False
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        end = published.end
         try:
-            behind = headers_of(descriptor, path, published.segment_bytes, size, self._place_id)
-            return any(header.follows == 0 and at > published.segment_bytes for at, header in behind)
+            for at, header in headers_of(descriptor, path, published.segment_bytes, size, self._place_id):
+                if header.follows == 0 and at > published.segment_bytes:
+                    return True
+                end = header.next_offset
         except MisplacedFile:
             raise
         except DamagedFrame:  # torn: what such a writer has left
             return False
         finally:
             os.close(descriptor)
+        # One append, with which the segment ends: was it sealed, and followed by another?
+        return os.path.exists(segment_path(self.folder, end))
 
     def recover(self, *, is_outdated: bool = False) -> Published:
         """After a start of the machine, for the first time, or because what is published is damaged, outdated, or more

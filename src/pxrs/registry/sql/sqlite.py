@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from pxrs import disk
 from pxrs.clock import Clock, boot_id
 from pxrs.errors import (
     AccessDenied,
@@ -178,7 +179,7 @@ class SqliteDatabase(Database):
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
-            raise RegistryUnavailable(f"{self.url}: {path}: {error.strerror}") from error
+            raise RegistryUnavailable(f"{self.url}: {disk.explain(error, path)}") from error
         raise RegistryReplaced(
             f"{self.url}: {path} was removed, moved or replaced by another file while it was open; put the original "
             "back, or open the registry again to use what lies there now"
