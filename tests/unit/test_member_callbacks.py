@@ -93,6 +93,8 @@ class Calls:
         self.told: list[tuple[str, int]] = []
         self.errors: list[Exception] = []
         self._inside = False
+        self.other: Consumer | None = None
+        """A member that has joined beside it; one that nobody keeps would leave."""
         given = {f"on_{what}": self._callback(what) for what in ("assigned", "revoked", "lost")}
         # Checkpoints are written by the callbacks alone, and nothing is taken because of slowness.
         options = {"ack": "manual", "commit_interval": 3_600.0, "handover_timeout": 3_600.0, **options}
@@ -176,8 +178,8 @@ def commit_refused(hub: Hub, calls: Calls) -> None:
 
 
 def another_joins(hub: Hub, calls: Calls) -> None:
-    with hub.consumer("t", "g", name="other"):
-        eventually(lambda: sum(what == "revoked" for what, _ in calls.told) >= PARTITIONS // 2, PATIENCE_S)
+    calls.other = hub.consumer("t", "g", name="other")
+    eventually(lambda: sum(what == "revoked" for what, _ in calls.told) >= PARTITIONS // 2, PATIENCE_S)
 
 
 def another_comes_and_goes(hub: Hub, calls: Calls) -> None:
