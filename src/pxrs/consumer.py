@@ -350,6 +350,7 @@ class Consumer:
         reading = Reading("`run`")
         try:
             self._enter(reading)
+            self._check_not_held()
             self._rewind()
             self._is_running = True
             try:
@@ -395,9 +396,7 @@ class Consumer:
         if not is_callback:
             self._check_usable()
             with time_limit(self.registry.timeout_s):
-                is_held = self._is_held()
-            if is_held:
-                raise InvalidGroup("a transaction has the checkpoint of what was handed out: commit that")
+                self._check_not_held()
             self._finish_all()
         lost: dict[int, str] = {}
         try:
@@ -481,6 +480,12 @@ class Consumer:
             self._rewind()
         self._settled = {}
         return False
+
+    def _check_not_held(self) -> None:
+        """Raise InvalidGroup if what was handed out waits for a transaction. To hand it out again, as `run` would, or
+        to count it as done would both break that transaction's promise."""
+        if self._is_held():
+            raise InvalidGroup("a transaction has the checkpoint of what was handed out: commit that, or roll it back")
 
     def _enter(self, reading: Reading) -> None:
         """Register a call that hands out messages. Raises ConsumerBusy, see `pxrs.group.readers`."""
@@ -628,12 +633,14 @@ class Consumer:
             self._source.wait(positions, left, lambda v=version: self._version != v)  # type: ignore[misc]
 
     def _next_for(
-        self, busy: Collection[Lane], count: int, is_over: Callable[[], bool]
+        self, busy: Collection[Lane], count: int, is_over: Callable[[], bool], version: int
     ) -> list[tuple[Lane, Batch]] | None:
-        """Up to so many lanes that are not busy, with their messages. None at the end with `until="end"`."""
+        """Up to so many lanes that are not busy, with their messages. None at the end with `until="end"`.
+
+        version: `_version` as it was before `busy` was read. A lane that has ceased to be busy since then has raised
+                 `_version`, so that this call does not wait for something else to happen."""
         self._check_usable()
         self._member.check()
-        version = self._version
         if self._member.is_away and not any(lane.is_lost for lane in busy):
             self._member.come_back()
         # By number: one that was lost and came back waits for the handler that still has a message of it.
@@ -719,6 +726,19 @@ class Consumer:
         except OffsetOutOfRange as error:
             raise self._beyond_end(lane, error.end) from error
 
+    def _check_reachable(self, lane: Lane) -> None:
+        """Raise CheckpointOutOfRange if the source cannot have had the messages before the lane's position.
+
+        That the position lies behind `end` proves it for a topic alone: the last rows of a table may have been handled
+        and removed since, or other processes may know more of them to be final. Its `read` can tell."""
+        position = lane.position
+        if position <= self._source.end(lane.partition):
+            return
+        try:
+            self._source.read(lane.partition, position, 1)
+        except OffsetOutOfRange as error:
+            raise self._beyond_end(lane, error.end) from error
+
     def _beyond_end(self, lane: Lane, end: int) -> CheckpointOutOfRange:
         return CheckpointOutOfRange(
             f"group {self.group} is at offset {lane.position} of {self.topic}/{lane.partition}, which ends at {end}; "
@@ -794,8 +814,8 @@ class Consumer:
         with self._lock:
             mine = dict(self._lanes)
         for partition, lane in mine.items():  # lanes behind the end that was asked for are not read: see `_readable`
-            if lane.position > self._ends[partition] and lane.position > (end := self._source.end(partition)):
-                raise self._beyond_end(lane, end)
+            if lane.position > self._ends[partition]:
+                self._check_reachable(lane)
         short = [lane for partition, lane in mine.items() if not lane.is_lost and lane.position < self._ends[partition]]
         if not all(lane.is_failed for lane in short):
             return False
@@ -918,8 +938,9 @@ class Consumer:
         """Write down what is done, release the partitions, leave the group. A message in hand is not done.
 
         Ends within the registry's `timeout`, callbacks aside. Raises PartitionLost, CommitUnknown or GroupUnavailable
-        if what is done could not be written; the consumer is closed all the same. May be called again, from any thread:
-        each call returns when it is over. In a callback it is only begun."""
+        if what is done could not be written, and what has ended this consumer before, such as an error of a callback,
+        if no other call has raised it; the consumer is closed all the same. May be called again, from any thread: each
+        call returns when it is over. In a callback it is only begun."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True

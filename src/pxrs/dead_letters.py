@@ -68,6 +68,19 @@ class DeadLetterTopic:
         except Exception as error:  # noqa: BLE001 - it is the failure that `send` has raised, or one that followed it
             _logger.debug("closing the producer of dead letters: %s", error)
 
+    def close(self) -> None:
+        """Close the producer, if one is open: nobody else does, and its thread would stay. A later call opens another.
+
+        An error is only logged. `send` has waited for every dead letter, so that it can only be of one that `send` gave
+        up after `TIMEOUT_S`, whose partition is paused."""
+        with self._lock:
+            producer, self._producer = self._producer, None
+        if producer is not None:
+            try:
+                producer.close()
+            except Exception as error:
+                _logger.warning("a dead letter was not stored: %s", error, exc_info=error)
+
 
 def send(open_producer: Callable[[], Producer], source_id: str, message: Message, failure: Failure) -> None:
     """Store a dead letter durably. Raises what the producer raises; TimeoutError means that it may be stored yet.

@@ -92,6 +92,8 @@ class Runner:
             raise
         finally:
             self._log.flush()
+            if isinstance(self._policy.dead_letters, dead_letters.DeadLetterTopic):
+                self._policy.dead_letters.close()
         if self._failure is not None:
             raise self._failure
 
@@ -100,9 +102,10 @@ class Runner:
         with ThreadPoolExecutor(self._threads, thread_name_prefix=f"pxrs-handler-{consumer.group}") as pool:
             try:
                 while not self.stopped.is_set() and self._failure is None:
+                    version = consumer._version  # before `_busy`: see `_next_for`
                     with self._lock:
                         busy = set(self._busy)
-                    given = consumer._next_for(busy, self._threads - len(busy), self.stopped.is_set)
+                    given = consumer._next_for(busy, self._threads - len(busy), self.stopped.is_set, version)
                     if given is None:
                         break
                     for lane, batch in given:

@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
+import sqlalchemy
 
 import pxrs
 from pxrs.consumer import Consumer
@@ -40,6 +42,7 @@ from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused
 from pxrs.hub import Hub
 from pxrs.log.batch import Batch
 from pxrs.model import Message
+from pxrs.sources import sql_table
 from pxrs.testing.faults import child, wait_exit
 
 BOUND_S = 30.0
@@ -1196,13 +1199,39 @@ def test_a_partition_that_was_lost_and_comes_back_waits_for_the_handler_that_has
         steal(hub)
         wake(hub)
         eventually(lambda: [lane.epoch for lane in inbox._lanes.values()] == [3])
-        assert inbox._next_for(set(inbox._lanes.values()), 1, lambda: True) == []  # it is in nobody's way
+        assert inbox._next_for(set(inbox._lanes.values()), 1, lambda: True, inbox._version) == []  # in nobody's way
         time.sleep(0.1)  # there is nothing to wait on: nothing must happen
         go.set()
         eventually(lambda: checkpoint(hub) == 3)
         inbox.stop()
         running.result()
     assert max(together) == 1
+
+
+def test_run_sees_a_handler_that_returns_right_after_it_has_looked_which_lanes_are_busy(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(hub, count=1)
+    has_looked, has_returned = threading.Event(), threading.Event()
+    with hub.consumer("t", "g", until="end") as inbox:
+        next_for, change = inbox._next_for, inbox._change
+
+        def look(busy: set[Lane], *given: Any) -> Any:
+            if busy:
+                has_looked.set()
+                assert has_returned.wait(BOUND_S)
+            return next_for(busy, *given)
+
+        def note() -> None:
+            change()
+            if threading.current_thread().name.startswith("pxrs-handler"):
+                has_returned.set()
+
+        monkeypatch.setattr(inbox, "_next_for", look)
+        monkeypatch.setattr(inbox, "_change", note)
+        in_time(lambda: inbox.run(lambda message: has_looked.wait(BOUND_S) and None))
+        assert has_looked.is_set()
+    assert checkpoint(hub) == 1
 
 
 def test_run_refuses_manual_acknowledgement(hub: Hub) -> None:
@@ -1612,6 +1641,26 @@ def test_g7_a_checkpoint_beyond_the_end_is_an_error(hub: Hub, until: str | None)
     with hub.consumer("t", "g", until=until) as inbox, pytest.raises(CheckpointOutOfRange, match="50"):
         in_time(lambda: list(inbox))
     assert checkpoint(hub) == 50
+
+
+def test_g7_until_end_accepts_a_checkpoint_whose_rows_were_removed_from_the_table(hub: Hub, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/orders.db"
+    engine = sqlalchemy.create_engine(url)
+    with engine.begin() as db:
+        db.execute(sqlalchemy.text("CREATE TABLE orders (id INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT)"))
+        db.execute(sqlalchemy.text("INSERT INTO orders (body) VALUES ('a'), ('b'), ('c')"))
+    with sql_table(url, "orders", value_column="body", partitions=1, poll_s=SOON_S) as orders:
+        with hub.consumer(orders, "g", until="end") as inbox:
+            assert offsets(in_time(lambda: list(inbox))) == [1, 2, 3]
+        with engine.begin() as db:
+            db.execute(sqlalchemy.text("DELETE FROM orders WHERE id > 1"))
+    with sql_table(url, "orders", value_column="body", partitions=1, poll_s=SOON_S) as orders:
+        with hub.consumer(orders, "g", until="end") as inbox:
+            assert in_time(lambda: list(inbox)) == []
+        hub.registry.commit(put={Keys("g").checkpoint(orders.id, 0): Checkpoint(50).dump()})
+        with hub.consumer(orders, "g", until="end") as inbox, pytest.raises(CheckpointOutOfRange, match="50"):
+            in_time(lambda: list(inbox))
+    engine.dispose()
 
 
 # Wrong use.

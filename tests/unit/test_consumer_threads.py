@@ -17,7 +17,7 @@ from sqlalchemy import create_engine, text
 
 import pxrs
 from pxrs.consumer import Consumer
-from pxrs.errors import ConsumerBusy, GroupError
+from pxrs.errors import ConsumerBusy, GroupError, InvalidGroup
 from pxrs.hub import Hub
 from pxrs.testing.waiting import eventually
 
@@ -373,6 +373,34 @@ def test_a_checkpoint_in_a_transaction_is_refused_while_another_thread_reads(hub
             transaction.checkpoint(inbox)
         worker.do(loop.close)
     assert checkpoint(hub) == 0
+
+
+@pytest.mark.parametrize("way", ["run", "transactions"])
+def test_what_waits_for_a_transaction_of_queues_is_not_handed_out_again(tmp_path: Path, way: str) -> None:
+    database = f"sqlite:///{tmp_path / 'registry.db'}"
+    engine = create_engine(database)
+    handled: list[int] = []
+
+    def read_otherwise(inbox: Consumer) -> None:
+        if way == "run":
+            inbox.run(lambda message: handled.append(message.offset))
+        else:
+            handled.extend(at for messages, _ in inbox.transactions(engine) for at in offsets(messages))
+
+    with pxrs.open(tmp_path / "log", registry=database) as hub:
+        topic_with(hub, 3)
+        hub.create_queue("q")
+        with hub.consumer("t", "g", until="end") as inbox:
+            with hub.transaction() as transaction:
+                assert poll(inbox, 2) == [0, 1]
+                transaction.put("q", b"what was made of them")
+                transaction.checkpoint(inbox)
+                with pytest.raises(InvalidGroup, match="a transaction has the checkpoint"):
+                    read_otherwise(inbox)
+            assert handled == []
+            read_otherwise(inbox)
+        assert (handled, checkpoint(hub)) == ([2], 3)
+    engine.dispose()
 
 
 # Transactions of a database.

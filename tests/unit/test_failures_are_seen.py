@@ -15,7 +15,7 @@ import pytest
 import pxrs
 from pxrs.dead_letters import DeadLetterTopic
 from pxrs.dead_letters import send as send_dead_letter
-from pxrs.errors import AppendFailed, HandlerFailed, InvalidGroup, PartitionsPaused
+from pxrs.errors import AppendFailed, Closed, HandlerFailed, InvalidGroup, PartitionsPaused
 from pxrs.failures import TRACEBACK_CHARACTERS_MAX, Failure
 from pxrs.group.records import Keys, Paused
 from pxrs.hub import Hub
@@ -217,6 +217,32 @@ def test_x14_a_dead_letter_carries_type_and_traceback(hub: Hub) -> None:
     assert headers["pxrs-origin"] == b"t/0 offset 0"
     assert headers["pxrs-error-type"] == b"ValueError"
     assert b"in reject\n" in (headers["pxrs-traceback"] or b"")
+
+
+def test_x14_a_run_that_has_ended_leaves_no_producer_of_dead_letters_behind(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(hub, 2)
+    hub.create_topic("dead", partitions=1)
+    made: list[Producer] = []
+    producer = hub.producer
+
+    def make(*given: Any, **options: Any) -> Producer:
+        made.append(producer(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(hub, "producer", make)
+    with hub.consumer("t", "g", on_error="dead-letter", dead_letters="dead") as inbox:
+
+        def handle(message: Message) -> None:
+            inbox.stop()
+            reject(message)
+
+        for count in (1, 2):  # the second run opens another one
+            aside(lambda: inbox.run(handle)).result(PATIENCE_S)
+            assert hub.topic("dead").end(0) == count == len(made)
+            with pytest.raises(Closed):  # else its thread goes on, and it warns when it is collected
+                made[-1].send(b"x")
 
 
 # Dead letters that cannot be sent.

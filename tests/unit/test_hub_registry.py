@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine, text
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import DamagedFrame, LogBusy, RetentionPostponed, WrongRegistry
+from pxrs.errors import DamagedFrame, GroupUnavailable, LogBusy, LogError, RetentionPostponed, WrongRegistry
 from pxrs.group.records import Keys
 from pxrs.hub_record import HubRecordFile
 
@@ -145,6 +148,55 @@ def test_a_member_of_the_old_registry_ends_when_the_hub_is_given_away(place: pxr
         with pytest.raises(WrongRegistry):
             inbox.commit()
         assert wait_until(lambda: raises_wrong_registry(inbox))
+
+
+def test_a_database_transaction_writes_no_checkpoint_once_the_hub_is_given_away(
+    place: pxrs.Hub, tmp_path: Path
+) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/reg.db")
+    with engine.begin() as db:
+        db.execute(text("CREATE TABLE seen (at INTEGER)"))
+    with (
+        place.consumer("t", "slow", commit_interval=HOUR_S) as inbox,
+        contextlib.closing(inbox.transactions(engine, 1)) as loop,
+    ):
+        messages, db = next(loop)
+        db.execute(text("INSERT INTO seen VALUES (:at)"), {"at": messages[0].offset})
+        with other(place) as new:
+            new.adopt_registry()
+        with pytest.raises(WrongRegistry):
+            next(loop)
+    assert [row.checkpoint for row in place.group("slow").describe().partitions] == [2]
+    with engine.begin() as db:
+        assert db.execute(text("SELECT * FROM seen")).all() == []
+    engine.dispose()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), LogError("hub.record: Too many open files")])
+def test_a_member_outlasts_a_record_that_cannot_be_read_for_a_moment(
+    place: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    is_away, failed = threading.Event(), threading.Event()
+    record = record_of(place)
+    read_record = record.read
+
+    def read_or_fail() -> object:
+        if not is_away.is_set():
+            return read_record()
+        if threading.current_thread().name.startswith("pxrs-member"):
+            failed.set()
+        raise error
+
+    monkeypatch.setattr(record, "read", read_or_fail)
+    with place.consumer("t", "slow", commit_interval=0.01) as inbox:
+        assert [message.offset for message in inbox.poll(1, timeout=30)] == [2]
+        is_away.set()
+        with pytest.raises(GroupUnavailable, match="record cannot be read"):
+            inbox.commit()
+        assert failed.wait(30)
+        is_away.clear()
+        assert wait_until(lambda: [row.checkpoint for row in place.group("slow").describe().partitions] == [3])
+        assert [message.offset for message in inbox.poll(1, timeout=30)] == [3]
 
 
 def test_a_new_hub_needs_its_registry_only_for_a_topic_that_keeps_the_unread(tmp_path: Path) -> None:

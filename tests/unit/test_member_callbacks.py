@@ -297,3 +297,25 @@ def test_a_partition_that_stays_after_all_is_not_read_before_on_assigned_has_ret
     eventually(lambda: any(what == "assigned" for what, _ in calls.told[PARTITIONS:]), PATIENCE_S)
     assert early == []
     settle(inbox)
+
+
+def test_what_a_callback_raised_is_raised_by_close_if_nobody_has_read_since(hub: Hub) -> None:
+    def fail(partitions: Any) -> None:
+        raise ZeroDivisionError(partitions)
+
+    inbox = hub.consumer("t", "g", on_assigned=fail)
+    inbox._member._thread.join(PATIENCE_S)  # it has ended the member, as what a callback raises does
+    with pytest.raises(ZeroDivisionError):
+        inbox.close()
+    inbox.close()
+
+
+def test_what_was_raised_where_the_user_reads_is_not_raised_again_by_close(hub: Hub) -> None:
+    def fail(partitions: Any) -> None:
+        raise ZeroDivisionError(partitions)
+
+    inbox = hub.consumer("t", "g", on_assigned=fail)
+    with pytest.raises(ZeroDivisionError):
+        inbox.poll(timeout=PATIENCE_S)
+    inbox._member._thread.join(PATIENCE_S)
+    inbox.close()

@@ -11,8 +11,8 @@ Time: `commit` and `close` each end within the registry's `timeout_s`, the user'
 thread holds the mutex while it waits for the store.
 
 On failure:
-- The store cannot be reached: try again, with pauses; what is owned stays usable until the lease's own deadline, which
-  every hand-out checks for itself (G8, X12).
+- The store cannot be reached, or the hub's own record cannot be read: try again, with pauses; what is owned stays
+  usable until the lease's own deadline, which every hand-out checks for itself (G8, X12).
 - The lease is lost: everything here is lost at once, and the member joins again as a new incarnation (X11).
 - A handler makes no progress for `progress_timeout`: the member gives everything up and leaves (X13); it joins again
   when the handler comes back.
@@ -38,11 +38,14 @@ from pxrs.errors import (
     Closed,
     CommitUnknown,
     Conflict,
+    DamagedFrame,
     GroupActive,
     GroupError,
     GroupUnavailable,
+    HubMoved,
     InvalidGroup,
     LeaseExpired,
+    LogError,
     OutcomeUnknown,
     PartitionLost,
     PxrsError,
@@ -150,14 +153,14 @@ class GroupMember:
         home: Callable[[], Home | None] | None = None,
     ) -> None:
         """home: gives the identity of the hub that the source is of, and raises if its groups may not be joined from
-        here; it is asked before every join and every checkpoint."""
+        here; it is asked before every join and every checkpoint. An error of the disk is taken for an outage."""
         assignor_named(assignor)
         self.keys = Keys(group)
         self.timings = timings or Timings()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._registry, self._source, self._listener = registry, source, listener
         self._start_of, self._assignor, self._is_alone = start_of, assignor, is_alone
-        self._home = (lambda: None) if home is None else home
+        self._find_home = (lambda: None) if home is None else home
         self._former: set[str] = set()
         """Incarnations of this member that are over, and may be listed until the store has noticed."""
         self._clock = registry.clock
@@ -186,8 +189,9 @@ class GroupMember:
         self._closes_itself = False
         """It was closed in a callback, in the middle of something: its thread leaves when that is over."""
         self._error: BaseException | None = None
-        self._untold: Exception | None = None
-        """What nobody has been there to raise it to."""
+        """What has ended this member."""
+        self._untold: BaseException | None = None
+        """An error that was raised on the member's thread or in a callback, until `check` or `close` has raised it."""
         self._thread = threading.Thread(target=self._run, name=f"pxrs-member-{group}", daemon=True)
 
     # For the consumer.
@@ -259,10 +263,12 @@ class GroupMember:
         return self._protocol.incarnation if self._protocol is not None else None
 
     def check(self) -> None:
-        """Raise what has ended this member."""
+        """Raise what has ended this member. For the user's threads: what was raised here, `close` does not raise."""
         if self._error is None:
             self._error = self._untold
         if self._error is not None:
+            if self._untold is self._error:
+                self._untold = None
             raise self._error
 
     def fail_later(self, error: Exception) -> None:
@@ -374,8 +380,8 @@ class GroupMember:
         """Write down what is done, release everything, leave. In this order: a release needs the lease's member.
 
         Ends within the registry's `timeout_s`, the user's callbacks aside. Raises PartitionLost, CommitUnknown or
-        GroupUnavailable if what is done could not be written. A second call waits for the first, and finishes it if an
-        interrupt has ended that."""
+        GroupUnavailable if what is done could not be written, and what has ended the member before if nobody was told.
+        A second call waits for the first, and finishes it if an interrupt has ended that."""
         self._closing.set()
         self.wake()
         until = time.monotonic() + self._registry.timeout_s
@@ -389,7 +395,7 @@ class GroupMember:
             # The thread that has the mutex waits for the store. Whoever gets the mutex next finishes this.
             threading.Thread(target=self._end_later, name=f"{self._thread.name}-end", daemon=True).start()
             raise self._not_committed(busy, self._protocol, is_last=True) from busy
-        if error is not None and error is not self._error:
+        if error is not None:
             raise error
 
     def close_later(self) -> None:
@@ -464,7 +470,9 @@ class GroupMember:
         to do after `_LOOKS_MAX` looks, so that a pause is due."""
         if self._closing.is_set():
             return 0.0
-        self.check()
+        error = self._untold if self._error is None else self._error
+        if error is not None:
+            raise error
         now = self._clock.now()
         if self._is_stuck(now):
             self._give_up()
@@ -503,6 +511,17 @@ class GroupMember:
 
     def _next_duty(self, protocol: MemberProtocol, now: float) -> float:
         return max(0.001, min(self._commits_at, protocol.fence_at, self.deadline) - now)
+
+    def _home(self) -> Home | None:
+        """The identity of the hub. Raises what says that its groups may not be joined from here (WrongRegistry,
+        HubMoved, a damaged record), and RegistryUnavailable if that cannot be told now, as with too many open files or
+        a file server that does not answer: then nothing may be written, but nothing is lost either."""
+        try:
+            return self._find_home()
+        except (HubMoved, DamagedFrame):
+            raise
+        except (OSError, LogError) as error:
+            raise RegistryUnavailable(f"the hub's own record cannot be read: {error}") from error
 
     def _drive(self, steps: Steps[T]) -> T:
         return drive(steps, self._registry, self._lease)
@@ -738,6 +757,8 @@ class GroupMember:
                 protocol._lose(holding.lane.partition)
 
     def _fail(self, error: BaseException) -> None:
+        if self._untold is None and error is not self._error:  # else `check` has raised it
+            self._untold = error
         self._error = error
         try:
             with self.procedure():

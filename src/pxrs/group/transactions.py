@@ -20,7 +20,9 @@ On failure:
 - The body raises, or the loop is left: the rows are rolled back, and the messages are not done.
 - The reply to COMMIT is lost: the messages are held back until both rows could be locked again. Then the transaction is
   over, whatever became of it, and the checkpoint in it says whether it happened. Nothing is redone on suspicion (R5).
-- The database gave the transaction up (serialization failure, deadlock) in the fence or in COMMIT: handed out again.
+- The database gave the transaction up (serialization failure, deadlock) in the fence or in COMMIT: handed out again. So
+  is what was in hand when the hub's own record could not be read, which tells whether this registry still counts.
+- The hub was given to another registry: WrongRegistry is raised, and the rows are rolled back.
 - Other errors of the engine are raised as they are, rolled back. The loop may be started again.
 """
 
@@ -94,6 +96,7 @@ def _steps(loop: _Loop, reading: Reading) -> Generator[tuple[list[Message], Conn
     consumer = loop.consumer
     try:
         consumer._enter(reading)
+        consumer._check_not_held()
         consumer._rewind()
         try:
             # Nothing but COMMIT says that a message is done, also not `commit`.
@@ -155,6 +158,7 @@ class _Loop:
     def is_ready(self, lane: Lane) -> bool:
         """Whether a transaction may begin now. If not, what stood in the way was looked after."""
         try:
+            self.member._home()
             self._is_checked = self._is_checked or self._check_engine()
             if self._is_checked and self._is_settled(lane):
                 self._outage.worked()
@@ -308,6 +312,7 @@ class _Taken:
         if lane.is_lost:
             return
         try:
+            loop.member._home()  # as before every checkpoint: the hub may have been given to another registry
             checkpoint, version = self._fence()
             self._may_commit = self._is_sent = True
             self._connection.commit()
@@ -315,6 +320,9 @@ class _Taken:
             _logger.warning("%s", error)
             self._connection.rollback()  # before anything that may wait for SQLite's lock
             self._lose()
+            return
+        except RegistryUnavailable as error:  # whether it may be written cannot be told now; `is_ready` waits for that
+            _logger.warning("group %s, partition %d: rolled back: %s", loop.keys.group, lane.partition, error)
             return
         except DBAPIError as error:
             if not self._is_worth_another_try(error):
