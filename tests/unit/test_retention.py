@@ -18,7 +18,7 @@ import pxrs
 from pxrs import clock
 from pxrs.errors import InvalidTopic, OffsetTrimmed, RegistryUnavailable
 from pxrs.group.records import gate_key
-from pxrs.log.batch import _HEADER_1, MAGIC, SCHEMA, encode
+from pxrs.log.batch import _LAYOUTS, MAGIC, SCHEMA, encode
 from pxrs.log.contract import Append, RetentionPlan, TopicLog
 from pxrs.log.directory import DirectoryLog
 from pxrs.model import Topic
@@ -114,10 +114,11 @@ def old_segment(path: Path, last_time_us: int, written_s: float) -> TopicLog:
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, retention_s=100.0))
     records = pa.RecordBatch.from_pylist([{"value": b"x", "timestamp": last_time_us}], SCHEMA)
     payload = encode(records, "none")
-    fixed = _HEADER_1.pack(
+    header = _LAYOUTS[1].pack(
         MAGIC, 1, 0, 96, -(-(96 + payload.data.size) // 32) * 32, 1, 0, last_time_us, last_time_us, bytes(16), 0, 0, 0,
-        payload.checksum, payload.data.size, 0,
+        payload.checksum, payload.data.size, 0, 0,
     )  # fmt: skip
+    fixed = header[:-8]  # without the checksum, which is its last field
     frame = fixed + xxhash.xxh3_64_intdigest(fixed).to_bytes(8, "little") + payload.data.to_pybytes()
     segment = Path(topic.partition_folder(0)) / f"{0:020d}.log"  # type: ignore[attr-defined]
     segment.write_bytes(frame + bytes(-len(frame) % 32))
