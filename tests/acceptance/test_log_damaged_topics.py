@@ -55,7 +55,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
             with hub.producer(name) as out:
                 out.send(f"of {name}", partition=0)
             with hub.consumer(name, "g") as inbox:
-                assert len(inbox.poll(BOUND_S)) == 1
+                assert len(inbox.poll(timeout=BOUND_S)) == 1
                 inbox.commit()
     request.param((tmp_path / "topics/a").resolve() / "topic.json")
     return tmp_path
@@ -86,7 +86,7 @@ def test_the_others_are_listed_and_used_and_the_damaged_one_is_told_of(
         with hub.producer("b") as out:
             out.send("more", partition=0)
         with hub.consumer("b", "g") as inbox:
-            assert [message.value for message in inbox.poll(BOUND_S)] == [b"more"]
+            assert [message.value for message in inbox.poll(timeout=BOUND_S)] == [b"more"]
 
 
 def test_groups_are_described_and_their_files_are_written(place: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -280,11 +280,11 @@ def test_a_hub_closes_without_error_after_its_topics_were_deleted_elsewhere(tmp_
         sent.send(b"a")
     idle = hub.producer("t")
     inbox = hub.consumer("t", "g")
-    assert len(inbox.poll(BOUND_S)) == 1
+    assert len(inbox.poll(timeout=BOUND_S)) == 1
     delete_and_make_again(tmp_path)
     hub.topic("t")
     with pytest.raises(TopicDeleted):
-        inbox.poll(BOUND_S)
+        inbox.poll(timeout=BOUND_S)
     hub.close()
     idle.close()
 

@@ -104,10 +104,10 @@ def test_f5_a_missing_first_segment_is_damage_and_no_retention(
             assert error.value.file == missing
         assert topic.to_arrow(start=first).num_rows == ROWS - first, "the rest can be read"
         with hub.consumer("t", "new") as inbox, pytest.raises(DamagedFrame):
-            inbox.poll(BOUND_S)
+            inbox.poll(timeout=BOUND_S)
         hub.group("new").reset(first)
         with hub.consumer("t", "new") as inbox:
-            assert inbox.poll(BOUND_S)[0].offset == first
+            assert inbox.poll(timeout=BOUND_S)[0].offset == first
 
 
 def test_what_retention_removed_is_told_as_that_and_what_is_missing_behind_it_is_damage(tmp_path: Path) -> None:
