@@ -237,8 +237,9 @@ class Partition:
 
     def _is_tail_old(self, now: int) -> bool:
         """Whether the last segment has taken appends for as long as one may: else a trickle of messages would keep it
-        young for ever, and nothing in it would ever be old enough to be removed."""
-        return self._segment_us is not None and self._tail.index.first_stored <= now - self._segment_us
+        young for ever, and nothing in it would ever be old enough to be removed. Also if its first frame was stored
+        that much later than now, by a clock that was ahead."""
+        return self._segment_us is not None and abs(now - self._tail.index.first_stored) >= self._segment_us
 
     def _current(self) -> Published:
         """What is published, with `_tail` as it says. Repairs what a writer that died has left. Holds the lock."""
