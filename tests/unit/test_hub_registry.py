@@ -11,12 +11,20 @@ from pathlib import Path
 import pytest
 
 import pxrs
+from pxrs import clock
 from pxrs.errors import DamagedFrame, LogBusy, RetentionPostponed, WrongRegistry
 from pxrs.group.records import Keys
 from pxrs.hub_record import HubRecordFile
 
 HOUR_S = 3600
 OLD_US = 7 * 86_400 * 1_000_000
+"""When the messages were stored."""
+
+
+@pytest.fixture(autouse=True)
+def long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are stored with a time that is long ago; retention goes by the time that it is."""
+    monkeypatch.setattr(clock, "wall_time_us", lambda: OLD_US)
 
 
 @pytest.fixture
@@ -33,7 +41,7 @@ def place(tmp_path: Path) -> Iterator[pxrs.Hub]:
 def fill(hub: pxrs.Hub, count: int = 10) -> None:
     with hub.producer("t", linger_s=0) as out:
         for _ in range(count):
-            out.send(b"x" * 4096, timestamp=OLD_US).result()
+            out.send(b"x" * 4096).result()
 
 
 def read(hub: pxrs.Hub, count: int, group: str = "slow") -> None:
@@ -119,7 +127,7 @@ def test_a_topic_without_keep_unread_is_retained_by_any_process(place: pxrs.Hub)
     with other(place) as stranger:
         with stranger.producer("plain", linger_s=0) as out:
             for _ in range(3):
-                out.send(b"x" * 4096, timestamp=OLD_US).result()
+                out.send(b"x" * 4096).result()
         stranger.topic("plain").retain()
         assert stranger.topic("plain").start(0) == 3
         assert not Path(place.url, "registry").exists()
