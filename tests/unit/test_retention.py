@@ -16,7 +16,7 @@ import xxhash
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import InvalidTopic, OffsetTrimmed, RegistryUnavailable
+from pxrs.errors import InvalidTopic, OffsetTrimmed, PxrsError, RegistryUnavailable
 from pxrs.group.records import gate_key
 from pxrs.log.batch import _LAYOUTS, MAGIC, SCHEMA, encode
 from pxrs.log.contract import Append, RetentionPlan, TopicLog
@@ -225,6 +225,35 @@ def test_o10_no_checkpoint_is_put_before_a_start_that_is_committed_and_not_yet_r
     with kept.consumer("t", group, until="end") as inbox:
         assert topic.retain() == {0: 6}, "the next retention removes what the last one has committed"
         assert [message.offset for message in inbox] == list(range(6, 10))
+
+
+def test_a_retention_that_failed_after_it_wrote_the_start_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start is in the registry and in the partition's folder, and the segments before it are still there."""
+
+    def segments() -> list[int]:
+        return sorted(int(file.stem) for file in tmp_path.glob("logs/*/partitions/*/*.log"))
+
+    def fail(path: object, *arguments: object, **named: object) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    with pxrs.open(tmp_path) as hub:
+        topic = hub.create_topic("t", partitions=1, retention=3600, segment_bytes=4096, keep_unread=True)
+        with Producer(topic.log, retain=lambda: None, linger_s=0) as out:
+            for _ in range(10):
+                out.send(b"x" * 4096).result()
+        hub.group("g").import_checkpoint(6, "t")
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 7200 * 10**9)
+        with pytest.MonkeyPatch.context() as failing:
+            failing.setattr(os, "unlink", fail)
+            with pytest.raises(PxrsError, match="not permitted"):
+                topic.retain()
+        assert (topic.start(0), segments()[0]) == (6, 0)
+        assert topic.retain() == {0: 6}
+        assert segments()[0] == 6
+        assert topic.retain() == {}
 
 
 def test_o10_a_start_that_moves_while_a_group_begins_is_read_again(
