@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import xxhash
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import InvalidTopic, OffsetTrimmed, PxrsError, RegistryUnavailable
+from pxrs.errors import CheckpointOutOfRange, InvalidTopic, OffsetTrimmed, PxrsError, RegistryUnavailable
 from pxrs.group.records import gate_key
 from pxrs.log.batch import _LAYOUTS, MAGIC, SCHEMA, encode
 from pxrs.log.contract import Append, RetentionPlan, TopicLog
@@ -254,6 +255,35 @@ def test_a_retention_that_failed_after_it_wrote_the_start_is_finished_by_the_nex
         assert topic.retain() == {0: 6}
         assert segments()[0] == 6
         assert topic.retain() == {}
+
+
+def test_no_checkpoint_is_given_while_the_committed_start_lies_beyond_the_end_of_an_older_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start it would pass over messages that are yet to come; before it, retention would remove them unread."""
+    now = time.time_ns
+    with pxrs.open(tmp_path / "data", tmp_path / "registry") as hub:
+        topic = hub.create_topic("t", partitions=1, retention=3600, segment_bytes=4096, keep_unread=True)
+        hub.group("g").import_checkpoint(0, "t")
+        with hub.producer("t", linger_s=0) as out:
+            for number in range(10):
+                if number == 5:
+                    shutil.copytree(tmp_path / "data", tmp_path / "copy", symlinks=True)
+                out.send(b"x" * 4096).result()
+        hub.group("g").reset("latest")
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 7200 * 10**9)
+        assert topic.retain() == {0: 10}
+    with pxrs.open(tmp_path / "copy", tmp_path / "registry") as hub:
+        for to in ("earliest", "latest", 5, {0: 5}, datetime.fromtimestamp(0, UTC)):
+            with pytest.raises(CheckpointOutOfRange, match=r"t/0 ends at offset 5, .* before 10"):
+                hub.group("g").reset(to)
+        with pytest.raises(CheckpointOutOfRange):
+            hub.group("new").import_checkpoint(5, "t")
+        with pytest.raises(CheckpointOutOfRange):
+            hub.consumer("t", "new")
+    with pxrs.open(tmp_path / "copy", tmp_path / "another") as hub:
+        hub.adopt_registry()
+        assert offsets_read(hub, "new") == list(range(5))
 
 
 def test_o10_a_start_that_moves_while_a_group_begins_is_read_again(
