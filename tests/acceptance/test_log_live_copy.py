@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 
 import pxrs
+from pxrs import disk
 from pxrs.errors import DamagedFrame, LogError
 from pxrs.log.check import check
 from pxrs.log.contract import Append
@@ -208,6 +209,36 @@ def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(segm
         shutil.rmtree(path)
     assert next_offset == end + 1
     assert step > 20
+
+
+def test_a_copy_of_a_segment_whose_first_append_could_not_be_synced_lacks_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The segment is begun again in its own place, and is not sealed by that: else the copy looks as if somebody had
+    removed the segment behind it."""
+    topic = new_topic(tmp_path / "hub", segment_bytes=4096)
+    assert topic.end(0) == 0
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(disk, "sync_data", fail)
+        with pytest.raises(LogError, match="when it was synced"):
+            topic.append([Append(0, records([b"lost"]))])
+    append(topic, 3)
+    is_rolled = False
+
+    def between() -> None:
+        nonlocal is_rolled
+        if not is_rolled and any((tmp_path / "copy").rglob("*.log")):
+            append(topic, 40)
+            is_rolled = True
+
+    copy(tmp_path / "hub", tmp_path / "copy", between)
+    late = opened(tmp_path / "copy")
+    assert read(late) == {at: value(at) for at in range(3)}
+    assert late.append([Append(0, records([b"new"]))]) == [topic.end(0)]
 
 
 @pytest.mark.parametrize("durability", ["disk", "os"])

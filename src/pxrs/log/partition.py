@@ -342,8 +342,8 @@ class Partition:
                 # One that a writer made and that it died before it could publish is empty.
                 raise DamagedFrame(path, 0, "a segment with messages lies where the next one is to begin")
             disk.sync_folder(self.folder)
-            # Only now: an index says that another segment follows.
-            write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump(self._place_id))
+            if published.end != old.base:  # only now: an index says that another segment follows
+                write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump(self._place_id))
         except OSError as error:
             raise self._failed(error) from error
         self._tail.producers = old.producers
