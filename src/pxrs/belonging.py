@@ -153,7 +153,7 @@ def retain_unread(log: TopicLog, registry: Registry, belonging: Belonging | None
         return plan.starts
 
     starts = drive(move_start(log.id, decide), registry, None)
-    behind = _behind(log, starts, plan.errors)
+    behind = _behind(log, starts, plan)
     moved: dict[int, int] = {}
     if behind and belonging is None:
         moved = log.trim(behind)
@@ -166,15 +166,16 @@ def retain_unread(log: TopicLog, registry: Registry, belonging: Belonging | None
     return moved
 
 
-def _behind(log: TopicLog, starts: Mapping[int, int], errors: list[LogError]) -> dict[int, int]:
-    """The partitions that still hold messages from before their start, be it of a retention that died."""
+def _behind(log: TopicLog, starts: Mapping[int, int], plan: RetentionPlan) -> dict[int, int]:
+    """The partitions that still hold messages from before their start, be it of a retention that died: before it told
+    the log, or before it removed all that the log has counted as removed since, which the plan then names again."""
     found = {}
     for number, start in starts.items():
         try:
-            if number < log.partitions and log.start(number) < start:
+            if number < log.partitions and (number in plan.starts or log.start(number) < start):
                 found[number] = start
         except LogError as error:  # a damaged partition keeps no other from being trimmed
-            errors.append(error)
+            plan.errors.append(error)
     return found
 
 

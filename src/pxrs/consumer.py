@@ -47,6 +47,7 @@ from pxrs.errors import (
 )
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember, Timings
+from pxrs.group.positions import check_start
 from pxrs.group.readers import Loop, Reading, Readings
 from pxrs.group.records import Home
 from pxrs.log.batch import Batch
@@ -1039,6 +1040,7 @@ def _leave(member: GroupMember, hub: object) -> None:
 def _start_of(source: Source, start: Start, partition: int, first: int) -> int:
     """Where a group without a checkpoint begins. Not before `first`: retention may be about to remove what lies before
     it. This is no method because the member keeps it, and must not keep the consumer."""
+    check_start(source, partition, first)
     if start == "earliest":
         return max(first, source.start(partition))
     if start == "latest":

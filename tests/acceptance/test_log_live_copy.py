@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 
 import pxrs
+from pxrs import disk
 from pxrs.errors import DamagedFrame, LogError
 from pxrs.log.check import check
 from pxrs.log.contract import Append
@@ -224,6 +225,80 @@ def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(segm
         shutil.rmtree(path)
     assert next_offset == end + 1
     assert step > 20
+
+
+def test_a_copy_of_a_segment_whose_first_append_could_not_be_synced_lacks_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The segment is begun again in its own place, and is not sealed by that: else the copy looks as if somebody had
+    removed the segment behind it."""
+    topic = new_topic(tmp_path / "hub", segment_bytes=4096)
+    assert topic.end(0) == 0
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(disk, "sync_data", fail)
+        with pytest.raises(LogError, match="when it was synced"):
+            topic.append([Append(0, records([b"lost"]))])
+    append(topic, 3)
+    is_rolled = False
+
+    def between() -> None:
+        nonlocal is_rolled
+        if not is_rolled and any((tmp_path / "copy").rglob("*.log")):
+            append(topic, 40)
+            is_rolled = True
+
+    copy(tmp_path / "hub", tmp_path / "copy", between)
+    late = opened(tmp_path / "copy")
+    assert read(late) == {at: value(at) for at in range(3)}
+    assert late.append([Append(0, records([b"new"]))]) == [topic.end(0)]
+
+
+@pytest.mark.parametrize("durability", ["disk", "os"])
+@pytest.mark.parametrize("first", ["read", "append"])
+@pytest.mark.parametrize("whole", [0, 3])
+def test_a_copy_that_ends_before_the_start_that_retention_left_goes_on_at_the_start(
+    durability: str, first: str, whole: int, tmp_path: Path, maybe_boot: Callable[[], None]
+) -> None:
+    """Else new messages get offsets before the start: a group that begins at the earliest offset never reads them."""
+    topic = new_topic(tmp_path / "hub", segment_bytes=4096, retention_bytes=1, durability=durability)
+    append(topic, 20)
+    topic.retain(0)
+    append(topic, whole)
+    shutil.copytree(tmp_path / "hub", tmp_path / "copy", symlinks=True)
+    kept, end = read(topic), topic.end(0)
+    append(topic, 20)
+    start = topic.retain(0)[0]
+    assert start > end
+    shutil.copy(partition(tmp_path / "hub") / "start", partition(tmp_path / "copy"))
+    (finding,) = findings(tmp_path / "copy")
+    assert f"ends at offset {end}" in finding
+    assert f"goes on at {start}" in finding
+    maybe_boot()
+    late = opened(tmp_path / "copy")
+    if first == "read":
+        assert late.end(0) >= start == late.start(0)
+        assert read(late) == {}
+        assert kept == {} or read_from(late, min(kept)) == kept
+    next_offset = late.end(0)
+    assert late.append([Append(0, records([b"new"]))]) == [max(start, next_offset)]
+    assert list(read(late).values()) == list(read(opened(tmp_path / "copy")).values()) == [b"new"]
+    assert findings(tmp_path / "copy") == []
+    with pxrs.open(tmp_path / "copy") as hub, hub.consumer("t", "g", until="end") as inbox:
+        assert [message.value for message in inbox] == [b"new"]
+
+
+def read_from(topic: DirectoryTopic, offset: int) -> dict[int, bytes]:
+    """What can still be read from an offset on that lies before the start."""
+    batches = topic.read(0, offset)
+    return {
+        batch.base_offset + row: value
+        for batch in batches
+        for row, value in enumerate(batch.records.column("value").to_pylist())
+    }
 
 
 def test_reading_changes_nothing_so_that_missing_bytes_can_be_put_back(tmp_path: Path) -> None:

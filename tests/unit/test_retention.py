@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -17,9 +17,9 @@ import xxhash
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import InvalidTopic, OffsetTrimmed, RegistryUnavailable
+from pxrs.errors import CheckpointOutOfRange, InvalidTopic, OffsetTrimmed, PxrsError, RegistryUnavailable
 from pxrs.group.records import gate_key
-from pxrs.log.batch import MAGIC, SCHEMA, encode
+from pxrs.log.batch import _LAYOUTS, MAGIC, SCHEMA, encode
 from pxrs.log.contract import Append, RetentionPlan, TopicLog
 from pxrs.log.directory import DirectoryLog
 from pxrs.model import Topic
@@ -115,11 +115,11 @@ def old_segment(path: Path, last_time_us: int, written_s: float) -> TopicLog:
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, retention_s=100.0))
     records = pa.RecordBatch.from_pylist([{"value": b"x", "timestamp": last_time_us}], SCHEMA)
     payload = encode(records, "none")
-    fixed = struct.pack(
-        "<4sBBHIIQqq16sIIQQII",
+    header = _LAYOUTS[1].pack(
         MAGIC, 1, 0, 96, -(-(96 + payload.data.size) // 32) * 32, 1, 0, last_time_us, last_time_us, bytes(16), 0, 0, 0,
-        payload.checksum, payload.data.size, 0,
+        payload.checksum, payload.data.size, 0, 0,
     )  # fmt: skip
+    fixed = header[:-8]  # without the checksum, which is its last field
     frame = fixed + xxhash.xxh3_64_intdigest(fixed).to_bytes(8, "little") + payload.data.to_pybytes()
     segment = Path(topic.partition_folder(0)) / f"{0:020d}.log"  # type: ignore[attr-defined]
     segment.write_bytes(frame + bytes(-len(frame) % 32))
@@ -226,6 +226,64 @@ def test_o10_no_checkpoint_is_put_before_a_start_that_is_committed_and_not_yet_r
     with kept.consumer("t", group, until="end") as inbox:
         assert topic.retain() == {0: 6}, "the next retention removes what the last one has committed"
         assert [message.offset for message in inbox] == list(range(6, 10))
+
+
+def test_a_retention_that_failed_after_it_wrote_the_start_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start is in the registry and in the partition's folder, and the segments before it are still there."""
+
+    def segments() -> list[int]:
+        return sorted(int(file.stem) for file in tmp_path.glob("logs/*/partitions/*/*.log"))
+
+    def fail(path: object, *arguments: object, **named: object) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    with pxrs.open(tmp_path) as hub:
+        topic = hub.create_topic("t", partitions=1, retention=3600, segment_bytes=4096, keep_unread=True)
+        with Producer(topic.log, retain=lambda: None, linger_s=0) as out:
+            for _ in range(10):
+                out.send(b"x" * 4096).result()
+        hub.group("g").import_checkpoint(6, "t")
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 7200 * 10**9)
+        with pytest.MonkeyPatch.context() as failing:
+            failing.setattr(os, "unlink", fail)
+            with pytest.raises(PxrsError, match="not permitted"):
+                topic.retain()
+        assert (topic.start(0), segments()[0]) == (6, 0)
+        assert topic.retain() == {0: 6}
+        assert segments()[0] == 6
+        assert topic.retain() == {}
+
+
+def test_no_checkpoint_is_given_while_the_committed_start_lies_beyond_the_end_of_an_older_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start it would pass over messages that are yet to come; before it, retention would remove them unread."""
+    now = time.time_ns
+    with pxrs.open(tmp_path / "data", tmp_path / "registry") as hub:
+        topic = hub.create_topic("t", partitions=1, retention=3600, segment_bytes=4096, keep_unread=True)
+        hub.group("g").import_checkpoint(0, "t")
+        with hub.producer("t", linger_s=0) as out:
+            for number in range(10):
+                if number == 5:
+                    shutil.copytree(tmp_path / "data", tmp_path / "copy", symlinks=True)
+                out.send(b"x" * 4096).result()
+        hub.group("g").reset("latest")
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 7200 * 10**9)
+        assert topic.retain() == {0: 10}
+    with pxrs.open(tmp_path / "copy", tmp_path / "registry") as hub:
+        for to in ("earliest", "latest", 5, {0: 5}, datetime.fromtimestamp(0, UTC)):
+            with pytest.raises(CheckpointOutOfRange, match=r"t/0 ends at offset 5, .* before 10"):
+                hub.group("g").reset(to)
+        with pytest.raises(CheckpointOutOfRange):
+            hub.group("new").import_checkpoint(5, "t")
+        with pytest.raises(CheckpointOutOfRange):
+            hub.consumer("t", "new")
+    with pxrs.open(tmp_path / "copy", tmp_path / "another") as hub:
+        hub.adopt_registry()
+        assert offsets_read(hub, "new") == list(range(5))
 
 
 def test_o10_a_start_that_moves_while_a_group_begins_is_read_again(

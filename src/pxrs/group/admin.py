@@ -319,7 +319,8 @@ class GroupHandle:
                what they have in hand is done all the same, and its checkpoint refused.
 
         A paused partition goes on too. Nothing is written if an offset is not in the log: OffsetOutOfRange,
-        OffsetTrimmed. Raises UnknownGroup, UnknownTopic, GroupActive.
+        OffsetTrimmed, or CheckpointOutOfRange if the log is an older copy than the registry. Raises UnknownGroup,
+        UnknownTopic, GroupActive.
         """
         arguments.flag(InvalidGroup, "force", force)
         self._check_hub()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Literal, Protocol
 
-from pxrs.errors import InvalidGroup, OffsetOutOfRange, OffsetTrimmed
+from pxrs.errors import CheckpointOutOfRange, InvalidGroup, OffsetOutOfRange, OffsetTrimmed
 from pxrs.group.records import Starts
 from pxrs.model import microseconds_of
 
@@ -36,6 +36,8 @@ class Offsets(Protocol):
 def resolve_offsets(to: To, source: Offsets, starts: Starts) -> dict[int, int]:
     """The offset for each partition. Raises if one is not in the log, or before `starts`, which retention has moved."""
     numbers = range(source.partitions)
+    for number in numbers:
+        check_start(source, number, starts.of(number))
     match to:
         case "earliest":
             return {number: _first(number, source, starts) for number in numbers}
@@ -69,6 +71,7 @@ def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -
     if source.has_gaps:  # as it is: rows that were handled may be gone from the table, and say nothing of the others
         return dict.fromkeys(range(source.partitions), offset)
     if source.partitions == 1:
+        check_start(source, 0, starts.of(0))
         return {0: _checked(offset, 0, source, starts)}
     raise InvalidGroup(
         f"{source.name} has {source.partitions} partitions, and each counts its offsets from 0: a single position, "
@@ -76,6 +79,19 @@ def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -
         f"--partition 1=OFFSET ... or import_checkpoint({{0: OFFSET, ...}}); or have the group begin at a time, by "
         f"`pxrs group reset {group} --to TIME` if it is there, or by a consumer with start=TIME if it is new"
     )
+
+
+def check_start(source: Offsets, partition: int, start: int) -> None:
+    """Raise CheckpointOutOfRange if the start that retention has committed lies beyond the log's end.
+
+    Then the log is an older copy than the registry. A checkpoint at `start` would pass over messages that are yet to
+    come, and one before it would not keep retention from removing them unread."""
+    if start and not source.has_gaps and start > (end := source.end(partition)):
+        raise CheckpointOutOfRange(
+            f"{source.name}/{partition} ends at offset {end}, and by the registry retention has removed everything "
+            f"before {start}: the log is an older copy than the registry. Restore both from the same time, or give the "
+            "hub a new registry with `pxrs registry adopt`"
+        )
 
 
 def _first(partition: int, source: Offsets, starts: Starts) -> int:

@@ -206,7 +206,7 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
         read_reserved(place.folder, place.id)
     except DamagedFrame as damage:
         yield place.only(damage.file, damage.what)
-    yield from _check_start(place, bases)
+    yield from _check_start(place, bases, published)
     if published is None:
         if _is_damaged(place):
             what = "a part of it is damaged; whoever opens the partition finds the end again in the last segment"
@@ -225,8 +225,9 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
         yield place.only(segment_path(place.folder, published.segment), what)
 
 
-def _check_start(place: _Place, bases: list[int]) -> Iterator[Checked]:
-    """Whether the first segment is there. Called after `bases` were listed: retention writes `start`, then unlinks."""
+def _check_start(place: _Place, bases: list[int], published: Published | None) -> Iterator[Checked]:
+    """Whether the first segment is there, and the end not before it. Called after `bases` were listed: retention writes
+    `start`, then unlinks."""
     try:
         start = read_start(place.folder, place.id, is_retained=place.is_retained)
     except DamagedFrame as damage:
@@ -235,6 +236,15 @@ def _check_start(place: _Place, bases: list[int]) -> Iterator[Checked]:
     if bases and start is not None and bases[0] > start:
         missing = missing_before(place.folder, start, bases[0])
         yield place.only(missing.file, missing.what)
+    if published is not None and start is not None and published.end < start:
+        again, _ = _read_published(place)
+        if again is None or again.end >= start:
+            return  # messages came, and retention removed them, between the two looks
+        what = (
+            f"the log ends at offset {published.end}, and retention has removed everything before {start}, as in a "
+            f"copy that was made while the log was appended to; whoever appends goes on at {start}"
+        )
+        yield place.only(f"{place.folder}/{PUBLISHED}", what)
 
 
 def _check_unpublished(place: _Place, last: Published, bases: list[int]) -> Iterator[Checked]:

@@ -50,6 +50,7 @@ from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, Ret
 from pxrs.log.crew import Crew
 from pxrs.log.description import look_up, target_of, write_topic
 from pxrs.log.ends import Ends
+from pxrs.log.index import credible_time
 from pxrs.log.partition import Partition, Ready
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.log.published import Published
@@ -525,8 +526,9 @@ class DirectoryTopic(TopicLog):
         topic = self.topic
         total = tail_bytes + sum(segment.bytes for segment in segments)
         keep = segments[0].base if segments else 0
-        for segment in segments:
-            is_old = topic.retention_s is not None and segment.last_stored < self._oldest(now)
+        stored = [segment.last_stored for segment in segments]
+        for at, segment in enumerate(segments):
+            is_old = topic.retention_s is not None and credible_time(stored, at, now) < self._oldest(now)
             is_much = topic.retention_bytes is not None and total > topic.retention_bytes
             if not is_old and not is_much:
                 break

@@ -12,6 +12,8 @@ import os
 import struct
 import uuid
 from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import islice
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -123,6 +125,15 @@ def stored_time(last_stored: int, segment: int | str, *, is_stamped: bool) -> in
     the time at which the file was last written counts too: the later of the two, so that nothing is removed too early.
     segment: its path or descriptor."""
     return last_stored if is_stamped else max(last_stored, os.stat(segment).st_mtime_ns // 1000)
+
+
+def credible_time(stored: Sequence[int], at: int, now: int) -> int:
+    """When the piece number `at` of a partition was stored, of pieces that were stored in this order at these times.
+
+    A time later than `now` was given by a clock that was ahead. The piece was stored before those behind it, so the
+    time of the next one that is not later than `now` stands for it. Else it would keep itself and all behind it from
+    being removed for as long as that clock was ahead. ANY_TIME is no such time: a damaged segment has it, and stays."""
+    return next((time for time in islice(stored, at, None) if time <= now or time == ANY_TIME), stored[at])
 
 
 def write_beside(path: str, data: bytes, *, is_durable: bool = False) -> None:

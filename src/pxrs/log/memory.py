@@ -29,6 +29,7 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, encode
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
+from pxrs.log.index import credible_time
 from pxrs.log.producers import SILENT_S_MAX, Asked, Placed, Producers
 from pxrs.model import Topic
 
@@ -203,7 +204,7 @@ class MemoryTopic(TopicLog):
         count, payloads = 0, place.payloads
         if self.topic.retention_s is not None:
             oldest = now - int(self.topic.retention_s * 1_000_000)
-            while count < len(payloads) and place.stored[count] < oldest:
+            while count < len(payloads) and credible_time(place.stored, count, now) < oldest:
                 count += 1
         if self.topic.retention_bytes is not None:
             size = sum(payload.frame_bytes for payload in payloads[count:])

@@ -145,7 +145,7 @@ class Partition:
             with self._exclusive():
                 published = self._current()
         elif published.segment != self._looked_at:  # once for each segment
-            if self._recovery.is_short(published):
+            if self._recovery.is_short(published) or published.end < self._recovery.first_offset():
                 # Unless it was rolled and retained meanwhile.
                 again = self._published.read()
                 return self._recovery.without_missing(published) if again == published else self.published()
@@ -237,8 +237,9 @@ class Partition:
 
     def _is_tail_old(self, now: int) -> bool:
         """Whether the last segment has taken appends for as long as one may: else a trickle of messages would keep it
-        young for ever, and nothing in it would ever be old enough to be removed."""
-        return self._segment_us is not None and self._tail.index.first_stored <= now - self._segment_us
+        young for ever, and nothing in it would ever be old enough to be removed. Also if its first frame was stored
+        that much later than now, by a clock that was ahead."""
+        return self._segment_us is not None and abs(now - self._tail.index.first_stored) >= self._segment_us
 
     def _current(self) -> Published:
         """What is published, with `_tail` as it says. Repairs what a writer that died has left. Holds the lock."""
@@ -255,17 +256,36 @@ class Partition:
         elif published is None or self._recovery.is_short(published):
             published = self._recovered()
         tail = self._tail
-        if tail.base != published.segment:
+        is_opened = tail.base != published.segment
+        if is_opened:
             tail = self._open_tail(published)
         self._learn(tail, published)
         is_rolling = published.segment_bytes > 0 and os.path.exists(segment_path(self.folder, published.end))
         if published.is_suspect or is_rolling:
-            return self._roll(published)
+            published, is_opened = self._roll(published), True
+        tail = self._tail
         status = os.fstat(tail.descriptor)
         if not status.st_nlink:
             raise DamagedFrame(segment_path(self.folder, tail.base), 0, "somebody has removed the segment")
         if status.st_size > published.segment_bytes:
             self._cut(published)
+        if is_opened and published.end < (first := self._recovery.first_offset()):
+            published = self._fill(published, first)
+        return published
+
+    def _fill(self, published: Published, first: int) -> Published:
+        """Append a gap up to the first offset that retention has left. `published` is an older copy than `start`: an
+        offset before it may have been given away already, and nobody would read what gets it."""
+        self._recovery.tell_early_end(published.end, first)
+        tail = self._tail
+        gap = self._recovery.gap(published.end, first)
+        if not self._is_synced:
+            self._reserve(first)
+        pwrite_all(tail.descriptor, [gap], published.segment_bytes)
+        if self._is_synced:  # if that fails, the next one who comes cuts the gap off and writes it again
+            disk.sync_data(tail.descriptor)
+        published = self._published.write(published, tail.base, published.segment_bytes + len(gap), first)
+        self._learn(tail, published)
         return published
 
     def _recovered(self, *, is_outdated: bool = False) -> Published:
@@ -322,8 +342,8 @@ class Partition:
                 # One that a writer made and that it died before it could publish is empty.
                 raise DamagedFrame(path, 0, "a segment with messages lies where the next one is to begin")
             disk.sync_folder(self.folder)
-            # Only now: an index says that another segment follows.
-            write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump(self._place_id))
+            if published.end != old.base:  # only now: an index says that another segment follows
+                write_beside(index_path(segment_path(self.folder, old.base)), old.index.dump(self._place_id))
         except OSError as error:
             raise self._failed(error) from error
         self._tail.producers = old.producers

@@ -59,28 +59,57 @@ class Recovery:
         except FileNotFoundError:
             return True
 
+    def first_offset(self) -> int:
+        """The first offset that retention has left; 0 if that is not known. Retention never moves it beyond the end."""
+        try:
+            return self._known_start() or 0
+        except DamagedFrame:  # whoever asks where the partition begins is told
+            return 0
+
     def without_missing(self, published: Published) -> Published:
-        """What may be read although published bytes are missing. Changes nothing on disk: somebody may yet put the
-        missing bytes back, and only an append has to know where it goes.
+        """What may be read although published bytes are missing, or although `published` ends before the first offset
+        that retention has left. Changes nothing on disk: somebody may yet put the missing bytes back, and only an
+        append has to know where it goes.
 
         As it was if the partition is damaged: whoever reads what is missing is told, and the rest stays readable."""
         if self._short is None or self._short[0] != published:
             readable = published
             try:
-                base = self._last_base(published)
-                path = segment_path(self.folder, base)
-                data = pa.py_buffer(Path(path).read_bytes())
-                scanned = scan(data, path, base, self._place_id)
-                if scanned.end < published.end:
-                    check_short(data, path, base, scanned, published, self._place_id)
-                    self._tell_short(path, scanned.end, published.end)
-                readable = published._replace(
-                    segment=base, segment_bytes=scanned.position, whole_end=min(scanned.end, published.end)
-                )
+                if self.is_short(published):
+                    readable = self._whole_of(published)
             except DamagedFrame as damage:
                 _logger.warning("%s: %s", self.place, damage)
+            first = self.first_offset()
+            if readable.end < first:
+                self.tell_early_end(readable.end, first)
+                whole_end = readable.end if readable.whole_end is None else readable.whole_end
+                readable = readable._replace(end=first, whole_end=whole_end)
             self._short = published, readable
         return self._short[1]
+
+    def _whole_of(self, published: Published) -> Published:
+        """What can be read of a partition of which published bytes are missing. Raises DamagedFrame."""
+        base = self._last_base(published)
+        path = segment_path(self.folder, base)
+        data = pa.py_buffer(Path(path).read_bytes())
+        scanned = scan(data, path, base, self._place_id)
+        if scanned.end < published.end:
+            check_short(data, path, base, scanned, published, self._place_id)
+            self._tell_short(path, scanned.end, published.end)
+        return published._replace(
+            segment=base, segment_bytes=scanned.position, whole_end=min(scanned.end, published.end)
+        )
+
+    def tell_early_end(self, end: int, first: int) -> None:
+        _logger.warning(
+            "%s: %s ends at offset %d, and retention has removed everything before %d: it looks like a copy that was "
+            "made while the log was appended to; the %d offsets between belong to no message",
+            self.place,
+            self._published.path,
+            end,
+            first,
+            first - end,
+        )
 
     def _tell_short(self, path: str, whole_end: int, end: int) -> None:
         _logger.warning(
@@ -204,7 +233,7 @@ class Recovery:
         if damaged:  # nothing can be appended to it: whoever does reads all headers first
             disk.sync_data(descriptor)
             return self._go_on_behind(base, found, end, until)
-        gap = self._gap(end, until)
+        gap = self.gap(end, until)
         pwrite_all(descriptor, [gap], position)
         disk.sync_data(descriptor)
         disk.sync_folder(self.folder)
@@ -223,7 +252,7 @@ class Recovery:
                 producers = Producers(forgotten=base - 1)
             producers.note_all((header for _, header in found), time.time())
             write_beside(producers_path(path), dump_producers(producers, self._place_id, end), is_durable=True)
-        gap = self._gap(end, until)
+        gap = self.gap(end, until)
         write_beside(path, gap, is_durable=True)
         disk.sync_folder(self.folder)
         if found:
@@ -234,7 +263,7 @@ class Recovery:
             write_beside(index_path(segment_path(self.folder, base)), index.dump(self._place_id))
         return self._published.rebuild(end, len(gap), max(end, until))
 
-    def _gap(self, end: int, until: int) -> bytes:
+    def gap(self, end: int, until: int) -> bytes:
         """Frames without messages for the offsets from `end` up to `until`; none if there are none."""
         gaps = b""
         while end < until:

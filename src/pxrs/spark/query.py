@@ -40,6 +40,7 @@ from pxrs.errors import (
 )
 from pxrs.group.lane import Lane
 from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, GroupMember, Timings
+from pxrs.group.positions import check_start
 from pxrs.group.records import Checkpoint, partition_of
 from pxrs.hub import Hub
 from pxrs.log.contract import Source
@@ -141,6 +142,7 @@ class Query:
     def _start_of(self, number: int, first: int) -> int:
         """first: what lies before it may be removed at any moment. Offsets that the user gave stay as they are: if one
         lies before it, that is reported as DataLost, or logged."""
+        check_start(self.source, number, first)
         is_given = isinstance(self._options.starting, dict) and self._options.starting.get(number, -1) >= 0
         return self._starts[number] if is_given else max(first, self._starts[number])
 

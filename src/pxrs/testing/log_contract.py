@@ -536,6 +536,22 @@ class _Retention(_Fixtures):
             assert kept <= 40 + 10 + 1, "messages stay much longer than they should"
         assert values_from(topic, 0, topic.start(0)) == [b"%d" % second for second in range(topic.start(0), 200)]
 
+    @pytest.mark.parametrize("ahead", [1, 3], ids=["one message", "several"])
+    def test_a_clock_that_was_ahead_for_a_while_does_not_hold_up_retention(
+        self, log: Log, wall: list[int], ahead: int
+    ) -> None:
+        """Else what comes after such a message is kept for as long as the clock was ahead, a year here."""
+        topic = log.create_topic(new_topic(retention_s=40.0))
+        for second in range(200):
+            year = 365 * 86_400 if 50 <= second < 50 + ahead else 0
+            wall.append((second + year) * 1_000_000)
+            topic.append([Append(0, records([b"%d" % second]))])
+            if not year:  # a retention that goes by such a clock takes all the others for old
+                topic.retain(wall[-1])
+            kept = second - topic.start(0)
+            assert min(second, 40) <= kept, "a message of the last forty seconds is gone"
+        assert kept <= 40 + 10 + 1, "messages stay much longer than they should"
+
     def test_retention_by_size_keeps_about_that_much(self, log: Log, wall: list[int]) -> None:
         topic = log.create_topic(new_topic(retention_bytes=52_000, segment_bytes=4096))
         self.fill(topic, wall)
