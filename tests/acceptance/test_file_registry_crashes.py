@@ -38,6 +38,12 @@ Work = Callable[[Path, faults.Steps], None]
 
 
 @pytest.fixture(autouse=True)
+def without_inspections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle inspects its folder once a second. That would make the number of its system calls depend on the time."""
+    monkeypatch.setattr(journal, "INSPECT_S", 3_600.0)
+
+
+@pytest.fixture(autouse=True)
 def small_generations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compact every few commits, so that compaction is among the steps."""
     monkeypatch.setattr(journal, "ENTRIES_MIN", 6)

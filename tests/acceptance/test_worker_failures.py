@@ -147,7 +147,7 @@ def test_an_option_that_can_never_work_ends_the_command_at_once(
 def test_a_lease_that_no_store_grants_ends_a_worker_of_a_queue_too(hub: pxrs.Hub, tmp_path: Path) -> None:
     hub.create_queue("q")
     done = run(tmp_path, "shop:reject_item", "--queue", "q", "--lease-ttl", "0.001")
-    assert (done.returncode, "lease_ttl is 0.001 s" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "lease_ttl is 0.001" in done.stderr) == (1, True), done.stderr
 
 
 def test_a_refusal_of_the_registry_ends_the_command_and_the_other_workers(hub: pxrs.Hub, tmp_path: Path) -> None:

@@ -479,6 +479,11 @@ class Partition:
             os.close(descriptor)
         self._tail = _Tail(-1)
 
+    def __del__(self) -> None:
+        """A log that was dropped without `close` keeps no descriptors."""
+        if hasattr(self, "_lock_file"):  # else the constructor has failed, and closed what it had opened
+            self.let_go()
+
 
 class _Tail:
     """The segment that is appended to, as this process knows it."""

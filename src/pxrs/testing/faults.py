@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -62,7 +63,9 @@ no_space = fail(errno.ENOSPC)
 
 @contextmanager
 def counted(steps: Steps) -> Iterator[Steps]:
-    """Count the calls made inside the block. For a child process: it changes `os` for all its threads."""
+    """Count the calls made inside the block. For a child process: it changes `os` for all its threads.
+
+    The garbage collector does not run meanwhile: finalizers of what earlier code has left would be counted too."""
     originals: list[tuple[Any, str, Any]] = []
 
     def wrap(module: Any, name: str) -> None:
@@ -79,9 +82,13 @@ def counted(steps: Steps) -> Iterator[Steps]:
         if hasattr(os, name):
             wrap(os, name)
     wrap(fcntl, "flock")
+    collects = gc.isenabled()
+    gc.disable()
     try:
         yield steps
     finally:
+        if collects:
+            gc.enable()
         for module, name, original in originals:
             setattr(module, name, original)
 

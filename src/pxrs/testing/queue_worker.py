@@ -83,10 +83,8 @@ class Attempt:
 @dataclass
 class Journal:
     attempts: list[Attempt]
-    takers: set[str]
-    """As which the worker took."""
     left: set[str]
-    """Those of them that it ended itself, their leases being alive."""
+    """The takers of this worker that it ended itself, their leases being alive."""
     is_calm: bool = False
     """It begins no more transactions."""
 
@@ -141,7 +139,7 @@ class QueueWorker:
 
 
 def read_journal(text: str) -> Journal:
-    found = Journal([], set(), set())
+    found = Journal([], set())
     taker = ""
     for line in text.splitlines():
         kind, *words = line.split(" ", 4)
@@ -150,7 +148,6 @@ def read_journal(text: str) -> Journal:
                 found.attempts.append(Attempt(taker))
             case "taker":
                 taker = words[0]
-                found.takers.add(taker)
                 if found.attempts and not found.attempts[-1].taken:  # else it is bound to the former one
                     found.attempts[-1].taker = taker
             case "took":

@@ -69,13 +69,16 @@ class Listener:
                 backoff = min(backoff * 2, _BACKOFF_S[1])
 
     def _hear(self, connection: Any) -> None:
+        events = select.poll()  # `select.select` fails with descriptors above 1,023, which a large process has
+        events.register(connection.fileno(), select.POLLIN)
+        events.register(self._bell_receiver, select.POLLIN)
         while not self._stopped.is_set():
-            # Those that came in the same packet as an answer are in memory already, and select knows nothing of them.
+            # Notifications that came in the same packet as an answer are in memory already: `poll` does not see them.
             heard = list(connection.notifies(timeout=0))
             if heard:
                 self._wake()
             else:
-                select.select([connection.fileno(), self._bell_receiver], [], [])
+                events.poll()
 
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
