@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Belonging:
-    """Of one open hub in a directory. Threads share it."""
+    """Compares the registry that one open hub was given with the one that its directory records. Threads share it."""
 
     def __init__(
         self,

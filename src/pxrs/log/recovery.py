@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Of one partition."""
+    """Finds the end of one partition anew. `Partition` makes it and calls it under the append lock."""
 
     def __init__(
         self,
