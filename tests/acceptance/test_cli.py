@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pxrs import open as open_hub
 from pxrs import registry
+from pxrs.testing import forked
 
 
 def pxrs(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pxrs.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return forked.run_text("pxrs.cli", arguments)
 
 
 def test_scan_and_get_print_for_people_and_for_machines(tmp_path: Path) -> None:
@@ -44,8 +43,8 @@ def test_a_topic_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PXRS_AT", str(tmp_path / "data"))
     assert pxrs("topic", "create", "orders", "--partitions", "4").stdout == "made orders with 4 partitions\n"
     lines = "".join(f'{{"id": "a{i % 7}", "n": {i}}}\n' for i in range(500))
-    command = [sys.executable, "-m", "pxrs.cli", "send", "orders", "--key", "id"]
-    sent = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60)
+    send = ["send", "orders", "--key", "id"]
+    sent = forked.run_text("pxrs.cli", send, input=lines.encode())
     assert sent.stdout == "sent 500 messages to orders\n", sent.stderr
     assert json.loads(pxrs("topic", "list", "--json").stdout) == {"topic": "orders", "partitions": 4, "messages": 500}
     described = json.loads(pxrs("topic", "describe", "orders", "--json").stdout)
@@ -54,7 +53,7 @@ def test_a_topic_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert [json.loads(message["value"])["n"] for message in tail] == list(range(500))
     assert len({(message["key"], message["partition"]) for message in tail}) == 7, "a key has one partition"
     assert "orders" in pxrs("topic", "list").stdout
-    bad = subprocess.run(command, input="not json\n", capture_output=True, text=True, timeout=60)
+    bad = forked.run_text("pxrs.cli", send, input=b"not json\n")
     assert bad.returncode == 1
     assert "line 1" in bad.stderr
     assert pxrs("topic", "delete", "orders", "--yes").stdout == "removed orders and its 500 messages\n"

@@ -21,6 +21,7 @@ from pxrs import registry
 from pxrs.cli import topic
 from pxrs.errors import AppendFailed
 from pxrs.producer import Producer
+from pxrs.testing import forked
 
 COMMAND = [sys.executable, "-m", "pxrs.cli"]
 
@@ -40,7 +41,9 @@ def put(data: Path, value: bytes | None, **rest: Any) -> None:
 
 def run(data: Path, *arguments: str, given: bytes | None = None, **rest: Any) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "PXRS_AT": str(data), "COLUMNS": "40"}
-    return subprocess.run([*COMMAND, *arguments], input=given, capture_output=True, timeout=60, env=environment, **rest)
+    if rest:
+        return subprocess.run([*COMMAND, *arguments], capture_output=True, timeout=60, env=environment, **rest)
+    return forked.run("pxrs.cli", arguments, input=given, env=environment)
 
 
 def tail(data: Path, *arguments: str) -> str:

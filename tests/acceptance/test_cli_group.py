@@ -22,6 +22,7 @@ from pxrs.cli import group as command_group
 from pxrs.group.admin import GroupHandle
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.registry import Registry
+from pxrs.testing import forked
 
 COMMAND = [sys.executable, "-m", "pxrs.cli", "group"]
 KEYS = Keys("billing")
@@ -75,8 +76,7 @@ def environment(data: Path) -> dict[str, str]:
 
 
 def run(data: Path, *arguments: str, **rest: Any) -> subprocess.CompletedProcess[str]:
-    rest = {"stdin": subprocess.DEVNULL, "env": environment(data), **rest}
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, **rest)
+    return forked.run_text("pxrs.cli", ["group", *arguments], **{"env": environment(data), **rest})
 
 
 def answer(data: Path, text: str, *arguments: str) -> tuple[int, str]:
@@ -248,7 +248,8 @@ def test_what_destroys_asks_first_and_only_at_a_terminal(group: Path, topic: str
         assert refusal(run(group, *command), 2).startswith("Refused: standard input is no terminal")
         code, shown = answer(group, "n\n", *command)
         assert (code, "?" in shown) == (1, True), command
-    assert run(group, "delete", "billing", preexec_fn=lambda: os.close(0)).returncode == 2
+    without_input = [*COMMAND, "delete", "billing"]
+    assert subprocess.run(without_input, env=environment(group), preexec_fn=lambda: os.close(0)).returncode == 2
     assert offsets(group) == [2, 2]
     for command in commands:
         code, shown = answer(group, "y\n", *command)

@@ -21,6 +21,7 @@ from pxrs.cli import queue as command_queue
 from pxrs.errors import OutcomeUnknown, RegistryUnavailable, UnknownQueue
 from pxrs.queue.handle import QueueHandle
 from pxrs.registry import Registry
+from pxrs.testing import forked
 
 COMMAND = [sys.executable, "-m", "pxrs.cli", "queue"]
 PATIENCE_S = 60.0
@@ -41,13 +42,7 @@ def environment(data: Path) -> dict[str, str]:
 
 
 def run(data: Path, *arguments: str, **rest: Any) -> subprocess.CompletedProcess[str]:
-    if "input" not in rest:
-        rest = {"stdin": subprocess.DEVNULL, **rest}
-    rest = {"stdout": subprocess.PIPE, **rest}
-    command = [*COMMAND, *arguments]
-    return subprocess.run(
-        command, env=environment(data), stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, errors="replace", **rest
-    )
+    return forked.run_text("pxrs.cli", ["queue", *arguments], env=environment(data), timeout=PATIENCE_S, **rest)
 
 
 def done(data: Path, *arguments: str, **rest: Any) -> str:
@@ -215,7 +210,7 @@ def test_an_error_is_one_line_and_leaves_nothing_behind(
 
 def test_values_and_lines_are_put_and_taken_by_priority_and_age(data: Path, call: Call) -> None:
     assert call("put", "jobs", "plain", "ä").out == "put 2 items into jobs\n"
-    assert done(data, "put", "jobs", "--priority", "5", input="1\r\n\n2") == "put 3 items into jobs\n"
+    assert done(data, "put", "jobs", "--priority", "5", input=b"1\r\n\n2") == "put 3 items into jobs\n"
     assert call("put", "jobs", "later", "--delay", "3600").out == "put 1 item into jobs\n"
     assert values(data) == [b"1", b"", b"2", b"plain", "ä".encode()]
     (depth,) = call("depth", "jobs", "--json").rows()
@@ -228,7 +223,7 @@ def test_values_and_lines_are_put_and_taken_by_priority_and_age(data: Path, call
 
 def test_a_field_is_the_key_and_a_line_without_it_is_named(data: Path) -> None:
     lines = '{"k": "a"}\n{"k": null}\n{"k": 1}\nnot json\n{"k": "b"}\n'
-    result = run(data, "put", "jobs", "--key", "k", input=lines)
+    result = run(data, "put", "jobs", "--key", "k", input=lines.encode())
     assert (result.returncode, result.stdout) == (1, "")
     (told,) = result.stderr.splitlines()
     assert told.startswith("InvalidItem: line 4: no JSON object with the field 'k'")
@@ -242,7 +237,7 @@ def test_a_line_larger_than_an_item_is_refused_and_not_read_to_its_end(data: Pat
         file.write(b"a\n")
         file.truncate(16 << 30)
     with open(tmp_path / "lines", "rb") as lines:
-        result = run(data, "put", "jobs", stdin=lines)
+        result = run(data, "put", "jobs", stdin=lines.fileno())
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("InvalidItem: line 2: the item has ")
     assert result.stderr.endswith("; 1 line before it was put\n")
@@ -251,7 +246,7 @@ def test_a_line_larger_than_an_item_is_refused_and_not_read_to_its_end(data: Pat
 
 def test_many_lines_are_put_in_their_order_and_taken_in_it(data: Path, call: Call) -> None:
     numbers = [str(number) for number in range(2 * command_queue.PUT_ITEMS + 1)]
-    assert done(data, "put", "strict", input="\n".join(numbers)) == f"put {len(numbers):,} items into strict\n"
+    assert done(data, "put", "strict", input="\n".join(numbers).encode()) == f"put {len(numbers):,} items into strict\n"
     assert values(data, "strict") == [number.encode() for number in numbers]
     count = 2 * command_queue.TAKE_ITEMS + 1
     taken = call("take", "strict", "--count", str(count)).out
@@ -314,7 +309,7 @@ def test_an_outage_says_how_many_were_put(data: Path, monkeypatch: pytest.Monkey
 def test_what_could_not_be_printed_is_given_back(data: Path) -> None:
     put(data, "jobs", "a", "b")
     with open("/dev/full", "w") as full:
-        result = run(data, "take", "jobs", "--count", "2", stdout=full)
+        result = run(data, "take", "jobs", "--count", "2", stdout=full.fileno())
     assert result.returncode != 0
     with pxrs.open(data) as hub:
         assert [(item.value, item.deliveries) for item in hub.queue("jobs").peek(9)] == [(b"a", 1), (b"b", 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ import pytest
 import typer.main
 
 import pxrs
+from pxrs import clock
 from pxrs.cli.app import app
+from pxrs.testing import forked
 
-OLD_US = 7 * 86_400 * 1_000_000
+WEEK_US = 7 * 86_400 * 1_000_000
 
 
 def run(*arguments: str, registry: str | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -24,8 +25,7 @@ def run(*arguments: str, registry: str | None = None, stdin: str = "") -> subpro
     environment = {key: value for key, value in os.environ.items() if key not in ("PXRS_AT", "PXRS_REGISTRY")}
     if registry is not None:
         environment["PXRS_REGISTRY"] = registry
-    command = [sys.executable, "-m", "pxrs.cli", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=environment)
+    return forked.run_text("pxrs.cli", arguments, input=stdin.encode(), env=environment)
 
 
 def commands(command: Any, path: str = "pxrs") -> Iterator[tuple[str, Any]]:
@@ -49,14 +49,16 @@ def test_every_command_that_takes_a_hub_takes_its_registry() -> None:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> str:
-    """Ten old messages of 4 kB, of which a group in SQLite has read two."""
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Ten messages of 4 kB, stored a week ago, of which a group in SQLite has read two."""
+    week_ago = clock.wall_time_us() - WEEK_US
     with pxrs.open(tmp_path / "data", registry_of(tmp_path)) as hub:
         hub.create_topic("t", partitions=1, retention=2, segment_bytes=4096, keep_unread=True)
         hub.consumer("t", "slow").close()
-        with hub.producer("t", linger_s=0) as out:
+        with monkeypatch.context() as patched, hub.producer("t", linger_s=0) as out:
+            patched.setattr(clock, "wall_time_us", lambda: week_ago)
             for _ in range(10):
-                out.send(b"x" * 4096, timestamp=OLD_US).result()
+                out.send(b"x" * 4096).result()
         with hub.consumer("t", "slow") as inbox:
             assert inbox.poll(1, timeout=30)
             assert inbox.poll(1, timeout=30)

@@ -32,6 +32,7 @@ from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.model import Message
 from pxrs.registry import Registry
 from pxrs.sources import SqlTable, sql_table
+from pxrs.testing.forked import Forked
 
 HANDLING_S = 0.0005
 
@@ -78,10 +79,10 @@ class Worker:
         self.name = name
         self.journal = folder / f"{name}.journal"
         given = topic if isinstance(topic, str) else json.dumps(topic)
-        command = [sys.executable, "-m", "pxrs.testing.accounting", url, registry, given, group, name]
+        arguments = [url, registry, given, group, name, str(self.journal), str(ttl)]
         self.errors = folder / f"{name}.stderr"
         with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen([*command, str(self.journal), str(ttl)], stderr=errors)
+            self.process = Forked("pxrs.testing.accounting", arguments, stderr=errors.fileno())
 
     def signal(self, number: int) -> None:
         if self.process.poll() is None:

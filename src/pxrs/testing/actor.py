@@ -13,39 +13,41 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 from pxrs import errors
 from pxrs.registry import ABSENT, Entry, Lease, Registry
 from pxrs.registry import open as open_registry
+from pxrs.testing.forked import Forked
 
 
 class Actor:
     """The parent's side."""
 
     def __init__(self, url: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pxrs.testing.actor", url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        its_input, our_output = os.pipe()
+        our_input, its_output = os.pipe()
+        self._process = Forked("pxrs.testing.actor", [url], stdin=its_input, stdout=its_output)
+        os.close(its_input)
+        os.close(its_output)
+        self._requests, self._replies = open(our_output, "wb"), open(our_input, "rb")  # noqa: SIM115 - see `close`
         self.pid = self._process.pid
         self._lock = threading.Lock()
 
     def send(self, operation: str, **arguments: Any) -> None:
         """Ask without waiting for the answer, so that several actors do something at once."""
-        assert self._process.stdin is not None
-        self._process.stdin.write((json.dumps({"do": operation, **_encode(arguments)}) + "\n").encode())
-        self._process.stdin.flush()
+        self._requests.write((json.dumps({"do": operation, **_encode(arguments)}) + "\n").encode())
+        self._requests.flush()
 
     def receive(self) -> Any:
         """The answer to the oldest request that has none yet; raises what the operation raised."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._replies.readline()
         if not line:
             raise EOFError(f"the actor {self.pid} is gone")
         reply = json.loads(line)
@@ -68,12 +70,9 @@ class Actor:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
         self._process.wait(10)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:  # what was buffered for a killed actor cannot be delivered
-                    continue
+        self._replies.close()
+        with suppress(BrokenPipeError):  # what was buffered for a killed actor cannot be delivered
+            self._requests.close()
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,6 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -41,6 +40,7 @@ from pxrs.hub import Hub
 from pxrs.queue.items import Item
 from pxrs.queue.transaction import Outcome, Transaction
 from pxrs.registry.contract import Commit, Registry
+from pxrs.testing.forked import Forked
 
 COINS: Final = ("a", "b")
 JOBS: Final = ("jobs", "slow")
@@ -98,9 +98,9 @@ class QueueWorker:
         self.name = name
         self.journal = folder / f"{name}.journal"
         self.errors = folder / f"{name}.stderr"
-        command = [sys.executable, "-m", "pxrs.testing.queue_worker", url, registry, str(self.journal)]
+        arguments = [url, registry, str(self.journal), str(ttl), str(seed), *work]
         with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen([*command, str(ttl), str(seed), *work], stderr=errors)
+            self.process = Forked("pxrs.testing.queue_worker", arguments, stderr=errors.fileno())
 
     @property
     def is_running(self) -> bool:
