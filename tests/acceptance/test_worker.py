@@ -21,6 +21,7 @@ from pxrs.cli import worker
 from pxrs.cli.worker_process import Settings, load_handler
 from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupHandle
+from pxrs.testing.forked import Forked, run_text
 
 PARTITIONS = 8
 PATIENCE_S = 60.0
@@ -109,16 +110,10 @@ class Shop:
 
 class Supervisor:
     def __init__(self, folder: Path, handler: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", "pxrs.cli", "worker", handler, "--topic", "t", "--group", "g", "--at", "data"]
+        command = ["worker", handler, "--topic", "t", "--group", "g", "--at", "data", *arguments, "--json"]
         self._told = folder / f"stderr-{time.monotonic_ns()}"
         with self._told.open("wb") as told:
-            self.process = subprocess.Popen(
-                [*command, *arguments, "--json"],
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=told,
-                process_group=0,
-            )
+            self.process = Forked("pxrs.cli", command, cwd=folder, stderr=told.fileno(), has_group=True)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         lines = self._told.read_text().split("\n")[:-1]
@@ -143,8 +138,6 @@ class Supervisor:
         for pid in self.pids():
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @pytest.fixture
@@ -302,8 +295,7 @@ def test_a_bad_setting_is_one_error_and_not_one_for_each_worker(
     shop: Shop, arguments: tuple[str, ...], code: int, words: str
 ) -> None:
     given = ("shop:handle", "--topic", "t", "--group", "g", "--at", "data", "--processes", "3", *arguments)
-    command = [sys.executable, "-m", "pxrs.cli", "worker", *given]
-    result = subprocess.run(command, cwd=shop.folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    result = run_text("pxrs.cli", ["worker", *given], cwd=shop.folder, timeout=PATIENCE_S)
     assert result.returncode == code, result.stderr
     assert " ".join(result.stderr.split()).count(words) == 1, result.stderr
     assert "Traceback" not in result.stderr

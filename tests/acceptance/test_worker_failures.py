@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from pxrs import ConsumeOnce
 from pxrs.cli import worker
 from pxrs.cli.worker_process import EXIT_BAD_HANDLER, EXIT_FAILED, EXIT_FINAL, Settings
 from pxrs.group.records import Keys, Member
+from pxrs.testing.forked import Forked, run_text
 from pxrs.testing.waiting import eventually
 
 PATIENCE_S = 60.0
@@ -44,8 +44,7 @@ def hub(tmp_path: Path) -> Iterator[pxrs.Hub]:
 
 
 def run(folder: Path, handler: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pxrs.cli", "worker", handler, "--at", "data", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    return run_text("pxrs.cli", ["worker", handler, "--at", "data", *arguments], cwd=folder, timeout=PATIENCE_S)
 
 
 def events(lines: str, kind: str) -> list[dict[str, Any]]:
@@ -82,21 +81,9 @@ def test_machines_are_given_the_fields_and_the_traceback(hub: pxrs.Hub, tmp_path
 
 
 def test_a_handler_that_ends_its_worker_is_shown_with_its_traceback(hub: pxrs.Hub, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pxrs.cli",
-        "worker",
-        "shop:reject",
-        "--at",
-        "data",
-        "--topic",
-        "t",
-        "--group",
-        "g",
-    ]
+    command = ["worker", "shop:reject", "--at", "data", "--topic", "t", "--group", "g", "--on-error", "raise", "--json"]
     with (tmp_path / "told").open("wb") as told:
-        process = subprocess.Popen([*command, "--on-error", "raise", "--json"], cwd=tmp_path, stderr=told)
+        process = Forked("pxrs.cli", command, cwd=tmp_path, stderr=told.fileno())
     try:
         (failed, *_) = eventually(lambda: events((tmp_path / "told").read_text(), "failed"), PATIENCE_S)
         process.send_signal(signal.SIGTERM)
@@ -111,9 +98,9 @@ def test_a_handler_that_ends_its_worker_is_shown_with_its_traceback(hub: pxrs.Hu
 def test_a_worker_of_a_queue_shows_what_was_raised(hub: pxrs.Hub, tmp_path: Path) -> None:
     queue = hub.create_queue("q", ConsumeOnce())
     item = queue.put("x")
-    command = [sys.executable, "-m", "pxrs.cli", "worker", "shop:reject_item", "--at", "data", "--queue", "q", "--json"]
+    command = ["worker", "shop:reject_item", "--at", "data", "--queue", "q", "--json"]
     with (tmp_path / "told").open("wb") as told:
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=told)
+        process = Forked("pxrs.cli", command, cwd=tmp_path, stderr=told.fileno())
     try:
         (failed,) = eventually(lambda: events((tmp_path / "told").read_text(), "log"), PATIENCE_S)
         process.send_signal(signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from pxrs.cli import app, worker
 from pxrs.cli.worker_process import Settings, load_handler
 from pxrs.handler import OF_AN_ITEM
 from pxrs.queue.records import TAKERS
+from pxrs.testing.forked import Forked
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers.etcd import EtcdServer
 
@@ -104,10 +104,10 @@ class Shop:
 
 class Supervisor:
     def __init__(self, folder: Path, handler: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", "pxrs.cli", "worker", handler, "--queue", "jobs", "--at", "data", *arguments]
+        command = ["worker", handler, "--queue", "jobs", "--at", "data", *arguments, "--json"]
         self._told = folder / f"stderr-{time.monotonic_ns()}"
         with self._told.open("wb") as told:
-            self.process = subprocess.Popen([*command, "--json"], cwd=folder, stderr=told, process_group=0)
+            self.process = Forked("pxrs.cli", command, cwd=folder, stderr=told.fileno(), has_group=True)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         lines = self._told.read_text().split("\n")[:-1]

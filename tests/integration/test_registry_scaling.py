@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from pxrs import registry
 from pxrs.registry import Registry
 from pxrs.testing.servers import EtcdServer, PostgresServer
 
-SMALL, LARGE = 1_000, 100_000
+SMALL, LARGE = 1_000, 100_000 if os.environ.get("PXRS_SOAK") else 20_000
 RATIO_MAX = 1.5
 
 

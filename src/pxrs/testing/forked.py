@@ -56,8 +56,10 @@ class Forked:
         stderr: int | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] = ".",
+        has_group: bool = False,
     ) -> None:
-        """stdin, stdout, stderr: descriptors, which stay open in this process. By default the child has nothing to read
+        """has_group: the child begins a process group of its own, as behind a shell's prompt.
+        stdin, stdout, stderr: descriptors, which stay open in this process. By default the child has nothing to read
         and writes where this process does."""
         null = os.open(os.devnull, os.O_RDWR)
         try:
@@ -65,7 +67,7 @@ class Forked:
             streams = [_Stream(each) for each in (*given, 2 if stderr is None else stderr)]
             variables = dict(os.environ if env is None else env)
             self._process = _CONTEXT.Process(
-                target=_become, args=(module, list(arguments), streams, variables, os.path.abspath(cwd))
+                target=_become, args=(module, list(arguments), streams, variables, os.path.abspath(cwd), has_group)
             )
             self._process.start()
         finally:
@@ -155,9 +157,16 @@ class _Arrived:
 
 
 def _become(
-    module: str, arguments: list[str], streams: Sequence[_Arrived], variables: dict[str, str], folder: str
+    module: str,
+    arguments: list[str],
+    streams: Sequence[_Arrived],
+    variables: dict[str, str],
+    folder: str,
+    has_group: bool,
 ) -> None:
     """The child: become what `python -m MODULE ARGUMENTS` would be."""
+    if has_group:
+        os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream.descriptor, number)
         os.close(stream.descriptor)
