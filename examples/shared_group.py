@@ -35,7 +35,7 @@ def main(folder: str | Path, spark: Any = None) -> None:
             wait_for(lambda: len(inbox.assignment) == 2, query)  # handed over by Spark
             send(hub, 1_000, 2_000)
             while hub.group("workers").describe().lag:
-                by_python += [int(message.value) for message in inbox.poll(100, timeout=0.1)]
+                by_python += [int(message.value or b"0") for message in inbox.poll(100, timeout=0.1)]
                 inbox.commit()
 
         wait_for(lambda: owners(hub).isdisjoint({"worker", None}), query)  # handed back
