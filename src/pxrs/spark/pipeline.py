@@ -24,7 +24,7 @@ from pxrs.spark.parsing import ParseJson
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming import DataStreamWriter
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 OutputMode = Literal["append", "update", "complete"]
 Function = Callable[["DataFrame"], "DataFrame"]

@@ -27,7 +27,7 @@ from pxrs.spark.writer import (
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from pyspark.sql.streaming import DataStreamWriter
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 _BATCH: Final = "batch"
 
