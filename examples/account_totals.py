@@ -13,8 +13,8 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import pxrs
@@ -30,7 +30,7 @@ ORDERS = [
 TOO_LATE = [("ann", "99.00", "10:59"), ("bob", "0.50", "13:15")]
 
 
-def main(folder: str | Path, spark: Any = None) -> None:
+def main(folder: str | Path, spark: SparkSession | None = None) -> None:
     spark = spark or session("account-totals", "local[2]", {"spark.sql.shuffle.partitions": "2"})
     with pxrs.open(Path(folder, "data")) as hub:
         hub.create_topic("orders", partitions=2)
@@ -61,7 +61,7 @@ def send(hub: pxrs.Hub, orders: list[tuple[str, str, str]]) -> None:
             out.send(json.dumps(order), key=account)
 
 
-def run(spark: Any, folder: str | Path) -> None:
+def run(spark: SparkSession, folder: str | Path) -> None:
     """Work off what is new."""
     url = str(Path(folder, "data"))
     messages = spark.readStream.format("pxrs").options(url=url, topic="orders", group="totals").load()

@@ -13,15 +13,15 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import pxrs
 from pxrs.spark import session
 
 
-def main(folder: str | Path, spark: Any = None) -> None:
+def main(folder: str | Path, spark: SparkSession | None = None) -> None:
     spark = spark or session("enrichment", "local[2]")
     with pxrs.open(Path(folder, "data")) as hub:
         hub.create_topic("orders", partitions=2)
@@ -41,7 +41,7 @@ def main(folder: str | Path, spark: Any = None) -> None:
             print(f"{account}  {amount}  {country or 'unknown'}")
 
 
-def add_accounts(spark: Any, folder: str | Path, accounts: list[tuple[str, str]]) -> None:
+def add_accounts(spark: SparkSession, folder: str | Path, accounts: list[tuple[str, str]]) -> None:
     table = spark.createDataFrame(accounts, "account STRING, country STRING")
     table.coalesce(1).write.mode("append").parquet(str(Path(folder, "accounts")))
 
@@ -52,7 +52,7 @@ def send(hub: pxrs.Hub, orders: list[tuple[str, int]]) -> None:
             out.send(json.dumps({"account": account, "amount": amount}), key=account)
 
 
-def enrich(spark: Any, folder: str | Path) -> None:
+def enrich(spark: SparkSession, folder: str | Path) -> None:
     """Work off what is new. A join with a table keeps no state: the query could share its group."""
     url = str(Path(folder, "data"))
     messages = spark.readStream.format("pxrs").options(url=url, topic="orders", group="enrichment").load()

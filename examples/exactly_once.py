@@ -14,7 +14,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 import pxrs
 from pxrs.spark import session
@@ -23,7 +25,7 @@ MESSAGES = 5_000
 BATCH_ROWS = 500
 
 
-def main(folder: str | Path, spark: Any = None) -> None:
+def main(folder: str | Path, spark: SparkSession | None = None) -> None:
     spark = spark or session("exactly-once", "local[2]")
     with pxrs.open(Path(folder, "data")) as hub:
         hub.create_topic("in", partitions=4)
@@ -51,7 +53,7 @@ def main(folder: str | Path, spark: Any = None) -> None:
         print(f"cut off after {cut} of {MESSAGES} messages; all have arrived, each once")
 
 
-def start(spark: Any, folder: str | Path) -> Any:
+def start(spark: SparkSession, folder: str | Path) -> StreamingQuery:
     """A query that copies what is there, a few messages at a time."""
     url = str(Path(folder, "data"))
     source = {"url": url, "topic": "in", "group": "copier", "maxRowsPerTrigger": str(BATCH_ROWS)}

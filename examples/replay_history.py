@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import pxrs
@@ -36,7 +36,7 @@ def right(messages: DataFrame) -> DataFrame:
     return messages.select("key", F.round(taxed).cast("int").cast("string").alias("value"))
 
 
-def main(folder: str | Path, spark: Any = None) -> None:
+def main(folder: str | Path, spark: SparkSession | None = None) -> None:
     spark = spark or session("replay", "local[2]")
     with pxrs.open(Path(folder, "data")) as hub:
         for topic in ("prices", "taxed", "taxed-again"):
@@ -67,7 +67,7 @@ def main(folder: str | Path, spark: Any = None) -> None:
         print(f"once {values(hub, 'taxed')}, and the last day again {again}")
 
 
-def run(spark: Any, folder: str | Path, function: Any, sink: str) -> None:
+def run(spark: SparkSession, folder: str | Path, function: Callable[[DataFrame], DataFrame], sink: str) -> None:
     """Work off what is new for the group."""
     url = str(Path(folder, "data"))
     messages = spark.readStream.format("pxrs").options(url=url, topic="prices", group="tax").load()

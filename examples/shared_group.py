@@ -14,13 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 import pxrs
 from pxrs.spark import session
 
 
-def main(folder: str | Path, spark: Any = None) -> None:
+def main(folder: str | Path, spark: SparkSession | None = None) -> None:
     spark = spark or session("shared-group", "local[2]")
     with pxrs.open(Path(folder, "data")) as hub:
         jobs = hub.create_topic("jobs", partitions=4)
@@ -35,7 +37,7 @@ def main(folder: str | Path, spark: Any = None) -> None:
             wait_for(lambda: len(inbox.assignment) == 2, query)  # handed over by Spark
             send(hub, 1_000, 2_000)
             while hub.group("workers").describe().lag:
-                by_python += [int(message.value) for message in inbox.poll(100, timeout=0.1)]
+                by_python += [int(message.value or b"0") for message in inbox.poll(100, timeout=0.1)]
                 inbox.commit()
 
         wait_for(lambda: owners(hub).isdisjoint({"worker", None}), query)  # handed back
@@ -50,7 +52,7 @@ def main(folder: str | Path, spark: Any = None) -> None:
         print(f"{jobs.partitions} partitions: Spark did {len(by_spark(hub))} jobs, the worker {len(by_python)}")
 
 
-def start(spark: Any, folder: str | Path) -> Any:
+def start(spark: SparkSession, folder: str | Path) -> StreamingQuery:
     url = str(Path(folder, "data"))
     source = {"url": url, "topic": "jobs", "group": "workers", "shareGroup": "true"}
     rows = spark.readStream.format("pxrs").options(**source).load().select("key", "value")
@@ -72,7 +74,7 @@ def owners(hub: pxrs.Hub) -> set[str | None]:
     return {partition.owner for partition in hub.group("workers").describe().partitions}
 
 
-def wait_for(is_so: Callable[[], bool], query: Any) -> None:
+def wait_for(is_so: Callable[[], bool], query: StreamingQuery) -> None:
     until = time.monotonic() + 120
     while not is_so():
         assert query.isActive, query.exception()

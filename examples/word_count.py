@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import pxrs
@@ -22,7 +22,7 @@ MORNING = ["the cat sat on the mat", "the dog sat on the cat"]
 EVENING = ["the mat is gone"]
 
 
-def main(folder: str | Path, spark: Any = None) -> None:
+def main(folder: str | Path, spark: SparkSession | None = None) -> None:
     spark = spark or session("word-count", "local[2]", {"spark.sql.shuffle.partitions": "2"})
     with pxrs.open(Path(folder, "data")) as hub:
         lines = hub.create_topic("lines", partitions=2)
@@ -48,7 +48,7 @@ def send(hub: pxrs.Hub, texts: list[str]) -> None:
             out.send(text)
 
 
-def count(spark: Any, folder: str | Path) -> dict[str, int]:
+def count(spark: SparkSession, folder: str | Path) -> dict[str, int]:
     """Count what is new, and return all that is counted."""
     lines = spark.readStream.format("pxrs").options(url=str(Path(folder, "data")), topic="lines", group="counter")
     text = F.col("value").cast("string")

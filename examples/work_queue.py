@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import pxrs
 
@@ -25,7 +24,7 @@ BROKEN = {17, 170}
 DEADLY = 42
 
 
-def main(folder: str | Path, spark: Any = None) -> None:
+def main(folder: str | Path, spark: object = None) -> None:
     """Nothing here needs Spark."""
     log = Path(folder, "worker.log")
     with pxrs.open(Path(folder, "data")) as hub:
@@ -77,7 +76,7 @@ def into_queue(hub: pxrs.Hub) -> None:
                 tx.checkpoint(inbox)
 
 
-def charge(tx: Any, item: Any) -> None:
+def charge(tx: pxrs.Transaction, item: pxrs.Item) -> None:
     """What the workers call. What it puts happens together with the end of the item, or not at all."""
     number = json.loads(item.value)["order"]
     if number in BROKEN:

@@ -2,44 +2,137 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
 
-from pxrs import errors
-from pxrs.hub import Hub, open
+from pxrs import errors, registry
+from pxrs.clock import Clock
+from pxrs.hub import Hub, TopicHandle, open
+from pxrs.log.batch import Batch, Origin
+from pxrs.log.contract import Append, DamagedTopic, Log, RetentionPlan, Source, TopicLog
 from pxrs.model import Message, Topic, TopicPartition
-from pxrs.queue.policy import AtLeastOnce, ConsumeOnce, ConsumeTimes, ExponentialBackoff, FixedBackoff
-from pxrs.registry import ABSENT
+from pxrs.queue.policy import (
+    AtLeastOnce,
+    Backoff,
+    ConsumeOnce,
+    ConsumeTimes,
+    ExponentialBackoff,
+    FixedBackoff,
+    Policy,
+)
+from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
 
 if TYPE_CHECKING:
+    from pxrs.consumer import ConsumedBatch, Consumer
+    from pxrs.group.admin import GroupDescription, GroupHandle, MemberDescription, PartitionDescription
+    from pxrs.group.member import Timings
+    from pxrs.group.records import Home, Paused
+    from pxrs.options import ConsumerOptions, ProducerOptions
+    from pxrs.outgoing import Receipt, Stored, TableReceipt
+    from pxrs.producer import Producer
+    from pxrs.queue.handle import DeadLetters, Depth, QueueHandle
+    from pxrs.queue.items import Item
     from pxrs.queue.listener import QueueListener
+    from pxrs.queue.transaction import Transaction
 
 __version__: str
 __all__ = [
     "ABSENT",
+    "Append",
     "AtLeastOnce",
+    "Backoff",
+    "Batch",
+    "Clock",
     "ConsumeOnce",
     "ConsumeTimes",
+    "ConsumedBatch",
+    "Consumer",
+    "ConsumerOptions",
+    "DamagedTopic",
+    "DeadLetters",
+    "Depth",
+    "Entry",
     "ExponentialBackoff",
     "FixedBackoff",
+    "GroupDescription",
+    "GroupHandle",
+    "Home",
     "Hub",
+    "Item",
+    "Lease",
+    "Limits",
+    "Log",
+    "MemberDescription",
     "Message",
+    "Origin",
+    "PartitionDescription",
+    "Paused",
+    "Policy",
+    "Producer",
+    "ProducerOptions",
+    "QueueHandle",
     "QueueListener",
+    "Receipt",
+    "Registry",
+    "RetentionPlan",
+    "Source",
+    "Stored",
+    "TableReceipt",
+    "Timings",
     "Topic",
+    "TopicHandle",
+    "TopicLog",
     "TopicPartition",
+    "Transaction",
+    "Watch",
     "__version__",
     "errors",
     "open",
+    "registry",
 ]
 
+# Imported when they are first used: a process of Spark's that opens a hub and reads starts in half the time without the
+# modules below. The type checker reads the imports above instead and does not see `__getattr__`, which would let it
+# take a misspelt name for an attribute of unknown type. A test compares this table with those imports.
+_LAZY: Final = {
+    "ConsumedBatch": "pxrs.consumer",
+    "Consumer": "pxrs.consumer",
+    "ConsumerOptions": "pxrs.options",
+    "DeadLetters": "pxrs.queue.handle",
+    "Depth": "pxrs.queue.handle",
+    "GroupDescription": "pxrs.group.admin",
+    "GroupHandle": "pxrs.group.admin",
+    "Home": "pxrs.group.records",
+    "Item": "pxrs.queue.items",
+    "MemberDescription": "pxrs.group.admin",
+    "PartitionDescription": "pxrs.group.admin",
+    "Paused": "pxrs.group.records",
+    "Producer": "pxrs.producer",
+    "ProducerOptions": "pxrs.options",
+    "QueueHandle": "pxrs.queue.handle",
+    "QueueListener": "pxrs.queue.listener",
+    "Receipt": "pxrs.outgoing",
+    "Stored": "pxrs.outgoing",
+    "TableReceipt": "pxrs.outgoing",
+    "Timings": "pxrs.group.member",
+    "Transaction": "pxrs.queue.transaction",
+}
 
-def __getattr__(name: str) -> Any:
-    """What is looked up when it is asked for: the version takes longer than all the rest of this file."""
-    if name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:
 
-        return version("pxrs")
-    if name == "QueueListener":
-        from pxrs.queue.listener import QueueListener
+    def __getattr__(name: str) -> object:
+        """A public name that is used for the first time; the next use finds it in the module itself."""
+        if name == "__version__":
+            from importlib.metadata import version  # takes longer than the rest of this file
 
-        return QueueListener
-    raise AttributeError(f"module 'pxrs' has no attribute {name!r}")
+            found: object = version("pxrs")
+        elif name in _LAZY:
+            from importlib import import_module
+
+            found = getattr(import_module(_LAZY[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

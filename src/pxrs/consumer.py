@@ -48,6 +48,7 @@ from pxrs.errors import (
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember, Timings
 from pxrs.group.positions import check_start
+from pxrs.group.protocol import CommitMore
 from pxrs.group.readers import Loop, Reading, Readings
 from pxrs.group.records import Home
 from pxrs.log.batch import Batch
@@ -420,7 +421,7 @@ class Consumer:
         """Where its group is kept."""
         return self._member._registry
 
-    def commit_with(self, write: Callable[..., dict[str, int]]) -> dict[str, int]:
+    def commit_with(self, write: CommitMore) -> dict[str, int]:
         """`commit` in one with something else, for the transactions of work queues; see `GroupMember.commit_with`."""
         self._check_settles()
         return self._member.commit_with(self._finish_if_here, write)

@@ -7,7 +7,10 @@ what to do about it. Messages never contain secrets: addresses are shown with th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pxrs.outgoing import TableReceipt
 
 
 class PxrsError(Exception):
@@ -222,11 +225,11 @@ class InvalidRecord(LogError, InvalidArgument):
 class PartlySent(LogError):
     """A part of a table was sent when the sending failed. `receipt` tells of the rows that were; send the others."""
 
-    def __init__(self, topic: str, rows: int, receipt: Any) -> None:
+    def __init__(self, topic: str, rows: int, receipt: TableReceipt) -> None:
         self.topic, self.rows, self.receipt = topic, rows, receipt
         super().__init__(f"{topic}: only a part of a table of {rows:,} rows was sent; see the receipt of this error")
 
-    def __reduce__(self) -> tuple[type[PartlySent], tuple[str, int, Any]]:
+    def __reduce__(self) -> tuple[type[PartlySent], tuple[str, int, TableReceipt]]:
         return type(self), (self.topic, self.rows, self.receipt)
 
 

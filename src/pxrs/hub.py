@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar, Unpack
 
 import pyarrow as pa
 
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pxrs.consumer import Consumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
+    from pxrs.options import ConsumerOptions, ProducerOptions
     from pxrs.producer import Producer, ProducerLink
     from pxrs.queue.handle import QueueHandle
     from pxrs.queue.policy import Backoff, Policy
@@ -404,7 +405,7 @@ class Hub:
         except PxrsError as error:
             _logger.warning("topics/%s/ of the deleted topic %s stays in the registry: %s", identity, name, error)
 
-    def producer(self, topic: str, **options: Any) -> Producer:
+    def producer(self, topic: str, **options: Unpack[ProducerOptions]) -> Producer:
         """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic."""
         from pxrs.producer import Producer
 
@@ -418,27 +419,44 @@ class Hub:
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
 
-    def consumer(self, topic: str | Source, group: str, **options: Any) -> Consumer:
+    def consumer(
+        self, topic: str | Source, group: str, *, dead_letters: str | None = None, **options: Unpack[ConsumerOptions]
+    ) -> Consumer:
         """A member of the group, which reads the topic; `options` are those of `Consumer`. Raises UnknownTopic.
 
-        In place of a topic's name, anything that is a `Source`. `dead_letters` is the name of another topic."""
+        topic:        its name, or anything that is a `Source`.
+        dead_letters: the name of another topic, for messages that a handler fails on; needed by
+                      on_error="dead-letter"."""
         from pxrs.consumer import Consumer
         from pxrs.dead_letters import DeadLetterTopic, check_other_topic
 
         self._check_usable()
+        if dead_letters is not None:
+            arguments.text(InvalidGroup, "dead_letters", dead_letters, "the name of a topic")
+        home: Callable[[], Home | None] | None = None
         if isinstance(topic, Source):
             source: Source = topic
         else:
             _check_topic_name(topic)
             source = self._log.topic(topic)
             self.join_registry()
-            options = {"home": self.join_registry, **options}
-        if isinstance(dead_letters := options.get("dead_letters"), str):
+            home = self.join_registry
+        letters: DeadLetterTopic | None = None
+        if dead_letters is not None:
             # The topic must be there before the first message fails.
             check_other_topic(source.name, source.id, self._log.topic(dead_letters).id)
-            options["dead_letters"] = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
-        options = {"topic_names": self._topic_names, **options}
-        consumer = self._kept_by(Consumer(source, self.registry, group, **options))
+            letters = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
+        consumer = self._kept_by(
+            Consumer(
+                source,
+                self.registry,
+                group,
+                dead_letters=letters,
+                topic_names=self._topic_names,
+                home=home,
+                **options,
+            )
+        )
         with self._lock:
             if not self._is_closed:
                 self._consumers.add(consumer)

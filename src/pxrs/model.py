@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pxrs.errors import InvalidTopic
 
@@ -68,7 +68,7 @@ class Topic:
     segment_s: float | None = None
     """For how long a segment takes appends. None: for a quarter of `retention_s`, if there is one. See `segment_age_s`.
     """
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, object] = field(default_factory=dict)
     """What a later version wrote and this one does not know; kept as it is."""
 
     @property

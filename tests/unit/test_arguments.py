@@ -109,7 +109,12 @@ TOPIC: dict[str, list[Any]] = {
 
 def _options() -> Iterator[tuple[str, str, list[Any], Call]]:
     for name, values in CONSUMER.items():
-        yield "Hub.consumer", name, values, lambda at, given, name=name: at.hub.consumer("t", "new", **{name: given})
+        consume = lambda at, given, name=name: (  # noqa: E731
+            Consumer(at.topic.log, at.registry, "new", topic_names=given)
+            if name == "topic_names"  # a hub gives its own
+            else at.hub.consumer("t", "new", **{name: given})
+        )
+        yield "Hub.consumer", name, values, consume
     for name, values in PRODUCER.items():
         make = lambda at, given, name=name: (  # noqa: E731
             Producer(at.topic.log, retain=given) if name == "retain" else at.hub.producer("t", **{name: given})

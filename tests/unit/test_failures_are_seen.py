@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import pxrs
+from pxrs.consumer import Consumer
 from pxrs.dead_letters import DeadLetterTopic
 from pxrs.dead_letters import send as send_dead_letter
 from pxrs.errors import AppendFailed, Closed, HandlerFailed, InvalidGroup, PartitionsPaused
@@ -57,14 +58,21 @@ def paused(hub: Hub, partition: int = 0) -> Paused | None:
     return None if entry is None else Paused.load(entry.key, entry.value)
 
 
+def member(hub: Hub, **options: Any) -> Consumer:
+    """As a hub makes it; or by its constructor, which takes a function that opens the producer of dead letters."""
+    if callable(options.get("dead_letters")):
+        return Consumer(hub.topic("t").log, hub.registry, "g", commit_interval=SOON_S, **options)
+    return hub.consumer("t", "g", commit_interval=SOON_S, **options)
+
+
 def run_to_the_end(hub: Hub, handler: Callable[[Message], Any] = reject, **options: Any) -> None:
-    with hub.consumer("t", "g", until="end", commit_interval=SOON_S, **options) as inbox:
+    with member(hub, until="end", **options) as inbox:
         aside(lambda: inbox.run(handler)).result(PATIENCE_S)
 
 
 @contextmanager
 def running(hub: Hub, handler: Callable[[Message], Any] = reject, **options: Any) -> Iterator[None]:
-    with hub.consumer("t", "g", commit_interval=SOON_S, **options) as inbox:
+    with member(hub, **options) as inbox:
         run = aside(lambda: inbox.run(handler))
         yield
         inbox.stop()

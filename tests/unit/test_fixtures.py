@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pxrs.clock import ManualClock
-from pxrs.errors import Closed, HandlerFailed
+from pxrs.errors import Closed, HandlerFailed, InvalidGroup
 from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.testing.fixtures import drain, memory_hub, pxrs_clock, pxrs_hub  # noqa: F401 - two of them are fixtures
@@ -118,6 +118,13 @@ def test_drain_takes_the_options_of_a_consumer(pxrs_hub: Hub) -> None:  # noqa: 
 
     assert drain(pxrs_hub, "t", handle, on_error="dead-letter", dead_letters="dead") == 5
     assert pxrs_hub.topic("dead").end(0) == 5
+
+
+def test_drain_refuses_to_wait_for_more_than_is_there(pxrs_hub: Hub) -> None:  # noqa: F811
+    fill(pxrs_hub, partitions=1)
+    with pytest.raises(InvalidGroup, match="until is None: drain reads up to the topic's end"):
+        drain(pxrs_hub, "t", lambda message: None, until=None)
+    assert drain(pxrs_hub, "t", lambda message: None, until="end") == 10
 
 
 def test_pytest_finds_the_fixtures_by_the_one_line(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
-from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, Holding, MemberProtocol, Steps, drive
+from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, Holding, MemberProtocol, Steps, drive
 from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
@@ -324,7 +324,7 @@ class GroupMember:
             what = f"{self.name} could not write the last checkpoint of {named}, and has not released them"
         return GroupUnavailable(self.keys.group, partitions, what, reason)
 
-    def commit_with(self, finish: Callable[[], None], write: Callable[..., dict[str, int]]) -> dict[str, int]:
+    def commit_with(self, finish: Callable[[], None], write: CommitMore) -> dict[str, int]:
         """Write down what `finish` says is done, in one commit with something else, all or nothing: `write` makes it,
         given what to expect and to put. If nothing comes of it, what `finish` said is taken back, so that no other
         commit writes it."""

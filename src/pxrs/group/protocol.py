@@ -93,6 +93,8 @@ class Write(NamedTuple):
 
 
 Operation = Get | Scan | Write
+CommitMore = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
+"""Makes one registry commit of these expectations and writes, and of more of its own. Returns the new versions."""
 T = TypeVar("T")
 Steps = Generator[Operation, Any, T]
 
@@ -478,7 +480,7 @@ class MemberProtocol:
             break
         return lost
 
-    def commit_with(self, partitions: list[int], write: Callable[..., dict[str, int]]) -> Steps[dict[str, int]]:
+    def commit_with(self, partitions: list[int], write: CommitMore) -> Steps[dict[str, int]]:
         """The checkpoints of what is done, fenced as ever, in a commit that `write` makes of them and of more.
 
         Raises PartitionLost if any of it is owned no more, and what `write` raises."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pxrs.errors import InvalidPipeline
 from pxrs.group.records import GROUP_NAME
@@ -24,9 +24,12 @@ from pxrs.spark.parsing import ParseJson
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 OutputMode = Literal["append", "update", "complete"]
 Function = Callable[["DataFrame"], "DataFrame"]
+SparkOption = bool | int | float | str | None
+"""The types that Spark takes as the value of an option of its readers and writers."""
 
 DEAD_LETTERS: Final = ".dead-letters"
 """Behind the name and the group of a pipeline: those of the query that reads its bad rows."""
@@ -59,7 +62,7 @@ class Sink:
     """Where rows go. A topic's name, `parquet` and `to` make one."""
 
     format: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, SparkOption] = field(default_factory=dict)
     partition_by: tuple[str, ...] = ()
     topic: str | None = None
 
@@ -78,7 +81,7 @@ class Sink:
         writer = rows.write.format(self.format).options(**self._options(place)).mode("append")
         (writer.partitionBy(*self.partition_by) if self.partition_by else writer).save()
 
-    def stream(self, rows: DataFrame, place: Place, mode: OutputMode) -> Any:
+    def stream(self, rows: DataFrame, place: Place, mode: OutputMode) -> DataStreamWriter:
         """Spark's writer of these rows, shaped, for a query that is not yet started."""
         if self.topic is not None and mode == "update":
             from pxrs.spark.updates import stream_updates
@@ -91,7 +94,7 @@ class Sink:
         """The rows as this sink takes them."""
         return rows if self.topic is None else as_messages(rows)
 
-    def _options(self, place: Place) -> Mapping[str, Any]:
+    def _options(self, place: Place) -> Mapping[str, SparkOption]:
         return self.options if self.topic is None else place.options(self.topic)
 
 
@@ -100,7 +103,7 @@ def parquet(path: str, partition_by: str | Sequence[str] = ()) -> Sink:
     return to("parquet", partition_by, path=str(path))
 
 
-def to(format: str, partition_by: str | Sequence[str] = (), **options: Any) -> Sink:
+def to(format: str, partition_by: str | Sequence[str] = (), **options: SparkOption) -> Sink:
     """Any format that Spark can write a stream to, and its options: to("console"), to("delta", path="...")."""
     if format == "pxrs":
         raise InvalidPipeline("a sink that is a topic is given by its name, sink='totals'")
@@ -127,7 +130,7 @@ class Pipeline:
     output_mode: OutputMode
     every: str | None
     share_group: bool
-    options: Mapping[str, Any]
+    options: Mapping[str, SparkOption]
 
     def __call__(self, rows: DataFrame) -> DataFrame:
         return self.function(rows)
@@ -152,7 +155,7 @@ class Pipeline:
             raise InvalidPipeline(f"{self.name} has no parse step")
         return self.parse.bad(messages, self.source)
 
-    def messages(self, spark: SparkSession, place: Place, **options: Any) -> DataFrame:
+    def messages(self, spark: SparkSession, place: Place, **options: SparkOption) -> DataFrame:
         """What the source holds now, for `over`; `options` of `spark.read` say from when to when."""
         shape = {name: value for name, value in self.options.items() if name.lower() in _SHAPE}
         reader = spark.read.format("pxrs").options(**{**shape, **options})
@@ -178,7 +181,7 @@ def pipeline(
     output_mode: OutputMode = "append",
     every: str | None = None,
     share_group: bool = False,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, SparkOption] | None = None,
 ) -> Callable[[Function], Pipeline]:
     """Make a pipeline of a function from a DataFrame to a DataFrame.
 

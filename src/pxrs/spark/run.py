@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
 from pxrs.registry.contract import ABSENT
 from pxrs.spark.options import stream_options
-from pxrs.spark.pipeline import DEAD_LETTERS, OutputMode, Pipeline, Place, Sink, check_together
+from pxrs.spark.pipeline import DEAD_LETTERS, OutputMode, Pipeline, Place, Sink, SparkOption, check_together
 from pxrs.spark.query import start_offsets
 from pxrs.spark.state import refuse_shared_state
 
@@ -233,7 +233,7 @@ class Run:
             queries.append(planned(DEAD_LETTERS, _named(each.name, lambda: each.bad(messages)), sink, "append"))
         return queries
 
-    def _messages(self, each: Pipeline, group: str, options: Any) -> DataFrame:
+    def _messages(self, each: Pipeline, group: str, options: Mapping[str, SparkOption]) -> DataFrame:
         reader = self._spark.readStream.format("pxrs").options(**options).options(**self._place.options(each.source))
         return reader.option("group", group).option("shareGroup", str(each.share_group).lower()).load()
 

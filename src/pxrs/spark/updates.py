@@ -8,7 +8,7 @@ the group's checkpoints, as `writeStream.format("pxrs")` does it. A batch that i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -27,6 +27,7 @@ from pxrs.spark.writer import (
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 _BATCH: Final = "batch"
 
@@ -79,7 +80,7 @@ class UpdateWriter(DriversWriter, UpdateTask):
         publish_batch(self.where, self.stager.topic.id, messages, self.batch)
 
 
-def stream_updates(rows: DataFrame, options: Mapping[str, Any]) -> Any:
+def stream_updates(rows: DataFrame, options: Mapping[str, str]) -> DataStreamWriter:
     """Spark's writer of a query that sends its changed rows to a topic, for output mode `update`."""
     rows.sparkSession.dataSource.register(UpdateSink)
 

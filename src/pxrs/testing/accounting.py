@@ -74,7 +74,14 @@ class Worker:
     """A consumer in a process of its own. `topic` is a name, or the settings of `sql_table`."""
 
     def __init__(
-        self, url: str, registry: str, topic: str | Mapping[str, Any], group: str, name: str, folder: Path, ttl: float
+        self,
+        url: str,
+        registry: str,
+        topic: str | Mapping[str, object],
+        group: str,
+        name: str,
+        folder: Path,
+        ttl: float,
     ) -> None:
         self.name = name
         self.journal = folder / f"{name}.journal"

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Unpack
 
 import pytest
 
 from pxrs.clock import Clock, ManualClock
+from pxrs.errors import InvalidGroup
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryLog
+from pxrs.model import Message
+from pxrs.options import ConsumerOptions
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.runner import Handler
 
@@ -49,19 +52,30 @@ def memory_hub(clock: Clock) -> Iterator[Hub]:
         yield hub
 
 
-def drain(hub: Hub, topic: str, handler: Handler, group: str = "test", **options: Any) -> int:
+def drain(
+    hub: Hub,
+    topic: str,
+    handler: Handler,
+    group: str = "test",
+    *,
+    dead_letters: str | None = None,
+    **options: Unpack[ConsumerOptions],
+) -> int:
     """Call the handler with every message up to the topic's present end that the group has not done; how many it did.
 
-    The first message that it cannot handle raises HandlerFailed, and is the first one of the next call. `options` are
-    those of `Consumer`: with `on_error="dead-letter", dead_letters=TOPIC` such a message goes to that topic and counts
-    as done."""
+    The first message that it cannot handle raises HandlerFailed, and is the first one of the next call. The other
+    arguments are those of `Hub.consumer`, but for `until`, which is "end" here: with `on_error="dead-letter",
+    dead_letters=TOPIC` such a message goes to that topic and counts as done."""
+    if options.setdefault("until", "end") != "end":
+        raise InvalidGroup(f"until is {options['until']!r}: drain reads up to the topic's end, leave it away")
+    options.setdefault("on_error", "raise")
     count = 0
 
-    def counted(message: Any) -> None:
+    def counted(message: Message) -> None:
         nonlocal count
         handler(message)
         count += 1
 
-    with hub.consumer(topic, group, until="end", **{"on_error": "raise", **options}) as inbox:
+    with hub.consumer(topic, group, dead_letters=dead_letters, **options) as inbox:
         inbox.run(counted)
     return count

@@ -58,10 +58,12 @@ BAD_NAMES = (
 )
 
 
-def records(values: Sequence[bytes | None], timestamps: Sequence[int] | None = None, **columns: Any) -> pa.RecordBatch:
+def records(
+    values: Sequence[bytes | None], timestamps: Sequence[int] | None = None, **columns: Sequence[object]
+) -> pa.RecordBatch:
     """A batch of these values; other columns may be given as lists."""
     times = list(range(len(values))) if timestamps is None else list(timestamps)
-    given = {"key": [None] * len(values), "headers": [None] * len(values), **columns}
+    given: dict[str, Sequence[object]] = {"key": [None] * len(values), "headers": [None] * len(values), **columns}
     given |= {"value": list(values), "timestamp": times}
     return pa.RecordBatch.from_arrays([pa.array(given[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
 

@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 PATIENCE_S: Final = 30.0
 
 T = TypeVar("T")
 
 
-def eventually(check: Callable[[], Any], patience_s: float = PATIENCE_S) -> Any:
-    """What it says as soon as that is true. Raises AssertionError if it is not in time."""
+def eventually(check: Callable[[], T | None], patience_s: float = PATIENCE_S) -> T:
+    """What `check` returns, as soon as that is true. Raises AssertionError if it is not in time."""
     until = time.monotonic() + patience_s
     while not (found := check()):
         assert time.monotonic() < until, "not in time"

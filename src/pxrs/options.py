@@ -1,0 +1,51 @@
+"""The keyword arguments that `Hub.consumer` and `Hub.producer` pass on to `Consumer` and `Producer`.
+
+A program that builds them before it calls the hub annotates them with these types:
+
+    options: pxrs.ConsumerOptions = {"lease_ttl": 5, "commit_interval": 0.5}
+    inbox = hub.consumer("orders", "billing", **options)
+
+The constructors say what each of them means and what its default is. A test compares the names and types here with
+those of the constructors. `dead_letters` is not among them: `Hub.consumer` takes the name of a topic, `Consumer` a
+function that opens a producer. Nor are the arguments that a hub fills in: `topic_names`, `home` and `retain`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Literal, TypedDict
+
+from pxrs.consumer import Callback, Start
+
+
+class ConsumerOptions(TypedDict, total=False):
+    """See `Consumer`."""
+
+    name: str | None
+    ack: Literal["auto", "manual"]
+    start: Start
+    until: Literal["end"] | None
+    assignor: str
+    lease_ttl: float | timedelta | None
+    handover_timeout: float | timedelta | None
+    progress_timeout: float | timedelta | None
+    commit_interval: float | timedelta | None
+    prefetch_bytes: int
+    on_trimmed: Literal["error", "skip"]
+    on_error: Literal["pause", "retry", "dead-letter", "raise"]
+    retries_max: int
+    retry_pause: float | timedelta
+    on_assigned: Callback | None
+    on_revoked: Callback | None
+    on_lost: Callback | None
+
+
+class ProducerOptions(TypedDict, total=False):
+    """See `Producer`."""
+
+    linger_s: float | timedelta
+    batch_rows: int
+    batch_bytes: int
+    buffer_bytes: int
+    buffer_timeout: float | timedelta
+    tries_max: int
