@@ -189,6 +189,8 @@ class Mutation:
     """Those that may be the first to be broken."""
     patch: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
     seeds_max: int = 400
+    first_seed: int = 0
+    """Where to begin, for a defect that few schedules reach. If it is not caught from there on, all seeds are tried."""
 
 
 MUTATIONS = [
@@ -208,8 +210,13 @@ MUTATIONS = [
     ),
     Mutation("checkpoint read before the claim", Defects(protocol=ReadsBeforeClaim), ("G3 starts at the checkpoint",)),
     Mutation("checkpoint without its own version", Defects(alter=no_version_of_its_own), ("X10 never back",)),
-    Mutation("ephemeral leader key", Defects(alter=ephemeral_leader, counts_anew=True), ("G2 leader", "G2 terms rise")),
-    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",)),
+    Mutation(
+        "ephemeral leader key",
+        Defects(alter=ephemeral_leader, counts_anew=True),
+        ("G2 leader", "G2 terms rise"),
+        first_seed=40,
+    ),
+    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",), first_seed=40),
     Mutation("start not pinned", Defects(protocol=StartsUnpinned), ("G6 start pinned", "X11 nothing lost")),
     Mutation("pause written again", Defects(protocol=PausesAgain), ("X14 paused once",)),
     Mutation(
@@ -217,8 +224,13 @@ MUTATIONS = [
         Defects(alter=pause_without_checkpoint),
         ("X14 paused once", "X10 never back", "X11 nothing lost"),
     ),
-    Mutation("start written without expecting retention's", Defects(alter=pin_without_start), ("O10 unread is kept",)),
-    Mutation("start written beside the gate", Defects(alter=pin_without_gate), ("O10 unread is kept",)),
+    Mutation(
+        "start written without expecting retention's",
+        Defects(alter=pin_without_start),
+        ("O10 unread is kept",),
+        first_seed=155,
+    ),
+    Mutation("start written beside the gate", Defects(alter=pin_without_gate), ("O10 unread is kept",), first_seed=40),
     Mutation("deadline ignored", Defects(member=IgnoresDeadline), ("X3 one owner", "X11 nothing again")),
     Mutation(
         "names instead of incarnations",
@@ -228,12 +240,15 @@ MUTATIONS = [
 ]
 
 
-def seeds_to_catch(mutation: Mutation) -> tuple[int, Violation] | None:
-    for seed in range(mutation.seeds_max):
+def seeds_to_catch(mutation: Mutation) -> tuple[list[int], Violation] | None:
+    """The seeds that were tried, of which the last one has caught the defect, and what it found."""
+    tried: list[int] = []
+    for seed in (*range(mutation.first_seed, mutation.seeds_max), *range(mutation.first_seed)):
+        tried.append(seed)
         try:
             simulate(seed, mutation.defects)
         except Violation as violation:
-            return seed, violation
+            return tried, violation
     return None
 
 
@@ -251,9 +266,9 @@ def test_defect_is_caught_and_the_sound_code_passes_the_same_seeds(
         mutation.patch(patch)
         caught = seeds_to_catch(mutation)
     assert caught is not None, f"not caught within {mutation.seeds_max} seeds"
-    seed, violation = caught
+    tried, violation = caught
     assert violation.rule in mutation.rules
-    assert all(is_sound(each) for each in range(seed + 1))
+    assert all(is_sound(seed) for seed in tried)
 
 
 class ResetsWithoutFence(Simulation):
