@@ -56,10 +56,14 @@ class QueueStore:
         self._open: weakref.WeakSet[Transaction] = weakref.WeakSet()
         self._is_closed = False
 
+    def wall_time(self) -> float:
+        """Seconds since 1970, on the registry's clock: delays and backoffs of items are counted by it."""
+        return self.registry.clock.wall_time_us() / 1e6
+
     # Queues.
 
     def create(self, name: str, policy: Policy, is_fifo: bool, backoff: Backoff | None) -> Queue:
-        queue = Queue(name, uuid.uuid4().hex, policy, bool(is_fifo), backoff, time.time())
+        queue = Queue(name, uuid.uuid4().hex, policy, bool(is_fifo), backoff, self.wall_time())
         try:
             versions = self.registry.commit(
                 {queue.key: ABSENT, queue.standing: ABSENT}, {queue.key: queue.dump(), queue.standing: name.encode()}
