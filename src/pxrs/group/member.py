@@ -472,8 +472,8 @@ class GroupMember:
                 return
 
     def _turn(self) -> float | None:
-        """Look after everything once. The moment, on the registry's clock, of the next time if nothing happens before;
-        None if there is more to do after `_LOOKS_MAX` looks, so that a pause is due."""
+        """Look after everything once. The moment, on the registry's clock, of the next time if nothing happens; None if
+        there is more to do after `_LOOKS_MAX` looks, so that a pause is due."""
         if self._closing.is_set():
             return _AT_ONCE
         error = self._untold if self._error is None else self._error

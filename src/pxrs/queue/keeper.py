@@ -151,7 +151,7 @@ class Keeper:
                 return
 
     def _turn(self) -> float:
-        """Look after everything once. The moment, on the registry's clock, of the next time if nothing happens before."""
+        """Look after everything once. The moment, on the registry's clock, of the next time if nothing happens."""
         self._do_jobs()
         clock = self._store.registry.clock
         with self._lock:
