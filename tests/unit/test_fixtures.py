@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import pxrs.testing
 from pxrs.clock import ManualClock
 from pxrs.errors import Closed, HandlerFailed
 from pxrs.hub import Hub
@@ -195,3 +196,11 @@ def test_a_users_tests_find_the_fixtures_by_the_one_line_with_pytest_and_no_extr
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "3 passed" in result.stdout
+
+
+def test_every_name_of_the_package_can_be_imported() -> None:
+    for name in pxrs.testing.__all__:
+        assert getattr(pxrs.testing, name) is not None
+        assert name in dir(pxrs.testing)
+    with pytest.raises(AttributeError, match="drane"):
+        pxrs.testing.drane  # type: ignore[attr-defined]  # noqa: B018 - that is what is refused
