@@ -49,7 +49,7 @@ class Handled(NamedTuple):
 
     item: Item
     outcome: Outcome
-    """"committed", or "rolled back": the item was given back, and the queue's policy has decided what becomes of it."""
+    """Either "committed", or "rolled back": the item was given back, and became what the queue's policy says."""
     error: Exception | None
     """What the handler raised, or what kept the transaction from being committed."""
 
