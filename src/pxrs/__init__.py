@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pxrs.producer import Producer
     from pxrs.queue.handle import DeadLetters, Depth, QueueHandle
     from pxrs.queue.items import Item
-    from pxrs.queue.listener import QueueListener
+    from pxrs.queue.listener import Handled, QueueListener
     from pxrs.queue.transaction import Transaction
 
 __version__: str
@@ -55,6 +55,7 @@ __all__ = [
     "FixedBackoff",
     "GroupDescription",
     "GroupHandle",
+    "Handled",
     "Home",
     "Hub",
     "Item",
@@ -109,6 +110,7 @@ _LAZY: Final = {
     "Producer": "pxrs.producer",
     "ProducerOptions": "pxrs.options",
     "QueueHandle": "pxrs.queue.handle",
+    "Handled": "pxrs.queue.listener",
     "QueueListener": "pxrs.queue.listener",
     "Receipt": "pxrs.outgoing",
     "Stored": "pxrs.outgoing",

@@ -22,7 +22,6 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 
 from pxrs import disk
-from pxrs.clock import wall_time_us
 from pxrs.errors import Conflict, InvalidUrl, LogError, RetentionPostponed, WrongRegistry
 from pxrs.group.records import Home, Keys
 from pxrs.hub_record import HubRecord, HubRecordFile
@@ -149,7 +148,7 @@ def retain_unread(log: TopicLog, registry: Registry, belonging: Belonging | None
 
     def decide(unread: Mapping[int, int]) -> Mapping[int, int]:
         nonlocal plan
-        plan = log.plan_retention(wall_time_us(), unread)
+        plan = log.plan_retention(log.clock.wall_time_us(), unread)
         return plan.starts
 
     starts = drive(move_start(log.id, decide), registry, None)

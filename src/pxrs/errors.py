@@ -497,6 +497,25 @@ class InvalidItem(QueueError, InvalidArgument):
     """An item cannot be put as it is: its type, its size, its priority or delay. Nothing was put."""
 
 
+class DrainLimitReached(QueueError):
+    """`pxrs.testing.drain_queue` has made as many deliveries as it may, and the queue has an item that can be taken.
+
+    Look for a handler that puts an item for each one that it takes, or that fails every time on an item which comes
+    back at once; the last exception, if there was one, is the cause. Give a larger `deliveries_max` if so many are
+    meant."""
+
+    def __init__(self, queue: str, deliveries: int, failures: int) -> None:
+        self.queue, self.deliveries, self.failures = queue, deliveries, failures
+        super().__init__(
+            f"queue {queue} still has an item that can be taken after {deliveries:,} deliveries, of which {failures:,} "
+            "failed: does the handler put an item for each one, or fail on one that comes back at once? "
+            "deliveries_max allows more"
+        )
+
+    def __reduce__(self) -> tuple[type[DrainLimitReached], tuple[str, int, int]]:
+        return type(self), (self.queue, self.deliveries, self.failures)
+
+
 class TransactionTooLarge(QueueError, ValueError):
     """A transaction takes and puts more than the store changes at once. What it had before this call, it still has."""
 

@@ -24,7 +24,6 @@ import pyarrow as pa
 from pxrs import arguments, dropped
 from pxrs import registry as registries
 from pxrs.belonging import Belonging, retain_unread
-from pxrs.clock import wall_time_us
 from pxrs.errors import (
     Closed,
     InvalidGroup,
@@ -220,18 +219,19 @@ class Hub:
         self,
         url: str,
         log: Log,
-        registry: str | os.PathLike[str],
+        registry: str | os.PathLike[str] | Registry,
         lease_ttl: float = LEASE_TTL_DEFAULT,
         folder: Path | None = None,
     ) -> None:
-        """`pxrs.open` makes it; `registry` is opened when it is first needed. folder: the directory that the messages
-        are in; None if they are in memory."""
+        """`pxrs.open` makes it. registry: an address, opened when it is first needed, or, of a hub in memory, an open
+        registry, which is closed with the hub. folder: the directory that the messages are in; None if they are in
+        memory."""
         self.url = url
         self._lease_ttl = lease_ttl
         self._queues: QueueStore | None = None
         self._log = log
-        self._registry_url = registry
-        self._registry: Registry | None = None
+        self._registry = registry if isinstance(registry, Registry) else None
+        self._registry_url = registry.url if isinstance(registry, Registry) else registry
         self._lock = threading.Lock()
         self._producers: weakref.WeakSet[ProducerLink] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
@@ -248,7 +248,9 @@ class Hub:
                 assert hub is not None, "the caller came through the hub"
                 return hub.registry
 
-            self._belonging = Belonging(url, HubRecordFile(folder), registry, open_registry, self._log.check_place)
+            self._belonging = Belonging(
+                url, HubRecordFile(folder), self._registry_url, open_registry, self._log.check_place
+            )
 
     @property
     def registry(self) -> Registry:
@@ -337,7 +339,7 @@ class Hub:
 
     def _retain(self, log: TopicLog) -> dict[int, int]:
         if not log.keeps_unread:
-            return log.retain(wall_time_us())
+            return log.retain(log.clock.wall_time_us())
         self._check_usable()
         if self._belonging is not None:
             self._belonging.check_retention(log.name)  # before the registry is opened, which may make an empty one

@@ -40,7 +40,6 @@ import pyarrow.compute as pc
 
 from pxrs import arguments, dropped
 from pxrs.appender import Appender, Outcome
-from pxrs.clock import wall_time_us
 from pxrs.errors import BufferFull, Closed, InvalidArgument, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
 from pxrs.limited_log import Outage
 from pxrs.log.batch import FRAME_BYTES_MAX
@@ -230,7 +229,7 @@ class Producer:
         self._rounds_begun = self._rounds_done = self._settled = 0
         self._retains_at = 0.0 if log.topic.is_retained else None
         self._retain_every_s = min(RETAIN_EVERY_S, (log.topic.retention_s or math.inf) / 4)
-        self._retain = retain or (lambda: log.retain(wall_time_us()))
+        self._retain = retain or (lambda: log.retain(log.clock.wall_time_us()))
         self._retain_outage = Outage(_logger, f"retention of {log.name} is held up", extra={"topic": log.name})
         self._appender = Appender(log, arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000))
         self._broken = self._appender.broken

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -180,16 +179,17 @@ class Runner:
         return False
 
     def _may_try_again(self, lane: Lane, pause_s: float) -> bool:
-        """Wait so long. False if the partition is to go, or may be another's: to try again is to hand it out (G8)."""
-        until = time.monotonic() + pause_s
+        """Wait so long, by the registry's clock. False if the partition is to go, or may be another's: to try again is
+        to hand it out (G8)."""
+        clock = self._consumer._clock
+        until = clock.now() + pause_s
         while True:
-            lane.handed_at = self._consumer._clock.now()  # it is being worked on
+            lane.handed_at = now = clock.now()  # it is being worked on
             if lane.is_stopping or not self._is_here(lane):
                 return False
-            left_s = until - time.monotonic()
-            if left_s <= 0:
+            if now >= until:
                 return True
-            if self.stopped.wait(min(left_s, LOOK_S)):
+            if clock.wait(self.stopped, until, timeout=LOOK_S):
                 return False
 
     def _is_here(self, lane: Lane) -> bool:

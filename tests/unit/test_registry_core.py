@@ -61,9 +61,9 @@ def test_the_system_clock_goes_on_and_the_boot_has_a_name() -> None:
     assert clock.now() <= clock.now()
     assert len(boot_id()) == 36
     event = threading.Event()
-    assert not clock.wait(event, 0.01)
+    assert not clock.wait(event, clock.now() + 0.01)
     event.set()
-    assert clock.wait(event, 10)
+    assert clock.wait(event, clock.now() + 10)
 
 
 class Renewals:

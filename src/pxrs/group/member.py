@@ -76,6 +76,10 @@ _RETRY_S: Final = (0.05, 1.0)
 """The first and the longest pause after a turn that failed, or that did not come to rest."""
 _LOOKS_MAX: Final = 10
 """How often a member looks without a pause while there is more to do, before it looks at the rest of its duties."""
+_AT_ONCE: Final = float("-inf")
+"""A moment that has passed on every clock."""
+_TURN_S_MIN: Final = 0.001
+"""The pause before a duty that is due already, so that a fault which leaves it due takes no whole processor."""
 _END_S_MIN: Final = 1.0
 """How long a member that could not join may at least take to end its lease."""
 
@@ -436,19 +440,19 @@ class GroupMember:
         while not self._closing.is_set():
             try:
                 with self.procedure():
-                    timeout = self._turn()
-                if timeout is None:
+                    next_duty_at = self._turn()
+                if next_duty_at is None:
                     _logger.warning(
                         "group %s, member %s: still not at rest after %d looks", self.keys.group, self.name, _LOOKS_MAX
                     )
                 self._outage.worked()
             except (RegistryUnavailable, OutcomeUnknown, LeaseExpired) as error:
                 self._outage.failed(error)
-                timeout = None
+                next_duty_at = None
             except BaseException as error:  # noqa: BLE001 - raised in the user's thread by `check`
                 self._fail(error)
                 return
-            if timeout is None:
+            if next_duty_at is None:
                 # Not on the watch: what goes wrong may itself wake it, again and again.
                 self._closing.wait(pause)
                 pause = min(2 * pause, pause_max)
@@ -456,20 +460,22 @@ class GroupMember:
             pause = _RETRY_S[0]
             watch = self._watch
             try:
-                if watch is None:
-                    self._closing.wait(timeout)
+                if next_duty_at <= self._clock.now():
+                    self._closing.wait(_TURN_S_MIN)
+                elif watch is None:
+                    self._clock.wait(self._closing, next_duty_at)
                 else:
-                    watch.wait(timeout)
+                    watch.wait_until(next_duty_at, self._clock)
             except Closed as error:
                 if not self._closing.is_set():
                     self._fail(error)
                 return
 
     def _turn(self) -> float | None:
-        """Look after everything once. How long it may be until the next time if nothing happens; None if there is more
-        to do after `_LOOKS_MAX` looks, so that a pause is due."""
+        """Look after everything once. The moment, on the registry's clock, of the next time if nothing happens; None if
+        there is more to do after `_LOOKS_MAX` looks, so that a pause is due."""
         if self._closing.is_set():
-            return 0.0
+            return _AT_ONCE
         error = self._untold if self._error is None else self._error
         if error is not None:
             raise error
@@ -477,7 +483,7 @@ class GroupMember:
         if self._is_stuck(now):
             self._give_up()
         if self._is_away:
-            return self.timings.commit_interval
+            return now + self.timings.commit_interval
         if self._lease is None or not self._lease.alive or self._protocol is None or self._protocol.is_gone:
             self._join()
         protocol = self._protocol
@@ -489,7 +495,7 @@ class GroupMember:
             self._hand_over_fresh(protocol)
             self._listener.call_back()  # before the next look: what is revoked by this one is released by that
             if protocol.is_gone or self._closing.is_set():
-                return 0.0
+                return _AT_ONCE
             if is_at_rest := not has_changed and self._watched == self._prefixes(protocol):
                 break
         self._write_paused()
@@ -507,10 +513,10 @@ class GroupMember:
             self._home()
             if self._drive(protocol.commit(protocol.due())):
                 self.wake()  # what is lost may be meant for this member still, and free
-        return self._next_duty(protocol, now) if is_at_rest else None
+        return self._next_duty_at(protocol) if is_at_rest else None
 
-    def _next_duty(self, protocol: MemberProtocol, now: float) -> float:
-        return max(0.001, min(self._commits_at, protocol.fence_at, self.deadline) - now)
+    def _next_duty_at(self, protocol: MemberProtocol) -> float:
+        return min(self._commits_at, protocol.fence_at, self.deadline)
 
     def _home(self) -> Home | None:
         """The identity of the hub. Raises what says that its groups may not be joined from here (WrongRegistry,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import DamagedFrame, LogError
 from pxrs.log.batch import ANONYMOUS, Batch, Origin
 from pxrs.model import Topic
@@ -107,6 +108,8 @@ class TopicLog(Source):
     """A topic of a log: a Source that can be appended to."""
 
     topic: Topic
+    clock: Clock = SYSTEM
+    """Whose `wall_time_us` appends are stamped with, and the age of what is stored is counted by."""
 
     @abstractmethod
     def append(self, appends: Sequence[Append]) -> list[int]:

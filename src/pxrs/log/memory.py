@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pxrs import clock
+from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import (
     Closed,
     InvalidRecord,
@@ -35,7 +35,8 @@ from pxrs.model import Topic
 
 
 class _Partition:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self.bases: list[int] = []
         self.payloads: list[Payload] = []
         self.stored: list[int] = []
@@ -46,7 +47,7 @@ class _Partition:
         self.producers = Producers()
 
     def place(self, asked: list[Asked]) -> list[Placed]:
-        asked = self.producers.recall(asked, self.end, self._origins_since, time.time())
+        asked = self.producers.recall(asked, self.end, self._origins_since, self._clock.wall_time_us() / 1e6)
         return self.producers.place(asked, self.end)
 
     def _origins_since(self, offset: int) -> Iterable[tuple[Origin, int]] | None:
@@ -56,10 +57,11 @@ class _Partition:
         return zip(self.origins[first:], self.bases[first:], strict=True)
 
     def store(self, payload: Payload, origin: Origin) -> None:
-        self.producers.note(origin, self.end, time.time())
+        now = self._clock.wall_time_us()
+        self.producers.note(origin, self.end, now / 1e6)
         self.bases.append(self.end)
         self.payloads.append(payload)
-        self.stored.append(clock.wall_time_us())
+        self.stored.append(now)
         self.origins.append(origin)
         self.end += payload.rows
 
@@ -78,9 +80,9 @@ class MemoryTopic(TopicLog):
         self.topic = topic
         self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
-        self._log = log
+        self._log, self.clock = log, log.clock
         self._changed = threading.Condition()
-        self._stored = [_Partition() for _ in range(topic.partitions)]
+        self._stored = [_Partition(log.clock) for _ in range(topic.partitions)]
         self._is_deleted = False
 
     def start(self, partition: int) -> int:
@@ -234,7 +236,8 @@ class MemoryTopic(TopicLog):
 class MemoryLog(Log):
     """A log that is gone with its process."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self.clock = clock
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._topics: dict[str, MemoryTopic] = {}

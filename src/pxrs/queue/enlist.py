@@ -26,7 +26,6 @@ where the user has set no bound (on SQLite the driver has one). What becomes of 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -154,7 +153,7 @@ def _write(connection: Connection, registry: SqlRegistry, put: Put) -> None:
         number, expect[queue.sequence] = _lock_number(connection, registry, queue)
         values[queue.sequence] = str(number + 1).encode()
         record = in_sequence(record, number + 1)
-    key = first_key(queue, record, delay_s, time.time())
+    key = first_key(queue, record, delay_s, registry.clock.wall_time_us() / 1e6)
     expect[key], values[key] = ABSENT, record.dump()
     commit = Commit(expect, values, {}, frozenset(), None, quiet=False)
     plan = CommitPlan(commit, registry._namespace, registry._statements, registry._channel)

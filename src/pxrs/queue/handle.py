@@ -122,7 +122,8 @@ class QueueHandle:
         self, value: bytes | str, priority: int, delay: float | timedelta | None, key: bytes | str | None
     ) -> Put:
         queue = self.store.queue(self.name)
-        return check_put(queue, value, priority, delay, key, self._registry.limits.value_bytes_max)
+        now, bytes_max = self.store.wall_time(), self._registry.limits.value_bytes_max
+        return check_put(queue, value, priority, delay, key, now, bytes_max)
 
     def _put(self, puts: list[Put]) -> None:
         queues: list[Queue] = []

@@ -151,8 +151,9 @@ class Head:
                     raise
             self._good_until = 0.0
 
-    def wait(self, timeout: float | None, is_over: Callable[[], bool]) -> None:
-        """Until there may be items, or something else is to be looked at; at most so long."""
+    def wait(self, timeout: float | None, is_over: Callable[[], bool], until_at: float | None = None) -> None:
+        """Until there may be items, or something else is to be looked at; for `timeout` seconds at most, and no longer
+        than until the registry's clock has reached `until_at`."""
         until = None if timeout is None else time.monotonic() + timeout
         # Not for long at a time: who has it may be another's, and take no notice when this one is to end.
         while not self._waiting.acquire(timeout=_left_s(until)):
@@ -165,7 +166,7 @@ class Head:
                 if self._tried:  # kept from the look before this wait: it may not be taken in the end
                     left_s = TRIED_S_MAX if left_s is None else min(left_s, TRIED_S_MAX)
             if watch is not None and not is_known and not is_over():
-                watch.wait(left_s)
+                watch.wait_until(until_at, self._registry.clock, left_s)
         finally:
             self._waiting.release()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,11 +89,12 @@ def check_put(
     priority: int,
     delay: float | timedelta | None,
     key: bytes | str | None,
+    now: float,
     value_bytes_max: int,
 ) -> Put:
-    """What is to be put, checked. Raises InvalidItem."""
+    """What is to be put, checked. now: in seconds since 1970. Raises InvalidItem."""
     delay_s = 0.0 if delay is None else duration("delay", delay)
-    return placed_in(queue, Put(queue, new_record(value, key, priority, time.time(), value_bytes_max), delay_s))
+    return placed_in(queue, Put(queue, new_record(value, key, priority, now, value_bytes_max), delay_s))
 
 
 def placed_in(queue: Queue, put: Put) -> Put:
@@ -108,7 +108,7 @@ def add_puts(store: QueueStore, puts: list[Put], changes: Changes) -> dict[str, 
     """Into a commit: each where it belongs, if the queue is still there, numbered where that is strict (Q3). The strict
     ones' last numbers."""
     numbers: dict[str, tuple[Queue, int]] = {}
-    now = time.time()
+    now = store.wall_time()
     for queue, record, delay_s in puts:
         if queue.standing not in changes.expect:
             changes.expect[queue.standing] = store.standing(queue)

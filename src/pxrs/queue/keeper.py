@@ -10,6 +10,7 @@ two sweepers do no harm, nor does one that slept.
 
 It wakes by watches and by the time of the next delayed item, and looks without either once a minute, because clocks can
 be set. A delay is counted on the clocks of those who put and sweep: nothing but the length of a delay depends on them.
+These waits go by the registry's clock; the pauses after a failure go by the machine's.
 """
 
 from __future__ import annotations
@@ -121,8 +122,10 @@ class Keeper:
     def _run(self) -> None:
         while not self._is_stopping:
             self._woken.clear()
+            looks_at: float | None = None
+            pause_s: float | None = None
             try:
-                pause_s = self._turn()
+                looks_at = self._turn()
                 self._outage.worked()
             except Closed:
                 return
@@ -136,20 +139,25 @@ class Keeper:
                 _logger.exception("queues of %s", self._store.registry.url)
                 pause_s = LOOK_S_MAX
             try:
-                if self._watch is None or self._jobs:
-                    self._woken.wait(min(pause_s, RETRY_S_MAX) if self._jobs else pause_s)
+                clock = self._store.registry.clock
+                if self._jobs:
+                    retry_s = self._retry_s if pause_s is None else min(pause_s, RETRY_S_MAX)
+                    clock.wait(self._woken, looks_at, retry_s)
+                elif self._watch is None:
+                    clock.wait(self._woken, looks_at, pause_s)
                 elif not self._woken.is_set():
-                    self._watch.wait(pause_s)
+                    self._watch.wait_until(looks_at, clock, pause_s)
             except Closed:
                 return
 
     def _turn(self) -> float:
-        """Look after everything once. How long it may be until the next time if nothing happens."""
+        """Look after everything once. The moment, on the registry's clock, of the next time if nothing happens."""
         self._do_jobs()
+        clock = self._store.registry.clock
         with self._lock:
             queues = list(self._queues.values())
         if not queues:
-            return self._retry_s if self._jobs else LOOK_S_MAX
+            return clock.now() + LOOK_S_MAX
         # Anew, if the lease was lost while all threads wait: else nobody here would sweep for them.
         taker = self._store.taker()
         self._arm(queues, taker)
@@ -160,13 +168,16 @@ class Keeper:
         if self._arm(queues, taker) or (self._deaths is not None and self._deaths.wait(0)):
             self._sweep(mine)
         # Whether the lease lives is looked at here alone, so often.
-        pause_s = min(LOOK_S_MAX, taker.lease.ttl)
+        looks_at = clock.now() + min(LOOK_S_MAX, taker.lease.ttl)
         for queue in mine:
             with _apart(queue):
-                pause_s = min(pause_s, self._end_delays(queue))
+                due_at = self.end_delays(queue)
+                if due_at is not None:
+                    # `now` is read first: if the clock is moved between the two, the look is early, not late.
+                    looks_at = min(looks_at, clock.now() + (due_at - self._store.wall_time()))
         if mine:
             self._clear()
-        return min(self._retry_s, pause_s) if self._jobs else pause_s
+        return looks_at
 
     def drop(self, job: Job) -> None:
         """As `finish`, from a finalizer: this takes no lock, for the finalizer's thread may have it."""
@@ -287,25 +298,28 @@ class Keeper:
                 _logger.error("queue %s: %s; it is left where it is", queue.name, error)
         has_turn = turn is not None and Turn.load(turn.key, turn.value).holder == taker
         version = turn.version if turn is not None and has_turn else None
-        returned, last = moves.give_back_all(queue, whole, Failure(_DIED), version, random.random, time.time())
+        now = self._store.wall_time()
+        returned, last = moves.give_back_all(queue, whole, Failure(_DIED), version, random.random, now)
         self._store.move_all(returned, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
         _logger.info("queue %s: gave back %d items of taker %s, which is gone", queue.name, len(held), taker)
 
-    def _end_delays(self, queue: Queue) -> float:
-        """Make ready what is due. In how many seconds the next one is."""
+    def end_delays(self, queue: Queue) -> float | None:
+        """Make ready the delayed items that are due. When the next one is, in seconds since 1970; None: there is none.
+
+        Any thread of any process may call it: each move expects the item as it was read."""
         registry = self._store.registry
         after: str | None = None
         while entries := registry.scan(queue.delayed, after, PROMOTE_ITEMS):
-            now = time.time()
+            now = self._store.wall_time()
             due: list[moves.Move] = []
             for entry, due_at in _timed(queue, entries):
                 if due_at > now:
                     self._store.move_all(due)
-                    return max(0.001, due_at - now)
+                    return due_at
                 due.append(moves.make_ready(queue, entry))
             self._store.move_all(due)
             after = entries[-1].key  # not from the start: one that is damaged stays
-        return LOOK_S_MAX
+        return None
 
 
 @contextmanager

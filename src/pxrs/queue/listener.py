@@ -6,6 +6,9 @@
     with QueueListener(hub.queue("mail"), handle, threads=4) as listener:
         ...
 
+`handle_next` does the same for one item on the calling thread, without waiting: for tests, and for programs that empty
+a queue and end.
+
 A handler that returns commits what it took and put; one that raises gives the item back, with the reason. What it
 raised is logged with its traceback, a few times a minute for each exception class and line of code; the rest is
 counted. The item is this process's for as long as its lease is renewed, however long the handler takes.
@@ -22,7 +25,7 @@ import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from pxrs import arguments
 from pxrs.errors import Closed, InvalidQueue, OutcomeLost, OutcomeUnknown, PxrsError, UnknownQueue
@@ -39,6 +42,16 @@ Handler = Callable[[Transaction, Item], object]
 THREADS_MAX: Final = 1_000
 PAUSE_S: Final = (0.05, 5.0)
 """The first and the longest pause of a thread whose handler fails, or that cannot reach the store."""
+
+
+class Handled(NamedTuple):
+    """One delivery of an item to a handler, and what came of it."""
+
+    item: Item
+    outcome: Outcome
+    """Either "committed", or "rolled back": the item was given back, and became what the queue's policy says."""
+    error: Exception | None
+    """What the handler raised, or what kept the transaction from being committed."""
 
 
 class QueueListener:
@@ -97,6 +110,22 @@ class QueueListener:
             self._stop_and_wait()
         self._raise_failure()
 
+    def handle_next(self) -> Handled | None:
+        """Handle one item that can be taken now, on the calling thread; None if there is none. It does not wait, nor
+        slow down after failures.
+
+        Delayed items that are due are made ready first. A handler's exception is returned and logged, not raised.
+        Raises UnknownQueue; RegistryUnavailable, also if the reply to the commit was lost and the store cannot tell now
+        whether it happened; Closed if this listener was stopped, and InvalidQueue if it was started."""
+        with self._lock:
+            if self._stopping.is_set():
+                raise Closed(f"the listener of queue {self.queue.name} was stopped: make another one")
+            if self._threads:
+                raise InvalidQueue(f"the listener of queue {self.queue.name} was started: its threads handle the items")
+        store = self.queue.store
+        store.keeper.end_delays(store.queue(self.queue.name))
+        return self._handle_one(_Delivery(self, waits=False))
+
     def stop(self) -> None:
         """Take nothing more. What is in hand is finished; `close` waits for that. Only a handler that waits for another
         item, without a timeout, is refused it: Closed."""
@@ -116,6 +145,8 @@ class QueueListener:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
+        if not threads:
+            self._log.flush()  # of what `handle_next` has logged; threads do it themselves
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -149,7 +180,8 @@ class QueueListener:
         pause_s = PAUSE_S[0]
         while not self._stopping.is_set():
             try:
-                if self._handle_one(_Delivery(self)):
+                handled = self._handle_one(_Delivery(self, waits=True))
+                if handled is None or (handled.outcome == "committed" and handled.error is None):
                     pause_s = PAUSE_S[0]
                     continue
             except (UnknownQueue, Closed):
@@ -159,12 +191,12 @@ class QueueListener:
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
-    def _handle_one(self, transaction: _Delivery) -> bool:
-        """Take, handle, commit. False if that failed: the thread is to slow down."""
+    def _handle_one(self, transaction: _Delivery) -> Handled | None:
+        """Take, handle, commit. None if there was nothing to take, or the listener is to stop."""
         with transaction:
             item = transaction.next_item()
             if item is None:
-                return True
+                return None
             try:
                 check_result(self._handler(transaction, item))
             except Exception as error:  # noqa: BLE001 - the queue's policy decides what becomes of the item
@@ -172,13 +204,14 @@ class QueueListener:
                 outcome = self._settle(transaction)  # it may have committed by itself, and failed after that
                 if outcome == "open":
                     transaction.rollback(error)
+                    outcome = "rolled back"
                 self._count_item(outcome)
-                return False
-            outcome = self._commit(transaction, item)
-            self._count_item(outcome)
-            return outcome == "committed"
+                return Handled(item, outcome, error)
+            handled = self._commit(transaction, item)
+            self._count_item(handled.outcome)
+            return handled
 
-    def _commit(self, transaction: Transaction, item: Item) -> Outcome:
+    def _commit(self, transaction: _Delivery, item: Item) -> Handled:
         outcome = self._settle(transaction)  # the handler may have ended it by itself
         try:
             if outcome == "open":
@@ -193,8 +226,8 @@ class QueueListener:
                 raise
             self._tell(item, "not committed", error)
             transaction.rollback(error)
-            outcome = "rolled back"
-        return outcome
+            return Handled(item, "rolled back", error)
+        return Handled(item, outcome, None)
 
     def _count_item(self, outcome: Outcome) -> None:
         with self._lock:
@@ -229,9 +262,9 @@ class QueueListener:
         kind = (what, place_of(error))
         self._log.log(kind, logging.WARNING, "queue %s: %s; %s", self.queue.name, error, what, extra=fields)
 
-    def _settle(self, transaction: Transaction) -> Outcome:
-        """What became of it, also if the reply to a commit was lost; as long as the store cannot be reached, that
-        takes."""
+    def _settle(self, transaction: _Delivery) -> Outcome:
+        """What became of it, also if the reply to a commit was lost. While the store cannot be reached, a thread of the
+        listener asks again until the listener is stopped; a delivery that must not wait raises at once."""
         pause_s = PAUSE_S[0]
         while True:
             try:
@@ -242,7 +275,7 @@ class QueueListener:
                 _logger.error("queue %s: %s", self.queue.name, error)
                 return "rolled back"
             except PxrsError as error:
-                if self._stopping.wait(pause_s):
+                if not transaction.waits or self._stopping.wait(pause_s):
                     raise
                 self._warn(error, "will ask again")
             pause_s = min(2 * pause_s, PAUSE_S[1])
@@ -261,14 +294,17 @@ class QueueListener:
 class _Delivery(Transaction):
     """The transaction of one item."""
 
-    def __init__(self, listener: QueueListener) -> None:
+    def __init__(self, listener: QueueListener, *, waits: bool) -> None:
+        """waits: for an item, and for a store that cannot be reached, until the listener is stopped."""
         super().__init__(listener.queue.store)
         self._listener = listener
+        self.waits = waits
 
     def next_item(self) -> Item | None:
-        """The one that this is for; None if the listener is to stop."""
+        """The one that this is for; None if the listener is to stop, or if there is none and this does not wait."""
         listener = self._listener
-        items = super()._take(listener.queue.name, 1, None, listener._stopping.is_set)
+        is_over = listener._stopping.is_set if self.waits else _is_over
+        items = super()._take(listener.queue.name, 1, None, is_over)
         return items[0] if items else None
 
     def _take(self, name: str, count: int, until: float | None, is_over: Callable[[], bool]) -> list[Item]:
@@ -276,8 +312,18 @@ class _Delivery(Transaction):
         if until is not None:
             return super()._take(name, count, until, is_over)
         listener = self._listener
+        if not self.waits:
+            items = super()._take(name, count, None, _is_over)
+            if not items:
+                raise Closed(f"queue {name} has no item now, and `handle_next` does not wait for one")
+            return items
         listener._awaited.add(name)
         items = super()._take(name, count, None, listener._stopping.is_set)
         if not items:
             raise Closed(f"the listener of queue {listener.queue.name} stops: an item of {name} is waited for no more")
         return items
+
+
+def _is_over() -> bool:
+    """Of a take that does not wait."""
+    return True

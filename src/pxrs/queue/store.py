@@ -20,7 +20,7 @@ from pxrs.queue.head import Head
 from pxrs.queue.keeper import CLOSE_S_MAX, Keeper
 from pxrs.queue.moves import Changes, Move, in_parts
 from pxrs.queue.policy import Backoff, Policy
-from pxrs.queue.records import DELETED, QUEUES, Queue, check_name, load_number, root_of
+from pxrs.queue.records import DELETED, QUEUES, Queue, Turn, check_name, load_number, root_of
 from pxrs.queue.taker import Taker
 from pxrs.registry.contract import ABSENT, Registry
 
@@ -56,10 +56,14 @@ class QueueStore:
         self._open: weakref.WeakSet[Transaction] = weakref.WeakSet()
         self._is_closed = False
 
+    def wall_time(self) -> float:
+        """Seconds since 1970, on the registry's clock: delays and backoffs of items are counted by it."""
+        return self.registry.clock.wall_time_us() / 1e6
+
     # Queues.
 
     def create(self, name: str, policy: Policy, is_fifo: bool, backoff: Backoff | None) -> Queue:
-        queue = Queue(name, uuid.uuid4().hex, policy, bool(is_fifo), backoff, time.time())
+        queue = Queue(name, uuid.uuid4().hex, policy, bool(is_fifo), backoff, self.wall_time())
         try:
             versions = self.registry.commit(
                 {queue.key: ABSENT, queue.standing: ABSENT}, {queue.key: queue.dump(), queue.standing: name.encode()}
@@ -261,6 +265,17 @@ class QueueStore:
                     raise
             time.sleep(random.random() * min(0.001 * 2**count, _PAUSE_S_MAX))
         raise RegistryUnavailable(f"{self.registry.url}: others were first {ATTEMPTS_MAX} times; try again")
+
+    def next_due_at(self, queue: Queue) -> float | None:
+        """When an item that waits for its delay or backoff may be taken, in seconds since 1970; None if none waits.
+        Delayed items that are due are made ready."""
+        due_at = self.keeper.end_delays(queue)
+        if not queue.is_fifo:
+            return due_at
+        entry = self.registry.get(queue.turn)  # of a strict queue the first item waits in its place
+        turn = Turn() if entry is None else Turn.load(entry.key, entry.value)
+        is_waiting = not turn.holder and turn.not_before > self.wall_time()
+        return turn.not_before if is_waiting and self.registry.scan(queue.ready, limit=1) else None
 
     # This process.
 

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from pxrs import arguments
 from pxrs.errors import (
@@ -69,6 +69,15 @@ _CLOCKS_APART_S: Final = 60.0
 """How far two machines' clocks may differ before a backoff that was given by the other is not waited for."""
 _LOOK_S_MAX: Final = 1.0
 """How long a wait is that is counted on the wall clock, which may be set meanwhile."""
+
+
+class _Retry(NamedTuple):
+    """When a take that found nothing tries again: at one of the two moments, whichever comes first."""
+
+    at: float | None
+    """On the registry's clock."""
+    within_s: float
+    """Seconds of the machine's time."""
 
 
 class Inbox(Protocol):
@@ -147,7 +156,7 @@ class Transaction:
                     self._check_open()
                     room = self._room(queue)
                     taker = self._present()
-                    taken, ready_at = self._try_take(queue, head, taker, min(count, room))
+                    taken, retry = self._try_take(queue, head, taker, min(count, room))
                     if taken and queue.is_fifo:
                         self._strict.add(queue.id)
                 if taken or is_over():
@@ -163,26 +172,26 @@ class Transaction:
                     # Look again: what came before the watch was set woke nobody, nor did the end of the queue.
                     self._store.check_exists(queue)
                     continue
-                if ready_at > 0:
-                    pause_s = min(max(ready_at - time.time(), 0.001), _LOOK_S_MAX)
-                    left_s = pause_s if left_s is None else min(left_s, pause_s)
-                head.wait(left_s, is_over)
+                if retry is not None:
+                    left_s = retry.within_s if left_s is None else min(left_s, retry.within_s)
+                head.wait(left_s, is_over, None if retry is None else retry.at)
                 self._store.check_exists(queue)
         finally:
             if is_waiting:
                 head.leave()
 
-    def _try_take(self, queue: Queue, head: Head, taker: Taker, count: int) -> tuple[list[Taken], float]:
-        """What could be taken, without waiting; and if that is nothing, from when on there may be something."""
+    def _try_take(self, queue: Queue, head: Head, taker: Taker, count: int) -> tuple[list[Taken], _Retry | None]:
+        """What could be taken, without waiting; and if that is nothing, when to try again although no key changes."""
         turn: Entry | None = None
         if queue.is_fifo and queue.id not in self._turns:
             turn = self._registry.get(queue.turn)
             state = Turn() if turn is None else Turn.load(turn.key, turn.value)
             if state.holder:
-                return [], 0.0
-            wait_s = state.not_before - time.time()
+                return [], None
+            now = self._registry.clock.now()  # before the time of day: a clock that moves between the two ends the wait
+            wait_s = state.not_before - self._store.wall_time()
             if 0 < wait_s <= moves.longest_s(queue) + _CLOCKS_APART_S:  # else a clock was set back since
-                return [], state.not_before
+                return [], _Retry(now + wait_s, _LOOK_S_MAX)
         while entries := head.choose(count):
             taken: list[Taken] = []
             is_through = False
@@ -192,12 +201,12 @@ class Transaction:
             finally:
                 head.tried(entries, was_refused=not taken, are_left=not is_through)
             if taken:
-                return taken, 0.0
+                return taken, None
             if queue.is_fifo or not taker.is_alive:
                 # It is somebody else's turn, or nobody's: a lost lease or reply, an item that was written anew. Nothing
                 # tells which, and the last ones wake nobody.
-                return [], time.time() + _AGAIN_S
-        return [], 0.0
+                return [], _Retry(None, _AGAIN_S)
+        return [], None
 
     def _planned(self, queue: Queue, head: Head, entries: list[Entry], taker: Taker) -> list[Take]:
         """As many as one commit takes, without those that are damaged. In a strict queue such a one holds up the
@@ -313,7 +322,8 @@ class Transaction:
         with self._lock:
             self._check_open()
             found = self._store.queue(_name_of(queue))
-            new = check_put(found, value, priority, delay, key, self._registry.limits.value_bytes_max)
+            now, bytes_max = self._store.wall_time(), self._registry.limits.value_bytes_max
+            new = check_put(found, value, priority, delay, key, now, bytes_max)
             self._room(found, put=new)
             if found.is_fifo:
                 self._strict.add(found.id)
@@ -604,7 +614,7 @@ def _taken(queue: Queue, planned: list[Take], versions: Mapping[str, int]) -> li
 
 def _give_back(store: QueueStore, taken: list[Taken], turns: Mapping[str, tuple[Queue, int]], reason: Failure) -> None:
     """Each queue's items together, and its turn with the last of them. May be done again after a lost reply."""
-    now = time.time()
+    now = store.wall_time()
     queues = {each.queue.id: each.queue for each in taken} | {queue.id: queue for queue, _ in turns.values()}
     for queue in queues.values():
         held = [(each.key, each.version, each.record) for each in taken if each.queue.id == queue.id]

@@ -128,8 +128,8 @@ class Lease:
             self._on_gone(self)
 
     def _next_look(self) -> float:
-        """In how many seconds to renew, or to see that the deadline has passed."""
-        return min(self._pause, max(0.0, self.deadline - self._clock.now()))
+        """The moment, on the lease's clock, at which to renew it or to see that its deadline has passed."""
+        return min(self._clock.now() + self._pause, self.deadline)
 
     def _renew_once(self) -> bool:
         """False if there is nothing more to renew."""
@@ -170,9 +170,9 @@ class Lease:
 def _keep_renewed(lease_of: weakref.ref[Lease], stop: threading.Event, clock: Clock) -> None:
     """The renewing thread. Between two renewals it has no reference to the lease, nor by it to the registry."""
     while (lease := lease_of()) is not None:
-        pause = lease._next_look()
+        until = lease._next_look()
         del lease
-        if clock.wait(stop, pause):
+        if clock.wait(stop, until):
             return
         lease = lease_of()
         if lease is None or not lease._renew_once():

@@ -123,9 +123,9 @@ class MemoryStore:
                 if not self._expiry or not self._handles:
                     self._timer = None
                     return
-                pause = min(self._expiry.values()) - self.clock.now()
+                first = min(self._expiry.values())
                 self._begun.clear()
-            self.clock.wait(self._begun, max(pause, 0.0))
+            self.clock.wait(self._begun, first)
 
 
 class MemoryRegistry(Registry):

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from pxrs import arguments
+from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import Closed, InvalidArgument, UsedAfterFork
 
 
@@ -39,10 +40,14 @@ class Watch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for a change since the last call. True if there may be one, False if the time has passed."""
+        return self.wait_until(None, SYSTEM, timeout)
+
+    def wait_until(self, until: float | None, clock: Clock, timeout: float | None = None) -> bool:
+        """As `wait`, and no longer than until this clock's `now` has reached `until`."""
         timeout = None if timeout is None else arguments.seconds(InvalidArgument, "timeout", timeout)
         if os.getpid() != self._pid:
             raise UsedAfterFork("the watch was opened before a fork: open one in the child")
-        woken = self._raised.wait(timeout)
+        woken = clock.wait(self._raised, until, timeout)
         if woken:
             # Lowered before looking: a close that comes in between is seen here, or raises the flag again. And lowered
             # only if it was seen up: one that goes up just now, at the end of the time, is for the next call.

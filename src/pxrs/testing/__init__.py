@@ -1,1 +1,28 @@
-"""What proves a store or a handler: contract suites, real servers, faults, checkers. Shipped, for others to use."""
+"""What proves a store or a handler, shipped for others to use.
+
+For tests of one's own handlers, the names below: they need nothing beyond pxrs itself, and `pxrs.testing.fixtures`
+makes pytest fixtures of them. The other modules hold contract suites for stores, fault injection, checkers and a
+simulator; `pxrs.testing.servers` starts real servers and needs the extra `pxrs[testing]`.
+"""
+
+from typing import TYPE_CHECKING
+
+__all__ = ["Drained", "Handled", "ManualClock", "drain", "drain_queue", "item", "memory_hub", "message"]
+
+if TYPE_CHECKING:
+    from pxrs.clock import ManualClock
+    from pxrs.queue.listener import Handled
+    from pxrs.testing.handlers import Drained, drain, drain_queue, item, memory_hub, message
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import what is asked for when it is asked for: the programs of fault tests import this package too, and
+        start faster without hubs and queues."""
+        if name not in __all__:
+            raise AttributeError(f"module 'pxrs.testing' has no attribute {name!r}")
+        from pxrs.testing import handlers
+
+        return getattr(handlers, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

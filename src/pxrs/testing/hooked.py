@@ -3,9 +3,10 @@ requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 from pxrs.clock import ManualClock
 from pxrs.hub import Hub
@@ -56,8 +57,7 @@ class Place:
         return Place(self._stack, store)
 
     def open(self, registry: MemoryRegistry | None = None, log: MemoryLog | None = None) -> Hub:
-        hub = Hub("memory:", log or MemoryLog(), "memory:")
-        hub._registry = registry or MemoryRegistry(self.store)
+        hub = Hub("memory:", log or MemoryLog(), registry or MemoryRegistry(self.store))
         return self._stack.enter_context(hub)
 
     def hooked(self) -> tuple[Hub, HookedRegistry]:
@@ -70,6 +70,18 @@ def take_value(hub: Hub, queue: str, timeout: float | None = None) -> bytes | No
     with hub.transaction() as tx:
         item = tx.take(queue, timeout=timeout)
     return None if item is None else item.value
+
+
+@contextmanager
+def wall_time_shifted(clock: ManualClock, seconds: float) -> Iterator[None]:
+    """The time of day is set forward or back by so much, as that of a machine may be, and `clock.now()` is not."""
+    read = clock.wall_time_us
+
+    def shifted() -> int:
+        return read() + round(seconds * 1_000_000)
+
+    with mock.patch.object(clock, "wall_time_us", shifted):
+        yield
 
 
 def store_of(hub: Hub) -> Any:

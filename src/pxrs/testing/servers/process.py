@@ -22,9 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Self
 
-import psutil
-
 from pxrs.errors import MissingDependency, PxrsError
+
+try:
+    import psutil
+except ImportError as error:
+    raise MissingDependency("pxrs.testing.servers needs psutil: pip install 'pxrs[testing]'") from error
 
 HOST = "127.0.0.1"
 START_S_MAX = 30.0
