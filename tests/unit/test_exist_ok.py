@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import pickle
 import threading
@@ -14,11 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 import pxrs
+from pxrs import disk
 from pxrs.cli.app import app
 from pxrs.errors import (
+    AppendFailed,
     DamagedFrame,
     InvalidQueue,
     InvalidTopic,
+    LogError,
     QueueDiffers,
     QueueExists,
     TopicDiffers,
@@ -160,6 +164,38 @@ def test_a_damaged_topic_is_not_taken_for_the_one_asked_for(hub: Hub) -> None:
     Path(hub.url, "logs", made.id, "topic.json").write_text("{}")
     with pytest.raises(DamagedFrame):
         hub.create_topic("orders", exist_ok=True)
+
+
+def test_who_appends_first_makes_the_name_durable_if_the_creator_could_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = tmp_path / "data" / "topics"
+    sync, synced = disk.sync_folder, []
+
+    def fails(folder: Any) -> None:
+        if folder == names and (names / "orders").is_symlink():
+            raise OSError(errno.EIO, "Input/output error")
+        sync(folder)
+
+    monkeypatch.setattr(disk, "sync_folder", fails)
+    with pxrs.open(tmp_path / "data") as hub, pytest.raises(LogError, match="Input/output error"):
+        hub.create_topic("orders", exist_ok=True)  # as if it had died here: the link is made, a power loss may take it
+    with pxrs.open(tmp_path / "data") as hub:
+        hub.create_topic("orders", exist_ok=True)
+        with hub.producer("orders", tries_max=1) as out:
+            sent = out.send(b"paid")
+            with pytest.raises(AppendFailed, match="Input/output error"):
+                sent.result(30)
+            with pytest.raises(AppendFailed):
+                out.flush()
+        assert hub.topic("orders").to_arrow().num_rows == 0
+        monkeypatch.setattr(disk, "sync_folder", lambda folder: (synced.append(folder), sync(folder)))
+        with hub.producer("orders") as out:
+            for _ in range(2):
+                out.send(b"paid", partition=0)
+                out.flush()
+    assert synced.count(names) == 1, "by the first append, and by no other"
+    assert synced[0] == names, "before anything is stored"
 
 
 def test_threads_that_create_at_once_get_one_topic_and_one_queue(tmp_path: Path) -> None:

@@ -124,9 +124,9 @@ class QueueStore:
     def _look_up(self, name: str) -> Queue | None:
         """Read a queue's settings from the registry, whatever this process knows of it, and remember them. None if
         there is no queue of this name. What was remembered of a deleted queue is forgotten."""
-        entry = self.registry.get(f"{QUEUES}{name}")
         with self._lock:
-            known = self._known.get(name)
+            known = self._known.get(name)  # before the read: what another thread learns meanwhile is not forgotten
+        entry = self.registry.get(f"{QUEUES}{name}")
         if entry is None:
             with self._lock:
                 self._known.pop(name, None)
