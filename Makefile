@@ -11,20 +11,23 @@ BENCH_GB ?= 1
 SEEDS ?= 1000
 FIRST ?= 0
 BENCH_READY := $(VENV)/.bench-ready
+MADE := $(VENV)/pyvenv.cfg
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 # In this order, so that the files that take longest are not the last: one process would do them while the other waits.
 SUITES := tests/acceptance tests/integration tests/contract tests/simulation tests/unit
 
-.PHONY: help demo test check lint types unit sim soak bench clean
+.PHONY: help demo test check lint types unit sim soak bench wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
-$(READY): pyproject.toml constraints.txt
+$(MADE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pxrs needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
+
+$(READY): pyproject.toml constraints.txt | $(MADE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
@@ -63,6 +66,13 @@ bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.groups
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.spark
+
+# setuptools copies what it finds in build/ into the wheel, also modules that were deleted since: it begins empty.
+wheel: $(MADE) ## Build dist/pxrs-VERSION-py3-none-any.whl
+	rm -rf build dist/pxrs-*.whl
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@rm -rf build
+	@ls dist/pxrs-*.whl
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build dist

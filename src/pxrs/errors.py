@@ -214,6 +214,20 @@ class TopicExists(LogError):
     """A topic of this name is there already. Use it, or choose another name."""
 
 
+class TopicDiffers(TopicExists):
+    """`create_topic(exist_ok=True)` found a topic of this name that has other settings. Nothing was changed. Ask for
+    the settings that the topic has, or choose another name.
+
+    `differences` names each argument that differs: the topic's value, then the value that was asked for."""
+
+    def __init__(self, topic: str, differences: Mapping[str, tuple[object, object]]) -> None:
+        self.topic, self.differences = topic, dict(differences)
+        super().__init__(_differing(f"topic {topic!r}", self.differences))
+
+    def __reduce__(self) -> tuple[type[TopicDiffers], tuple[str, dict[str, tuple[object, object]]]]:
+        return type(self), (self.topic, self.differences)
+
+
 class InvalidTopic(LogError, InvalidArgument):
     """A topic's name, partition count or setting is not allowed; the message says which and what is."""
 
@@ -306,6 +320,13 @@ class UnknownProducer(LogError):
 
     def __reduce__(self) -> tuple[type[UnknownProducer], tuple[str, tuple[int, int] | None]]:
         return type(self), (self.what, self.stored)
+
+
+def _differing(what: str, differences: Mapping[str, tuple[object, object]]) -> str:
+    settings = "; ".join(
+        f"{name} is {there!r}, and {asked!r} was asked for" for name, (there, asked) in differences.items()
+    )
+    return f"there is a {what} already, with other settings: {settings}"
 
 
 def refused_in(errors: Mapping[int, UnknownProducer]) -> frozenset[int]:
@@ -487,6 +508,20 @@ class UnknownQueue(QueueError, KeyError):
 
 class QueueExists(QueueError):
     """A queue of this name is there already. Use it, or choose another name."""
+
+
+class QueueDiffers(QueueExists):
+    """`create_queue(exist_ok=True)` found a queue of this name that has other settings. Nothing was changed. Ask for
+    the settings that the queue has, or choose another name.
+
+    `differences` names each argument that differs: the queue's value, then the value that was asked for."""
+
+    def __init__(self, queue: str, differences: Mapping[str, tuple[object, object]]) -> None:
+        self.queue, self.differences = queue, dict(differences)
+        super().__init__(_differing(f"queue {queue!r}", self.differences))
+
+    def __reduce__(self) -> tuple[type[QueueDiffers], tuple[str, dict[str, tuple[object, object]]]]:
+        return type(self), (self.queue, self.differences)
 
 
 class InvalidQueue(QueueError, InvalidArgument):

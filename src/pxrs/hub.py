@@ -34,6 +34,9 @@ from pxrs.errors import (
     OffsetTrimmed,
     PxrsError,
     RetentionPostponed,
+    TopicDiffers,
+    TopicExists,
+    UnknownTopic,
     UsedAfterFork,
 )
 from pxrs.hub_record import HubRecordFile
@@ -48,6 +51,8 @@ from pxrs.registry.lease import LEASE_TTL_MIN
 _logger = logging.getLogger(__name__)
 
 LEASE_TTL_DEFAULT: Final = 10.0
+CREATE_ATTEMPTS_MAX: Final = 100
+"""How often `create_topic(exist_ok=True)` tries to create a topic that others create and delete at the same time."""
 RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 """A hundred years. Far more could not be subtracted from the time of a message."""
 
@@ -273,6 +278,8 @@ class Hub:
         durability: str = "disk",
         keep_unread: bool = False,
         segment_s: float | timedelta | None = None,
+        *,
+        exist_ok: bool = False,
     ) -> TopicHandle:
         """Make a topic. Its partition count and partitioner are fixed for good.
 
@@ -286,13 +293,17 @@ class Hub:
         keep_unread: retention takes nothing that a group of the hub's registry has yet to read. A group that nobody
                     needs must be deleted. With a retention, such a topic needs the registry to be reachable now if no
                     registry is on record for the hub: this one is recorded.
-        Raises TopicExists, InvalidTopic.
+        exist_ok:   if a topic of this name is there, return it, provided that each of its settings is the one given
+                    here, or the default where none is given; otherwise TopicDiffers is raised, which names the
+                    settings that differ. Several processes may call this at once: one of them creates the topic.
+        Raises TopicExists, InvalidTopic; with `exist_ok` DamagedFrame, if the topic's stored description is damaged.
         """
         from pxrs.partitioner import hash_named
 
         self._check_usable()
         hash_named(arguments.text(InvalidTopic, "partitioner", partitioner, "its name"))  # is known here
         arguments.flag(InvalidTopic, "keep_unread", keep_unread)
+        arguments.flag(InvalidTopic, "exist_ok", exist_ok)
         if retention is not None:
             retention = arguments.seconds(InvalidTopic, "retention", retention, 0, RETENTION_S_MAX, above=True)
         if segment_s is not None:
@@ -310,9 +321,32 @@ class Hub:
             keep_unread,
             segment_s,
         )
+        return TopicHandle(self._create_or_open(topic) if exist_ok else self._create(topic), self)
+
+    def _create(self, topic: Topic) -> TopicLog:
         if self._belonging is not None:
             self._belonging.begin(keeps_unread=topic.keeps_unread)
-        return TopicHandle(self._log.create_topic(topic), self)
+        return self._log.create_topic(topic)
+
+    def _create_or_open(self, asked: Topic) -> TopicLog:
+        """The topic of this name, if its settings are those asked for; created if there is none.
+
+        A topic's name and all its settings appear at one moment, so a topic that is found here has them all."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                found = self._log.topic(asked.name)
+            except UnknownTopic:
+                try:
+                    return self._create(asked)
+                except TopicExists:
+                    if attempt == CREATE_ATTEMPTS_MAX:
+                        raise
+                    continue  # another process created it between the two calls: compare its settings
+            if differences := found.topic.differences(asked):
+                raise TopicDiffers(asked.name, differences)
+            return found
 
     def topics(self) -> list[Topic]:
         """All topics that can be opened, in the order of their names. See `damaged_topics` for the others."""
@@ -492,20 +526,30 @@ class Hub:
     # Work queues.
 
     def create_queue(
-        self, name: str, policy: Policy | None = None, fifo: bool = False, backoff: Backoff | None = None
+        self,
+        name: str,
+        policy: Policy | None = None,
+        fifo: bool = False,
+        backoff: Backoff | None = None,
+        *,
+        exist_ok: bool = False,
     ) -> QueueHandle:
         """Make a work queue. Its settings are fixed for good.
 
         policy:  how often an item may be delivered: AtLeastOnce() (the default), ConsumeTimes(k) or ConsumeOnce().
         fifo:    strictly first in, first out: one transaction at a time takes, and an item that comes back is the next.
         backoff: how long an item waits that came back: FixedBackoff(...), ExponentialBackoff(...), or None, not at all.
-        Raises QueueExists, InvalidQueue."""
+        exist_ok: if a queue of this name is there, return it, provided that its settings are those given here, or the
+                 defaults where none are given; otherwise QueueDiffers is raised, which names the settings that differ.
+                 Several processes may call this at once: one of them creates the queue.
+        Raises QueueExists, InvalidQueue, and OutcomeUnknown if the reply was lost: with `exist_ok`, call it again."""
         from pxrs.queue.handle import QueueHandle
         from pxrs.queue.policy import AtLeastOnce
 
         arguments.flag(InvalidQueue, "fifo", fifo)
+        arguments.flag(InvalidQueue, "exist_ok", exist_ok)
         store = self._queue_store()
-        queue = store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff)
+        queue = store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff, exist_ok=exist_ok)
         return self._kept_by(QueueHandle(store, queue))
 
     def queue(self, name: str) -> QueueHandle:

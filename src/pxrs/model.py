@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from types import UnionType
 from typing import NamedTuple
@@ -17,6 +17,7 @@ SEGMENT_BYTES_DEFAULT = 64 << 20
 PARTITIONERS = ("xxh64", "murmur2")
 CODECS = ("none", "lz4", "zstd")
 DURABILITIES = ("disk", "os")
+_NO_SETTINGS = ("name", "id", "extra")
 TOPIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -70,6 +71,18 @@ class Topic:
     """
     extra: dict[str, object] = field(default_factory=dict)
     """What a later version wrote and this one does not know; kept as it is."""
+
+    def differences(self, asked: Topic) -> dict[str, tuple[object, object]]:
+        """The settings in which a topic that is to be created would differ from this one, by the argument of
+        `create_topic` that gives each: this topic's value and the other's. Empty if the two agree.
+
+        `name` and `id` are no settings. `extra` is not compared: no argument of this version can ask for it."""
+        found = {}
+        for each in fields(self):
+            mine, other = getattr(self, each.name), getattr(asked, each.name)
+            if each.name not in _NO_SETTINGS and mine != other:
+                found["retention" if each.name == "retention_s" else each.name] = mine, other
+        return found
 
     @property
     def is_retained(self) -> bool:

@@ -1,20 +1,28 @@
-"""What the documents print runs, as printed."""
+"""What the documents print runs, as printed, and can be run again in the same folder."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
 import pxrs
+from pxrs.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^```(?:console|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+STARTS_SPARK = "pxrs.spark import session"
+"""In a block that starts Spark. `test_examples.py` runs these, in the session that it has."""
+RUN_AGAIN = ("topic create", "send", "check", "queue create", "queue put", "queue depth", "queue dead list")
+"""The commands that are run twice. The others wait for ever, ask, need a server, or need Spark."""
 
 
 def blocks() -> list[tuple[str, str]]:
@@ -23,19 +31,76 @@ def blocks() -> list[tuple[str, str]]:
         for path in DOCUMENTS
         for text in [path.read_text()]
         for match in BLOCK.finditer(text)
+        if STARTS_SPARK not in match[1]
     ]
 
 
+def compiled(place: str, code: str) -> CodeType:
+    """As a program whose tracebacks name the document and its line."""
+    document, line = place.rsplit(":", 1)
+    return compile("\n" * int(line) + code, str(ROOT / document), "exec")
+
+
+def run(program: CodeType) -> None:
+    """In this process: starting one for each block takes longer than most of them run."""
+    exec(program, {"__name__": "__main__"})
+
+
 @pytest.mark.parametrize(("place", "code"), blocks(), ids=[place for place, _ in blocks()])
-def test_python_in_the_documents_runs(place: str, code: str, tmp_path: Path) -> None:
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, f"{place}\n{result.stderr}"
+def test_python_in_the_documents_runs_twice_in_one_folder(
+    place: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = compiled(place, code)
+    run(program)
+    run(program)
 
 
-def test_the_readme_shows_the_refusal_it_talks_of(tmp_path: Path) -> None:
-    _, code = next(block for block in blocks() if block[0].startswith("README") and "Conflict" in block[1])
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert result.stdout == "not as expected: owners/7; nothing was written\n"
+def test_python_of_all_documents_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader who tries one after the other finds no topic, queue or table of another snippet in the way."""
+    monkeypatch.chdir(tmp_path)
+    for place, code in blocks():
+        run(compiled(place, code))
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """By document: the command lines, without the prompt and what is printed."""
+    found = []
+    for path in DOCUMENTS:
+        lines = []
+        for block in COMMANDS.findall(path.read_text()):
+            prompted = re.findall(r"^\$ (.+)$", block, re.MULTILINE)
+            lines += prompted or block.splitlines()
+        found.append((str(path.relative_to(ROOT)), lines))
+    return found
+
+
+def test_commands_in_the_documents_run_twice_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = set()
+    for document, lines in commands():
+        folder = tmp_path / document
+        folder.mkdir(parents=True)
+        monkeypatch.chdir(folder)
+        Path("orders.jsonl").write_text('{"account": "ann", "amount": 10.5}\n')
+        Path("letters.txt").write_text("to: carl\n")
+        for line in lines * 2:
+            if line.startswith("export "):
+                monkeypatch.setenv(*line.removeprefix("export ").split("=", 1))
+            before, _, command = line.rpartition("pxrs ")
+            command, _, source = command.partition(" < ")
+            if command.startswith(RUN_AGAIN):
+                Path("echoed").write_text("".join(shlex.split(before)[1:2]))  # of "echo '...' |"
+                with open(source or "echoed") as file, monkeypatch.context() as patch:
+                    patch.setattr(sys, "stdin", file)
+                    assert not app(shlex.split(command), standalone_mode=False), f"{document}: {line}"
+                ran.add(command.split()[0])
+    assert ran == {"topic", "send", "check", "queue"}
+
+
+def test_the_readme_shows_the_refusal_it_talks_of(capsys: pytest.CaptureFixture[str]) -> None:
+    place, code = next(block for block in blocks() if block[0].startswith("README") and "Conflict" in block[1])
+    run(compiled(place, code))
+    assert capsys.readouterr().out == "not as expected: owners/7; nothing was written\n"
 
 
 def test_make_targets_that_the_documents_name_exist() -> None:

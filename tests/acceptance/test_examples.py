@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib.util
 import os
@@ -27,9 +28,16 @@ SHORT_LIVED = {"JDK_JAVA_OPTIONS": FAST_START}
 
 
 @pytest.fixture(scope="module")
-def spark() -> Iterator[Any]:
+def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Spark's processes work: what relative paths in a program that they run mean."""
+    return tmp_path_factory.mktemp("spark")
+
+
+@pytest.fixture(scope="module")
+def spark(spark_folder: Path) -> Iterator[Any]:
     config = {"spark.sql.shuffle.partitions": "2", "spark.driver.extraJavaOptions": FAST_START}
-    found = session("examples", "local[2]", config)
+    with contextlib.chdir(spark_folder):
+        found = session("examples", "local[2]", config)
     found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()
@@ -47,6 +55,24 @@ def test_an_example_finds_what_it_says(
     assert f"python examples/{path.name} [FOLDER]" in (module.__doc__ or "")
     module.main(tmp_path, spark)
     assert capsys.readouterr().out
+
+
+def test_python_in_the_documents_that_starts_spark_runs_twice_in_one_folder(
+    spark: Any, spark_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`session` gives it the session that is there: another one would take longer to start than it runs."""
+    code = [
+        block
+        for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+        for block in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+        if "pxrs.spark import session" in block
+    ]
+    assert code
+    with contextlib.chdir(spark_folder):
+        for block in code:
+            for _ in range(2):
+                exec(block, {"__name__": "__main__"})
+                assert capsys.readouterr().out.endswith("\n0\n"), "the lag, in the end"
 
 
 def test_an_example_runs_as_its_docstring_says(tmp_path: Path) -> None:

@@ -153,8 +153,10 @@ def test_l3_a_writer_dies_in_a_roll_and_a_smaller_batch_comes_next(
     sent = fill(topic, 10)
 
     def work() -> None:
+        late = opened(tmp_path)
+        late.is_name_durable = True  # else the sync of the topic's name would be the first one
         with before_each("fsync", faults.kill):  # the new segment is made, its name is not synced yet
-            opened(tmp_path).append(one(b"x" * 2000))
+            late.append(one(b"x" * 2000))
 
     with faults.child(work) as pid:
         assert faults.wait_exit(pid) == -signal.SIGKILL

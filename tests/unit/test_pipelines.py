@@ -8,19 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 import pxrs
+from pxrs.cli import pipeline as cli_pipeline
 from pxrs.cli.app import app
 from pxrs.cli.pipeline import Signals, _history, _Lines, load
-from pxrs.errors import InvalidPipeline, MissingDependency
+from pxrs.errors import InvalidPipeline, MissingDependency, PipelineFailed
 from pxrs.spark import Pipeline, parquet, parse_json, pipeline, to
 from pxrs.spark.pipeline import Place, Sink, check_together
 from pxrs.spark.run import Batch, QueryRun, Run, _batch, check_topics, missing_topics, short_reason
@@ -265,6 +266,29 @@ def test_what_is_wrong_is_told_before_spark_starts(
     told = " ".join((result.output + str(result.exception)).replace("│", " ").split())
     assert result.exit_code == code, told
     assert words in told
+
+
+def test_a_topic_that_another_process_creates_meanwhile_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file.py").write_text(HEAD + ONE)
+
+    def overtaken(hub: pxrs.Hub, pipelines: Sequence[Pipeline]) -> list[str]:
+        missing = missing_topics(hub, pipelines)
+        with pxrs.open("hub") as other:
+            other.create_topic(missing[0], partitions=3)
+        return missing
+
+    def not_started(*arguments: object) -> NoReturn:
+        raise PipelineFailed("Spark was to start now")
+
+    monkeypatch.setattr(cli_pipeline, "missing_topics", overtaken)
+    monkeypatch.setattr(cli_pipeline, "_spark", not_started)
+    result = CliRunner().invoke(app, ["pipeline", "run", "file.py", "--at", "hub", "--create-topics"])
+    assert "Spark was to start now" in result.output + str(result.exception)
+    with pxrs.open("hub") as hub:
+        assert {topic.name: topic.partitions for topic in hub.topics()} == {"a": 3, "b": 8}
 
 
 # Errors and lines.

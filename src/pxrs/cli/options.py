@@ -20,6 +20,9 @@ RegistryUrl = Annotated[
     typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+ExistOk = Annotated[
+    bool, typer.Option("--exist-ok", help="No error if it is there already, with exactly these settings.")
+]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 

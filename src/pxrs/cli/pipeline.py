@@ -29,7 +29,7 @@ from rich.text import Text
 
 import pxrs
 from pxrs.cli.terminal import echo, is_terminal, printable, tell_error
-from pxrs.errors import InvalidPipeline, InvalidUrl, MissingDependency, PipelineFailed
+from pxrs.errors import InvalidPipeline, InvalidUrl, MissingDependency, PipelineFailed, TopicExists
 from pxrs.registry.address import parse
 from pxrs.spark.pipeline import Pipeline, Place, check_together, collecting
 from pxrs.spark.run import (
@@ -109,7 +109,9 @@ def run(
         with pxrs.open(place.url, registry) as hub, nullcontext() if history else Signals() as signals:
             if create_topics:
                 for topic in missing_topics(hub, pipelines):
-                    hub.create_topic(topic)
+                    # Another process may have created it since, with whatever settings: it is there, which is enough.
+                    with suppress(TopicExists):
+                        hub.create_topic(topic)
             check_topics(hub, pipelines)
             if not history:
                 hub.check_registry()  # here, and not by each query when Spark has started

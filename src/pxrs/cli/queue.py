@@ -18,7 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pxrs
-from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import (
     cell,
     console,
@@ -37,6 +37,7 @@ from pxrs.errors import (
     InvalidRecord,
     OutcomeUnknown,
     PxrsError,
+    QueueExists,
     RegistryCorrupt,
     TransactionLost,
     TransactionTooLarge,
@@ -96,14 +97,22 @@ def create(
         float | None,
         typer.Option(help="With --backoff exponential: up to this part of it shorter or longer, at random."),
     ] = None,
+    exist_ok: ExistOk = False,
     registry: RegistryUrl = None,
 ) -> None:
     """Make a work queue. Its settings are fixed for good."""
     rule = _policy(policy, times)
     wait = _backoff(backoff, {"pause": pause, "first": first, "factor": factor, "cap": cap, "jitter": jitter})
     with pxrs.open(at, registry) as hub:
-        hub.create_queue(queue, rule, fifo, wait)
-    typer.echo(f"made queue {queue}")
+        told = f"made queue {queue}"
+        try:
+            hub.create_queue(queue, rule, fifo, wait)
+        except QueueExists:
+            if not exist_ok:
+                raise
+            hub.create_queue(queue, rule, fifo, wait, exist_ok=True)  # compares the settings
+            told = f"queue {queue} is there already, with the same settings"
+    typer.echo(told)
 
 
 @app.command("list")

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 import pxrs
-from pxrs.cli.options import At, Json, RegistryUrl, open_hub
+from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, console, data_field, echo, echo_data, printable, tell_error
-from pxrs.errors import DamagedFrame, InvalidRecord, LogError, UnknownTopic
+from pxrs.errors import DamagedFrame, InvalidRecord, LogError, TopicExists, UnknownTopic
 from pxrs.model import CODECS, DURABILITIES, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
 from pxrs.producer import MESSAGE_BYTES_MAX
 
@@ -47,11 +48,13 @@ def create(
     keep_unread: Annotated[
         bool, typer.Option("--keep-unread", help="Keep all that a group has yet to read, whatever its age.")
     ] = False,
+    exist_ok: ExistOk = False,
     registry: RegistryUrl = None,
 ) -> None:
     """Make a topic."""
     with pxrs.open(at, registry) as hub:
-        hub.create_topic(
+        create_topic = partial(
+            hub.create_topic,
             name,
             partitions=partitions,
             partitioner=partitioner,
@@ -62,7 +65,15 @@ def create(
             keep_unread=keep_unread,
             segment_s=segment_s,
         )
-    typer.echo(f"made {name} with {partitions} partitions")
+        told = f"made {name} with {partitions} partitions"
+        try:
+            create_topic()
+        except TopicExists:
+            if not exist_ok:
+                raise
+            create_topic(exist_ok=True)  # compares the settings
+            told = f"{name} is there already, with {partitions} partitions and the same settings"
+    typer.echo(told)
 
 
 @app.command("list")

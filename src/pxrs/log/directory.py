@@ -1,6 +1,7 @@
 """The log in a local directory: `logs/<id>/topic.json`, a folder for each partition, and `topics/<name>`, a link to it.
 
 A topic appears whole or not at all: its folder is prepared and synced before the link is made, which claims the name.
+A process that finds the link syncs it before its first append, in case the process that made it has not.
 Deleting moves the link away, then the folder. No folder is ever used again: who has a deleted topic open finds its
 files gone, and can never reach into a later topic of the same name (G7). Processes of one machine share the directory;
 network file systems are refused, because their locks are not safe (F8).
@@ -30,6 +31,7 @@ from typing import Any, Final
 
 from pxrs import disk
 from pxrs.errors import (
+    AppendFailed,
     Closed,
     HubMoved,
     InvalidRecord,
@@ -113,7 +115,9 @@ class DirectoryLog(Log):
                     raise self._exists(topic.name) from error
                 raise
             disk.sync_folder(self._topics)
-        return self._opened(topic)  # by its id: the name may be another topic's by now
+        created = self._opened(topic)  # by its id: the name may be another topic's by now
+        created.is_name_durable = True
+        return created
 
     def _exists(self, name: str) -> TopicExists:
         found = look_up(self._topics, name)
@@ -308,6 +312,8 @@ class DirectoryTopic(TopicLog):
         """place: the directory of the whole log."""
         self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
+        self.is_name_durable = False
+        """Whether this process knows that the topic's link in the folder `topics` is on the medium."""
         self._folder, self._timeout, self._place = folder, timeout, place
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
@@ -417,6 +423,7 @@ class DirectoryTopic(TopicLog):
                 return []
 
         try:
+            self._make_name_durable()
             stored = self._crew.run([functools.partial(store, number) for number in ready])
         except (LogError, Closed) as error:
             self._check_there(error)
@@ -427,6 +434,19 @@ class DirectoryTopic(TopicLog):
             raise UnknownProducer.of(self.name, refused)
         offsets = {number: iter(places) for number, places in zip(ready, stored, strict=True)}
         return [next(offsets[append.partition]) for append in appends]
+
+    def _make_name_durable(self) -> None:
+        """Before the first append of this process, sync the folder that holds the topic's link.
+
+        The process that made the link may have died before it synced the folder, or may not have come to it yet. A
+        power loss would then take the link, and with it the messages that were acknowledged here."""
+        if self.is_name_durable:
+            return
+        try:
+            disk.sync_folder(self._place.path / "topics")
+        except OSError as error:
+            raise AppendFailed(f"{self.name}: the topic's name could not be synced: {disk.explain(error)}") from error
+        self.is_name_durable = True
 
     def wait(
         self,

@@ -70,6 +70,16 @@ class Queue:
         if self.backoff is not None and not isinstance(self.backoff, FixedBackoff | ExponentialBackoff):
             raise InvalidQueue(f"backoff is {self.backoff!r}: give FixedBackoff(...), ExponentialBackoff(...) or None")
 
+    def differences(self, asked: Queue) -> dict[str, tuple[object, object]]:
+        """The settings in which a queue that is to be created would differ from this one, by the argument of
+        `create_queue` that gives each: this queue's value and the other's. Empty if the two agree."""
+        pairs: dict[str, tuple[object, object]] = {
+            "policy": (self.policy, asked.policy),
+            "fifo": (self.is_fifo, asked.is_fifo),
+            "backoff": (self.backoff, asked.backoff),
+        }
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
     def dump(self) -> bytes:
         found = {
             "id": self.id,

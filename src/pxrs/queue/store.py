@@ -14,7 +14,15 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from pxrs.errors import Closed, Conflict, QueueExists, RegistryCorrupt, RegistryUnavailable, UnknownQueue
+from pxrs.errors import (
+    Closed,
+    Conflict,
+    QueueDiffers,
+    QueueExists,
+    RegistryCorrupt,
+    RegistryUnavailable,
+    UnknownQueue,
+)
 from pxrs.queue.combine import Combiner
 from pxrs.queue.head import Head
 from pxrs.queue.keeper import CLOSE_S_MAX, Keeper
@@ -62,14 +70,36 @@ class QueueStore:
 
     # Queues.
 
-    def create(self, name: str, policy: Policy, is_fifo: bool, backoff: Backoff | None) -> Queue:
-        queue = Queue(name, uuid.uuid4().hex, policy, bool(is_fifo), backoff, self.wall_time())
+    def create(
+        self, name: str, policy: Policy, is_fifo: bool, backoff: Backoff | None, *, exist_ok: bool = False
+    ) -> Queue:
+        """Create a queue. Raises QueueExists.
+
+        exist_ok: return the queue that has the name if its settings are those given here. Raises QueueDiffers if they
+                  are not."""
+        asked = Queue(name, uuid.uuid4().hex, policy, bool(is_fifo), backoff, self.wall_time())
+        if not exist_ok:
+            return self._create(asked)
+        for _ in range(ATTEMPTS_MAX):
+            found = self._look_up(name)
+            if found is not None:
+                if differences := found.differences(asked):
+                    raise QueueDiffers(name, differences)
+                return found
+            try:
+                return self._create(asked)
+            except QueueExists:
+                continue  # another process created it between the two calls: compare its settings
+        raise RegistryUnavailable(f"queue {name!r} was created and deleted by others {ATTEMPTS_MAX} times; try again")
+
+    def _create(self, queue: Queue) -> Queue:
         try:
             versions = self.registry.commit(
-                {queue.key: ABSENT, queue.standing: ABSENT}, {queue.key: queue.dump(), queue.standing: name.encode()}
+                {queue.key: ABSENT, queue.standing: ABSENT},
+                {queue.key: queue.dump(), queue.standing: queue.name.encode()},
             )
         except Conflict:
-            raise QueueExists(f"there is a queue {name!r} already: use it, or choose another name") from None
+            raise QueueExists(f"there is a queue {queue.name!r} already: use it, or choose another name") from None
         self._standing[queue.id] = versions[queue.standing]
         return queue
 
@@ -90,13 +120,23 @@ class QueueStore:
             known = self._known.get(name)
         if known is not None and time.monotonic() < known[1]:
             return known[0]
+        queue = self._look_up(name)
+        if queue is None:
+            raise self.unknown(name)
+        return queue
+
+    def _look_up(self, name: str) -> Queue | None:
+        """Read a queue's settings from the registry, whatever this process knows of it, and remember them. None if
+        there is no queue of this name. What was remembered of a deleted queue is forgotten."""
+        with self._lock:
+            known = self._known.get(name)  # before the read: what another thread learns meanwhile is not forgotten
         entry = self.registry.get(f"{QUEUES}{name}")
         if entry is None:
             with self._lock:
                 self._known.pop(name, None)
             if known is not None:
                 self._forget(known[0])
-            raise self.unknown(name)
+            return None
         queue = Queue.load(entry.key, entry.value)
         if known is not None and known[0].id != queue.id:
             self._forget(known[0])
