@@ -8,14 +8,17 @@ It is the same clock in every process of one machine, and says nothing about ano
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", None) or getattr(time, "CLOCK_MONOTONIC", None)
 
 
@@ -85,3 +88,19 @@ def boot_id() -> str:
 def wall_time_us() -> int:
     """The time that stored messages are stamped with, and that their age is counted by: microseconds since 1970."""
     return time.time_ns() // 1000
+
+
+def microseconds(seconds: float | None) -> int | None:
+    """Wall-clock seconds since 1970 as whole microseconds. None for 0, which records of version 0.1 have where no time
+    was written down, and for what is no number."""
+    return round(seconds * 1e6) if seconds and math.isfinite(seconds) else None
+
+
+def rfc3339(time_us: int) -> str | None:
+    """A wall-clock time, in microseconds since 1970, as RFC 3339 writes it in UTC: 2026-01-31T12:00:00.123456Z. None if
+    the calendar does not go as far: it has the years 1 to 9999."""
+    try:
+        moment = _EPOCH + timedelta(microseconds=time_us)
+    except OverflowError:
+        return None
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")

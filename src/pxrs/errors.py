@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pxrs.wording import counted
+
 
 class PxrsError(Exception):
     """The base of every error that pxrs raises on purpose."""
@@ -224,7 +226,9 @@ class PartlySent(LogError):
 
     def __init__(self, topic: str, rows: int, receipt: Any) -> None:
         self.topic, self.rows, self.receipt = topic, rows, receipt
-        super().__init__(f"{topic}: only a part of a table of {rows:,} rows was sent; see the receipt of this error")
+        super().__init__(
+            f"{topic}: only a part of a table of {counted(rows, 'row')} was sent; see the receipt of this error"
+        )
 
     def __reduce__(self) -> tuple[type[PartlySent], tuple[str, int, Any]]:
         return type(self), (self.topic, self.rows, self.receipt)
@@ -510,7 +514,7 @@ class TransactionLost(QueueError):
     def __init__(self, items: Sequence[str], reason: str) -> None:
         self.items, self.reason = tuple(items), reason
         super().__init__(
-            f"the transaction with {len(self.items)} taken items was refused and rolled back: {reason}; "
+            f"the transaction with {counted(len(self.items), 'taken item')} was refused and rolled back: {reason}; "
             "others get its items"
         )
 
@@ -542,7 +546,7 @@ class DataLost(SparkError):
     def __init__(self, place: str, start: int, end: int, why: str = "") -> None:
         self.place, self.start, self.end, self.why = place, start, end, why
         super().__init__(
-            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention "
+            f"{place}: the offsets {start} to {end - 1} ({counted(end - start, 'message')}) were removed by retention "
             + (f"and must be read again: {why}" if why else "before they were read")
             + "; set failOnDataLoss=false to go on behind them"
         )

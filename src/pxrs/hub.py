@@ -45,6 +45,7 @@ from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
 from pxrs.registry.lease import LEASE_TTL_MIN
+from pxrs.wording import counted
 
 _logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ class TopicHandle:
         return arguments.whole(InvalidRecord, name, given, 0)
 
     def __repr__(self) -> str:
-        return f"<TopicHandle {self.name} with {self.partitions} partitions>"
+        return f"<TopicHandle {self.name} with {counted(self.partitions, 'partition')}>"
 
 
 class Hub:

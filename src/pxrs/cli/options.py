@@ -41,6 +41,6 @@ def confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():
-        tell_error("Refused", "standard input is no terminal to ask at; give --yes to do it")
+        tell_error("standard input is no terminal to ask at; give --yes to do it")
         raise typer.Exit(2)
     typer.confirm(question, abort=True, err=True)

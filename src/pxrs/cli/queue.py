@@ -21,15 +21,15 @@ import pxrs
 from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import (
     cell,
-    console,
     data_field,
     data_text,
     echo,
     echo_data,
+    facts,
     indented,
-    printable,
+    seconds_field,
+    show,
     tell_error,
-    time_text,
 )
 from pxrs.cli.topic import key_in
 from pxrs.errors import (
@@ -48,6 +48,7 @@ from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.policy import dump as plain_setting
 from pxrs.queue.records import TAKERS, taker_in, time_in
 from pxrs.queue.transaction import Transaction
+from pxrs.wording import counted, printable, time_text
 
 app = typer.Typer(no_args_is_help=True)
 dead = typer.Typer(no_args_is_help=True)
@@ -119,7 +120,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     _add_depth_columns(table)
     for handle, depth in found:
         table.add_row(handle.name, *_depth_cells(depth))
-    console().print(table)
+    show(table)
 
 
 @app.command()
@@ -131,7 +132,7 @@ def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = 
     if as_json:
         typer.echo(json.dumps({**_plain_settings(handle), **asdict(depth)}))
         return
-    settings = {
+    settings: dict[str, object] = {
         "queue": handle.name,
         "id": handle.settings.id,
         "policy": _words(handle.policy),
@@ -139,9 +140,7 @@ def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = 
         "backoff": "none" if handle.backoff is None else _words(handle.backoff),
         "created": time_text(handle.settings.created),
     }
-    out = console()
-    out.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()))
-    out.print(_depth_table(depth))
+    show(facts(settings), _depth_table(depth))
 
 
 @app.command()
@@ -152,7 +151,7 @@ def depth(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = Fal
     if as_json:
         typer.echo(json.dumps({"queue": queue, **asdict(found)}))
     else:
-        console().print(_depth_table(found))
+        show(_depth_table(found))
 
 
 @app.command()
@@ -190,7 +189,7 @@ def put(
                 for at_row in range(0, len(batch), PUT_ITEMS):
                     putter.put(batch[at_row : at_row + PUT_ITEMS])
                     bar.update(task, completed=putter.count)
-    typer.echo(f"put {_count(putter.count, 'item')} into {queue}")
+    typer.echo(f"put {counted(putter.count, 'item')} into {queue}")
 
 
 @app.command()
@@ -213,7 +212,7 @@ def take(
     if peek and timeout is not None:
         raise typer.BadParameter("--peek does not wait: leave --timeout out")
     if sys.stdout is None:
-        tell_error("Refused", "standard output is closed: what is taken could not be printed")
+        tell_error("standard output is closed: what is taken could not be printed")
         raise typer.Exit(2)
     with open_hub(at, registry) as hub:
         if peek:
@@ -235,7 +234,7 @@ def take(
 def delete(queue: Name, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Remove a queue and all its items, dead letters too."""
     with open_hub(at, registry) as hub:
-        items = _count(sum(asdict(hub.queue(queue).depth()).values()), "item")
+        items = counted(sum(asdict(hub.queue(queue).depth()).values()), "item")
         confirm(f"Remove queue {queue} and its {items} for good?", yes)
         hub.delete_queue(queue)
     typer.echo(f"removed queue {queue} and its {items}")
@@ -265,7 +264,7 @@ def list_dead(
         for item in found[:count]:
             cells = (cell(item.error), cell(data_text(item.key)), cell(data_text(item.value)))
             table.add_row(item.id, time_text(item.died_at), str(item.deliveries), *cells)
-        console().print(table)
+        show(table)
         for item in found[:count] if traceback else ():
             echo(f"{item.id} {printable(item.error)}")
             if item.traceback:
@@ -279,7 +278,7 @@ def retry(queue: Name, at: At, ids: Ids = None, registry: RegistryUrl = None) ->
     """Put dead letters back into the queue, as if they had never been delivered."""
     with open_hub(at, registry) as hub:
         done = hub.queue(queue).dead_letters().retry(ids or None)
-    typer.echo(f"{_count(done, 'dead letter')} of {queue} will be tried again")
+    typer.echo(f"{counted(done, 'dead letter')} of {queue} will be tried again")
     _tell_missing(queue, ids, done)
 
 
@@ -289,9 +288,9 @@ def purge(queue: Name, at: At, ids: Ids = None, yes: Yes = False, registry: Regi
     with open_hub(at, registry) as hub:
         letters = hub.queue(queue).dead_letters()
         if not ids:
-            confirm(f"Remove {_count(len(letters), 'dead letter')} of {queue} for good?", yes)
+            confirm(f"Remove {counted(len(letters), 'dead letter')} of {queue} for good?", yes)
         done = letters.purge(ids or None)
-    typer.echo(f"removed {_count(done, 'dead letter')} of {queue}")
+    typer.echo(f"removed {counted(done, 'dead letter')} of {queue}")
     _tell_missing(queue, ids, done)
 
 
@@ -330,7 +329,7 @@ class _Putter:
         while values:
             try:
                 tx, fitting, refusal = self._fill(values)
-                is_committed = _commit(tx, f"whether the last {_count(fitting, self._what)} are in the queue")
+                is_committed = _commit(tx, f"whether the last {counted(fitting, self._what)} are in the queue")
             except PxrsError as error:
                 error.add_note(f"{self._said('were', 'was')} put before")
                 raise
@@ -356,7 +355,7 @@ class _Putter:
 
     def _said(self, several: str, one: str) -> str:
         verb = one if self.count == 1 else several
-        return f"{_count(self.count, self._what)} {verb}"
+        return f"{counted(self.count, self._what)} {verb}"
 
 
 def _lines(line_bytes_max: int) -> Iterator[list[bytes]]:
@@ -440,12 +439,13 @@ def _plain(item: Item) -> dict[str, Any]:
         **data_field("value", item.value),
         "priority": item.priority,
         "deliveries": item.deliveries,
-        "put_at": item.put_at,
+        **seconds_field("put_at", item.put_at),
         "error": item.error,
     }
     if item.died_at is None:
         return found
-    return {**found, "died_at": item.died_at, "error_type": item.error_type, "traceback": item.traceback}
+    died_at = seconds_field("died_at", item.died_at)
+    return {**found, **died_at, "error_type": item.error_type, "traceback": item.traceback}
 
 
 def _plain_settings(handle: QueueHandle) -> dict[str, Any]:
@@ -455,7 +455,7 @@ def _plain_settings(handle: QueueHandle) -> dict[str, Any]:
         "policy": plain_setting(handle.policy),
         "fifo": handle.is_fifo,
         "backoff": None if handle.backoff is None else plain_setting(handle.backoff),
-        "created": handle.settings.created,
+        **seconds_field("created", handle.settings.created),
     }
 
 
@@ -489,13 +489,9 @@ def _depth_cells(found: Depth) -> list[str]:
     return [f"{count:,}" for count in asdict(found).values()]
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
 def _tell_missing(queue: str, ids: list[str] | None, done: int) -> None:
     missing = len(set(ids or ())) - done
     if ids and missing:
         what = "is no dead letter" if missing == 1 else "are no dead letters"
-        tell_error("InvalidItem", f"{missing} of these {what} of {queue}: see `pxrs queue dead list {queue}`")
+        tell_error(f"{missing} of these {what} of {queue}: see `pxrs queue dead list {queue}`")
         raise typer.Exit(1)

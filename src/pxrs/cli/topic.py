@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,10 +16,12 @@ from rich.text import Text
 
 import pxrs
 from pxrs.cli.options import At, Json, RegistryUrl, open_hub
-from pxrs.cli.terminal import cell, console, data_field, echo, echo_data, printable, tell_error
+from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
+from pxrs.clock import rfc3339
 from pxrs.errors import DamagedFrame, InvalidRecord, LogError, UnknownTopic
-from pxrs.model import CODECS, DURABILITIES, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
+from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
 from pxrs.producer import MESSAGE_BYTES_MAX
+from pxrs.wording import counted, printable
 
 app = typer.Typer(no_args_is_help=True)
 SEND_ROWS = 5_000
@@ -62,7 +63,7 @@ def create(
             keep_unread=keep_unread,
             segment_s=segment_s,
         )
-    typer.echo(f"made {name} with {partitions} partitions")
+    typer.echo(f"made {name} with {counted(partitions, 'partition')}")
 
 
 @app.command("list")
@@ -84,7 +85,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
         for row in rows:
             counts = ["-" if count is None else f"{count:,}" for count in (row.partitions, row.messages)]
             table.add_row(row.name, *counts, *([cell(row.damage or "")] if is_damaged else []))
-        console().print(table)
+        show(table)
     if any(row.damage is not None for row in rows):
         raise typer.Exit(1)
 
@@ -134,16 +135,13 @@ def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = Fa
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
         typer.echo(json.dumps({**settings, "retention_problem": problem, "partitions": offsets}))
         return
-    out = Console()
-    out.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()), highlight=False)
-    if problem is not None:
-        out.print(Text.assemble(("retention is held up: ", "bold red"), printable(problem)), soft_wrap=True)
+    held = [] if problem is None else [Text.assemble(("retention is held up: ", "bold red"), printable(problem))]
     table = Table(box=None, header_style="bold")
     for column in ("partition", "start", "end", "messages"):
         table.add_column(column, justify="right")
     for p, start, end in ends:
         table.add_row(str(p), f"{start:,}", f"{end:,}", f"{end - start:,}")
-    out.print(table)
+    show(facts(settings), *held, table)
 
 
 @app.command()
@@ -156,9 +154,9 @@ def delete(
     """Remove a topic and all its messages."""
     with pxrs.open(at, registry) as hub:
         try:
-            what = f"its {_count(hub, hub.topic(name).topic):,} messages"
+            what = f"its {counted(_count(hub, hub.topic(name).topic), 'message')}"
         except DamagedFrame as damage:  # it can be removed all the same
-            tell_error(type(damage).__name__, str(damage))
+            tell_error(error_text(damage), type(damage).__name__)
             what = "all its messages (they cannot be counted)"
         if not yes:
             typer.confirm(f"Remove {name} and {what} for good?", abort=True)
@@ -192,14 +190,14 @@ def send(
                 out.send(value, key=None if key is None else key_in(value, key))
             except InvalidRecord as error:
                 out.flush()  # so that what is said of the lines before it is true
-                before = "1 line before it was sent" if count == 1 else f"{count:,} lines before it were sent"
+                before = f"{counted(count, 'line')} before it {'was' if count == 1 else 'were'} sent"
                 raise InvalidRecord(f"line {count + 1:,}: {error}; {before}") from error
             count += 1
             if count % SEND_ROWS == 0:
                 bar.update(task, completed=count)
         out.flush()
         bar.update(task, completed=count)
-    typer.echo(f"sent {count:,} messages to {topic}")
+    typer.echo(f"sent {counted(count, 'message')} to {topic}")
 
 
 def key_in(line: bytes, field: str) -> bytes | None:
@@ -260,7 +258,8 @@ def _print(message: Message, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(message)))
         return
-    place = f"{message.partition}/{message.offset} {_time(message.timestamp)}"
+    moment = rfc3339(message.timestamp) or f"{message.timestamp}us"  # the sender's, maybe beyond the calendar
+    place = f"{message.partition}/{message.offset} {moment}"
     echo_data(place, message.key, message.value)
 
 
@@ -270,18 +269,11 @@ def _plain(message: Message) -> dict[str, Any]:
     return {
         "partition": message.partition,
         "offset": message.offset,
-        "timestamp": message.timestamp,
+        **time_field("timestamp", message.timestamp),
         **data_field("key", message.key),
         **data_field("value", message.value),
         "headers": None if headers is None else [{"key": name, **data_field("value", data)} for name, data in headers],
     }
-
-
-def _time(timestamp: int) -> str:
-    try:
-        return (EPOCH + timedelta(microseconds=timestamp)).isoformat(timespec="milliseconds")
-    except OverflowError:  # it is the sender's, and may lie beyond every calendar
-        return f"{timestamp}us"
 
 
 def _count(hub: pxrs.Hub, topic: Topic) -> int:
@@ -304,7 +296,7 @@ def check(directory: Path, as_json: Json = False) -> None:
         for checked in check_log(directory):
             findings += checked.findings
             messages, size = messages + checked.messages, size + checked.bytes
-            bar.update(task, description=f"{checked.topic}: {messages:,} messages")
+            bar.update(task, description=f"{checked.topic}: {counted(messages, 'message')}")
     if as_json:
         for finding in findings:
             typer.echo(json.dumps(finding._asdict()))
@@ -312,6 +304,7 @@ def check(directory: Path, as_json: Json = False) -> None:
     else:
         for finding in findings:
             echo(printable(f"{finding.file} at byte {finding.position:,}: {finding.what}"))
-        typer.echo(f"{messages:,} messages, {size:,} bytes, {len(findings)} findings")
+        totals = counted(messages, "message"), counted(size, "byte"), counted(len(findings), "finding")
+        typer.echo(", ".join(totals))
     if findings:
         raise typer.Exit(1)

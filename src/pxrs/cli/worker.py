@@ -52,6 +52,7 @@ from pxrs.group.member import Timings
 from pxrs.group.records import Keys
 from pxrs.queue.records import check_name
 from pxrs.registry.address import parse
+from pxrs.wording import counted
 
 PROCESSES_MAX: Final = 1_000
 RESTART_S: Final = (0.2, 30.0)
@@ -327,7 +328,7 @@ class Supervisor:
 
     def _begin_stopping(self, why: str, **fields: Any) -> None:
         self._kills_at = time.monotonic() + self._settings.grace_s
-        text = f"{why}: stopping {len(self._running())} workers, for up to {self._settings.grace_s:g} s"
+        text = f"{why}: stopping {counted(len(self._running()), 'worker')}, for up to {self._settings.grace_s:g} s"
         self._tell("stopping", text, **fields)
 
     def _reap(self) -> None:

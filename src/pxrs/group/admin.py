@@ -58,6 +58,7 @@ from pxrs.group.records import (
     partition_of,
     start_key,
 )
+from pxrs.group.text import group_text
 from pxrs.log.contract import DamagedTopic
 from pxrs.model import Topic
 from pxrs.registry.contract import ABSENT, Entry, Registry
@@ -181,10 +182,8 @@ class GroupDescription:
         return pa.Table.from_pylist(rows, _SCHEMA)
 
     def __str__(self) -> str:
-        return (
-            f"group {self.name}: {len(self.members)} members, {len(self.partitions)} partitions, "
-            f"generation {self.generation}, lag {self.lag:,}"
-        )
+        """Tables to be printed: members, owners, epochs, checkpoints and lag."""
+        return group_text(self)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
 from pxrs.queue.taker import Leftovers, Taker
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.watch import Watch
+from pxrs.wording import counted
 
 if TYPE_CHECKING:
     from pxrs.queue.store import QueueStore
@@ -289,7 +290,8 @@ class Keeper:
         version = turn.version if turn is not None and has_turn else None
         returned, last = moves.give_back_all(queue, whole, Failure(_DIED), version, random.random, time.time())
         self._store.move_all(returned, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
-        _logger.info("queue %s: gave back %d items of taker %s, which is gone", queue.name, len(held), taker)
+        given = counted(len(held), "item")
+        _logger.info("queue %s: gave back %s of taker %s, which is gone", queue.name, given, taker)
 
     def _end_delays(self, queue: Queue) -> float:
         """Make ready what is due. In how many seconds the next one is."""
