@@ -18,6 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pxrs
+from pxrs.cli.input import Interrupts, interrupted, interrupted_again, is_typed, tell_typist
 from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import (
     cell,
@@ -171,24 +172,35 @@ def put(
     """Put each value as an item; all are durable when it ends.
 
     Lines are put as they arrive. A field that is null is no key. A value that cannot be put ends it, when those before
-    it are durable.
+    it are durable. Ctrl-C ends it too: it says how many items were put, and the exit code is 130.
     """
     options: dict[str, Any] = {"priority": priority, "delay": delay}
     if not values and sys.stdin is None:
         raise InvalidItem("standard input is closed; give it the lines to put, or give values")
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} items"), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} put"), TimeElapsedColumn())
+    is_shown = console.is_terminal and (bool(values) or not is_typed())
+    bar = Progress(*columns, console=console, disable=not is_shown)
     with open_hub(at, registry) as hub:
         limit = hub.registry.limits.value_bytes_max
-        batches = [[os.fsencode(value) for value in values]] if values else _lines(limit)
         putter = _Putter(hub, hub.queue(queue), key, options, "value" if values else "line")
-        with bar:
+        if not values:
+            tell_typist(f"put into {queue} as an item")
+        with bar, Interrupts() as interrupts:
             task = bar.add_task("putting", total=None)
-            for batch in batches:
-                for at_row in range(0, len(batch), PUT_ITEMS):
-                    putter.put(batch[at_row : at_row + PUT_ITEMS])
-                    bar.update(task, completed=putter.count)
+            batches = [[os.fsencode(value) for value in values]] if values else _lines(limit, interrupts)
+            try:
+                for batch in batches:
+                    for at_row in range(0, len(batch), PUT_ITEMS):
+                        putter.put(batch[at_row : at_row + PUT_ITEMS])
+                        bar.update(task, completed=putter.count)
+                        interrupts.check()
+            except KeyboardInterrupt:
+                done = f"put {counted(putter.count, 'item')} into {queue}"
+                if interrupts.count > 1:
+                    unknown = "whether the items after them were put is not known"
+                    raise interrupted_again(f"{done}; {unknown}") from None
+                raise interrupted(f"{done}; what was put is durable") from None
     typer.echo(f"put {counted(putter.count, 'item')} into {queue}")
 
 
@@ -358,10 +370,10 @@ class _Putter:
         return f"{counted(self.count, self._what)} {verb}"
 
 
-def _lines(line_bytes_max: int) -> Iterator[list[bytes]]:
+def _lines(line_bytes_max: int, interrupts: Interrupts) -> Iterator[list[bytes]]:
     """The lines of standard input, as many at a time as have come: nobody waits for a batch to be full."""
     rest = b""
-    while piece := os.read(sys.stdin.fileno(), READ_BYTES):
+    while piece := interrupts.wait(lambda: os.read(sys.stdin.fileno(), READ_BYTES)):
         *lines, rest = (rest + piece).split(b"\n")
         yield [line.removesuffix(b"\r") for line in lines]
         if len(rest) > line_bytes_max:

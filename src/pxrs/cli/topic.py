@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -15,12 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 import pxrs
+from pxrs.cli.input import Interrupts, interrupted, interrupted_again, is_typed, tell_typist
 from pxrs.cli.options import At, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
 from pxrs.clock import rfc3339
 from pxrs.errors import DamagedFrame, InvalidRecord, LogError, UnknownTopic
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
-from pxrs.producer import MESSAGE_BYTES_MAX
+from pxrs.producer import MESSAGE_BYTES_MAX, Producer
 from pxrs.wording import counted, printable
 
 app = typer.Typer(no_args_is_help=True)
@@ -174,30 +175,57 @@ def send(
 ) -> None:
     """Send each line of standard input as a message; all are durable when it ends.
 
-    A field that is null is no key. A line that cannot be sent ends it, when those before it are durable.
+    A field that is null is no key. A line that cannot be sent ends it, when those before it are durable. Ctrl-C ends it
+    too: it says how many messages were sent, and the exit code is 130.
     """
     if sys.stdin is None:
         raise InvalidRecord("standard input is closed; give it the lines to send")
-    count = 0
     err = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} messages"), TimeElapsedColumn())
-    bar = Progress(*columns, console=err, disable=not err.is_terminal)
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} sent"), TimeElapsedColumn())
+    bar = Progress(*columns, console=err, disable=not err.is_terminal or is_typed())
     with pxrs.open(at, registry) as hub, hub.producer(topic) as out, bar:
+        tell_typist(f"sent to {topic} as a message")
         task = bar.add_task("sending", total=None)
-        for line in iter(lambda: sys.stdin.buffer.readline(LINE_BYTES_MAX), b""):
+        lines = _Lines(out, key, lambda count: bar.update(task, completed=count))
+        try:
+            with Interrupts() as interrupts:
+                try:
+                    lines.send(interrupts)
+                except KeyboardInterrupt:
+                    if interrupts.count > 1:
+                        raise
+                out.flush()
+        except KeyboardInterrupt:
+            read = counted(lines.count, "message")
+            raise interrupted_again(f"how many of {read} are stored in {topic} is not known") from None
+        bar.update(task, completed=lines.count)
+    sent = f"sent {counted(lines.count, 'message')} to {topic}"
+    if interrupts.count:
+        raise interrupted(f"{sent}; what was sent is durable")
+    typer.echo(sent)
+
+
+class _Lines:
+    """Sends the lines of standard input, and knows at every moment how many of them the producer has taken."""
+
+    def __init__(self, out: Producer, key: str | None, progress: Callable[[int], None]) -> None:
+        self._out, self._key, self._progress = out, key, progress
+        self.count = 0
+
+    def send(self, interrupts: Interrupts) -> None:
+        """Raises KeyboardInterrupt on Ctrl-C: the lines that are counted wait in the producer, no other does."""
+        stdin = sys.stdin.buffer
+        while line := interrupts.wait(lambda: stdin.readline(LINE_BYTES_MAX)):
             try:
                 value = line.removesuffix(b"\n").removesuffix(b"\r")
-                out.send(value, key=None if key is None else key_in(value, key))
+                self._out.send(value, key=None if self._key is None else key_in(value, self._key))
             except InvalidRecord as error:
-                out.flush()  # so that what is said of the lines before it is true
-                before = f"{counted(count, 'line')} before it {'was' if count == 1 else 'were'} sent"
-                raise InvalidRecord(f"line {count + 1:,}: {error}; {before}") from error
-            count += 1
-            if count % SEND_ROWS == 0:
-                bar.update(task, completed=count)
-        out.flush()
-        bar.update(task, completed=count)
-    typer.echo(f"sent {counted(count, 'message')} to {topic}")
+                self._out.flush()  # so that what is said of the lines before it is true
+                before = f"{counted(self.count, 'line')} before it {'was' if self.count == 1 else 'were'} sent"
+                raise InvalidRecord(f"line {self.count + 1:,}: {error}; {before}") from error
+            self.count += 1
+            if self.count % SEND_ROWS == 0:
+                self._progress(self.count)
 
 
 def key_in(line: bytes, field: str) -> bytes | None:
