@@ -26,6 +26,9 @@ _HOST_NAME = re.compile(
 """Without a port it might be a directory too: one that is there is taken for one."""
 _HOST_PORT = re.compile(r"[A-Za-z0-9_.-]+:\d+(,.*)?(/.*)?")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
+DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
+"""Scheme of a SQL database -> the driver that reaches it. An address may name it, as SQLAlchemy does: postgresql+psycopg
+is the same as postgresql."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -158,7 +161,7 @@ def parse(url: str | os.PathLike[str]) -> Address:
     if match is None:
         scheme, rest = "file", text
     else:
-        scheme, rest = match[1].lower(), match[2]
+        scheme, rest = _without_driver(match[1].lower()), match[2]
     rest, _, query = rest.partition("?")
     if rest.startswith("//") and "@" in query and "@" not in rest:
         raise InvalidUrl(f"{scheme}: the part before '@' has a '?': write it as %3F in a user name or password")
@@ -169,6 +172,19 @@ def parse(url: str | os.PathLike[str]) -> Address:
             "a letter or digit first"
         )
     return address
+
+
+def _without_driver(scheme: str) -> str:
+    """Only the scheme is shown in the error: what follows it may hold a password."""
+    database, plus, driver = scheme.partition("+")
+    if not plus or database not in DRIVERS:
+        return scheme
+    if driver != DRIVERS[database]:
+        raise InvalidUrl(
+            f"{scheme}: a registry in {database} is reached through {DRIVERS[database]}: write {database}:// or "
+            f"{database}+{DRIVERS[database]}://"
+        )
+    return database
 
 
 def _options(scheme: str, query: str) -> list[tuple[str, str]]:
