@@ -209,6 +209,22 @@ class HubMoved(LogError):
         return type(self), (self.place, self.what)
 
 
+class NoDirectory(LogError):
+    """A hub that was opened with a registry and no directory was asked for topics, or to change a group that reads
+    them; nothing was done. Give the directory too: `pxrs.open(DIRECTORY, registry=...)`. Of a group that reads another
+    source than topics, name that: `hub.group(NAME, source)`."""
+
+    def __init__(self, registry: str) -> None:
+        self.registry = registry
+        super().__init__(
+            f"the hub with the registry {registry} was opened without a directory, so it has no topics and changes no "
+            "group of topics: write pxrs.open(DIRECTORY, registry=...), or give --at"
+        )
+
+    def __reduce__(self) -> tuple[type[NoDirectory], tuple[str]]:
+        return type(self), (self.registry,)
+
+
 class TopicExists(LogError):
     """A topic of this name is there already. Use it, or choose another name."""
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import pxrs
 from pxrs.cli.input import Interrupts, interrupted, interrupted_again, is_typed, tell_typist
-from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
 from pxrs.cli.terminal import (
     cell,
     data_field,
@@ -81,7 +81,7 @@ class BackoffName(StrEnum):
 @app.command()
 def create(
     queue: Name,
-    at: At,
+    at: MaybeAt = None,
     policy: Annotated[PolicyName, typer.Option(help="How often an item may be delivered.")] = PolicyName.AT_LEAST_ONCE,
     times: Annotated[int | None, typer.Option(help="With --policy consume-times: then it is a dead letter.")] = None,
     fifo: Annotated[
@@ -103,13 +103,14 @@ def create(
     """Make a work queue. Its settings are fixed for good."""
     rule = _policy(policy, times)
     wait = _backoff(backoff, {"pause": pause, "first": first, "factor": factor, "cap": cap, "jitter": jitter})
+    check_given(at, registry)
     with pxrs.open(at, registry) as hub:
         hub.create_queue(queue, rule, fifo, wait)
     typer.echo(f"made queue {queue}")
 
 
 @app.command("list")
-def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the queues, and how many items each holds, by where they are."""
     with open_hub(at, registry) as hub:
         found = list(_depths(hub))
@@ -125,7 +126,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def describe(queue: Name, at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show a queue's settings, and how many items it holds."""
     with open_hub(at, registry) as hub:
         handle = hub.queue(queue)
@@ -145,7 +146,7 @@ def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = 
 
 
 @app.command()
-def depth(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def depth(queue: Name, at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show how many items a queue holds: ready, delayed, in flight and dead."""
     with open_hub(at, registry) as hub:
         found = hub.queue(queue).depth()
@@ -158,7 +159,7 @@ def depth(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = Fal
 @app.command()
 def put(
     queue: Name,
-    at: At,
+    at: MaybeAt = None,
     values: Annotated[
         list[str] | None, typer.Argument(metavar="[VALUE]...", help="By default each line of standard input.")
     ] = None,
@@ -207,7 +208,7 @@ def put(
 @app.command()
 def take(
     queue: Name,
-    at: At,
+    at: MaybeAt = None,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many.")] = 1,
     timeout: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait for so many; by default not at all.")
@@ -243,7 +244,7 @@ def take(
 
 
 @app.command()
-def delete(queue: Name, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
+def delete(queue: Name, at: MaybeAt = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Remove a queue and all its items, dead letters too."""
     with open_hub(at, registry) as hub:
         items = counted(sum(asdict(hub.queue(queue).depth()).values()), "item")
@@ -255,7 +256,7 @@ def delete(queue: Name, at: At, yes: Yes = False, registry: RegistryUrl = None) 
 @dead.command("list")
 def list_dead(
     queue: Name,
-    at: At,
+    at: MaybeAt = None,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many, the oldest first.")] = 100,
     traceback: Annotated[bool, typer.Option("--traceback", help="Also where the handler raised.")] = False,
     registry: RegistryUrl = None,
@@ -286,7 +287,7 @@ def list_dead(
 
 
 @dead.command()
-def retry(queue: Name, at: At, ids: Ids = None, registry: RegistryUrl = None) -> None:
+def retry(queue: Name, at: MaybeAt = None, ids: Ids = None, registry: RegistryUrl = None) -> None:
     """Put dead letters back into the queue, as if they had never been delivered."""
     with open_hub(at, registry) as hub:
         done = hub.queue(queue).dead_letters().retry(ids or None)
@@ -295,7 +296,7 @@ def retry(queue: Name, at: At, ids: Ids = None, registry: RegistryUrl = None) ->
 
 
 @dead.command()
-def purge(queue: Name, at: At, ids: Ids = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
+def purge(queue: Name, at: MaybeAt = None, ids: Ids = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Remove dead letters for good."""
     with open_hub(at, registry) as hub:
         letters = hub.queue(queue).dead_letters()

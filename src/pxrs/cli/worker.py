@@ -90,7 +90,15 @@ def worker(
             "searched first.",
         ),
     ],
-    at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")],
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            envvar="PXRS_AT",
+            metavar="URL",
+            help="The directory of the hub; a queue needs none where --registry is given.",
+        ),
+    ] = None,
     topic: Annotated[str | None, typer.Option(metavar="TOPIC", help="What the group reads.")] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP")] = None,
     queue: Annotated[
@@ -149,6 +157,8 @@ def worker(
         return
     if topic is None or group is None:
         raise typer.BadParameter("give --topic and --group, or --queue")
+    if at is None:
+        raise typer.BadParameter("give --at or PXRS_AT: the directory that holds the topic")
     Timings(**given)
     Keys(group)
     assignor_named(assignor)

@@ -59,7 +59,8 @@ class Settings:
     """MODULE:HANDLER."""
     topic: str | None
     group: str | None
-    at: str
+    at: str | None
+    """None of a queue that needs no directory; then there is a registry."""
     registry: str | None
     threads: int
     grace_s: float

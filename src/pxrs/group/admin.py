@@ -19,6 +19,7 @@ ends a change half-way, run it again: each of them may be repeated.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from pxrs.errors import (
     GroupElsewhere,
     GroupError,
     InvalidGroup,
+    NoDirectory,
     UnknownGroup,
     UnknownTopic,
 )
@@ -279,7 +281,8 @@ class GroupHandle:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""
         state = self._read()
         if not state.is_there:
-            self._check_hub()
+            with contextlib.suppress(NoDirectory):  # a hub without a directory has no other registry to name
+                self._check_hub()
             raise UnknownGroup(self.name)
         assignment = state.assignment[0] if state.assignment else Assignment(0)
         leader = state.leader[0].incarnation if state.leader else None

@@ -27,8 +27,8 @@ _HOST_NAME = re.compile(
 _HOST_PORT = re.compile(r"[A-Za-z0-9_.-]+:\d+(,.*)?(/.*)?")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
 DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
-"""Scheme of a SQL database -> the driver that reaches it. An address may name it, as SQLAlchemy does: postgresql+psycopg
-is the same as postgresql."""
+"""Scheme of a SQL database -> the driver that reaches it. An address may name it as SQLAlchemy does: the scheme
+postgresql+psycopg is the same as postgresql."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -51,6 +51,12 @@ class Address:
         login, at, place = self.rest.rpartition("@")
         user, colon, _ = login.removeprefix("//").partition(":")
         return f"{self.scheme}://{user}:***@{place}" if at and colon else f"{self.scheme}:{self.rest}"
+
+    @property
+    def shown(self) -> str:
+        """The same with the namespace, if the address names one: which registry it is."""
+        namespace = self.options.get("namespace")
+        return self.text if namespace is None else f"{self.text}?namespace={namespace}"
 
     def hosts(self, default_port: int) -> list[tuple[str, int]]:
         if "@" in self.rest and "@" not in self._netloc:
