@@ -92,8 +92,9 @@ class Shop:
         return {json.loads(entry.value)["pid"] for entry in self.hub.registry.scan(TAKERS)}
 
     def worker(self, handler: str, *arguments: str, registry: str | None = None) -> Supervisor:
-        elsewhere = ("--registry", registry) if registry is not None else ()
-        self.supervisors.append(Supervisor(self.folder, handler, *elsewhere, *arguments))
+        """registry: in place of the directory, which a queue in a registry does not need."""
+        place = ("--at", "data") if registry is None else ("--registry", registry)
+        self.supervisors.append(Supervisor(self.folder, handler, *place, *arguments))
         return self.supervisors[-1]
 
     def close(self) -> None:
@@ -104,7 +105,7 @@ class Shop:
 
 class Supervisor:
     def __init__(self, folder: Path, handler: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", "pxrs.cli", "worker", handler, "--queue", "jobs", "--at", "data", *arguments]
+        command = [sys.executable, "-m", "pxrs.cli", "worker", handler, "--queue", "jobs", *arguments]
         self._told = folder / f"stderr-{time.monotonic_ns()}"
         with self._told.open("wb") as told:
             self.process = subprocess.Popen([*command, "--json"], cwd=folder, stderr=told, process_group=0)

@@ -21,14 +21,15 @@ from pxrs.model import Topic
 from pxrs.producer import Producer
 
 
-@pytest.fixture(params=["file", "sqlite"])
-def registry(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "reg") if request.param == "file" else f"sqlite:///{tmp_path}/reg.db"
+@pytest.fixture
+def registry(tmp_path: Path) -> str:
+    """For tests that open it more than once. The other stores: tests/integration/test_queue_stores.py."""
+    return str(tmp_path / "reg")
 
 
 @pytest.fixture
-def hub(registry: str) -> Iterator[Hub]:
-    with pxrs.open(registry=registry) as hub:
+def hub() -> Iterator[Hub]:
+    with pxrs.open(registry="memory:") as hub:
         yield hub
 
 
