@@ -287,7 +287,7 @@ def test_x14_a_paused_partition_is_retried_or_skipped(group: Path, topic: str) -
     assert skipped == "group billing leaves out orders/1 offset 2\n"
     (found,) = rows(run(group, "describe", "billing", "--json"))
     assert [row["paused"] and row["paused"]["skip"] for row in found["partitions"]] == [None, True]
-    assert "orders/1 offset 2 is left out: ValueError" in run(group, "describe", "billing").stdout
+    assert "orders/1 is about to skip offset 2: ValueError" in run(group, "describe", "billing").stdout
 
 
 def test_the_registry_may_be_elsewhere(data: Path, tmp_path: Path) -> None:

@@ -55,12 +55,14 @@ class Interrupts:
         """How often Ctrl-C was pressed within the block."""
         self._is_waiting = False
         self._before: Any = None
+        """The handler of SIGINT outside the block."""
+        self._is_ours = False
+        """Whether this object handles SIGINT now."""
 
     def __enter__(self) -> Self:
         self._before = signal.getsignal(signal.SIGINT)
-        self._is_ours = (
-            self._before is not signal.SIG_IGN and threading.current_thread() is threading.main_thread()
-        )  # elsewhere Python sets no handler
+        is_main = threading.current_thread() is threading.main_thread()  # Python sets no handler in another one
+        self._is_ours = is_main and self._before is not signal.SIG_IGN
         if self._is_ours:
             signal.signal(signal.SIGINT, self._note)
         return self

@@ -47,8 +47,7 @@ from pxrs.spark.session import session
 from pxrs.wording import counted, printable
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-    from pyspark.sql.types import StructField
+    from pyspark.sql import DataFrame, SparkSession
 
 app = typer.Typer(no_args_is_help=True)
 EXIT_BAD_FILE: Final = 2
@@ -441,8 +440,8 @@ def _history(
             else:
                 _show_rows(each, rows, rows_max, as_json)
             if each.parse is not None and (bad := each.bad(messages).count()):
-                do = "does" if bad == 1 else "do"
-                tell_error(f"{each.name}: {counted(bad, 'message')} {do} not parse and were left out")
+                those = "that does" if bad == 1 else "that do"
+                tell_error(f"{each.name}: left out {counted(bad, 'message')} {those} not parse")
         except Exception as error:
             if isinstance(error, pxrs.errors.PxrsError):
                 raise
@@ -463,25 +462,19 @@ def _show_rows(each: Pipeline, rows: DataFrame, rows_max: int, as_json: bool) ->
             echo(json.dumps({"pipeline": each.name, "row": json.loads(text)}))
         return
     is_time = [isinstance(field.dataType, TimestampType) for field in rows.schema]
-    found = rows.limit(rows_max + 1).select(*(_numbered(field) for field in rows.schema)).collect()
+    # Spark hands times to Python in the zone of the machine, without saying so: fetch microseconds since 1970 instead.
+    # By new names: those that the columns have need not be unique.
+    names = [f"c{number}" for number in range(len(is_time))]
+    columns = [F.unix_micros(name) if is_one else F.col(name) for name, is_one in zip(names, is_time, strict=True)]
+    found = rows.limit(rows_max + 1).toDF(*names).select(*columns).collect()
     table = Table(title=each.name, title_justify="left", box=None, header_style="bold")
     for column in rows.columns:
         table.add_column(Text(printable(column)))
     for row in found[:rows_max]:
-        table.add_row(*(cell(_text(*each)) for each in zip(row, is_time, strict=True)))
+        table.add_row(*(cell(_text(value, is_one)) for value, is_one in zip(row, is_time, strict=True)))
     show(table)
     if len(found) > rows_max:
         typer.echo(f"these are the first {rows_max:,}; there are more: give --rows", err=True)
-
-
-def _numbered(field: StructField) -> Column:
-    """A column of times as microseconds since 1970, any other as it is. Spark hands times to Python in the zone of the
-    machine, without saying so."""
-    from pyspark.sql import functions as F
-    from pyspark.sql.types import TimestampType
-
-    column = F.col(f"`{field.name.replace('`', '``')}`")
-    return F.unix_micros(column).alias(field.name) if isinstance(field.dataType, TimestampType) else column
 
 
 def _text(value: Any, is_time: bool) -> str:
