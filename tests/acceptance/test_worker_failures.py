@@ -61,7 +61,7 @@ def test_people_are_shown_what_a_handler_raised_when_and_where(hub: pxrs.Hub, tm
     lines = done.stderr.splitlines()
     told = [number for number, line in enumerate(lines) if "t/0 offset 0: the handler failed, pausing" in line]
     assert len(told) == 1, done.stderr
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d worker 1: group g, ", lines[told[0]])
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ worker 1: group g, ", lines[told[0]])
     assert lines[told[0]].endswith(": ValueError: not this one")
     shown = lines[told[0] + 1 : told[0] + 5]
     assert shown[0] == "    Traceback (most recent call last):"
