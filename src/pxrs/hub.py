@@ -98,7 +98,7 @@ def open(
         _check_registry(registry)
     if url is None:
         if registry is None:
-            raise InvalidUrl("nothing to open was given: give a directory, memory:, or registry=... for queues alone")
+            raise InvalidUrl("the url was not given: give a directory, memory:, or registry=... for queues alone")
         from pxrs.log.absent import AbsentLog
 
         shown = parse(registry).shown
