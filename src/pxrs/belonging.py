@@ -12,6 +12,10 @@
 A registry in memory is one process's own and ends with it. It is never recorded: with it a process may do all this in a
 hub that has no registry on record, except for retention with `keep_unread`. A hub in memory is its process's own as
 well, and has no record.
+
+A hub that was opened without a directory has no record either: there is none to compare its registry with. It may use
+the queues of that registry and the groups of sources that are no topics. It changes no group of topics, whose directory
+alone can tell whether this is their registry.
 """
 
 from __future__ import annotations
@@ -55,8 +59,7 @@ class Belonging:
     @property
     def shown(self) -> str:
         """The address of the registry that the hub was opened with, without a password."""
-        namespace = self._address.options.get("namespace")
-        return self._address.text if namespace is None else f"{self._address.text}?namespace={namespace}"
+        return self._address.shown
 
     @property
     def _is_in_memory(self) -> bool:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pxrs.outgoing import TableReceipt
 
+from pxrs.wording import counted
+
 
 class PxrsError(Exception):
     """The base of every error that pxrs raises on purpose."""
@@ -210,6 +212,22 @@ class HubMoved(LogError):
         return type(self), (self.place, self.what)
 
 
+class NoDirectory(LogError):
+    """A hub that was opened with a registry and no directory was asked for topics, or to change a group that reads
+    them; nothing was done. Give the directory too: `pxrs.open(DIRECTORY, registry=...)`. Of a group that reads another
+    source than topics, name that: `hub.group(NAME, source)`."""
+
+    def __init__(self, registry: str) -> None:
+        self.registry = registry
+        super().__init__(
+            f"the hub with the registry {registry} was opened without a directory, so it has no topics and changes no "
+            "group of topics: write pxrs.open(DIRECTORY, registry=...), or give --at"
+        )
+
+    def __reduce__(self) -> tuple[type[NoDirectory], tuple[str]]:
+        return type(self), (self.registry,)
+
+
 class TopicExists(LogError):
     """A topic of this name is there already. Use it, or choose another name."""
 
@@ -241,7 +259,9 @@ class PartlySent(LogError):
 
     def __init__(self, topic: str, rows: int, receipt: TableReceipt) -> None:
         self.topic, self.rows, self.receipt = topic, rows, receipt
-        super().__init__(f"{topic}: only a part of a table of {rows:,} rows was sent; see the receipt of this error")
+        super().__init__(
+            f"{topic}: only a part of a table of {counted(rows, 'row')} was sent; see the receipt of this error"
+        )
 
     def __reduce__(self) -> tuple[type[PartlySent], tuple[str, int, TableReceipt]]:
         return type(self), (self.topic, self.rows, self.receipt)
@@ -567,7 +587,7 @@ class TransactionLost(QueueError):
     def __init__(self, items: Sequence[str], reason: str) -> None:
         self.items, self.reason = tuple(items), reason
         super().__init__(
-            f"the transaction with {len(self.items)} taken items was refused and rolled back: {reason}; "
+            f"the transaction with {counted(len(self.items), 'taken item')} was refused and rolled back: {reason}; "
             "others get its items"
         )
 
@@ -599,7 +619,7 @@ class DataLost(SparkError):
     def __init__(self, place: str, start: int, end: int, why: str = "") -> None:
         self.place, self.start, self.end, self.why = place, start, end, why
         super().__init__(
-            f"{place}: the offsets {start} to {end - 1} ({end - start:,} messages) were removed by retention "
+            f"{place}: the offsets {start} to {end - 1} ({counted(end - start, 'message')}) were removed by retention "
             + (f"and must be read again: {why}" if why else "before they were read")
             + "; set failOnDataLoss=false to go on behind them"
         )

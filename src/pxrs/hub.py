@@ -47,6 +47,7 @@ from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
 from pxrs.registry.lease import LEASE_TTL_MIN
+from pxrs.wording import counted
 
 _logger = logging.getLogger(__name__)
 
@@ -83,21 +84,31 @@ K = TypeVar("K", bound=_Kept)
 
 
 def open(
-    url: str | os.PathLike[str],
+    url: str | os.PathLike[str] | None = None,
     registry: str | os.PathLike[str] | None = None,
     *,
     lease_ttl: float | timedelta = LEASE_TTL_DEFAULT,
 ) -> Hub:
     """Open a place for messages: a directory, or `memory:` for this process alone.
 
+    url:       the directory, which the first `create_topic` makes. Without it, `registry` must be given: such a hub has
+               the queues of that registry and the groups of sources that are no topics; what needs topics raises
+               NoDirectory.
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
-               kept with the messages. A directory is made by the first `create_topic`.
+               kept with the messages.
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
     """
     ttl = arguments.seconds(InvalidQueue, "lease_ttl", lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
-    address = parse(url)
     if registry is not None:
         _check_registry(registry)
+    if url is None:
+        if registry is None:
+            raise InvalidUrl("the url was not given: give a directory, memory:, or registry=... for queues alone")
+        from pxrs.log.absent import AbsentLog
+
+        shown = parse(registry).shown
+        return Hub(shown, AbsentLog(shown), registry, ttl)
+    address = parse(url)
     if address.scheme == "memory":
         if address.rest or address.options:
             raise InvalidUrl(f"{address.text}: write memory: and nothing more")
@@ -211,7 +222,7 @@ class TopicHandle:
         return arguments.whole(InvalidRecord, name, given, 0)
 
     def __repr__(self) -> str:
-        return f"<TopicHandle {self.name} with {self.partitions} partitions>"
+        return f"<TopicHandle {self.name} with {counted(self.partitions, 'partition')}>"
 
 
 class Hub:
@@ -230,8 +241,9 @@ class Hub:
     ) -> None:
         """`pxrs.open` makes it. registry: an address, opened when it is first needed, or, of a hub in memory, an open
         registry, which is closed with the hub. folder: the directory that the messages are in; None if they are in
-        memory."""
+        memory or there are none."""
         self.url = url
+        """The directory, memory:, or of a hub without a directory the registry's address without a password."""
         self._lease_ttl = lease_ttl
         self._queues: QueueStore | None = None
         self._log = log
@@ -243,7 +255,7 @@ class Hub:
         self._pid = os.getpid()
         self._is_closed = False
         self._belonging: Belonging | None = None
-        """None of a hub in memory, which has no registry but its own."""
+        """None of a hub in memory or without a directory: nothing records which registry it belongs to."""
         if folder is not None:
             weak = weakref.ref(self)
 
@@ -301,6 +313,7 @@ class Hub:
         from pxrs.partitioner import hash_named
 
         self._check_usable()
+        self._log.check_topics()
         hash_named(arguments.text(InvalidTopic, "partitioner", partitioner, "its name"))  # is known here
         arguments.flag(InvalidTopic, "keep_unread", keep_unread)
         arguments.flag(InvalidTopic, "exist_ok", exist_ok)
@@ -351,6 +364,7 @@ class Hub:
     def topics(self) -> list[Topic]:
         """All topics that can be opened, in the order of their names. See `damaged_topics` for the others."""
         self._check_usable()
+        self._log.check_topics()
         return self._log.topics()
 
     def damaged_topics(self) -> list[DamagedTopic]:
@@ -358,6 +372,7 @@ class Hub:
 
         Restore a topic's `topic.json` from a copy; or delete the topic, with all its messages, and make it again."""
         self._check_usable()
+        self._log.check_topics()
         return self._log.damaged_topics()
 
     def topic(self, name: str) -> TopicHandle:
@@ -410,6 +425,7 @@ class Hub:
         checkpoint. Checkpoints are not copied: groups begin anew in this registry, or where they were in it, and what
         they have read in the other one counts no more for `keep_unread`."""
         self._check_usable()
+        self._log.check_topics()
         if self._belonging is None:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
         return self._belonging.adopt(topic.id for topic in self._log.topics())
@@ -510,7 +526,13 @@ class Hub:
                 raise InvalidGroup(
                     f"the source {arguments.shown(source)} is no Source; topics of this hub need not be named here"
                 )
-        return self._kept_by(GroupHandle(self.registry, name, self._log, sources, self.check_registry))
+        return self._kept_by(GroupHandle(self.registry, name, self._log, sources, self._home_of_topics))
+
+    def _home_of_topics(self) -> Home | None:
+        """As `check_registry`, before a group that reads topics is changed. Raises NoDirectory too: without a directory
+        it is not known whether this registry is that of the topics."""
+        self._log.check_topics()
+        return self.check_registry()
 
     def _topic_names(self) -> dict[str, str]:
         damaged = {topic.id: topic.name for topic in self._log.damaged_topics() if topic.id is not None}
@@ -666,5 +688,8 @@ def _check_registry(registry: str | os.PathLike[str]) -> None:
 
 def _refusal(address: Address) -> str:
     if address.scheme in registries.SCHEMES:
-        return f"{address.text} keeps no messages: write pxrs.open(DIRECTORY, registry='{address.scheme}:...')"
+        return (
+            f"{address.text} keeps no messages: write pxrs.open(DIRECTORY, registry='{address.scheme}:...'), or "
+            f"pxrs.open(registry='{address.scheme}:...') for queues alone"
+        )
     return f"unknown scheme {address.scheme!r}; give a directory or memory:"

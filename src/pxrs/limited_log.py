@@ -14,6 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from pxrs.wording import counted
+
 RECORDS_MAX: Final = 5
 WINDOW_S: Final = 60.0
 KINDS_MAX: Final = 1_000
@@ -190,7 +192,8 @@ class Outage:
                 return
             self._logged_at[type(error)] = now
             left_out, self._left_out, self._is_logged = self._left_out, 0, True
-        more = f" ({left_out:,} failures before it were left out of the log)" if left_out else ""
+        were = "was" if left_out == 1 else "were"
+        more = f" ({counted(left_out, 'failure')} before it {were} left out of the log)" if left_out else ""
         fields = {**self._extra, "error_type": type(error).__name__, "left_out": left_out}
         self._logger.log(self._level, "%s: %s; will try again%s", self._what, error, more, extra=fields, stacklevel=2)
 
@@ -208,5 +211,6 @@ class Outage:
             self._is_logged = False
         if is_logged:
             fields = {**self._extra, "failures": failures}
-            text = "%s: works again; it failed %d times in %.1f s"
-            self._logger.log(self._level, text, self._what, failures, lasted_s, extra=fields, stacklevel=2)
+            text = "%s: works again; it failed %s in %.1f s"
+            times = counted(failures, "time")
+            self._logger.log(self._level, text, self._what, times, lasted_s, extra=fields, stacklevel=2)

@@ -199,7 +199,7 @@ class Runner:
         """What becomes of a message whose last try failed. Whether it is done."""
         match self._policy.on_error:
             case "raise":
-                raise HandlerFailed(f"{place_of_message(message)}: {failure.text}") from error
+                raise HandlerFailed(f"the handler failed on {place_of_message(message)}: {failure.text}") from error
             case "dead-letter":
                 if not self._is_here(lane):  # it is the next owner's to handle, or to send away
                     self._tell(logging.WARNING, message, error, failure, "the partition is another member's by now")

@@ -107,9 +107,9 @@ def test_a_time_beyond_the_calendar_is_shown_in_microseconds(data: Path, timesta
     assert tail(data) == f"0/0 {timestamp}us v\n"
 
 
-def test_a_time_is_shown_to_the_millisecond(data: Path) -> None:
+def test_a_time_is_shown_to_the_microsecond_in_utc(data: Path) -> None:
     put(data, b"v", timestamp=1_700_000_000_123_999)
-    assert tail(data) == "0/0 2023-11-14T22:13:20.123+00:00 v\n"
+    assert tail(data) == "0/0 2023-11-14T22:13:20.123999Z v\n"
 
 
 def test_json_holds_every_byte_of_a_message(data: Path) -> None:
@@ -120,7 +120,7 @@ def test_json_holds_every_byte_of_a_message(data: Path) -> None:
     assert first == {
         "partition": 0,
         "offset": 0,
-        "timestamp": 5,
+        "timestamp": "1970-01-01T00:00:00.000005Z",
         "key": "\\xff",
         "value_base64": base64.b64encode(b"\xff\x00").decode(),
         "headers": [
@@ -150,7 +150,7 @@ def test_a_registry_is_shown_as_it_is(tmp_path: Path) -> None:
 def test_a_closed_standard_input_is_an_error_of_one_line(data: Path) -> None:
     result = run(data, "send", "t", preexec_fn=lambda: os.close(0))
     assert (result.returncode, result.stdout) == (1, b"")
-    assert result.stderr.splitlines() == [b"InvalidRecord: standard input is closed; give it the lines to send"]
+    assert result.stderr.splitlines() == [b"standard input is closed; give it the lines to send (InvalidRecord)"]
 
 
 @pytest.mark.parametrize(
@@ -169,15 +169,15 @@ def test_a_line_that_cannot_be_sent_is_named_with_how_many_were(data: Path, line
     result = send(data, b"\n".join([*good, line, *good]), "--key", "k")
     assert (result.returncode, result.stdout) == (1, b"")
     (told,) = result.stderr.decode().splitlines()
-    assert told.startswith("InvalidRecord: line 3: ")
+    assert told.startswith("line 3: ")
     assert words in told
-    assert told.endswith("; 2 lines before it were sent")
+    assert told.endswith("; 2 lines before it were sent (InvalidRecord)")
     assert [value for _, value in stored(data)] == good
 
 
 def test_the_count_of_lines_before_a_bad_one_begins_at_none(data: Path) -> None:
-    assert send(data, b"x\n", "--key", "k").stderr.endswith(b"; 0 lines before it were sent\n")
-    assert send(data, b'{"k": 1}\nx\n', "--key", "k").stderr.endswith(b"; 1 line before it was sent\n")
+    assert send(data, b"x\n", "--key", "k").stderr.endswith(b"; 0 lines before it were sent (InvalidRecord)\n")
+    assert send(data, b'{"k": 1}\nx\n', "--key", "k").stderr.endswith(b"; 1 line before it was sent (InvalidRecord)\n")
 
 
 def test_lines_are_not_said_to_be_sent_if_they_could_not_be_stored(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +198,8 @@ def test_a_line_larger_than_a_message_is_refused_and_not_read_to_its_end(data: P
         result = run(data, "send", "t", stdin=lines, preexec_fn=lambda: setrlimit(RLIMIT_AS, (8 << 30, 8 << 30)))
     assert result.returncode == 1
     (told,) = result.stderr.decode().splitlines()
-    assert told.startswith("InvalidRecord: line 2: ")
-    assert told.endswith("; 1 line before it was sent")
+    assert told.startswith("line 2: ")
+    assert told.endswith("; 1 line before it was sent (InvalidRecord)")
     assert stored(data) == [(None, b"a")]
 
 
@@ -220,7 +220,7 @@ def test_an_error_in_a_pipe_is_one_line_however_long(data: Path) -> None:
     result = run(data, "tail", name)
     assert result.returncode == 1
     (told,) = result.stderr.decode().splitlines()
-    assert told.startswith(f"UnknownTopic: no topic '{name}'; there are t; ")
+    assert told.startswith(f"no topic '{name}'; there are t; ")
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a directory", "a file"])
@@ -233,7 +233,7 @@ def test_checking_what_is_no_log_is_an_error(tmp_path: Path, kind: str) -> None:
     result = run(tmp_path, "check", str(path))
     assert (result.returncode, result.stdout) == (1, b"")
     (told,) = result.stderr.decode().splitlines()
-    assert told.startswith("InvalidUrl: ")
+    assert told.endswith("(InvalidUrl)")
     assert str(path) in told
 
 

@@ -46,12 +46,12 @@ def test_x14_describe_shows_each_traceback_once_below_the_partitions_that_it_hol
     shown = call(hub, "group", "describe", "g")
     assert "\x1b" not in shown
     lines = [line.rstrip() for line in shown.splitlines()]
-    first = lines.index("t/0 offset 0 holds it up: ValueError: no")
-    assert lines[first + 1] == "t/1 offset 0 holds it up: ValueError: no"
+    first = lines.index("t/0 is paused at offset 0: ValueError: no")
+    assert lines[first + 1] == "t/1 is paused at offset 0: ValueError: no"
     assert lines[first + 2] == "    Traceback (most recent call last):"
     assert lines[first + 5] == "    ValueError: no"
-    assert lines[first + 6] == "t/2 offset 0 holds it up: ValueError: \\x1b[31m partition 2"
-    assert lines[first + 11] == "t/3 offset 0 holds it up: ValueError: old", "of version 0.1, without a traceback"
+    assert lines[first + 6] == "t/2 is paused at offset 0: ValueError: \\x1b[31m partition 2"
+    assert lines[first + 11] == "t/3 is paused at offset 0: ValueError: old", "of version 0.1, without a traceback"
     assert len(lines) == first + 12
     plain = json.loads(call(hub, "group", "describe", "g", "--json"))
     paused = plain["partitions"][0]["paused"]

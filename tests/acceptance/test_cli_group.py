@@ -154,7 +154,7 @@ def test_x17_a_group_is_described_for_people_and_shown_safely(group: Path, topic
     assert "billing  generation 0  members 1  lag 6" in shown
     assert "anna\\x1b[2J[/] (leader)" in shown
     assert "2023-11-14 22:13:20" in shown
-    assert "orders/1 offset 2 holds it up: ValueError: [/]\\x07 bad" in shown
+    assert "orders/1 is paused at offset 2: ValueError: [/]\\x07 bad" in shown
     assert "\x1b" not in shown
     assert "\x07" not in shown
     gone = run(group, "describe", "billing").stdout
@@ -205,16 +205,16 @@ def test_a_reset_that_cannot_be_understood_is_a_usage_error(group: Path, argumen
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("describe", "nobody"), "UnknownGroup: no group 'nobody'; see `pxrs group list`"),
-        (("describe", "nobody", "--watch"), "UnknownGroup: "),
-        (("reset", "nobody", "--to", "latest"), "UnknownGroup: "),
-        (("delete", "nobody"), "UnknownGroup: "),
-        (("describe", "a/b"), "InvalidGroup: "),
-        (("reset", "billing", "--to", "6", "--yes"), "OffsetOutOfRange: orders/0: offset 6 is beyond the end, 5"),
-        (("reset", "billing", "--to", "latest", "--topic", "x", "--yes"), "UnknownTopic: "),
-        (("import-checkpoint", "new", "3", "--topic", "x"), "UnknownTopic: "),
-        (("retry", "billing", "orders", "0"), "GroupError: group billing has not paused partition 0 of orders"),
-        (("skip", "billing", "orders", "0"), "GroupError: group billing has not paused partition 0 of orders"),
+        (("describe", "nobody"), "no group 'nobody'; see `pxrs group list`"),
+        (("describe", "nobody", "--watch"), "no group 'nobody'"),
+        (("reset", "nobody", "--to", "latest"), "no group 'nobody'"),
+        (("delete", "nobody"), "no group 'nobody'"),
+        (("describe", "a/b"), "group name 'a/b'"),
+        (("reset", "billing", "--to", "6", "--yes"), "orders/0: offset 6 is beyond the end, 5"),
+        (("reset", "billing", "--to", "latest", "--topic", "x", "--yes"), "no topic 'x'"),
+        (("import-checkpoint", "new", "3", "--topic", "x"), "no topic 'x'"),
+        (("retry", "billing", "orders", "0"), "group billing has not paused partition 0 of orders"),
+        (("skip", "billing", "orders", "0"), "group billing has not paused partition 0 of orders"),
     ],
 )
 def test_an_error_is_one_line(group: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -228,7 +228,7 @@ def test_nothing_is_done_to_a_group_with_members_unless_forced(group: Path, topi
             ("delete", "billing", "--yes"),
             ("import-checkpoint", "billing", "--partition", "0=3", "--topic", "orders", "--force", "--yes"),
         ):
-            assert refusal(run(group, *arguments)).startswith("GroupActive: group billing has members: anna")
+            assert refusal(run(group, *arguments)).startswith("group billing has members: anna")
         assert offsets(group) == [2, 2]
         assert run(group, "reset", "billing", "--to", "latest", "--yes", "--force").returncode == 0
         assert offsets(group) == [5, 5]
@@ -245,7 +245,7 @@ def test_what_destroys_asks_first_and_only_at_a_terminal(group: Path, topic: str
         ("delete", "billing"),
     ]
     for command in commands:
-        assert refusal(run(group, *command), 2).startswith("Refused: standard input is no terminal")
+        assert refusal(run(group, *command), 2).startswith("standard input is no terminal")
         code, shown = answer(group, "n\n", *command)
         assert (code, "?" in shown) == (1, True), command
     without_input = [*COMMAND, "delete", "billing"]
@@ -259,7 +259,7 @@ def test_what_destroys_asks_first_and_only_at_a_terminal(group: Path, topic: str
 
 def test_a_deleted_group_leaves_its_guards(group: Path, topic: str) -> None:
     assert run(group, "delete", "billing", "--yes").stdout == "removed group billing\n"
-    assert refusal(run(group, "describe", "billing")).startswith("UnknownGroup")
+    assert refusal(run(group, "describe", "billing")).startswith("no group 'billing'")
     with registries.open(group / "registry") as registry:
         assert [entry.key for entry in registry.scan("groups/")] == [KEYS.home, *(KEYS.owner(topic, p) for p in (0, 1))]
 
@@ -274,7 +274,7 @@ def test_x21_an_old_checkpoint_is_imported(data: Path) -> None:
     assert run(data, *arguments, "--partition", "0=1").stdout.startswith("nothing was written: ")
     assert run(data, *arguments, "--partition", "0=5", "--force", "--yes").returncode == 0
     assert offsets(data) == [5, 4]
-    assert "InvalidGroup: orders has 2 partitions" in refusal(run(data, *arguments, "3", "--force", "--yes"))
+    assert "orders has 2 partitions" in refusal(run(data, *arguments, "3", "--force", "--yes"))
     assert offsets(data) == [5, 4]
     for wrong in ((), ("3", "--partition", "0=3"), ("-1",)):
         assert run(data, *arguments, *wrong).returncode == 2, wrong
@@ -288,7 +288,7 @@ def test_x14_a_paused_partition_is_retried_or_skipped(group: Path, topic: str) -
     assert skipped == "group billing leaves out orders/1 offset 2\n"
     (found,) = rows(run(group, "describe", "billing", "--json"))
     assert [row["paused"] and row["paused"]["skip"] for row in found["partitions"]] == [None, True]
-    assert "orders/1 offset 2 is left out: ValueError" in run(group, "describe", "billing").stdout
+    assert "orders/1 is about to skip offset 2: ValueError" in run(group, "describe", "billing").stdout
 
 
 def test_the_registry_may_be_elsewhere(data: Path, tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_the_registry_may_be_elsewhere(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_wrong_path_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert refusal(run(tmp_path / "typo", "list")).startswith("InvalidUrl: there is no directory ")
+    assert refusal(run(tmp_path / "typo", "list")).startswith("there is no directory ")
     assert not (tmp_path / "typo").exists()
 
 
@@ -344,7 +344,7 @@ def test_watching_on_a_terminal_draws_anew_until_the_group_is_gone(group: Path, 
             pass
         _, errors = process.communicate(timeout=60)
     os.close(ours)
-    assert (process.returncode, errors.startswith(b"UnknownGroup: ")) == (1, True), errors
+    assert (process.returncode, errors.startswith(b"no group 'billing'")) == (1, True), errors
 
 
 def test_every_command_has_a_help(data: Path) -> None:

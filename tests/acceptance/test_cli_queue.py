@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import pxrs
+from pxrs import clock, wording
 from pxrs.cli import app
 from pxrs.cli import queue as command_queue
 from pxrs.errors import OutcomeUnknown, RegistryUnavailable, UnknownQueue
@@ -175,22 +176,22 @@ def test_options_that_do_not_go_together_are_named(call: Call, arguments: tuple[
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("describe", "nope"), "UnknownQueue: no queue 'nope'; there are jobs, mail, strict; create it"),
-        (("depth", "nope"), "UnknownQueue: "),
-        (("put", "nope", "x"), "UnknownQueue: "),
-        (("take", "nope"), "UnknownQueue: "),
-        (("take", "nope", "--peek"), "UnknownQueue: "),
-        (("delete", "nope"), "UnknownQueue: "),
-        (("dead", "list", "nope"), "UnknownQueue: "),
-        (("dead", "retry", "nope"), "UnknownQueue: "),
-        (("dead", "purge", "nope", "--yes"), "UnknownQueue: "),
-        (("create", "jobs"), "QueueExists: there is a queue 'jobs' already"),
-        (("create", "a/b"), "InvalidQueue: queue name 'a/b'"),
-        (("create", "new", "--policy", "consume-times", "--times", "0"), "InvalidQueue: ConsumeTimes: times is 0"),
-        (("put", "jobs", "x", "--delay", "-1"), "InvalidItem: value 1: delay is -1.0"),
-        (("put", "strict", "x", "--priority", "1"), "InvalidItem: value 1: queue strict is strictly first in"),
-        (("list", "--at", "typo"), "InvalidUrl: there is no directory typo"),
-        (("put", "jobs", "x", "--at", "typo"), "InvalidUrl: there is no directory typo"),
+        (("describe", "nope"), "no queue 'nope'; there are jobs, mail, strict; create it"),
+        (("depth", "nope"), "no queue 'nope'"),
+        (("put", "nope", "x"), "no queue 'nope'"),
+        (("take", "nope"), "no queue 'nope'"),
+        (("take", "nope", "--peek"), "no queue 'nope'"),
+        (("delete", "nope"), "no queue 'nope'"),
+        (("dead", "list", "nope"), "no queue 'nope'"),
+        (("dead", "retry", "nope"), "no queue 'nope'"),
+        (("dead", "purge", "nope", "--yes"), "no queue 'nope'"),
+        (("create", "jobs"), "there is a queue 'jobs' already"),
+        (("create", "a/b"), "queue name 'a/b'"),
+        (("create", "new", "--policy", "consume-times", "--times", "0"), "ConsumeTimes: times is 0"),
+        (("put", "jobs", "x", "--delay", "-1"), "value 1: delay is -1.0"),
+        (("put", "strict", "x", "--priority", "1"), "value 1: queue strict is strictly first in"),
+        (("list", "--at", "typo"), "there is no directory typo"),
+        (("put", "jobs", "x", "--at", "typo"), "there is no directory typo"),
     ],
 )
 def test_an_error_is_one_line_and_leaves_nothing_behind(
@@ -226,8 +227,8 @@ def test_a_field_is_the_key_and_a_line_without_it_is_named(data: Path) -> None:
     result = run(data, "put", "jobs", "--key", "k", input=lines.encode())
     assert (result.returncode, result.stdout) == (1, "")
     (told,) = result.stderr.splitlines()
-    assert told.startswith("InvalidItem: line 4: no JSON object with the field 'k'")
-    assert told.endswith("; 3 lines before it were put")
+    assert told.startswith("line 4: no JSON object with the field 'k'")
+    assert told.endswith("; 3 lines before it were put (InvalidItem)")
     with pxrs.open(data) as hub:
         assert [item.key for item in hub.queue("jobs").peek(10)] == [b"a", None, b"1"]
 
@@ -239,8 +240,8 @@ def test_a_line_larger_than_an_item_is_refused_and_not_read_to_its_end(data: Pat
     with open(tmp_path / "lines", "rb") as lines:
         result = run(data, "put", "jobs", stdin=lines.fileno())
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("InvalidItem: line 2: the item has ")
-    assert result.stderr.endswith("; 1 line before it was put\n")
+    assert result.stderr.startswith("line 2: the item has ")
+    assert result.stderr.endswith("; 1 line before it was put (InvalidItem)\n")
     assert values(data) == [b"a"]
 
 
@@ -302,7 +303,7 @@ def test_an_outage_says_how_many_were_put(data: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patched:
         patched.setattr(Registry, "commit", fail)
         code, _, errors = call("put", "jobs", "a", "b", "c")
-    assert (code, errors) == (1, "RegistryUnavailable: nobody answers; 2 values were put before")
+    assert (code, errors) == (1, "nobody answers; 2 values were put before (RegistryUnavailable)")
     assert values(data) == [b"a", b"b"]
 
 
@@ -387,7 +388,7 @@ def test_a_lost_reply_that_cannot_be_settled_is_said(data: Path, monkeypatch: py
         patched.setattr(Registry, "commit", lose)
         code, _, errors = call("take", "jobs")
     said = "whether the last item that was printed was removed from the queue could not be found out"
-    assert (code, errors) == (1, f"RegistryUnavailable: nobody answers; {said}")
+    assert (code, errors) == (1, f"nobody answers; {said} (RegistryUnavailable)")
 
 
 def test_taking_waits_as_long_as_it_is_told_and_no_longer(data: Path, call: Call) -> None:
@@ -452,7 +453,7 @@ def test_dead_letters_are_listed_retried_and_purged(data: Path, call: Call) -> N
     found = call("dead", "list", "mail", "--json").rows()
     assert [(row["id"], row["deliveries"]) for row in found] == [(first, 1), (second, 1), (third, 1)]
     assert found[0]["error"] == "ValueError: [/]\x07 bad"
-    assert 0 < found[0]["put_at"] < found[0]["died_at"] < time.time()
+    assert "1970" < found[0]["put_at"] < found[0]["died_at"] < str(wording.rfc3339(clock.wall_time_us()))
     listed = call("dead", "list", "mail", "--count", "2")
     assert "ValueError: [/]\\x07 bad  k\\x1b[2J  a\\x07" in listed.out
     assert third not in listed.out
@@ -461,7 +462,7 @@ def test_dead_letters_are_listed_retried_and_purged(data: Path, call: Call) -> N
     assert values(data, "mail") == [b"a\x07"]
     code, told, errors = call("dead", "purge", "mail", first, second)
     assert (code, told) == (1, "removed 1 dead letter of mail\n")
-    assert errors.startswith("InvalidItem: 1 of these is no dead letter of mail: see `pxrs queue dead list")
+    assert errors.startswith("1 of these is no dead letter of mail: see `pxrs queue dead list")
     assert call("dead", "retry", "mail").out == "1 dead letter of mail will be tried again\n"
     assert values(data, "mail") == [b"a\x07", b"c"]
 
@@ -475,7 +476,7 @@ def test_what_destroys_asks_first_and_only_at_a_terminal(data: Path, call: Call)
     ):
         refused = call(*command)
         assert (refused.code, refused.out) == (2, "")
-        assert refused.errors.startswith("Refused: standard input is no terminal")
+        assert refused.errors.startswith("standard input is no terminal")
         code, shown = answer(data, "n\n", *command)
         assert (code, question in shown) == (1, True), shown
         with pxrs.open(data) as hub:

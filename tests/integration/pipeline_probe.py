@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from json import dumps
 from pathlib import Path
@@ -13,7 +15,7 @@ from pyspark.sql import functions as F
 
 import pxrs
 from pxrs.cli.app import main
-from pxrs.cli.pipeline import _history, _stderr_into
+from pxrs.cli.pipeline import _history, _show_rows, _stderr_into
 from pxrs.errors import InvalidPipeline, SharedState
 from pxrs.spark import parquet, parse_json, pipeline, session, stateful_operators
 from pxrs.spark.pipeline import Place
@@ -56,7 +58,7 @@ def refuse(value):
 @pipeline(source="in", sink="out")
 def fails(rows):
     if not rows.isStreaming:
-        return rows.select("value")
+        return rows.select("value", F.timestamp_micros(F.lit(1_700_000_000_123_456)).alias("timestamp"))
     return rows.select(F.udf(refuse, "string")("value").alias("value"))
 
 
@@ -98,6 +100,14 @@ def tell_of_rows(spark: Any) -> None:
     tell(bad)
     tell([list(row) for row in parsed.over(messages.filter(f"offset > {len(bad) - 1}")).collect()])
     tell(parse_json("Key STRING, OFFSET INT").good(messages, "in", True).columns)
+    tell(shown(spark.sql("SELECT timestamp_micros(1700000000123456) AS twice, X'61ff' AS twice")))
+
+
+def shown(rows: DataFrame) -> list[str]:
+    """The rows as the table that `pxrs pipeline run --history` prints."""
+    with redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out:
+        _show_rows(parsed, rows, 20, False)
+        return out.buffer.getvalue().decode().splitlines()
 
 
 def tell_of_files(spark: Any, hub: pxrs.Hub) -> None:

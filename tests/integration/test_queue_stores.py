@@ -55,7 +55,8 @@ class Place:
         self._url = url if kind == "memory" else f"{url}?namespace=n{uuid.uuid4().hex[:8]}"
 
     def open(self) -> Hub:
-        return self._stack.enter_context(pxrs.open("memory:", registry=self._url))
+        """Without a directory: a queue needs the registry and nothing else."""
+        return self._stack.enter_context(pxrs.open(registry=self._url))
 
 
 @pytest.fixture

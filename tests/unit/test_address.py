@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import pxrs
 from pxrs import registry
 from pxrs.errors import InvalidUrl, MissingDependency, UnsupportedPlatform
 from pxrs.registry.address import PASSWORD_VARIABLE, parse
@@ -37,11 +38,49 @@ from pxrs.registry.address import PASSWORD_VARIABLE, parse
         ("etcd://root:hun?ter2@h:2379", "write it as %3F"),
         ("etcd://h:99999", "port"),
         ("zookeeper://h:x/", "port"),
+        ("postgresql+asyncpg://u@h/d", r"postgresql\+asyncpg: .* write postgresql:// or postgresql\+psycopg://"),
+        ("postgresql+psycopg2://u@h/d", r"write postgresql:// or postgresql\+psycopg://"),
+        ("PostgreSQL+Psycopg2://u@h/d", r"write postgresql:// or postgresql\+psycopg://"),
+        ("oracle+cx_oracle://u@h/d", r"write oracle:// or oracle\+oracledb://"),
+        ("sqlite+aiosqlite:///f", r"write sqlite:// or sqlite\+pysqlite://"),
+        ("etcd+grpc://h", r"unknown scheme 'etcd\+grpc'"),
     ],
 )
 def test_a_bad_address_is_refused_with_its_reason(url: str, reason: str) -> None:
     with pytest.raises(InvalidUrl, match=reason):
         registry.open(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "same"),
+    [
+        (
+            "postgresql+psycopg://me:pw@h:5433/d?namespace=prod&timeout=3",
+            "postgresql://me:pw@h:5433/d?namespace=prod&timeout=3",
+        ),
+        ("POSTGRESQL+PSYCOPG://h/d", "postgresql://h/d"),
+        ("oracle+oracledb://u@h/?service_name=s", "oracle://u@h/?service_name=s"),
+        ("sqlite+pysqlite:///f.db", "sqlite:///f.db"),
+    ],
+)
+def test_an_address_may_name_the_driver_as_sqlalchemy_does(url: str, same: str) -> None:
+    assert parse(url) == parse(same)
+
+
+def test_a_registry_is_opened_by_an_address_that_names_its_driver(tmp_path: Path) -> None:
+    with registry.open(f"sqlite+pysqlite:///{tmp_path}/r.db") as first:
+        first.commit(put={"a": b"1"})
+    with registry.open(f"sqlite:///{tmp_path}/r.db") as second:
+        assert second.get("a") is not None
+
+
+def test_a_refused_driver_is_named_without_the_password() -> None:
+    for url in ("postgresql+asyncpg://me:hunter2@h/d", "postgresql+psycopg2:me:hunter2@h/d?password=hunter2"):
+        for opens in (parse, registry.open, lambda url: pxrs.open("data", registry=url)):
+            with pytest.raises(InvalidUrl) as refused:
+                opens(url)
+            assert "hunter2" not in str(refused.value)
+            assert "hunter2" not in repr(refused.value.__context__)
 
 
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:

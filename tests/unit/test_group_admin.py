@@ -197,7 +197,11 @@ def test_x17_a_group_is_described_with_all_that_it_does(registry: Registry, work
     assert (row.epoch, row.by, row.start, row.end, row.paused) == (1, "anna", 0, 10, None)
     assert row.when == pytest.approx(time.time(), abs=60)
     assert found.lag == 20
-    assert str(found) == "group billing: 1 members, 4 partitions, generation 1, lag 20"
+    lines = str(found).splitlines()
+    assert lines[0] == "group billing: 1 member, 4 partitions, generation 1, lag 20"
+    assert [line.split()[:6] for line in lines[-4:]] == [
+        ["orders", str(number), "1", str(offset), "10", str(10 - offset)] for number, offset in CHECKPOINTS_AT.items()
+    ]
 
 
 def test_x17_a_description_is_a_table(registry: Registry, worker: Worker, group: GroupHandle) -> None:

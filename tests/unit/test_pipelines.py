@@ -334,10 +334,12 @@ def test_a_batch_and_an_end_are_a_line_each(capsys: pytest.CaptureFixture[str], 
     lines.update()
     started, batch, ended = capsys.readouterr().out.splitlines()
     if as_json:
-        assert json.loads(started)["event"] == "started"
+        events = [json.loads(line) for line in (started, batch, ended)]
+        assert all(event.pop("time") for event in events)
+        assert events[0]["event"] == "started"
         numbers = {"batch": 2, "rows": 1_000, "duration_ms": 500, "rows_per_s": 2_000.0, "state_rows": 7, "lag": 3}
-        assert json.loads(batch) == {"event": "batch", "pipeline": "totals", **numbers}
-        assert json.loads(ended) == {"event": "ended", "pipeline": "totals", "rows": 1_000, "lag": 3, "error": None}
+        assert events[1] == {"event": "batch", "pipeline": "totals", **numbers}
+        assert events[2] == {"event": "ended", "pipeline": "totals", "rows": 1_000, "lag": 3, "error": None}
     else:
         assert started == "totals: orders to totals, in the group g"
         assert batch == "totals: batch 2, 1,000 rows in 0.5 s (2,000 rows/s), lag 3, 7 rows of state"

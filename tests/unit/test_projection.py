@@ -55,7 +55,7 @@ def test_f1_offsets_owners_and_members_with_the_names_of_topics() -> None:
     ]
     assert json.loads(files["offsets/orders/partition-0.offset"]) == {
         "offset": 120,
-        "when": "2025-10-25T12:00:00.250+00:00",
+        "when": "2025-10-25T12:00:00.250000Z",
         "by": "w1",
         "epoch": 5,
     }

@@ -143,7 +143,7 @@ def test_what_makes_no_sense_for_a_batch(more: dict[str, str], option: str) -> N
 
 
 def test_a_password_in_the_registrys_address_is_not_shown() -> None:
-    options = stream_options({**STREAM, "registry": "postgresql://me:secret@h/d"})
+    options = stream_options({**STREAM, "registry": "postgresql+psycopg://me:secret@h/d"})
     assert "secret" not in repr(options)
 
 

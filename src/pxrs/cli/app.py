@@ -10,7 +10,7 @@ import typer
 import pxrs
 from pxrs.cli import group, pipeline, queue, registry, topic, worker
 from pxrs.cli.demo.command import demo
-from pxrs.cli.terminal import tell_error
+from pxrs.cli.terminal import error_text, tell_error
 from pxrs.errors import PxrsError
 
 app = typer.Typer(
@@ -42,12 +42,10 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """Run a command. An error of pxrs is one line on stderr that says what to do, and exit code 1."""
+    """Run a command. An error of pxrs or of the operating system, such as a full disk behind standard output, is one
+    line on standard error and exit code 1."""
     try:
         app()
-    except PxrsError as error:
-        tell_error(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
-        sys.exit(1)
-    except OSError as error:  # of what is around it, such as a full disk behind standard output
-        tell_error(type(error).__name__, str(error))
+    except (PxrsError, OSError) as error:
+        tell_error(error_text(error), type(error).__name__)
         sys.exit(1)

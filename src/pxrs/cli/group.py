@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from itertools import groupby
@@ -18,11 +18,21 @@ from rich.text import Text
 
 import pxrs
 from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
-from pxrs.cli.terminal import cell, console, indented, is_terminal, printable, time_text
+from pxrs.cli.terminal import cell, console, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
-from pxrs.group.admin import GroupDescription, GroupHandle, PartitionDescription, groups
+from pxrs.group.admin import GroupDescription, GroupHandle, groups
 from pxrs.group.positions import To
 from pxrs.group.records import Keys
+from pxrs.group.text import (
+    MEMBER_COLUMNS,
+    PARTITION_COLUMNS,
+    Columns,
+    member_rows,
+    partition_rows,
+    pause_text,
+    place_text,
+)
+from pxrs.wording import counted, printable
 
 app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="GROUP", help="The group's name.")]
@@ -51,7 +61,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
         table.add_column(column, justify="right")
     for each in found:
         table.add_row(each.name, str(len(each.members)), str(len(each.partitions)), f"{each.lag:,}")
-    console().print(table)
+    show(table)
 
 
 @app.command()
@@ -125,7 +135,7 @@ def delete(
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
         count = len(handle.describe().partitions)
-        confirm(f"Forget group {group} and its checkpoints of {count} partitions for good?", yes)
+        confirm(f"Forget group {group} and its checkpoints of {counted(count, 'partition')} for good?", yes)
         handle.delete(force)
     typer.echo(f"removed group {group}")
 
@@ -230,14 +240,14 @@ def _tell_offsets(offsets: dict[str, dict[int, int]], as_json: bool) -> None:
         table.add_column(column, justify="right")
     for topic, number, offset in rows:
         table.add_row(Text(printable(topic)), str(number), f"{offset:,}")
-    console().print(table)
+    show(table)
 
 
 def _show(found: GroupDescription, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(found)))
     else:
-        console().print(_picture(found, has_tracebacks=True))
+        show(_picture(found, has_tracebacks=True))
 
 
 def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
@@ -261,65 +271,41 @@ def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
 
 def _plain(found: GroupDescription) -> dict[str, Any]:
     plain = asdict(found)
+    plain["members"] = [_with_time(each, "since") for each in plain["members"]]
+    plain["partitions"] = [_with_time(each, "when") for each in plain["partitions"]]
+    for each in plain["partitions"]:
+        if each["paused"] is not None:
+            each["paused"] = _with_time(each["paused"], "when")
     return {"group": plain.pop("name"), "lag": found.lag, **plain}
+
+
+def _with_time(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """The fields in their order, with the seconds since 1970 in one of them as a time for machines."""
+    found: dict[str, Any] = {}
+    for field, value in fields.items():
+        found |= seconds_field(name, value) if field == name else {field: value}
+    return found
 
 
 def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> RenderableType:
     head = Text.assemble(
         (found.name, "bold"), f"  generation {found.generation}  members {len(found.members)}  lag {found.lag:,}"
     )
-    members = Table("member", "host", "topic", "since", box=None, header_style="bold")
-    for column in ("pid", "partitions"):
-        members.add_column(column, justify="right")
-    for member in found.members:
-        is_leader = member.incarnation == found.leader
-        members.add_row(
-            cell(f"{member.name} (leader)" if is_leader else member.name),
-            cell(member.host),
-            cell(member.topic),
-            time_text(member.since),
-            str(member.pid),
-            str(member.partitions),
-        )
-    partitions = Table("topic", box=None, header_style="bold")
-    for column in ("partition", "epoch", "checkpoint", "end", "lag"):
-        partitions.add_column(column, justify="right")
-    for column in ("owner", "when", "by"):
-        partitions.add_column(column)
-    names = {member.incarnation: member.name for member in found.members}
-    for row in found.partitions:
-        numbers = (row.epoch, row.checkpoint, row.end, row.lag)
-        partitions.add_row(
-            cell(row.topic),
-            str(row.partition),
-            *("-" if number is None else f"{number:,}" for number in numbers),
-            _owner(row, names),
-            time_text(row.when),
-            cell(row.by or ""),
-        )
+    members = _table(MEMBER_COLUMNS, member_rows(found))
+    partitions = _table(PARTITION_COLUMNS, partition_rows(found))
     held: list[Text] = []
     paused = [row for row in found.partitions if row.paused is not None]
     for traceback, rows in groupby(paused, lambda row: row.traceback):  # many may fail at the same line
-        held += [
-            Text.assemble((f"{printable(row.topic)}/{row.partition} ", "bold red"), printable(_why(row)))
-            for row in rows
-        ]
+        held += [Text.assemble((place_text(row), "bold red"), f" {pause_text(row)}") for row in rows]
         if traceback and has_tracebacks:
             held.append(Text(indented(traceback)))
     return Group(head, *([members] if found.members else []), partitions, *held)
 
 
-def _owner(row: PartitionDescription, names: dict[str, str]) -> Text:
-    """Who has it, and to whom it moves."""
-    if row.owner is None:
-        has = "free"
-    else:
-        has = (row.owner_name or row.owner) if row.is_owner_there else f"{row.owner_name or row.owner} (gone)"
-    moves = row.target in names and row.target != row.owner
-    return cell(f"{has} -> {names[row.target]}" if moves and row.target is not None else has)
-
-
-def _why(row: PartitionDescription) -> str:
-    assert row.paused is not None
-    state = "is left out" if row.paused.skip else "holds it up"
-    return f"offset {row.paused.offset} {state}: {row.paused.error}"
+def _table(columns: Columns, rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for name, is_number in columns:
+        table.add_column(name, justify="right" if is_number else "left")
+    for row in rows:
+        table.add_row(*map(cell, row))
+    return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,9 +13,16 @@ import typer
 import pxrs
 from pxrs.cli.terminal import tell_error
 from pxrs.errors import InvalidUrl
-from pxrs.registry.address import parse
+from pxrs.registry.address import Address, parse
 
 At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")]
+MaybeAt = Annotated[
+    str | None,
+    typer.Option(
+        "--at", envvar="PXRS_AT", metavar="URL", help="The directory of the hub; not needed where --registry is given."
+    ),
+]
+"""Of commands that need the registry alone."""
 RegistryUrl = Annotated[
     str | None,
     typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
@@ -27,16 +35,35 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 @contextmanager
-def open_hub(at: str, registry: str | None, *, needs_log: bool = False) -> Iterator[pxrs.Hub]:
-    """What is there; a place that is not is not made.
+def open_hub(at: str | None, registry: str | None, *, needs_log: bool = False) -> Iterator[pxrs.Hub]:
+    """Open a hub that is there. Opening another one would make an empty registry at a path that was mistyped.
 
-    needs_log: the directory must be there although the registry is elsewhere: messages are asked for."""
-    address = parse(at)
-    # The registry is made by its first use: a wrong path would leave an empty one behind.
-    if (registry is None or needs_log) and address.scheme == "file" and not address.directory().is_dir():
-        raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")
+    needs_log: the directory must be there although the registry is elsewhere, because messages are asked for."""
+    check_given(at, registry)
+    if at is not None:
+        address = parse(at)
+        if (registry is None or needs_log) and address.scheme == "file" and not address.directory().is_dir():
+            raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")
+    elif registry is not None and not _is_there(address := parse(registry)):
+        raise InvalidUrl(
+            f"there is no registry at {address.text}: correct --registry or PXRS_REGISTRY, or make it with "
+            "`pxrs queue create`"
+        )
     with pxrs.open(at, registry) as hub:
         yield hub
+
+
+def check_given(at: str | None, registry: str | None) -> None:
+    """Refuse a command that names no place at all."""
+    if at is None and registry is None:
+        raise typer.BadParameter("give --registry URL or PXRS_REGISTRY, or --at DIRECTORY or PXRS_AT")
+
+
+def _is_there(registry: Address) -> bool:
+    """False if it is a directory or file of this machine that does not exist. Servers are asked when they are used."""
+    if registry.scheme == "file":
+        return registry.directory().is_dir()
+    return registry.scheme != "sqlite" or Path(registry.rest.removeprefix("///")).is_file()
 
 
 def confirm(question: str, yes: bool) -> None:
@@ -44,6 +71,6 @@ def confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():
-        tell_error("Refused", "standard input is no terminal to ask at; give --yes to do it")
+        tell_error("standard input is no terminal to ask at; give --yes to do it")
         raise typer.Exit(2)
     typer.confirm(question, abort=True, err=True)

@@ -22,13 +22,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 import pxrs
-from pxrs.cli.terminal import echo, is_terminal, printable, tell_error
+from pxrs.cli.terminal import cell, console, data_text, echo, error_text, is_terminal, show, tell_error, time_field
+from pxrs.clock import wall_time_us
 from pxrs.errors import InvalidPipeline, InvalidUrl, MissingDependency, PipelineFailed, TopicExists
 from pxrs.registry.address import parse
 from pxrs.spark.pipeline import Pipeline, Place, check_together, collecting
@@ -44,9 +44,10 @@ from pxrs.spark.run import (
     short_reason,
 )
 from pxrs.spark.session import session
+from pxrs.wording import counted, printable, rfc3339
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 app = typer.Typer(no_args_is_help=True)
 EXIT_BAD_FILE: Final = 2
@@ -55,6 +56,8 @@ LOOK_STOPPING_S: Final = 0.05
 LOG_BYTES_MAX: Final = 16 << 20
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _MODULE: Final = "pxrs_pipeline_file"
+_TIMES: Final = {"timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX", "timeZone": "UTC"}
+"""How Spark writes times into JSON: as all other commands do, whatever zone the user has given the session."""
 
 
 @app.callback()
@@ -126,10 +129,10 @@ def run(
                 if not signals.heard:
                     _follow(running, signals, grace, as_json)
     except InvalidPipeline as error:
-        tell_error("InvalidPipeline", "; ".join([str(error), *getattr(error, "__notes__", [])]))
+        tell_error(error_text(error), type(error).__name__)
         raise typer.Exit(EXIT_BAD_FILE) from None
     if running.failed is not None:
-        raise PipelineFailed(f"{running.failed.name}: {running.failed.error}")
+        raise PipelineFailed(f"the pipeline {running.failed.name} has failed: {running.failed.error}")
 
 
 def _follow(running: Run, signals: Signals, grace_s: float, as_json: bool) -> None:
@@ -183,7 +186,7 @@ def load(file: Path) -> list[Pipeline]:
             raise InvalidPipeline(f"{error}{_line(error, file)}") from error
         except (Exception, SystemExit) as error:  # whatever the file's own code raises
             reason = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-            raise InvalidPipeline(f"{file}: {reason}{_line(error, file)}") from error
+            raise InvalidPipeline(f"{file} cannot be loaded: {reason}{_line(error, file)}") from error
     pipelines = [each for each in collected if getattr(each.function, "__module__", _MODULE) == _MODULE]
     if not pipelines:
         raise InvalidPipeline(f"{file} defines no pipeline: put @pipeline(source=..., sink=...) before a function")
@@ -327,7 +330,7 @@ def _shown(running: Run, as_json: bool) -> Iterator[_Lines | _Screen]:
     if as_json or not is_terminal():
         yield _Lines(running, as_json)
         return
-    with Live(console=Console(highlight=False, emoji=False), auto_refresh=False) as live:
+    with Live(console=console(), auto_refresh=False) as live:
         yield _Screen(running, live)
 
 
@@ -348,12 +351,18 @@ class _Lines:
                 self.tell("batch", f"{each.name}: {_words(batch, each)}", **_plain(batch, each))
             if each.is_over and each.name not in self._over:
                 self._over.add(each.name)
-                what = f"failed: {each.error}" if each.error else f"ended after {each.rows_done:,} rows"
+                what = f"failed: {each.error}" if each.error else f"ended after {counted(each.rows_done, 'row')}"
                 fields = {"pipeline": each.name, "rows": each.rows_done, "lag": each.lag, "error": each.error}
                 self.tell(each.state, f"{each.name}: {what}, lag {_number(each.lag)}", **fields)
 
     def tell(self, event: str, text: str, **fields: Any) -> None:
-        echo(json.dumps({"event": event, **fields}) if self._as_json else printable(text))
+        tell_event(self._as_json, event, text, **fields)
+
+
+def tell_event(as_json: bool, event: str, text: str, **fields: Any) -> None:
+    """A line on standard output: for machines with its time and its fields, for people the text."""
+    plain = {"event": event, **time_field("time", wall_time_us()), **fields}
+    echo(json.dumps(plain) if as_json else printable(text))
 
 
 class _Screen:
@@ -392,8 +401,8 @@ def _numbers(batch: Batch) -> tuple[str, str, str]:
 
 def _words(batch: Batch, each: QueryRun) -> str:
     number, took, speed = _numbers(batch)
-    state = f", {batch.state_rows:,} rows of state" if batch.state_rows else ""
-    return f"batch {number}, {batch.rows:,} rows in {took} ({speed} rows/s), lag {_number(each.lag)}{state}"
+    state = f", {counted(batch.state_rows, 'row')} of state" if batch.state_rows else ""
+    return f"batch {number}, {counted(batch.rows, 'row')} in {took} ({speed} rows/s), lag {_number(each.lag)}{state}"
 
 
 def _plain(batch: Batch, each: QueryRun) -> dict[str, Any]:
@@ -433,7 +442,8 @@ def _history(
             else:
                 _show_rows(each, rows, rows_max, as_json)
             if each.parse is not None and (bad := each.bad(messages).count()):
-                tell_error(each.name, f"{bad:,} messages do not parse and were left out")
+                those = "that does" if bad == 1 else "that do"
+                tell_error(f"{each.name}: left out {counted(bad, 'message')} {those} not parse")
         except Exception as error:
             if isinstance(error, pxrs.errors.PxrsError):
                 raise
@@ -441,30 +451,35 @@ def _history(
 
 
 def _tell_written(each: Pipeline, as_json: bool) -> None:
-    fields = {"event": "written", "pipeline": each.name, "sink": str(each.sink)}
-    echo(json.dumps(fields) if as_json else printable(f"{each.name}: written to {each.sink}"))
+    fields = {"pipeline": each.name, "sink": str(each.sink)}
+    tell_event(as_json, "written", f"{each.name}: written to {each.sink}", **fields)
 
 
-def _show_rows(each: Pipeline, rows: Any, rows_max: int, as_json: bool) -> None:
+def _show_rows(each: Pipeline, rows: DataFrame, rows_max: int, as_json: bool) -> None:
     from pyspark.sql import functions as F
+    from pyspark.sql.types import TimestampType
 
     if as_json:
-        for (text,) in rows.limit(rows_max).select(F.to_json(F.struct("*"))).collect():
+        for (text,) in rows.limit(rows_max).select(F.to_json(F.struct("*"), _TIMES)).collect():
             echo(json.dumps({"pipeline": each.name, "row": json.loads(text)}))
         return
-    found = rows.limit(rows_max + 1).collect()
+    is_time = [isinstance(field.dataType, TimestampType) for field in rows.schema]
+    # Spark hands times to Python in the zone of the machine, without saying so: fetch microseconds since 1970 instead.
+    # By new names: those that the columns have need not be unique.
+    names = [f"c{number}" for number in range(len(is_time))]
+    columns = [F.unix_micros(name) if is_one else F.col(name) for name, is_one in zip(names, is_time, strict=True)]
+    found = rows.limit(rows_max + 1).toDF(*names).select(*columns).collect()
     table = Table(title=each.name, title_justify="left", box=None, header_style="bold")
     for column in rows.columns:
         table.add_column(Text(printable(column)))
     for row in found[:rows_max]:
-        table.add_row(*(Text(printable(_cell(cell))) for cell in row))
-    console = Console(highlight=False, emoji=False, width=None if is_terminal() else 1000)
-    console.print(table)
+        table.add_row(*(cell(_text(value, is_one)) for value, is_one in zip(row, is_time, strict=True)))
+    show(table)
     if len(found) > rows_max:
-        console.print(f"and more: give --rows for more than {rows_max}")
+        typer.echo(f"these are the first {rows_max:,}; there are more: give --rows", err=True)
 
 
-def _cell(cell: Any) -> str:
-    if isinstance(cell, bytearray | bytes):
-        return bytes(cell).decode(errors="backslashreplace")
-    return "" if cell is None else str(cell)
+def _text(value: Any, is_time: bool) -> str:
+    if is_time and value is not None:
+        return rfc3339(value) or f"{value}us"
+    return data_text(bytes(value)) if isinstance(value, bytearray | bytes) else "" if value is None else str(value)

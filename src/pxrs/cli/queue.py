@@ -18,18 +18,19 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pxrs
-from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.input import Interrupts, interrupted, interrupted_again, is_typed, tell_typist
+from pxrs.cli.options import ExistOk, Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
 from pxrs.cli.terminal import (
     cell,
-    console,
     data_field,
     data_text,
     echo,
     echo_data,
+    facts,
     indented,
-    printable,
+    seconds_field,
+    show,
     tell_error,
-    time_text,
 )
 from pxrs.cli.topic import key_in
 from pxrs.errors import (
@@ -49,6 +50,7 @@ from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.policy import dump as plain_setting
 from pxrs.queue.records import TAKERS, taker_in, time_in
 from pxrs.queue.transaction import Transaction
+from pxrs.wording import counted, printable, time_text
 
 app = typer.Typer(no_args_is_help=True)
 dead = typer.Typer(no_args_is_help=True)
@@ -80,7 +82,7 @@ class BackoffName(StrEnum):
 @app.command()
 def create(
     queue: Name,
-    at: At,
+    at: MaybeAt = None,
     policy: Annotated[PolicyName, typer.Option(help="How often an item may be delivered.")] = PolicyName.AT_LEAST_ONCE,
     times: Annotated[int | None, typer.Option(help="With --policy consume-times: then it is a dead letter.")] = None,
     fifo: Annotated[
@@ -103,6 +105,7 @@ def create(
     """Make a work queue. Its settings are fixed for good."""
     rule = _policy(policy, times)
     wait = _backoff(backoff, {"pause": pause, "first": first, "factor": factor, "cap": cap, "jitter": jitter})
+    check_given(at, registry)
     with pxrs.open(at, registry) as hub:
         told = f"made queue {queue}"
         try:
@@ -116,7 +119,7 @@ def create(
 
 
 @app.command("list")
-def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the queues, and how many items each holds, by where they are."""
     with open_hub(at, registry) as hub:
         found = list(_depths(hub))
@@ -128,11 +131,11 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     _add_depth_columns(table)
     for handle, depth in found:
         table.add_row(handle.name, *_depth_cells(depth))
-    console().print(table)
+    show(table)
 
 
 @app.command()
-def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def describe(queue: Name, at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show a queue's settings, and how many items it holds."""
     with open_hub(at, registry) as hub:
         handle = hub.queue(queue)
@@ -140,7 +143,7 @@ def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = 
     if as_json:
         typer.echo(json.dumps({**_plain_settings(handle), **asdict(depth)}))
         return
-    settings = {
+    settings: dict[str, object] = {
         "queue": handle.name,
         "id": handle.settings.id,
         "policy": _words(handle.policy),
@@ -148,26 +151,24 @@ def describe(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = 
         "backoff": "none" if handle.backoff is None else _words(handle.backoff),
         "created": time_text(handle.settings.created),
     }
-    out = console()
-    out.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()))
-    out.print(_depth_table(depth))
+    show(facts(settings), _depth_table(depth))
 
 
 @app.command()
-def depth(queue: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def depth(queue: Name, at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show how many items a queue holds: ready, delayed, in flight and dead."""
     with open_hub(at, registry) as hub:
         found = hub.queue(queue).depth()
     if as_json:
         typer.echo(json.dumps({"queue": queue, **asdict(found)}))
     else:
-        console().print(_depth_table(found))
+        show(_depth_table(found))
 
 
 @app.command()
 def put(
     queue: Name,
-    at: At,
+    at: MaybeAt = None,
     values: Annotated[
         list[str] | None, typer.Argument(metavar="[VALUE]...", help="By default each line of standard input.")
     ] = None,
@@ -181,31 +182,42 @@ def put(
     """Put each value as an item; all are durable when it ends.
 
     Lines are put as they arrive. A field that is null is no key. A value that cannot be put ends it, when those before
-    it are durable.
+    it are durable. Ctrl-C ends it too: it says how many items were put, and the exit code is 130.
     """
     options: dict[str, Any] = {"priority": priority, "delay": delay}
     if not values and sys.stdin is None:
         raise InvalidItem("standard input is closed; give it the lines to put, or give values")
     console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} items"), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} put"), TimeElapsedColumn())
+    is_shown = console.is_terminal and (bool(values) or not is_typed())
+    bar = Progress(*columns, console=console, disable=not is_shown)
     with open_hub(at, registry) as hub:
         limit = hub.registry.limits.value_bytes_max
-        batches = [[os.fsencode(value) for value in values]] if values else _lines(limit)
         putter = _Putter(hub, hub.queue(queue), key, options, "value" if values else "line")
-        with bar:
+        if not values:
+            tell_typist(f"put into {queue} as an item")
+        with bar, Interrupts() as interrupts:
             task = bar.add_task("putting", total=None)
-            for batch in batches:
-                for at_row in range(0, len(batch), PUT_ITEMS):
-                    putter.put(batch[at_row : at_row + PUT_ITEMS])
-                    bar.update(task, completed=putter.count)
-    typer.echo(f"put {_count(putter.count, 'item')} into {queue}")
+            batches = [[os.fsencode(value) for value in values]] if values else _lines(limit, interrupts)
+            try:
+                for batch in batches:
+                    for at_row in range(0, len(batch), PUT_ITEMS):
+                        putter.put(batch[at_row : at_row + PUT_ITEMS])
+                        bar.update(task, completed=putter.count)
+                        interrupts.check()
+            except KeyboardInterrupt:
+                done = f"put {counted(putter.count, 'item')} into {queue}"
+                if interrupts.count > 1:
+                    unknown = "whether the items after them were put is not known"
+                    raise interrupted_again(f"{done}; {unknown}") from None
+                raise interrupted(f"{done}; what was put is durable") from None
+    typer.echo(f"put {counted(putter.count, 'item')} into {queue}")
 
 
 @app.command()
 def take(
     queue: Name,
-    at: At,
+    at: MaybeAt = None,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many.")] = 1,
     timeout: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds to wait for so many; by default not at all.")
@@ -222,7 +234,7 @@ def take(
     if peek and timeout is not None:
         raise typer.BadParameter("--peek does not wait: leave --timeout out")
     if sys.stdout is None:
-        tell_error("Refused", "standard output is closed: what is taken could not be printed")
+        tell_error("standard output is closed: what is taken could not be printed")
         raise typer.Exit(2)
     with open_hub(at, registry) as hub:
         if peek:
@@ -241,10 +253,10 @@ def take(
 
 
 @app.command()
-def delete(queue: Name, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
+def delete(queue: Name, at: MaybeAt = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Remove a queue and all its items, dead letters too."""
     with open_hub(at, registry) as hub:
-        items = _count(sum(asdict(hub.queue(queue).depth()).values()), "item")
+        items = counted(sum(asdict(hub.queue(queue).depth()).values()), "item")
         confirm(f"Remove queue {queue} and its {items} for good?", yes)
         hub.delete_queue(queue)
     typer.echo(f"removed queue {queue} and its {items}")
@@ -253,7 +265,7 @@ def delete(queue: Name, at: At, yes: Yes = False, registry: RegistryUrl = None) 
 @dead.command("list")
 def list_dead(
     queue: Name,
-    at: At,
+    at: MaybeAt = None,
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many, the oldest first.")] = 100,
     traceback: Annotated[bool, typer.Option("--traceback", help="Also where the handler raised.")] = False,
     registry: RegistryUrl = None,
@@ -274,7 +286,7 @@ def list_dead(
         for item in found[:count]:
             cells = (cell(item.error), cell(data_text(item.key)), cell(data_text(item.value)))
             table.add_row(item.id, time_text(item.died_at), str(item.deliveries), *cells)
-        console().print(table)
+        show(table)
         for item in found[:count] if traceback else ():
             echo(f"{item.id} {printable(item.error)}")
             if item.traceback:
@@ -284,23 +296,23 @@ def list_dead(
 
 
 @dead.command()
-def retry(queue: Name, at: At, ids: Ids = None, registry: RegistryUrl = None) -> None:
+def retry(queue: Name, at: MaybeAt = None, ids: Ids = None, registry: RegistryUrl = None) -> None:
     """Put dead letters back into the queue, as if they had never been delivered."""
     with open_hub(at, registry) as hub:
         done = hub.queue(queue).dead_letters().retry(ids or None)
-    typer.echo(f"{_count(done, 'dead letter')} of {queue} will be tried again")
+    typer.echo(f"{counted(done, 'dead letter')} of {queue} will be tried again")
     _tell_missing(queue, ids, done)
 
 
 @dead.command()
-def purge(queue: Name, at: At, ids: Ids = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
+def purge(queue: Name, at: MaybeAt = None, ids: Ids = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
     """Remove dead letters for good."""
     with open_hub(at, registry) as hub:
         letters = hub.queue(queue).dead_letters()
         if not ids:
-            confirm(f"Remove {_count(len(letters), 'dead letter')} of {queue} for good?", yes)
+            confirm(f"Remove {counted(len(letters), 'dead letter')} of {queue} for good?", yes)
         done = letters.purge(ids or None)
-    typer.echo(f"removed {_count(done, 'dead letter')} of {queue}")
+    typer.echo(f"removed {counted(done, 'dead letter')} of {queue}")
     _tell_missing(queue, ids, done)
 
 
@@ -339,7 +351,7 @@ class _Putter:
         while values:
             try:
                 tx, fitting, refusal = self._fill(values)
-                is_committed = _commit(tx, f"whether the last {_count(fitting, self._what)} are in the queue")
+                is_committed = _commit(tx, f"whether the last {counted(fitting, self._what)} are in the queue")
             except PxrsError as error:
                 error.add_note(f"{self._said('were', 'was')} put before")
                 raise
@@ -365,13 +377,13 @@ class _Putter:
 
     def _said(self, several: str, one: str) -> str:
         verb = one if self.count == 1 else several
-        return f"{_count(self.count, self._what)} {verb}"
+        return f"{counted(self.count, self._what)} {verb}"
 
 
-def _lines(line_bytes_max: int) -> Iterator[list[bytes]]:
+def _lines(line_bytes_max: int, interrupts: Interrupts) -> Iterator[list[bytes]]:
     """The lines of standard input, as many at a time as have come: nobody waits for a batch to be full."""
     rest = b""
-    while piece := os.read(sys.stdin.fileno(), READ_BYTES):
+    while piece := interrupts.wait(lambda: os.read(sys.stdin.fileno(), READ_BYTES)):
         *lines, rest = (rest + piece).split(b"\n")
         yield [line.removesuffix(b"\r") for line in lines]
         if len(rest) > line_bytes_max:
@@ -449,12 +461,13 @@ def _plain(item: Item) -> dict[str, Any]:
         **data_field("value", item.value),
         "priority": item.priority,
         "deliveries": item.deliveries,
-        "put_at": item.put_at,
+        **seconds_field("put_at", item.put_at),
         "error": item.error,
     }
     if item.died_at is None:
         return found
-    return {**found, "died_at": item.died_at, "error_type": item.error_type, "traceback": item.traceback}
+    died_at = seconds_field("died_at", item.died_at)
+    return {**found, **died_at, "error_type": item.error_type, "traceback": item.traceback}
 
 
 def _plain_settings(handle: QueueHandle) -> dict[str, Any]:
@@ -464,7 +477,7 @@ def _plain_settings(handle: QueueHandle) -> dict[str, Any]:
         "policy": plain_setting(handle.policy),
         "fifo": handle.is_fifo,
         "backoff": None if handle.backoff is None else plain_setting(handle.backoff),
-        "created": handle.settings.created,
+        **seconds_field("created", handle.settings.created),
     }
 
 
@@ -498,13 +511,9 @@ def _depth_cells(found: Depth) -> list[str]:
     return [f"{count:,}" for count in asdict(found).values()]
 
 
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
 def _tell_missing(queue: str, ids: list[str] | None, done: int) -> None:
     missing = len(set(ids or ())) - done
     if ids and missing:
         what = "is no dead letter" if missing == 1 else "are no dead letters"
-        tell_error("InvalidItem", f"{missing} of these {what} of {queue}: see `pxrs queue dead list {queue}`")
+        tell_error(f"{missing} of these {what} of {queue}: see `pxrs queue dead list {queue}`")
         raise typer.Exit(1)

@@ -9,13 +9,11 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from pxrs import registry
 from pxrs.cli.options import At, RegistryUrl, open_hub
-from pxrs.cli.terminal import printable
+from pxrs.cli.terminal import cell, data_text, is_terminal, show
 from pxrs.registry import Entry
 
 app = typer.Typer(no_args_is_help=True)
@@ -51,7 +49,7 @@ def scan(
     limit: Annotated[int, typer.Option(min=1, help="At most so many keys.")] = 1000,
     as_json: Json = False,
 ) -> None:
-    """List keys, versions and values."""
+    """List keys, versions and values; on a terminal the first characters of each value, elsewhere all of it."""
     with registry.open(url) as handle:
         entries = handle.scan(prefix, limit=limit)
     if as_json:
@@ -60,11 +58,11 @@ def scan(
         return
     table = Table("key", "version", "value", box=None, header_style="bold")
     for entry in entries:
-        table.add_row(Text(entry.key), str(entry.version), Text(_short(entry.value)))
-    console = Console()
-    console.print(table)
+        value = _short(entry.value) if is_terminal() else data_text(entry.value)
+        table.add_row(cell(entry.key), str(entry.version), cell(value))
+    show(table)
     if len(entries) == limit:
-        console.print(f"the first {limit:,}; see more with --limit", style="dim")
+        typer.echo(f"these are the first {limit:,}; there may be more: give --limit", err=True)
 
 
 @app.command()
@@ -105,5 +103,5 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 def _short(value: bytes) -> str:
-    text = printable(value.decode(errors="backslashreplace"))
+    text = data_text(value)
     return text if len(text) <= 80 else f"{text[:77]}... ({len(value):,} bytes)"

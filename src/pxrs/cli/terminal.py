@@ -1,27 +1,25 @@
-"""What a terminal may be shown of data that anybody has written."""
+"""What every command prints, and how: tables, lines of data, times and errors.
+
+On a terminal a table fits the window. Elsewhere, as in a pipe or a file, it is as wide as its longest values: nothing
+is cut or wrapped, whatever COLUMNS says.
+"""
 
 from __future__ import annotations
 
 import base64
+import io
 import os
-import re
 import sys
-from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
-PIPE_WIDTH: Final = 1000
-# Control characters but the tab, line and paragraph separators, and what turns the direction of writing: each could
-# move the cursor, ring, colour, or make a line look like another one.
-_UNSAFE: Final = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+from pxrs.wording import microseconds, printable, rfc3339
 
-
-def printable(text: str) -> str:
-    """The text with such characters as Python writes them, a bell as \\x07; it has one line."""
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+PIPE_COLUMNS: Final = 1 << 30
+"""The width of a table that nobody sees on a screen: more than any has."""
 
 
 def is_terminal() -> bool:
@@ -35,20 +33,49 @@ def echo(line: str) -> None:
     typer.echo(line.encode(encoding, "backslashreplace"))
 
 
-def tell_error(name: str, what: str) -> None:
-    """One line on standard error, however long."""
+def tell_error(what: str, kind: str = "") -> None:
+    """One line on standard error, however long: what happened, then the class of the error, by which the docs name
+    it."""
     console = Console(stderr=True, highlight=False, emoji=False)
-    console.print(Text.assemble((f"{name}:", "bold red"), " ", printable(what.replace("\n", " "))), soft_wrap=True)
+    line = Text(printable(what.replace("\n", " ")), "red")
+    console.print(line.append(f" ({kind})", "dim") if kind else line, soft_wrap=True)
+
+
+def error_text(error: BaseException) -> str:
+    """What happened, with the notes that were added to the error on its way."""
+    what = str(error)
+    if isinstance(error, OSError) and error.strerror:  # `str` begins with the error's number
+        what = error.strerror if error.filename is None else f"{error.strerror}: {os.fsdecode(error.filename)}"
+    return "; ".join([what, *getattr(error, "__notes__", [])])
 
 
 def console() -> Console:
-    """Standard output for tables. Lines in a pipe are as long as they need to be."""
-    return Console(highlight=False, emoji=False, width=None if is_terminal() else PIPE_WIDTH)
+    """Standard output of a terminal."""
+    return Console(highlight=False, emoji=False)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and lines, one below the other, on standard output."""
+    if is_terminal():
+        console().print(*parts, sep="\n")
+        return
+    # Rendered apart: rich fills every line of a table up to its width, here with thousands of blanks.
+    lines = io.StringIO()
+    Console(file=lines, highlight=False, emoji=False, width=PIPE_COLUMNS).print(*parts, sep="\n")
+    for line in lines.getvalue().removesuffix("\n").split("\n"):
+        echo(line.rstrip())
+
+
+def facts(pairs: dict[str, object]) -> Text:
+    """Names and values on one line."""
+    parts = [Text.assemble((name, "bold"), f" {printable(str(value))}") for name, value in pairs.items()]
+    return Text("  ").join(parts)
 
 
 def cell(text: str) -> Text:
-    """Of a table: what is in it has no meaning for the terminal."""
-    return Text(printable(text))
+    """A value in a table: no part of it means anything to rich or to the terminal. A tab is escaped too, as rich would
+    turn it into blanks."""
+    return Text(printable(text).replace("\t", "\\t"))
 
 
 def indented(text: str) -> str:
@@ -56,14 +83,18 @@ def indented(text: str) -> str:
     return "\n".join(f"    {printable(line)}" for line in text.splitlines())
 
 
-def time_text(seconds: float | None) -> str:
-    """A wall-clock time in UTC."""
-    if not seconds:
-        return "-"
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
-    except (ValueError, OverflowError, OSError):
-        return f"{seconds:g}s"
+def time_field(name: str, time_us: int | None) -> dict[str, Any]:
+    """A wall-clock time, in microseconds since 1970, as a field of JSON: in RFC 3339, or, if it lies beyond the
+    calendar, as that number under a name that says so."""
+    if time_us is None:
+        return {name: None}
+    text = rfc3339(time_us)
+    return {f"{name}_us": time_us} if text is None else {name: text}
+
+
+def seconds_field(name: str, seconds: float | None) -> dict[str, Any]:
+    """The same of wall-clock seconds since 1970; None if there are none."""
+    return time_field(name, microseconds(seconds))
 
 
 def data_text(data: bytes | None) -> str:

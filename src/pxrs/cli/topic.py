@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 import pxrs
+from pxrs.cli.input import Interrupts, interrupted, interrupted_again, is_typed, tell_typist
 from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
-from pxrs.cli.terminal import cell, console, data_field, echo, echo_data, printable, tell_error
+from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
 from pxrs.errors import DamagedFrame, InvalidRecord, LogError, TopicExists, UnknownTopic
-from pxrs.model import CODECS, DURABILITIES, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
-from pxrs.producer import MESSAGE_BYTES_MAX
+from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
+from pxrs.producer import MESSAGE_BYTES_MAX, Producer
+from pxrs.wording import counted, printable, rfc3339
 
 app = typer.Typer(no_args_is_help=True)
 SEND_ROWS = 5_000
@@ -65,14 +66,14 @@ def create(
             keep_unread=keep_unread,
             segment_s=segment_s,
         )
-        told = f"made {name} with {partitions} partitions"
+        told = f"made {name} with {counted(partitions, 'partition')}"
         try:
             create_topic()
         except TopicExists:
             if not exist_ok:
                 raise
             create_topic(exist_ok=True)  # compares the settings
-            told = f"{name} is there already, with {partitions} partitions and the same settings"
+            told = f"{name} is there already, with {counted(partitions, 'partition')} and the same settings"
     typer.echo(told)
 
 
@@ -95,7 +96,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
         for row in rows:
             counts = ["-" if count is None else f"{count:,}" for count in (row.partitions, row.messages)]
             table.add_row(row.name, *counts, *([cell(row.damage or "")] if is_damaged else []))
-        console().print(table)
+        show(table)
     if any(row.damage is not None for row in rows):
         raise typer.Exit(1)
 
@@ -145,16 +146,13 @@ def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = Fa
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
         typer.echo(json.dumps({**settings, "retention_problem": problem, "partitions": offsets}))
         return
-    out = Console()
-    out.print("  ".join(f"[bold]{key}[/] {value}" for key, value in settings.items()), highlight=False)
-    if problem is not None:
-        out.print(Text.assemble(("retention is held up: ", "bold red"), printable(problem)), soft_wrap=True)
+    held = [] if problem is None else [Text.assemble(("retention is held up: ", "bold red"), printable(problem))]
     table = Table(box=None, header_style="bold")
     for column in ("partition", "start", "end", "messages"):
         table.add_column(column, justify="right")
     for p, start, end in ends:
         table.add_row(str(p), f"{start:,}", f"{end:,}", f"{end - start:,}")
-    out.print(table)
+    show(facts(settings), *held, table)
 
 
 @app.command()
@@ -167,9 +165,9 @@ def delete(
     """Remove a topic and all its messages."""
     with pxrs.open(at, registry) as hub:
         try:
-            what = f"its {_count(hub, hub.topic(name).topic):,} messages"
+            what = f"its {counted(_count(hub, hub.topic(name).topic), 'message')}"
         except DamagedFrame as damage:  # it can be removed all the same
-            tell_error(type(damage).__name__, str(damage))
+            tell_error(error_text(damage), type(damage).__name__)
             what = "all its messages (they cannot be counted)"
         if not yes:
             typer.confirm(f"Remove {name} and {what} for good?", abort=True)
@@ -187,30 +185,57 @@ def send(
 ) -> None:
     """Send each line of standard input as a message; all are durable when it ends.
 
-    A field that is null is no key. A line that cannot be sent ends it, when those before it are durable.
+    A field that is null is no key. A line that cannot be sent ends it, when those before it are durable. Ctrl-C ends it
+    too: it says how many messages were sent, and the exit code is 130.
     """
     if sys.stdin is None:
         raise InvalidRecord("standard input is closed; give it the lines to send")
-    count = 0
     err = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} messages"), TimeElapsedColumn())
-    bar = Progress(*columns, console=err, disable=not err.is_terminal)
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} sent"), TimeElapsedColumn())
+    bar = Progress(*columns, console=err, disable=not err.is_terminal or is_typed())
     with pxrs.open(at, registry) as hub, hub.producer(topic) as out, bar:
+        tell_typist(f"sent to {topic} as a message")
         task = bar.add_task("sending", total=None)
-        for line in iter(lambda: sys.stdin.buffer.readline(LINE_BYTES_MAX), b""):
+        lines = _Lines(out, key, lambda count: bar.update(task, completed=count))
+        try:
+            with Interrupts() as interrupts:
+                try:
+                    lines.send(interrupts)
+                except KeyboardInterrupt:
+                    if interrupts.count > 1:
+                        raise
+                out.flush()
+        except KeyboardInterrupt:
+            read = counted(lines.count, "message")
+            raise interrupted_again(f"how many of {read} are stored in {topic} is not known") from None
+        bar.update(task, completed=lines.count)
+    sent = f"sent {counted(lines.count, 'message')} to {topic}"
+    if interrupts.count:
+        raise interrupted(f"{sent}; what was sent is durable")
+    typer.echo(sent)
+
+
+class _Lines:
+    """Sends the lines of standard input, and knows at every moment how many of them the producer has taken."""
+
+    def __init__(self, out: Producer, key: str | None, progress: Callable[[int], None]) -> None:
+        self._out, self._key, self._progress = out, key, progress
+        self.count = 0
+
+    def send(self, interrupts: Interrupts) -> None:
+        """Raises KeyboardInterrupt on Ctrl-C: the lines that are counted wait in the producer, no other does."""
+        stdin = sys.stdin.buffer
+        while line := interrupts.wait(lambda: stdin.readline(LINE_BYTES_MAX)):
             try:
                 value = line.removesuffix(b"\n").removesuffix(b"\r")
-                out.send(value, key=None if key is None else key_in(value, key))
+                self._out.send(value, key=None if self._key is None else key_in(value, self._key))
             except InvalidRecord as error:
-                out.flush()  # so that what is said of the lines before it is true
-                before = "1 line before it was sent" if count == 1 else f"{count:,} lines before it were sent"
-                raise InvalidRecord(f"line {count + 1:,}: {error}; {before}") from error
-            count += 1
-            if count % SEND_ROWS == 0:
-                bar.update(task, completed=count)
-        out.flush()
-        bar.update(task, completed=count)
-    typer.echo(f"sent {count:,} messages to {topic}")
+                self._out.flush()  # so that what is said of the lines before it is true
+                before = f"{counted(self.count, 'line')} before it {'was' if self.count == 1 else 'were'} sent"
+                raise InvalidRecord(f"line {self.count + 1:,}: {error}; {before}") from error
+            self.count += 1
+            if self.count % SEND_ROWS == 0:
+                self._progress(self.count)
 
 
 def key_in(line: bytes, field: str) -> bytes | None:
@@ -271,7 +296,8 @@ def _print(message: Message, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(message)))
         return
-    place = f"{message.partition}/{message.offset} {_time(message.timestamp)}"
+    moment = rfc3339(message.timestamp) or f"{message.timestamp}us"  # the sender's, maybe beyond the calendar
+    place = f"{message.partition}/{message.offset} {moment}"
     echo_data(place, message.key, message.value)
 
 
@@ -281,18 +307,11 @@ def _plain(message: Message) -> dict[str, Any]:
     return {
         "partition": message.partition,
         "offset": message.offset,
-        "timestamp": message.timestamp,
+        **time_field("timestamp", message.timestamp),
         **data_field("key", message.key),
         **data_field("value", message.value),
         "headers": None if headers is None else [{"key": name, **data_field("value", data)} for name, data in headers],
     }
-
-
-def _time(timestamp: int) -> str:
-    try:
-        return (EPOCH + timedelta(microseconds=timestamp)).isoformat(timespec="milliseconds")
-    except OverflowError:  # it is the sender's, and may lie beyond every calendar
-        return f"{timestamp}us"
 
 
 def _count(hub: pxrs.Hub, topic: Topic) -> int:
@@ -315,7 +334,7 @@ def check(directory: Path, as_json: Json = False) -> None:
         for checked in check_log(directory):
             findings += checked.findings
             messages, size = messages + checked.messages, size + checked.bytes
-            bar.update(task, description=f"{checked.topic}: {messages:,} messages")
+            bar.update(task, description=f"{checked.topic}: {counted(messages, 'message')}")
     if as_json:
         for finding in findings:
             typer.echo(json.dumps(finding._asdict()))
@@ -323,6 +342,7 @@ def check(directory: Path, as_json: Json = False) -> None:
     else:
         for finding in findings:
             echo(printable(f"{finding.file} at byte {finding.position:,}: {finding.what}"))
-        typer.echo(f"{messages:,} messages, {size:,} bytes, {len(findings)} findings")
+        totals = counted(messages, "message"), counted(size, "byte"), counted(len(findings), "finding")
+        typer.echo(", ".join(totals))
     if findings:
         raise typer.Exit(1)

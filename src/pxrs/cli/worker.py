@@ -52,6 +52,7 @@ from pxrs.group.member import Timings
 from pxrs.group.records import Keys
 from pxrs.queue.records import check_name
 from pxrs.registry.address import parse
+from pxrs.wording import counted
 
 PROCESSES_MAX: Final = 1_000
 RESTART_S: Final = (0.2, 30.0)
@@ -89,7 +90,15 @@ def worker(
             "searched first.",
         ),
     ],
-    at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")],
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            envvar="PXRS_AT",
+            metavar="URL",
+            help="The directory of the hub; a queue needs none where --registry is given.",
+        ),
+    ] = None,
     topic: Annotated[str | None, typer.Option(metavar="TOPIC", help="What the group reads.")] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP")] = None,
     queue: Annotated[
@@ -148,6 +157,8 @@ def worker(
         return
     if topic is None or group is None:
         raise typer.BadParameter("give --topic and --group, or --queue")
+    if at is None:
+        raise typer.BadParameter("give --at or PXRS_AT: the directory that holds the topic")
     Timings(**given)
     Keys(group)
     assignor_named(assignor)
@@ -327,7 +338,7 @@ class Supervisor:
 
     def _begin_stopping(self, why: str, **fields: Any) -> None:
         self._kills_at = time.monotonic() + self._settings.grace_s
-        text = f"{why}: stopping {len(self._running())} workers, for up to {self._settings.grace_s:g} s"
+        text = f"{why}: stopping {counted(len(self._running()), 'worker')}, for up to {self._settings.grace_s:g} s"
         self._tell("stopping", text, **fields)
 
     def _reap(self) -> None:

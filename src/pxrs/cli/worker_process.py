@@ -23,17 +23,18 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pxrs
 from pxrs.cli.restarts import is_final
-from pxrs.cli.terminal import indented, printable, time_text
+from pxrs.cli.terminal import error_text, indented, time_field
+from pxrs.clock import wall_time_us
 from pxrs.consumer import Consumer
 from pxrs.dead_letters import check_other_topic
 from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
 from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
+from pxrs.wording import printable, time_text
 
 if TYPE_CHECKING:
     from pxrs.queue.listener import QueueListener
@@ -58,7 +59,8 @@ class Settings:
     """MODULE:HANDLER."""
     topic: str | None
     group: str | None
-    at: str
+    at: str | None
+    """None of a queue that needs no directory; then there is a registry."""
     registry: str | None
     threads: int
     grace_s: float
@@ -79,13 +81,13 @@ class Settings:
 def tell(as_json: bool, event: str, text: str, *, traceback: str = "", **fields: Any) -> None:
     """One event on standard error with its time, in one write: several processes share it. As JSON it is one line; for
     people, the lines of a traceback follow, indented."""
-    now = time.time()
+    now_us = wall_time_us()
     if as_json:
-        when = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         more = {"traceback": traceback} if traceback else {}
-        lines = [json.dumps({"event": event, "time": when, **fields, **more, "text": text}, default=str)]
+        about = {"event": event, **time_field("time", now_us), **fields, **more, "text": text}
+        lines = [json.dumps(about, default=str)]
     else:
-        lines = [f"{time_text(now)} {printable(text.replace(chr(10), ' '))}"]
+        lines = [f"{time_text(now_us / 1e6)} {printable(text.replace(chr(10), ' '))}"]
         lines += [indented(traceback)] if traceback else []
     with suppress(OSError):  # nobody listens any more; that is no reason to leave work undone
         os.write(2, "\n".join([*lines, ""]).encode(errors="backslashreplace"))
@@ -307,12 +309,11 @@ def _fail(settings: Settings, who: str, error: BaseException, code: int | None =
     """Show what ended this process: with a traceback, unless it is an error of pxrs, which says what to do. The exit
     code says whether to start it again."""
     is_ours = isinstance(error, PxrsError)
-    text = "; ".join([str(error) + ("" if is_ours else _place(error)), *_notes(error)])
     raised = error.__cause__ if isinstance(error, HandlerFailed) else None if is_ours else error
     traceback = "" if raised is None else failure_of(raised).traceback
-    tell(settings.as_json, "failed", f"{who}{type(error).__name__}: {text}", traceback=traceback, **_me(settings))
+    kind = type(error).__name__
+    # Of an exception of Python's the message alone may say nothing, as the key of a KeyError.
+    text = f"{error_text(error)} ({kind})" if is_ours else f"it ended with {kind}: {error_text(error)}{_place(error)}"
+    fields = {"error_type": kind, **_me(settings)}
+    tell(settings.as_json, "failed", f"{who}{text}", traceback=traceback, **fields)
     sys.exit(code or (EXIT_FINAL if is_final(error) else EXIT_FAILED))
-
-
-def _notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])

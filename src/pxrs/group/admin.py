@@ -19,6 +19,7 @@ ends a change half-way, run it again: each of them may be repeated.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from pxrs.errors import (
     GroupElsewhere,
     GroupError,
     InvalidGroup,
+    NoDirectory,
     UnknownGroup,
     UnknownTopic,
 )
@@ -58,6 +60,7 @@ from pxrs.group.records import (
     partition_of,
     start_key,
 )
+from pxrs.group.text import group_text
 from pxrs.log.contract import DamagedTopic
 from pxrs.model import Topic
 from pxrs.registry.contract import ABSENT, Entry, Registry
@@ -181,10 +184,8 @@ class GroupDescription:
         return pa.Table.from_pylist(rows, _SCHEMA)
 
     def __str__(self) -> str:
-        return (
-            f"group {self.name}: {len(self.members)} members, {len(self.partitions)} partitions, "
-            f"generation {self.generation}, lag {self.lag:,}"
-        )
+        """Tables to be printed: members, owners, epochs, checkpoints and lag."""
+        return group_text(self)
 
 
 @dataclass(slots=True)
@@ -280,7 +281,8 @@ class GroupHandle:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""
         state = self._read()
         if not state.is_there:
-            self._check_hub()
+            with contextlib.suppress(NoDirectory):  # a hub without a directory has no other registry to name
+                self._check_hub()
             raise UnknownGroup(self.name)
         assignment = state.assignment[0] if state.assignment else Assignment(0)
         leader = state.leader[0].incarnation if state.leader else None

@@ -25,7 +25,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -34,6 +33,7 @@ from pxrs.errors import Closed
 from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, partition_of
 from pxrs.registry.contract import Entry, Registry
 from pxrs.registry.watch import Watch
+from pxrs.wording import microseconds, rfc3339
 
 _logger = logging.getLogger(__name__)
 
@@ -141,7 +141,8 @@ def _folder(name: str, topic: str) -> str:
 
 
 def _moment(seconds: float) -> str | None:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds") if seconds else None
+    time_us = microseconds(seconds)
+    return None if time_us is None else rfc3339(time_us)
 
 
 def _json(value: Any) -> str:

@@ -36,6 +36,7 @@ from pxrs.log.scanning import next_run
 from pxrs.log.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
 from pxrs.log.start import missing_before, read_start
 from pxrs.model import TOPIC_NAME, Topic
+from pxrs.wording import counted
 
 _OFFSET_MAX: Final = (1 << 63) - 1
 _PARTITION_FOLDER: Final = re.compile(r"partition-(0|[1-9][0-9]*)")
@@ -126,7 +127,9 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
         return  # it was deleted meanwhile
     numbers = there if topic is None else set(range(topic.partitions))
     if what is None and there - numbers:
-        what = f"the topic has {len(numbers)} partitions, and there are folders of {len(there - numbers)} more"
+        what = (
+            f"the topic has {counted(len(numbers), 'partition')}, and there are folders of {len(there - numbers)} more"
+        )
     if what is not None:
         yield _of_topic(name, folder / "topic.json", what)
     is_synced = topic is None or topic.durability == "disk"

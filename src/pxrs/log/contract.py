@@ -164,5 +164,8 @@ class Log(ABC):
     def check_place(self) -> None:  # noqa: B027 - a log in memory has none
         """Raise HubMoved if what this handle has open is not what is to be found at its address any more."""
 
+    def check_topics(self) -> None:  # noqa: B027 - a log that is there has topics
+        """Raise NoDirectory if this stands for the log of a hub that was opened without a directory."""
+
     @abstractmethod
     def close(self) -> None: ...

@@ -33,6 +33,7 @@ from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
 from pxrs.queue.taker import Leftovers, Taker
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.watch import Watch
+from pxrs.wording import counted
 
 if TYPE_CHECKING:
     from pxrs.queue.store import QueueStore
@@ -301,7 +302,8 @@ class Keeper:
         now = self._store.wall_time()
         returned, last = moves.give_back_all(queue, whole, Failure(_DIED), version, random.random, now)
         self._store.move_all(returned, expect={f"{TAKERS}{taker}": ABSENT}, last=last)
-        _logger.info("queue %s: gave back %d items of taker %s, which is gone", queue.name, len(held), taker)
+        given = counted(len(held), "item")
+        _logger.info("queue %s: gave back %s of taker %s, which is gone", queue.name, given, taker)
 
     def end_delays(self, queue: Queue) -> float | None:
         """Make ready the delayed items that are due. When the next one is, in seconds since 1970; None: there is none.

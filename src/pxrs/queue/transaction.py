@@ -55,6 +55,7 @@ from pxrs.queue.records import Queue, Turn
 from pxrs.queue.store import QueueStore
 from pxrs.queue.taker import SETTLE_ATTEMPTS, Slot, Taker, settle
 from pxrs.registry.contract import ABSENT, Entry, Registry
+from pxrs.wording import counted
 
 _logger = logging.getLogger(__name__)
 
@@ -555,8 +556,9 @@ class Transaction:
         left = limits.commit_keys_max - keys
         if left < (0 if queue is None else 1):
             raise TransactionTooLarge(
-                f"{len(self._taken)} items taken, {len(self._puts)} put and {partitions} partitions of a checkpoint in "
-                f"one transaction are more than this store takes: it changes {limits.commit_keys_max} keys at once"
+                f"{counted(len(self._taken), 'item')} taken, {len(self._puts)} put and "
+                f"{counted(partitions, 'partition')} of a checkpoint in one transaction are more than this store "
+                f"takes: it changes {limits.commit_keys_max} keys at once"
             )
         size = self._bytes + (0 if put is None else put.size) + partitions * _BYTES_PER_PARTITION
         size += (len(self._taken) + 2 * strict + targets + _KEYS_SPARE) * BYTES_PER_KEY

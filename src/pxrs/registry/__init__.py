@@ -31,7 +31,7 @@ def open(url: str | os.PathLike[str]) -> Registry:
     memory:                          in this process alone
     file:DIR or a plain path         this machine's processes, no server
     sqlite:///FILE                   this machine's processes, one database file
-    postgresql://user@host/database  and oracle://user@host/?service_name=NAME
+    postgresql://user@host/database  and oracle://user@host/?service_name=NAME; postgresql+psycopg:// is the same
     etcd://host:port,host:port       zookeeper://host:port,host:port/chroot
     """
     address = parse(url)

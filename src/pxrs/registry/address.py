@@ -26,6 +26,9 @@ _HOST_NAME = re.compile(
 """Without a port it might be a directory too: one that is there is taken for one."""
 _HOST_PORT = re.compile(r"[A-Za-z0-9_.-]+:\d+(,.*)?(/.*)?")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
+DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
+"""Scheme of a SQL database -> the driver that reaches it. An address may name it as SQLAlchemy does: the scheme
+postgresql+psycopg is the same as postgresql."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
@@ -48,6 +51,12 @@ class Address:
         login, at, place = self.rest.rpartition("@")
         user, colon, _ = login.removeprefix("//").partition(":")
         return f"{self.scheme}://{user}:***@{place}" if at and colon else f"{self.scheme}:{self.rest}"
+
+    @property
+    def shown(self) -> str:
+        """The same with the namespace, if the address names one: which registry it is."""
+        namespace = self.options.get("namespace")
+        return self.text if namespace is None else f"{self.text}?namespace={namespace}"
 
     def hosts(self, default_port: int) -> list[tuple[str, int]]:
         if "@" in self.rest and "@" not in self._netloc:
@@ -158,7 +167,7 @@ def parse(url: str | os.PathLike[str]) -> Address:
     if match is None:
         scheme, rest = "file", text
     else:
-        scheme, rest = match[1].lower(), match[2]
+        scheme, rest = _without_driver(match[1].lower()), match[2]
     rest, _, query = rest.partition("?")
     if rest.startswith("//") and "@" in query and "@" not in rest:
         raise InvalidUrl(f"{scheme}: the part before '@' has a '?': write it as %3F in a user name or password")
@@ -169,6 +178,19 @@ def parse(url: str | os.PathLike[str]) -> Address:
             "a letter or digit first"
         )
     return address
+
+
+def _without_driver(scheme: str) -> str:
+    """Only the scheme is shown in the error: what follows it may hold a password."""
+    database, plus, driver = scheme.partition("+")
+    if not plus or database not in DRIVERS:
+        return scheme
+    if driver != DRIVERS[database]:
+        raise InvalidUrl(
+            f"{scheme}: a registry in {database} is reached through {DRIVERS[database]}: write {database}:// or "
+            f"{database}+{DRIVERS[database]}://"
+        )
+    return database
 
 
 def _options(scheme: str, query: str) -> list[tuple[str, str]]:

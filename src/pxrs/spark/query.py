@@ -58,6 +58,7 @@ from pxrs.spark.planning import (
     resume_at,
     share_out,
 )
+from pxrs.wording import counted
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -328,8 +329,8 @@ class Query:
             raise self._without_lease()
         if not self._options.is_shared:
             raise GroupActive(
-                f"group {self._member.keys.group}: {missing} partitions of {self.source.name} are still owned by "
-                f"others after {self._settle_s:g} s; see `pxrs group describe`"
+                f"group {self._member.keys.group}: others still own {counted(missing, 'partition')} of "
+                f"{self.source.name} after {self._settle_s:g} s; see `pxrs group describe`"
             )
 
     def _without_lease(self) -> RegistryUnavailable:

@@ -326,7 +326,8 @@ def _named(name: str, plan: Callable[[], Any]) -> Any:
         error.add_note(f"in the pipeline {name}")
         raise
     except Exception as error:
-        raise InvalidPipeline(f"{name}: {type(error).__name__}: {short_reason(str(error))}") from error
+        reason = f"{type(error).__name__}: {short_reason(str(error))}"
+        raise InvalidPipeline(f"the pipeline {name} cannot be planned: {reason}") from error
 
 
 def _batch(progress: dict[str, Any]) -> Batch | None:

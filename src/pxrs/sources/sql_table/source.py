@@ -20,6 +20,7 @@ from pxrs.sources.sql_table.listener import Listener
 from pxrs.sources.sql_table.pages import Page, Pages, append, cut
 from pxrs.sources.sql_table.settling import Settling
 from pxrs.sources.sql_table.table import Columns, Rows, Table
+from pxrs.wording import counted
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Engine
@@ -167,7 +168,7 @@ class SqlTable(Source):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<SqlTable {self.name} of {self._table.address} with {self.partitions} partitions>"
+        return f"<SqlTable {self.name} of {self._table.address} with {counted(self.partitions, 'partition')}>"
 
     def _look(self) -> None:
         """See what is new, and what of it is settled."""

@@ -1,0 +1,92 @@
+"""Standard input of a command, typed by a person or piped in by a program, and the Ctrl-C that ends it.
+
+Ctrl-C must not leave open how much was done. It ends the wait for more input at once. What was read before is finished,
+made durable and counted: while a command works on that, the first Ctrl-C is only noted. A second one raises
+KeyboardInterrupt wherever the command is, which must then say that the outcome is not known.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final, Self, TypeVar
+
+import typer
+
+EXIT_INTERRUPTED: Final = 130
+"""As a shell names a process that Ctrl-C has ended: 128 and the number of SIGINT."""
+
+T = TypeVar("T")
+
+
+def is_typed() -> bool:
+    """Whether standard input is a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def tell_typist(what_becomes_of_a_line: str) -> None:
+    """Say at a terminal that the command reads from it: it would look as if it hung."""
+    if is_typed():
+        typer.echo(f"each line that you type is {what_becomes_of_a_line}; Ctrl-D ends the input", err=True)
+
+
+def interrupted(what: str) -> typer.Exit:
+    """Say what was done when Ctrl-C ended the command; to be raised."""
+    typer.echo(f"interrupted: {what}", err=True)
+    return typer.Exit(EXIT_INTERRUPTED)
+
+
+def interrupted_again(what: str) -> typer.Exit:
+    """The same of a second Ctrl-C, which left something unfinished."""
+    typer.echo(f"interrupted again: {what}", err=True)
+    return typer.Exit(EXIT_INTERRUPTED)
+
+
+class Interrupts:
+    """Within the block, Ctrl-C raises KeyboardInterrupt during `wait` and at `check`; a second one anywhere.
+
+    SIGINT stays ignored if it was: a shell that starts a job in the background says so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How often Ctrl-C was pressed within the block."""
+        self._is_waiting = False
+        self._before: Any = None
+        """The handler of SIGINT outside the block."""
+        self._is_ours = False
+        """Whether this object handles SIGINT now."""
+
+    def __enter__(self) -> Self:
+        self._before = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()  # Python sets no handler in another one
+        self._is_ours = is_main and self._before is not signal.SIG_IGN
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._before)
+
+    def wait(self, read: Callable[[], T]) -> T:
+        """What `read` returns. Input that is read just when Ctrl-C comes may be dropped; it was not worked on."""
+        # The flag first: a Ctrl-C before this line is found by `check`, one after it raises in `_note`.
+        self._is_waiting = True
+        try:
+            self.check()
+            return read()
+        finally:
+            self._is_waiting = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
+        if self.count:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self._is_waiting or self.count > 1:
+            raise KeyboardInterrupt

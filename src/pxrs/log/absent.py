@@ -1,0 +1,39 @@
+"""The log of a hub that was opened without a directory: there is none, and whatever needs one says so."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from pxrs.errors import NoDirectory
+from pxrs.log.contract import DamagedTopic, Log, TopicLog
+from pxrs.model import Topic
+
+
+class AbsentLog(Log):
+    """No topics. Groups of other sources look here for the names of topics and find none; every other call raises
+    NoDirectory."""
+
+    def __init__(self, registry: str) -> None:
+        """registry: its address without a password, to be shown."""
+        self._registry = registry
+
+    def check_topics(self) -> NoReturn:
+        raise NoDirectory(self._registry)
+
+    def create_topic(self, topic: Topic) -> TopicLog:
+        self.check_topics()
+
+    def topics(self) -> list[Topic]:
+        return []
+
+    def damaged_topics(self) -> list[DamagedTopic]:
+        return []
+
+    def topic(self, name: str) -> TopicLog:
+        self.check_topics()
+
+    def delete_topic(self, name: str) -> str:
+        self.check_topics()
+
+    def close(self) -> None:
+        """Nothing is open."""
