@@ -245,6 +245,14 @@ class GroupMember:
             holding = self._protocol.held.get(lane.partition) if self._protocol is not None else None
             return None if holding is None or holding.lane is not lane else (holding.checkpoint, holding.version)
 
+    def checkpoints(self) -> dict[Lane, int]:
+        """The offset of the last checkpoint that is known to be written, of each lane that is owned.
+
+        Without the mutex, which the member's thread may hold for as long as the store does not answer: each checkpoint
+        is replaced as a whole, and `held` is copied in one step."""
+        protocol = self._protocol
+        return {} if protocol is None else {each.lane: each.checkpoint.offset for each in protocol.held.copy().values()}
+
     @property
     def is_settled(self) -> bool:
         """Whether the assignment counts with this member, and all that is meant for it is here."""
