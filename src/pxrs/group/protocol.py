@@ -244,13 +244,7 @@ class MemberProtocol:
         key, mine = self.keys.assignor(self.member.topic), self.member.assignor
         for _ in range(ATTEMPTS_MAX):
             entry: Entry | None = yield Get(key)
-            others = {}
-            for each in (yield Scan(self.keys.members)):
-                other = Member.load(each.key, each.value)
-                if other.topic == self.member.topic and other.assignor not in ("", mine):
-                    others[f"{other.name} on {other.host}"] = other.assignor
-            if others and mine:
-                raise AssignorMismatch(self.keys.group, self.member.topic_name, mine, others)
+            yield from self._check_assignors()
             if entry is None:
                 return ABSENT
             if ChosenAssignor.load(key, entry.value).assignor == mine:
@@ -260,6 +254,17 @@ class MemberProtocol:
             except Conflict:
                 continue
         raise RegistryUnavailable(f"{key} was changed by others {ATTEMPTS_MAX} times; try again")
+
+    def _check_assignors(self) -> Steps[None]:
+        """Raise AssignorMismatch if a member that reads the same topic has another assignor. A record without one, of a
+        version that kept none, goes with any."""
+        mine, others = self.member.assignor, {}
+        for entry in (yield Scan(self.keys.members)):
+            other = Member.load(entry.key, entry.value)
+            if other.topic == self.member.topic and other.assignor not in ("", mine):
+                others[f"{other.name} on {other.host}"] = other.assignor
+        if others and mine:
+            raise AssignorMismatch(self.keys.group, self.member.topic_name, mine, others)
 
     def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
         """Whether the group is known to read this member's hub, and the version of the key that says so.
