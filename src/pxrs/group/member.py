@@ -508,6 +508,7 @@ class GroupMember:
         state = None if seen is None else (seen.assignment, frozenset(seen.members))
         if state != self._told:
             self._told = state
+            self._warn_of_assignors(protocol)
             self._listener.group_changed()
         now = self._clock.now()
         if now >= self._commits_at:
@@ -516,6 +517,24 @@ class GroupMember:
             if self._drive(protocol.commit(protocol.due())):
                 self.wake()  # what is lost may be meant for this member still, and free
         return self._next_duty(protocol, now) if is_at_rest else None
+
+    def _warn_of_assignors(self, protocol: MemberProtocol) -> None:
+        """Members of version 0.1 join whatever assignor the others have."""
+        seen = protocol.snapshot
+        others = (
+            {}
+            if seen is None
+            else {each.name: each.assignor for each in seen.members.values() if each.topic == protocol.member.topic}
+        )
+        names = sorted(name for name, assignor in others.items() if assignor not in ("", self._assignor))
+        if names and protocol.is_leading:
+            _logger.warning(
+                "group %s, member %s: the members %s have another assignor than %s; that of the oldest member decides",
+                self.keys.group,
+                self.name,
+                ", ".join(names),
+                self._assignor,
+            )
 
     def _next_duty(self, protocol: MemberProtocol, now: float) -> float:
         return max(0.001, min(self._commits_at, protocol.fence_at, self.deadline) - now)
