@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +153,34 @@ def test_f7_an_installed_package_brings_an_assignor(package: Path) -> None:
             with hub.consumer("t", "g", assignor="last") as second:
                 eventually(lambda: second.assignment == [0, 1, 2, 3])
                 assert first.assignment == []
+
+
+def test_f7_the_example_package_of_the_documents_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs/groups.md").read_text()
+    (project,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (module,) = (
+        each for each in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "pairs" in each
+    )
+    points = tomllib.loads(project)["project"]["entry-points"]
+    (tmp_path / "shop_placement.py").write_text(module)
+    info = tmp_path / "shop_placement-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shop-placement\nVersion: 1\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {of}\n" for name, of in each.items()) for group, each in points.items()
+    ]
+    (info / "entry_points.txt").write_text("".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("t", partitions=4, partitioner="by-region")
+        with hub.producer("t") as out:
+            assert out.send(b"x", key=b"6-30").result(30)[0] == 2
+        with (
+            hub.consumer("t", "g", assignor="pairs") as first,
+            hub.consumer("t", "g", assignor="pairs") as second,
+        ):
+            eventually(lambda: (first.assignment, second.assignment) == ([0, 1], [2, 3]))
+    _found.cache_clear()
 
 
 def test_f7_an_assignor_that_cannot_be_loaded_is_refused(package: Path) -> None:
