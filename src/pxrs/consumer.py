@@ -583,8 +583,8 @@ class Consumer:
         """The last checkpoint that is known to be written, by partition: the offset at which another member would go
         on. It has the partitions of `position`.
 
-        After a `seek` back it lies behind `position`. If the reply to a commit was lost it may be older than what is in
-        the registry, until the next commit."""
+        After a `seek` back it is larger than `position`. If the reply to a commit was lost it may be older than what is
+        in the registry, until the next commit."""
         checkpoints = self._member.checkpoints()
         return {lane.partition: checkpoints[lane] for lane in self._owned() if lane in checkpoints}
 

@@ -161,8 +161,8 @@ def sort_by_partition(
     place, or None if all are where they were."""
     # The sort is stable, and by a small number; then each partition's rows lie together and are cut out without a copy.
     counts = sorted((each["values"], each["counts"]) for each in pc.value_counts(chosen).to_pylist())
-    if len(counts) == 1:
-        return None, [(counts[0][0], records)]
+    if len(counts) <= 1:
+        return None, [(number, records) for number, _ in counts]
     # Rows without a key are given partitions in rising order, so that often there is nothing to sort.
     order = None if _is_rising(chosen) else pc.array_sort_indices(chosen)
     *columns, headers = records.columns

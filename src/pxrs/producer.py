@@ -373,7 +373,7 @@ class Producer:
         while True:
             with self._lock:
                 if self._broken:
-                    self._check_any_sound(plain_key, partition)
+                    self._check_target(plain_key, partition)
                 chunk = self._chunk_with_room(counted)
                 if chunk is not None:
                     now = _time()
@@ -475,7 +475,7 @@ class Producer:
         # A bool is a number in Python, and no partition.
         return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < self._partitions
 
-    def _check_any_sound(self, key: bytes | None, partition: int | None) -> None:
+    def _check_target(self, key: bytes | None, partition: int | None) -> None:
         """Under the lock: raise the error of the partition that a message must go to. A message that may go to any is
         refused only if all have failed."""
         if partition is None and key is not None:

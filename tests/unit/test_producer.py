@@ -270,9 +270,9 @@ def test_20000_messages_without_a_key_in_one_flush_reach_all_8_partitions(way: s
     topic, count = make(8), 20_000
     values = [b"%d" % number for number in range(count)]
     with Producer(topic) as out:
+        receipts = []
         if way == "send":
-            for value in values:
-                out.send(value)
+            receipts = [out.send(value) for value in values]
         else:
             size = count if way == "send_batch" else 4_000
             for start in range(0, count, size):
@@ -282,6 +282,9 @@ def test_20000_messages_without_a_key_in_one_flush_reach_all_8_partitions(way: s
     assert sorted(value or b"" for each in found for value in each) == sorted(values), "each once"
     assert all(len(each) > 0 for each in found)
     assert max(len(each) for each in found) <= 2 * count / 8
+    for receipt, value in zip(receipts, values, strict=False):
+        partition, offset = receipt.result(30)
+        assert found[partition][offset] == value
     for each in found:
         numbers = [int(value or b"") for value in each]
         assert numbers == sorted(numbers), "within a partition in the order in which they were sent"
