@@ -130,7 +130,7 @@ class Consumer:
         start:            where a group begins that has no checkpoint: "earliest", "latest", or a time.
         until:            "end": stop where the topic ends now, instead of waiting for more.
         assignor:         "sticky" (fair shares, fewest moves), "range", "round-robin", or the name of an entry point
-                          pxrs.assignors. All members of the group that read the topic must have the same.
+                          pxrs.assignors. All members of a group must have the same.
         lease_ttl:        how long after its last sign of life a member counts as dead (10 s).
         handover_timeout: how long finishing what is in hand here may delay a hand-over to another member (30 s).
         progress_timeout: how long one message may take before the member gives up its partitions (300 s).

@@ -338,24 +338,24 @@ class GroupActive(GroupError):
 
 
 class AssignorMismatch(GroupActive):
-    """This member has another assignor than members of its group that read the same topic, so it has not joined: one of
-    them decides for all who reads which partition. `others` has their assignors by their names.
+    """This member has another assignor than members of its group that are there, so it has not joined: the leader of a
+    group assigns the partitions for all of them. `others` has their assignors by their names.
 
     Give it the same assignor. Or, to change that of the group, stop all its members, and then start the new ones; a
     member that was killed counts until its lease has ended."""
 
-    def __init__(self, group: str, topic: str, assignor: str, others: Mapping[str, str]) -> None:
-        self.group, self.topic, self.assignor, self.others = group, topic, assignor, dict(others)
+    def __init__(self, group: str, assignor: str, others: Mapping[str, str]) -> None:
+        self.group, self.assignor, self.others = group, assignor, dict(others)
         shown = [f"{name} has {theirs!r}" for name, theirs in sorted(self.others.items())]
         more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
         super().__init__(
-            f"group {group}: this member has the assignor {assignor!r}, but {', '.join(shown[:3])}{more}, and all that "
-            f"read {topic} must have the same one. Give it theirs (assignor=, --assignor), or stop them before this "
-            "member is started; one that was killed counts until its lease has ended"
+            f"group {group}: this member has the assignor {assignor!r}, but {', '.join(shown[:3])}{more}, and all "
+            "members of a group must have the same one. Give it theirs (assignor=, --assignor), or stop them before "
+            "this member is started; one that was killed counts until its lease has ended"
         )
 
-    def __reduce__(self) -> tuple[type[AssignorMismatch], tuple[str, str, str, dict[str, str]]]:
-        return type(self), (self.group, self.topic, self.assignor, self.others)
+    def __reduce__(self) -> tuple[type[AssignorMismatch], tuple[str, str, dict[str, str]]]:
+        return type(self), (self.group, self.assignor, self.others)
 
 
 class AssignorFailed(GroupError):

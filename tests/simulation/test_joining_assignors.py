@@ -79,7 +79,7 @@ def play(
     """chosen: the assignor that the key names beforehand, written by members that are gone; None if it is absent."""
     store = SimulatedStore(random.Random(0), counts_anew=False, scans_in_two_moments=False)
     if chosen is not None:
-        put = {KEYS.assignor(TOPIC): ChosenAssignor(chosen).dump()}
+        put = {KEYS.assignor: ChosenAssignor(chosen).dump()}
         store.apply(Request(Write({}, put, is_leased=False), "gone", None))
     joiners = [Joiner(store, number, assignor, kind) for number, assignor in enumerate(assignors)]
     active = list(joiners)
@@ -149,7 +149,7 @@ class JoinsUnexpecting(MemberProtocol):
         operation: Any = next(steps)
         while True:
             if isinstance(operation, Write) and operation.ephemeral:
-                expect = {key: version for key, version in operation.expect.items() if "/assignors/" not in key}
+                expect = {key: version for key, version in operation.expect.items() if key != self.keys.assignor}
                 operation = operation._replace(expect=expect)
             try:
                 result = yield operation
@@ -163,7 +163,7 @@ class ChoosesWithTheJoin(MemberProtocol):
     """The key is expected although it names another assignor. A member that finds its own there only expects it too."""
 
     def _agree(self) -> Steps[int]:
-        entry: Entry | None = yield Get(self.keys.assignor(self.member.topic))
+        entry: Entry | None = yield Get(self.keys.assignor)
         yield from self._check_assignors()
         return ABSENT if entry is None else entry.version
 

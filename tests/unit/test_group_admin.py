@@ -502,7 +502,7 @@ def test_r4_a_deleted_group_is_gone_but_its_guards_stay(registry: Registry, idle
     with pytest.raises(UnknownGroup):
         group.describe()
     owners = [KEYS.owner("orders-id", number) for number in range(PARTITIONS)]
-    left = [KEYS.assignor("orders-id"), KEYS.leader, *owners]
+    left = [KEYS.assignor, KEYS.leader, *owners]
     assert [entry.key for entry in registry.scan("groups/")] == left
     assert [owner(registry, number) for number in range(PARTITIONS)] == [Owner(None, epoch + 1) for epoch in epochs]
     with pytest.raises(UnknownGroup):

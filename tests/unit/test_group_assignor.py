@@ -1,4 +1,4 @@
-"""All members of a group that read a topic have the same assignor: one that differs is refused (F7)."""
+"""All members of a group have the same assignor: one that differs is refused (F7)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_f7_a_member_with_another_assignor_is_refused_and_told_who_differs(hub: 
         with hub.consumer("t", "g", name="third", assignor="range") as third:
             eventually(lambda: third.assignment == [2, 3])
     error = refusal.value
-    assert (error.group, error.topic, error.assignor) == ("g", "t", "sticky")
+    assert (error.group, error.assignor) == ("g", "sticky")
     ((name, theirs),) = error.others.items()
     assert name.startswith("first on ")
     assert theirs == "range"
@@ -79,10 +79,14 @@ def test_f7_a_member_whose_record_states_no_assignor_goes_with_any(hub: Hub) -> 
             eventually(lambda: len(inbox.assignment) == 2)
 
 
-def test_f7_members_that_read_other_topics_of_the_group_may_differ(hub: Hub) -> None:
+def test_f7_a_member_that_reads_another_topic_of_the_group_is_refused_too(hub: Hub) -> None:
+    """It may come to lead the group, and would have to call an assignor that is not installed where it runs."""
     hub.create_topic("u", partitions=2)
-    with hub.consumer("t", "g", assignor="range") as first, hub.consumer("u", "g") as second:
-        eventually(lambda: (len(first.assignment), len(second.assignment)) == (4, 2))
+    with hub.consumer("t", "g", assignor="range") as first:
+        with pytest.raises(AssignorMismatch):
+            hub.consumer("u", "g")
+        with hub.consumer("u", "g", assignor="range") as second:
+            eventually(lambda: (len(first.assignment), len(second.assignment)) == (4, 2))
 
 
 def test_f7_a_member_of_version_01_that_joins_all_the_same_is_told_of(

@@ -31,13 +31,11 @@ def test_names_in_any_case_as_spark_hands_them_over() -> None:
     assert (options.rows_max, options.fails_on_loss, options.is_shared) == (7, False, True)
 
 
-def test_f7_a_query_that_shares_its_group_names_an_assignor() -> None:
+def test_f7_a_query_names_the_assignor_of_its_group() -> None:
     assert stream_options(STREAM).assignor == "sticky"
-    assert stream_options({**STREAM, "shareGroup": "true", "assignor": "range"}).assignor == "range"
+    assert stream_options({**STREAM, "assignor": " range"}).assignor == "range"
     with pytest.raises(InvalidOption, match=r"option assignor: .*choose from sticky, range, round-robin"):
-        stream_options({**STREAM, "shareGroup": "true", "assignor": "best"})
-    with pytest.raises(InvalidOption, match="option assignor: the query has all partitions"):
-        stream_options({**STREAM, "assignor": "range"})
+        stream_options({**STREAM, "assignor": "best"})
 
 
 def test_what_spark_adds_by_itself_is_no_mistake() -> None:

@@ -520,13 +520,8 @@ class GroupMember:
 
     def _warn_of_assignors(self, protocol: MemberProtocol) -> None:
         """Members of version 0.1 join whatever assignor the others have."""
-        seen = protocol.snapshot
-        others = (
-            {}
-            if seen is None
-            else {each.name: each.assignor for each in seen.members.values() if each.topic == protocol.member.topic}
-        )
-        names = sorted(name for name, assignor in others.items() if assignor not in ("", self._assignor))
+        members = protocol.snapshot.members.values() if protocol.snapshot is not None else ()
+        names = sorted(each.name for each in members if each.assignor not in ("", self._assignor))
         if names and protocol.is_leading:
             _logger.warning(
                 "group %s, member %s: the members %s have another assignor than %s; that of the oldest member decides",

@@ -8,7 +8,7 @@ Invariants, each with the mutation of the simulator that breaks without it:
 - A checkpoint is written only together with the owner key's version at which this member claimed, and its own (G4).
 - The checkpoint is read after the claim has committed (G3).
 - The last checkpoint and the release are one commit, with a new epoch (G5, X9).
-- A member joins only by a commit that expects the key of its topic's assignor in a version that names its own, and only
+- A member joins only by a commit that expects the key of the group's assignor in a version that names its own, and only
   if it has seen no member with another one after it read that version: see `_agree`.
 - Every partition's start is written down before anything is handed out (G6).
 - Of a topic that keeps what is unread, a start is written down only if retention has not moved `topics/<id>/start`
@@ -207,8 +207,8 @@ class MemberProtocol:
     def join(self) -> Steps[None]:
         """Be there; and write down where each partition begins, before anybody is handed anything (G6).
 
-        Raises GroupElsewhere if the group reads the topics of another hub, and AssignorMismatch if members that read
-        the same topic have another assignor."""
+        Raises GroupElsewhere if the group reads the topics of another hub, and AssignorMismatch if members that are
+        there have another assignor."""
         key = self.keys.member(self.incarnation)
         for attempt in range(ATTEMPTS_MAX):
             expect, put = {key: ABSENT}, {}
@@ -218,10 +218,10 @@ class MemberProtocol:
                 expect[self.keys.home] = version
                 if not is_ours:
                     put[self.keys.home] = self.home.dump()
-            chosen = self.keys.assignor(self.member.topic)
-            expect[chosen] = yield from self._agree()
-            if expect[chosen] == ABSENT:
-                put[chosen] = ChosenAssignor(self.member.assignor).dump()
+            version = yield from self._agree()
+            expect[self.keys.assignor] = version
+            if version == ABSENT:
+                put[self.keys.assignor] = ChosenAssignor(self.member.assignor).dump()
             try:
                 yield Write(expect, put, ephemeral={key: self.member.dump()})
                 break
@@ -231,7 +231,7 @@ class MemberProtocol:
         yield from self._pin()
 
     def _agree(self) -> Steps[int]:
-        """The version of the key of the topic's assignor that the join must expect. It names this member's assignor, or
+        """The version of the key of the group's assignor that the join must expect. It names this member's assignor, or
         is ABSENT, and then the join writes it.
 
         Two members with different assignors that live at the same time cannot both have joined. Say the second one
@@ -241,7 +241,7 @@ class MemberProtocol:
 
         So the key is written before the members are looked at, not by the join itself: a member that finds its own
         assignor there does not write the key, and would not be noticed by a join that only expects the old version."""
-        key, mine = self.keys.assignor(self.member.topic), self.member.assignor
+        key, mine = self.keys.assignor, self.member.assignor
         for _ in range(ATTEMPTS_MAX):
             entry: Entry | None = yield Get(key)
             yield from self._check_assignors()
@@ -256,15 +256,17 @@ class MemberProtocol:
         raise RegistryUnavailable(f"{key} was changed by others {ATTEMPTS_MAX} times; try again")
 
     def _check_assignors(self) -> Steps[None]:
-        """Raise AssignorMismatch if a member that reads the same topic has another assignor. A record without one, of a
-        version that kept none, goes with any."""
+        """Raise AssignorMismatch if a member has another assignor, whatever topic it reads. Any member may come to lead,
+        the leader assigns the partitions of all topics, and it may not have the assignor of another member installed.
+
+        A record without one, of a version that kept none, goes with any."""
         mine, others = self.member.assignor, {}
         for entry in (yield Scan(self.keys.members)):
             other = Member.load(entry.key, entry.value)
-            if other.topic == self.member.topic and other.assignor not in ("", mine):
+            if other.assignor not in ("", mine):
                 others[f"{other.name} on {other.host}"] = other.assignor
         if others and mine:
-            raise AssignorMismatch(self.keys.group, self.member.topic_name, mine, others)
+            raise AssignorMismatch(self.keys.group, mine, others)
 
     def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
         """Whether the group is known to read this member's hub, and the version of the key that says so.

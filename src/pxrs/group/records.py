@@ -7,7 +7,7 @@
     groups/<group>/checkpoints/<topic id>/<partition>    the offset of the next message to read
     groups/<group>/paused/<topic id>/<partition>    a message that could not be handled, and why
     groups/<group>/hub                              the hub whose topics the group reads (G7)
-    groups/<group>/assignors/<topic id>             the assignor of the members that read the topic
+    groups/<group>/assignor                         the assignor of the members that are there
 
 and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
 
@@ -51,9 +51,7 @@ class Keys:
         self.checkpoints = f"{self.root}checkpoints/"
         self.paused = f"{self.root}paused/"
         self.home = f"{self.root}hub"
-
-    def assignor(self, topic: str) -> str:
-        return f"{self.root}assignors/{topic}"
+        self.assignor = f"{self.root}assignor"
 
     def member(self, incarnation: str) -> str:
         return f"{self.members}{incarnation}"

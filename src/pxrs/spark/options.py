@@ -195,8 +195,6 @@ class _Given:
         value = self.text("assignor")
         if value is None:
             return "sticky"
-        if not self.flag("shareGroup", False):
-            raise InvalidOption("assignor", "the query has all partitions, unless shareGroup is true: leave it out")
         try:
             assignor_named(value.strip())
         except InvalidGroup as error:

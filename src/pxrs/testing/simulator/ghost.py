@@ -90,7 +90,7 @@ class Ghost:
     def _member(self, key: str, member: Member) -> None:
         for entry in self.store.state.scan(self.keys.members, None, None):
             other = Member.load(entry.key, entry.value)
-            if other.topic == member.topic and other.assignor != member.assignor:
+            if other.assignor != member.assignor:
                 raise Violation("F7 one assignor", f"{key} joined with {member.assignor}, and {other} is there")
 
     def _start(self, topic: str, starts: Starts) -> None:
