@@ -257,7 +257,7 @@ class MemberProtocol:
 
     def _check_assignors(self) -> Steps[None]:
         """Raise AssignorMismatch if a member has another assignor, whatever topic it reads. Any member may come to
-        lead, the leader assigns the partitions of all topics, and it may not have the assignor of another one installed.
+        lead, the leader assigns the partitions of all topics, and it may not have the assignor of others installed.
 
         A record without one, of a version that kept none, goes with any."""
         mine, others = self.member.assignor, {}
