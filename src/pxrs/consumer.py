@@ -66,7 +66,10 @@ if TYPE_CHECKING:
 PREFETCH_BYTES_DEFAULT: Final = 8 << 20
 RETRIES_MAX: Final = 1_000_000
 Start = Literal["earliest", "latest"] | datetime
+OnAssigned = Callable[[Mapping[int, int]], None]
+"""Called with partitions that come: the offset at which reading begins, by partition."""
 Callback = Callable[[Sequence[int]], None]
+"""Called with the numbers of partitions that go."""
 
 
 class Settling(Protocol):
@@ -116,7 +119,7 @@ class Consumer:
         retries_max: int = 5,
         retry_pause: float | timedelta = 0.1,
         dead_letters: Callable[[], Producer] | None = None,
-        on_assigned: Callback | None = None,
+        on_assigned: OnAssigned | None = None,
         on_revoked: Callback | None = None,
         on_lost: Callback | None = None,
         topic_names: Callable[[], Mapping[str, str]] | None = None,
@@ -127,7 +130,8 @@ class Consumer:
         ack:              "auto": a message is done when the next is asked for; "manual": when `ack` was called for it.
         start:            where a group begins that has no checkpoint: "earliest", "latest", or a time.
         until:            "end": stop where the topic ends now, instead of waiting for more.
-        assignor:         "sticky" (fair shares, fewest moves), "range" or "round-robin".
+        assignor:         "sticky" (fair shares, fewest moves), "range", "round-robin", or the name of an entry point
+                          pxrs.assignors. All members of a group must have the same.
         lease_ttl:        how long after its last sign of life a member counts as dead (10 s).
         handover_timeout: how long finishing what is in hand here may delay a hand-over to another member (30 s).
         progress_timeout: how long one message may take before the member gives up its partitions (300 s).
@@ -137,9 +141,13 @@ class Consumer:
         on_error:         what `run` does when a handler raises: "pause" its partition, "retry" it up to `retries_max`
                           times with pauses that double from `retry_pause` and then pause, send it to the topic
                           `dead_letters` ("dead-letter"; if that fails, pause), or "raise".
-        on_assigned, on_revoked, on_lost: called with partitions, on another thread; they should be quick. What comes is
-                          told before its first message; what goes, before it is released, also by `close`; what was
-                          taken, or given up with something in hand, when that is known.
+        on_assigned:      called with the partitions that come, before their first message is handed out: a mapping of
+                          each partition to the offset at which reading begins there. This is the group's checkpoint;
+                          of a partition that was to go elsewhere and stays after all, it is `position`.
+        on_revoked:       called with the partitions that go, before they are released, also by `close`. `position` and
+                          `committed` still have them.
+        on_lost:          called with the partitions that were taken away, or given up with messages in hand, when that
+                          is known. All three are called on another thread, and should be quick.
         topic_names:      gives the names of topics by their ids, to be shown; a hub knows those of its own.
         home:             gives the identity of the hub that the source is of, None if it is of none; raises if this
                           process may not join groups there. A hub gives its own.
@@ -166,7 +174,7 @@ class Consumer:
         self._source = source
         self._is_manual = ack == "manual"
         self._prefetch_bytes, self._skips_trimmed = prefetch_bytes, on_trimmed == "skip"
-        self._callbacks = {"assigned": on_assigned, "revoked": on_revoked, "lost": on_lost}
+        self._on_assigned, self._on_revoked, self._on_lost = on_assigned, on_revoked, on_lost
         self._clock = registry.clock
         self._lock = threading.Lock()
         self._lanes: dict[int, Lane] = {}
@@ -553,12 +561,49 @@ class Consumer:
         for lane in lanes:
             self._after(lane)
 
+    # What is here. From any thread, in callbacks too, and without a call of the registry; empty after `close`.
+
     @property
     def assignment(self) -> list[int]:
-        """The partitions that are here now."""
+        """The partitions that this consumer owns and hands out, in rising order; also those that are paused. One that
+        is being handed over to another member is not here any more."""
         self._check_process()
         with self._lock:
             return sorted(lane.partition for lane in self._lanes.values() if not lane.is_stopping)
+
+    @property
+    def position(self) -> dict[int, int]:
+        """The offset from which the next message will be handed out, by partition. A copy of this moment.
+
+        It has the partitions of `assignment`, and those that are being handed over until they are released, so that
+        `on_revoked` finds them here."""
+        return {lane.partition: lane.handed for lane in self._owned()}
+
+    @property
+    def committed(self) -> dict[int, int]:
+        """The last checkpoint that is known to be written, by partition: the offset at which another member would go
+        on. It has the partitions of `position`.
+
+        After a `seek` back it is larger than `position`. If the reply to a commit was lost it may be older than what is
+        in the registry, until the next commit."""
+        checkpoints = self._member.checkpoints()
+        return {lane.partition: checkpoints[lane] for lane in self._owned() if lane in checkpoints}
+
+    @property
+    def lag(self) -> dict[int, int]:
+        """How many messages are not done yet, by partition: those in hand, and those up to the end of the topic. It has
+        the partitions of `position`. What `describe` shows is larger by what is done and not committed yet.
+
+        Asks the log for its end, which is cheap; for a table in a database it is a query for each partition. Of a
+        source with gaps, such as a table, it is an upper bound: ids that are not there, and those of other partitions,
+        are counted too. Raises what the source raises, such as TopicDeleted."""
+        done = [(lane.partition, lane.done) for lane in self._owned()]
+        return {number: max(0, self._source.end(number) - offset) for number, offset in done}
+
+    def _owned(self) -> list[Lane]:
+        self._check_process()
+        with self._lock:
+            return sorted(self._lanes.values(), key=lambda lane: lane.partition)
 
     @property
     def name(self) -> str:
@@ -899,7 +944,7 @@ class Consumer:
         while self._notices:
             what, lanes = self._notices.popleft()
             try:
-                self._call(what, [lane.partition for lane in lanes])
+                self._call(what, lanes)
             finally:
                 if what == "assigned":
                     with self._lock:
@@ -922,13 +967,15 @@ class Consumer:
     def member_failed(self) -> None:
         self._change()
 
-    def _call(self, what: str, partitions: list[int]) -> None:
-        callback = self._callbacks[what]
-        if callback is None or not partitions:
-            return
+    def _call(self, what: str, lanes: Sequence[Lane]) -> None:
         self._calling = threading.get_ident()
         try:
-            callback(partitions)
+            if what == "assigned" and self._on_assigned is not None:
+                self._on_assigned({lane.partition: lane.handed for lane in lanes})
+            elif what == "revoked" and self._on_revoked is not None:
+                self._on_revoked([lane.partition for lane in lanes])
+            elif what == "lost" and self._on_lost is not None:
+                self._on_lost([lane.partition for lane in lanes])
         except Exception as error:  # noqa: BLE001 - raised where the user reads
             self._member.fail_later(error)
         finally:

@@ -381,6 +381,41 @@ class GroupActive(GroupError):
     """The group has members, and what was asked would change their work under them. Stop them, or force it."""
 
 
+class AssignorMismatch(GroupActive):
+    """This member has another assignor than members of its group that are there, so it has not joined: the leader of a
+    group assigns the partitions for all of them. `others` has their assignors by their names.
+
+    Give it the same assignor. Or, to change that of the group, stop all its members, and then start the new ones; a
+    member that was killed counts until its lease has ended."""
+
+    def __init__(self, group: str, assignor: str, others: Mapping[str, str]) -> None:
+        self.group, self.assignor, self.others = group, assignor, dict(others)
+        shown = [f"{name} has {theirs!r}" for name, theirs in sorted(self.others.items())]
+        more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+        super().__init__(
+            f"group {group}: this member has the assignor {assignor!r}, but {', '.join(shown[:3])}{more}, and all "
+            "members of a group must have the same one. Give it theirs (assignor=, --assignor), or stop them before "
+            "this member is started; one that was killed counts until its lease has ended"
+        )
+
+    def __reduce__(self) -> tuple[type[AssignorMismatch], tuple[str, str, dict[str, str]]]:
+        return type(self), (self.group, self.assignor, self.others)
+
+
+class AssignorFailed(GroupError):
+    """An assignor raised, or did not assign each partition to one member that is there. The leader that has called it
+    has written no assignment and leaves the group, and so does every member that leads after it.
+
+    Correct the package that brings the assignor, or give all members another one."""
+
+    def __init__(self, assignor: str, reason: str) -> None:
+        self.assignor, self.reason = assignor, reason
+        super().__init__(f"the assignor {assignor!r} failed: {reason}; correct it, or give all members another one")
+
+    def __reduce__(self) -> tuple[type[AssignorFailed], tuple[str, str]]:
+        return type(self), (self.assignor, self.reason)
+
+
 class GroupElsewhere(GroupError):
     """The group of this name in this registry reads the topics of another hub: its members would not share the work
     with this one. Use another name, or another registry or namespace; or forget the group with `pxrs group delete`."""

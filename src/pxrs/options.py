@@ -15,7 +15,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Literal, TypedDict
 
-from pxrs.consumer import Callback, Start
+from pxrs.consumer import Callback, OnAssigned, Start
 
 
 class ConsumerOptions(TypedDict, total=False):
@@ -35,7 +35,7 @@ class ConsumerOptions(TypedDict, total=False):
     on_error: Literal["pause", "retry", "dead-letter", "raise"]
     retries_max: int
     retry_pause: float | timedelta
-    on_assigned: Callback | None
+    on_assigned: OnAssigned | None
     on_revoked: Callback | None
     on_lost: Callback | None
 

@@ -145,7 +145,7 @@ class Fate:
 class Chunk:
     """Rows that are being collected. Its receipts keep the fate, not the rows."""
 
-    __slots__ = ("counted", "fate", "has_extras", "is_sealed", "is_watched", "keyless", "large_bytes", "rows", "taken")
+    __slots__ = ("counted", "fate", "has_extras", "is_sealed", "is_watched", "large_bytes", "rows", "taken")
 
     def __init__(self, done: Bell) -> None:
         self.rows: list[Any] = []
@@ -158,8 +158,6 @@ class Chunk:
         """How much of `rows` counts, decided under the lock once it is sealed; what came later was sent again."""
         self.counted = 0
         """What was counted in the buffer for its small messages when it was sealed."""
-        self.keyless = 0
-        """The partition of its messages without a key, decided when it is sealed."""
         self.has_extras = False
         self.large_bytes = 0
 
@@ -244,7 +242,7 @@ def taken_of(chunk: Chunk) -> int:
 
 
 def columns_of(chunks: Sequence[Chunk], ends: Sequence[int]) -> tuple[pa.RecordBatch, pa.Array]:
-    """The rows that count as the log's columns; and which partition each must go to, null if its key decides."""
+    """The rows that count as the log's columns; and the partition that the sender gave for each, null if none."""
     keys, values = (_column(chunks, ends, at, pa.binary()) for at in range(2))
     asked = pa.nulls(len(keys), pa.int32())
     if any(chunk.has_extras for chunk in chunks):
@@ -257,12 +255,6 @@ def columns_of(chunks: Sequence[Chunk], ends: Sequence[int]) -> tuple[pa.RecordB
         # A float holds the time to a quarter of a microsecond, and becomes an Arrow number in half the time of an int.
         times = pc.multiply(_column(chunks, ends, 2, pa.float64()), _MILLION).cast(pa.int64(), safe=False).cast(_TIME)
         headers = no_headers(len(keys))
-    if keys.null_count:
-        turns = [
-            pa.repeat(pa.scalar(chunk.keyless, pa.int32()), end // WIDTH)
-            for chunk, end in zip(chunks, ends, strict=True)
-        ]
-        asked = asked.fill_null(pc.if_else(keys.is_null(), pa.concat_arrays(turns), None))
     return pa.RecordBatch.from_arrays([keys, values, times, headers], schema=SCHEMA), asked
 
 

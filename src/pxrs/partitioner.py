@@ -2,7 +2,7 @@
 
 A partitioner is a hash of bytes to a number that is not negative; the partition is the remainder. Its name is part of
 the topic (L6), so that all producers of a topic agree; an installed package may bring more of them. Messages without a
-key have no place of their own: a producer puts them into one partition after the other, a batch at a time.
+key have no partition of their own: `pxrs.keyless` chooses one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
 from itertools import accumulate
-from typing import Final, cast
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +19,7 @@ import xxhash
 
 from pxrs.errors import InvalidRecord, InvalidTopic
 from pxrs.log.batch import HEADERS_TYPE, SCHEMA
+from pxrs.plugins import function_named
 
 Hash = Callable[[bytes], int]
 
@@ -65,26 +65,16 @@ ENTRY_POINTS: Final = "pxrs.partitioners"
 
 def hash_named(name: str) -> Hash:
     """The hash of a topic's partitioner. Raises InvalidTopic if nobody here knows it."""
-    if name in HASHES:
-        return HASHES[name]
-    found = entry_points(group=ENTRY_POINTS)
-    for entry in found:
-        if entry.name == name:
-            try:
-                return cast(Hash, entry.load())
-            except Exception as error:  # whatever that package's code raises
-                raise InvalidTopic(f"partitioner {name!r}: loading {entry.value} failed: {error!r}") from error
-    choices = ", ".join([*HASHES, *sorted({entry.name for entry in found})])
-    raise InvalidTopic(
-        f"partitioner {name!r}; choose from {choices}, or install the package that has it (entry point {ENTRY_POINTS})"
-    )
+    return function_named("partitioner", name, HASHES, ENTRY_POINTS, InvalidTopic)
 
 
-def partitions_of(keys: pa.Array, hash_of: Hash, partitions: int, keyless: int) -> pa.Array:
-    """The partition of each key, as int32; null keys go to `keyless`. Each distinct key is hashed once."""
+def partitions_of(keys: pa.Array, hash_of: Hash, partitions: int) -> pa.Array:
+    """The partition of each key, as int32; null where there is no key. Each distinct key is hashed once."""
+    if keys.null_count == len(keys):
+        return pa.nulls(len(keys), pa.int32())
     encoded = keys.dictionary_encode()
     distinct = pa.array([hash_of(key) % partitions for key in encoded.dictionary.to_pylist()], pa.int32())
-    return distinct.take(encoded.indices).fill_null(keyless)
+    return distinct.take(encoded.indices)
 
 
 def no_headers(count: int) -> pa.Array:
@@ -138,23 +128,30 @@ def slices(rows: pa.Table, rows_max: int, bytes_max: int) -> Iterator[pa.Table]:
         start, before = end, sums[end - 1]
 
 
-def split_table(rows: pa.Table, hash_of: Hash, partitions: int, keyless: int) -> list[tuple[int, pa.RecordBatch]]:
-    """The rows of each partition as a batch of the log, in the rows' order; as several if they are very many bytes."""
+Fill = Callable[[pa.Array, int], pa.Array]
+"""Fills the nulls among the partitions of some messages, given how many bytes these are: see `KeylessSpread.fill`."""
+
+
+def split_table(rows: pa.Table, hash_of: Hash, partitions: int, fill: Fill) -> list[tuple[int, pa.RecordBatch]]:
+    """The rows of each partition as a batch of the log, in the rows' order; as several if they are very many bytes.
+
+    fill: chooses the partitions of rows that have neither a key nor a partition."""
     if rows.num_rows == 0:
         return []
     parts = [rows] if rows.nbytes <= PART_BYTES_MAX else slices(rows, rows.num_rows, PART_BYTES_MAX)
-    return [piece for part in parts for piece in _split_part(part, hash_of, partitions, keyless)]
+    return [piece for part in parts for piece in _split_part(part, hash_of, partitions, fill)]
 
 
-def _split_part(rows: pa.Table, hash_of: Hash, partitions: int, keyless: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+def _split_part(rows: pa.Table, hash_of: Hash, partitions: int, fill: Fill) -> Iterator[tuple[int, pa.RecordBatch]]:
     columns = [_combined(rows.column(name)) for name in SCHEMA.names]
     if "partition" not in rows.column_names:
-        chosen = partitions_of(columns[0], hash_of, partitions, keyless)
+        chosen = partitions_of(columns[0], hash_of, partitions)
     else:
         chosen = _combined(rows.column("partition"))
         if chosen.null_count:
-            chosen = pc.coalesce(chosen, partitions_of(columns[0], hash_of, partitions, keyless))
-    yield from sort_by_partition(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), chosen)[1]
+            chosen = pc.coalesce(chosen, partitions_of(columns[0], hash_of, partitions))
+    records = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    yield from sort_by_partition(records, fill(chosen, records.nbytes))[1]
 
 
 def sort_by_partition(
@@ -164,17 +161,26 @@ def sort_by_partition(
     place, or None if all are where they were."""
     # The sort is stable, and by a small number; then each partition's rows lie together and are cut out without a copy.
     counts = sorted((each["values"], each["counts"]) for each in pc.value_counts(chosen).to_pylist())
-    order = pc.array_sort_indices(chosen) if len(counts) > 1 else None
+    if len(counts) <= 1:
+        return None, [(number, records) for number, _ in counts]
+    # Rows without a key are given partitions in rising order, so that often there is nothing to sort.
+    order = None if _is_rising(chosen) else pc.array_sort_indices(chosen)
+    *columns, headers = records.columns
+    has_headers = headers.null_count < len(headers)
     if order is not None:
-        *columns, headers = records.columns
         columns = [pc.take(column, order, boundscheck=False) for column in columns]
-        has_headers = headers.null_count < len(headers)
-        headers = headers.take(order) if has_headers else no_headers(len(headers))
-        records = pa.RecordBatch.from_arrays([*columns, headers], schema=SCHEMA)
+        headers = headers.take(order) if has_headers else headers
+    records = pa.RecordBatch.from_arrays(
+        [*columns, headers if has_headers else no_headers(len(headers))], schema=SCHEMA
+    )
     starts = accumulate((count for _, count in counts), initial=0)
     return order, [
         (number, records.slice(start, count)) for (number, count), start in zip(counts, starts, strict=False)
     ]
+
+
+def _is_rising(numbers: pa.Array) -> bool:
+    return bool(pc.all(pc.less_equal(numbers.slice(0, len(numbers) - 1), numbers.slice(1))).as_py())
 
 
 def _combined(column: pa.ChunkedArray) -> pa.Array:

@@ -41,6 +41,7 @@ import pyarrow.compute as pc
 from pxrs import arguments, dropped
 from pxrs.appender import Appender, Outcome
 from pxrs.errors import BufferFull, Closed, InvalidArgument, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
+from pxrs.keyless import RUN_ROWS, KeylessSpread
 from pxrs.limited_log import Outage
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
@@ -235,7 +236,9 @@ class Producer:
         self._broken = self._appender.broken
         self._error: BaseException | None = None
         self._error_is_known = False
-        self._keyless = uuid.uuid4().int % self._partitions
+        rows = min(RUN_ROWS, self._batch_rows)
+        self._keyless = KeylessSpread(self._partitions, uuid.uuid4().int % self._partitions, rows, self._batch_bytes)
+        """Chooses the partitions of messages without a key. Used under `_lock`."""
         self._is_pressed = False
         self._is_closing = self._is_ended = False
         self._link = ProducerLink(self)
@@ -262,7 +265,8 @@ class Producer:
         """Send one message; str is taken as UTF-8. The receipt's `result()` waits until it is durable.
 
         timestamp: microseconds since 1970, or a datetime with a time zone; now if none is given.
-        partition: else that of the key's hash; without a key one after the other, a batch at a time.
+        partition: else that of the key's hash. Messages without a key are spread over the partitions in runs: see
+                   docs/log.md.
         Raises InvalidRecord, Closed, UsedAfterFork, BufferFull, and the error of a
         partition that has failed. If an interrupt ends it, the message may have been sent.
         """
@@ -291,18 +295,17 @@ class Producer:
     def send_batch(self, table: pa.Table | pa.RecordBatch) -> TableReceipt:
         """Send the rows of a table with the columns value and, if there, key, timestamp, headers, partition.
 
-        A null timestamp is now, a null partition that of the key. Rows of one partition keep their order, also with
-        what was sent before. Raises InvalidRecord before anything of the table was sent, and PartlySent, whose
-        `receipt` tells of the rows that were, if the buffer stays full or a partition has failed."""
+        A null timestamp is now, a null partition that of the key; rows with neither a key nor a partition are spread as
+        `send` does it. Rows of one partition keep their order, also with what was sent before. Raises InvalidRecord
+        before anything of the table was sent, and PartlySent, whose `receipt` tells of the rows that were, if the
+        buffer stays full or a partition has failed."""
         with self._lock:
             self._check_usable()
         batches: list[tuple[SentBatch, int]] = []
         rows = read_table(table, self._partitions, MESSAGE_BYTES_MAX)
         rows_max = self._batch_rows * min(self._partitions, 64)
         for piece in slices(rows, rows_max, SLICE_BYTES_MAX):
-            with self._lock:
-                keyless = self._turn()
-            for partition, records in split_table(piece, self._hash, self._partitions, keyless):
+            for partition, records in split_table(piece, self._hash, self._partitions, self._fill_keyless):
                 for part in self._cut(records):
                     try:
                         batches.append((self._put(partition, part), part.num_rows))
@@ -369,7 +372,7 @@ class Producer:
         while True:
             with self._lock:
                 if self._broken:
-                    self._check_sound(self._partition_of(plain_key) if partition is None else partition)
+                    self._check_target(plain_key, partition)
                 chunk = self._chunk_with_room(counted)
                 if chunk is not None:
                     now = _time()
@@ -456,7 +459,6 @@ class Producer:
         if not chunk.rows:
             return
         fresh = Chunk(self._done)
-        chunk.keyless = self._keyless
         # No call before the last of these: an interrupt must not leave the chunk in neither place.
         chunk.is_watched = chunk.is_sealed = True
         self._chunk = fresh
@@ -464,7 +466,6 @@ class Producer:
         counted = taken_of(chunk) // WIDTH * SMALL_COUNTED_BYTES
         chunk.counted = counted
         self._counted += counted
-        self._turn()
 
     def _has_work(self) -> bool:
         return bool(self._ready) or bool(self._chunk.rows)
@@ -473,8 +474,15 @@ class Producer:
         # A bool is a number in Python, and no partition.
         return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < self._partitions
 
-    def _partition_of(self, key: bytes | None) -> int:
-        return self._keyless if key is None else self._hash(key) % self._partitions
+    def _check_target(self, key: bytes | None, partition: int | None) -> None:
+        """Under the lock: raise the error of the partition that a message must go to. A message that may go to any is
+        refused only if all have failed."""
+        if partition is None and key is not None:
+            partition = self._hash(key) % self._partitions
+        if partition is not None:
+            self._check_sound(partition)
+        elif len(self._broken) == self._partitions:
+            self._check_sound(0)
 
     def _check_sound(self, partition: int) -> None:
         self._check_usable()
@@ -499,11 +507,10 @@ class Producer:
         else:
             yield records
 
-    def _turn(self) -> int:
-        """Under the lock: let messages without a key go to the next partition that has not failed, if there is one."""
-        turns = ((self._keyless + step) % self._partitions for step in range(1, self._partitions + 1))
-        self._keyless = next((number for number in turns if number not in self._broken), self._keyless)
-        return self._keyless
+    def _fill_keyless(self, chosen: pa.Array, size: int) -> pa.Array:
+        """The partitions of some messages, with one chosen for each message that has neither a key nor a partition."""
+        with self._lock:
+            return self._keyless.fill(chosen, size, self._broken)
 
     def _check_usable(self) -> None:
         if self._is_forked:
@@ -590,7 +597,6 @@ class Producer:
             fresh = Chunk(self._done)
             fresh.is_watched = fresh.is_sealed = True
             fresh.taken = 0
-            chunk.keyless = self._keyless
             self._chunk = fresh
             self._ready.append(chunk)
         elif chunk.taken < 0:
@@ -617,10 +623,10 @@ class Producer:
         with self._lock:
             ends = [taken_of(chunk) for chunk in chunks]
         records, asked = columns_of(chunks, ends)
-        chosen = partitions_of(records.column("key"), self._hash, self._partitions, keyless=0)
+        chosen = partitions_of(records.column("key"), self._hash, self._partitions)
         if asked.null_count < len(asked):
             chosen = pc.coalesce(asked, chosen)
-        order, pieces = sort_by_partition(records, chosen)
+        order, pieces = sort_by_partition(records, self._fill_keyless(chosen, records.nbytes))
         parts = [(number, part) for number, piece in pieces for part in self._cut(piece)]
         starts = list(accumulate((part.num_rows for _, part in parts), initial=0))
         # Each batch gives back its share of the buffer.
@@ -665,8 +671,6 @@ class Producer:
                 batch.offset = outcome
             self._counted -= batch.size
             batch.records = None  # a receipt that is kept must not keep the messages
-        if self._keyless in self._broken:
-            self._turn()
         self._settled += 1
         self._done.ring()
 

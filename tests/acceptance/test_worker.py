@@ -322,7 +322,7 @@ def test_an_orphan_whose_handler_hangs_ends_all_the_same(shop: Shop) -> None:
 
 
 def test_a_worker_that_is_not_done_in_time_is_killed_and_the_exit_code_says_so(shop: Shop) -> None:
-    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "0.5")
+    supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "5")
     wait_until(lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), supervisor.events)
     shop.send(1)
     wait_until(shop.handled, supervisor.events)

@@ -137,16 +137,25 @@ def test_a_lease_that_no_store_grants_ends_a_worker_of_a_queue_too(hub: pxrs.Hub
     assert (done.returncode, "lease_ttl is 0.001" in done.stderr) == (1, True), done.stderr
 
 
-def test_a_refusal_of_the_registry_ends_the_command_and_the_other_workers(hub: pxrs.Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"is_alone": True}, "group g belongs to other on h alone"),
+        ({"assignor": "range"}, "group g: this member has the assignor 'sticky', but other on h has"),
+    ],
+)
+def test_a_refusal_of_the_registry_ends_the_command_and_the_other_workers(
+    hub: pxrs.Hub, tmp_path: Path, there: dict[str, Any], words: str
+) -> None:
     topic = hub.topic("t")
     with hub.registry.lease(60) as lease:
-        alone = Member("spark", topic.id, "t", 1, host="h", is_alone=True)
-        hub.registry.commit(ephemeral={Keys("g").member("m1"): alone.dump()}, lease=lease)
+        other = Member("other", topic.id, "t", 1, host="h", **there)
+        hub.registry.commit(ephemeral={Keys("g").member("m1"): other.dump()}, lease=lease)
         done = run(tmp_path, "shop:take", "--topic", "t", "--group", "g", "--processes", "2", "--json")
     assert done.returncode == 1, done.stderr
     failed = events(done.stderr, "failed")
     assert failed
-    assert all("group g belongs to spark on h alone" in event["text"] for event in failed)
+    assert all(words in event["text"] for event in failed)
     assert events(done.stderr, "died") == []
     (stopping, *_) = events(done.stderr, "stopping")
     assert "cannot work" in stopping["text"]

@@ -893,6 +893,17 @@ def test_s3_rows_of_a_key_stay_in_order_through_staging_and_publishing(place: Pl
     assert transfer(rows, place.target) == Transfer(300)
 
 
+def test_s3_rows_without_a_key_reach_all_partitions(place: Place) -> None:
+    driver = Driver(place)
+    table = pa.record_batch({"value": pa.array([b"%d" % number for number in range(20_000)])})
+    name = driver.staging.stage(driver.topic, QUERY, 0, 0, [table]).name
+    driver.publisher.publish(QUERY, 0, [name])
+    counts = [place.target.end(partition) for partition in range(place.target.partitions)]
+    assert sum(counts) == 20_000
+    assert min(counts) > 0
+    assert max(counts) <= 2 * sum(counts) / len(counts)
+
+
 def test_s3_rows_that_are_too_large_together_are_published_apart(place: Place) -> None:
     """A manifest that names what the log refuses could never be finished."""
     sizes = [3 << 20, 63 << 20, 3 << 20]

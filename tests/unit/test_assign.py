@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from pxrs.errors import InvalidGroup
-from pxrs.group.assign import ASSIGNORS, assignor_named, sticky
+import pxrs
+from pxrs.cli.restarts import is_final
+from pxrs.errors import AssignorFailed, InvalidGroup
+from pxrs.group.assign import ASSIGNORS, _found, assignor_named, sticky
+from pxrs.group.records import Keys
 from pxrs.testing.simulator import fewest_moves
+from pxrs.testing.waiting import eventually
 
 SIZES = {1: [8], 2: [4, 4], 3: [3, 3, 2], 4: [2, 2, 2, 2], 5: [2, 2, 2, 1, 1], 10: [1] * 8 + [0, 0]}
 
@@ -74,5 +83,129 @@ def test_x5_sticky_leaves_a_fair_assignment_as_it_is() -> None:
 
 
 def test_an_unknown_assignor_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidGroup, match="sticky"):
+    with pytest.raises(InvalidGroup, match="choose from sticky, range, round-robin, or install the package"):
         assignor_named("best")
+
+
+# Assignors of installed packages.
+
+PLUGINS = """
+def last(members, partitions, before):
+    return [members[-1]] * partitions
+
+def one_short(members, partitions, before):
+    return [members[0]] * (partitions - 1)
+
+def one_more(members, partitions, before):
+    return [members[0]] * (partitions + 1)
+
+def to_nobody(members, partitions, before):
+    return [members[0]] * (partitions - 1) + [None]
+
+def to_a_stranger(members, partitions, before):
+    return [members[0]] * (partitions - 1) + ["mallory"]
+
+def to_two(members, partitions, before):
+    return [list(members)] * partitions
+
+def nothing(members, partitions, before):
+    return None
+
+def raises(members, partitions, before):
+    raise KeyError("rack")
+
+number = 5
+"""
+FAULTS = {
+    "one-short": "it assigned 3 partitions, and there are 4",
+    "one-more": "it assigned 5 partitions, and there are 4",
+    "to-nobody": "it assigned partition 3 to None",
+    "to-a-stranger": "it assigned partition 3 to 'mallory', which is no member",
+    "to-two": "it assigned partition 0 to ",
+    "nothing": "it raised TypeError",
+    "raises": "it raised KeyError('rack')",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An installed package with assignors; its path, to install more there."""
+    install(tmp_path, "racks", PLUGINS, "last", *FAULTS, "number", "absent")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    _found.cache_clear()
+
+
+def install(path: Path, name: str, source: str, *assignors: str) -> None:
+    (path / f"{name}_assignors.py").write_text(source)
+    info = path / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    points = [f"{each} = {name}_assignors:{each.replace('-', '_')}" for each in assignors]
+    (info / "entry_points.txt").write_text("\n".join(["[pxrs.assignors]", *points, ""]))
+
+
+def test_f7_an_installed_package_brings_an_assignor(package: Path) -> None:
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("t", partitions=4)
+        with hub.consumer("t", "g", assignor="last") as first:
+            eventually(lambda: first.assignment == [0, 1, 2, 3])
+            with hub.consumer("t", "g", assignor="last") as second:
+                eventually(lambda: second.assignment == [0, 1, 2, 3])
+                assert first.assignment == []
+
+
+def test_f7_the_example_package_of_the_documents_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs/groups.md").read_text()
+    (project,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (module,) = (
+        each for each in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "pairs" in each
+    )
+    points = tomllib.loads(project)["project"]["entry-points"]
+    (tmp_path / "shop_placement.py").write_text(module)
+    info = tmp_path / "shop_placement-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shop-placement\nVersion: 1\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {of}\n" for name, of in each.items()) for group, each in points.items()
+    ]
+    (info / "entry_points.txt").write_text("".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("t", partitions=4, partitioner="by-region")
+        with hub.producer("t") as out:
+            assert out.send(b"x", key=b"6-30").result(30)[0] == 2
+        with (
+            hub.consumer("t", "g", assignor="pairs") as first,
+            hub.consumer("t", "g", assignor="pairs") as second,
+        ):
+            eventually(lambda: (first.assignment, second.assignment) == ([0, 1], [2, 3]))
+    _found.cache_clear()
+
+
+def test_f7_an_assignor_that_cannot_be_loaded_is_refused(package: Path) -> None:
+    with pytest.raises(InvalidGroup, match=r"assignor 'absent': loading racks_assignors:absent failed: AttributeError"):
+        assignor_named("absent")
+    with pytest.raises(InvalidGroup, match=r"assignor 'number': racks_assignors:number is a int, and not a function"):
+        assignor_named("number")
+    with pytest.raises(InvalidGroup, match=r"choose from sticky, range, round-robin, absent, last, .*, to-two, or"):
+        assignor_named("best")
+    install(package, "shelves", PLUGINS, "last", "sticky")
+    with pytest.raises(InvalidGroup, match=r"packages differ on it: racks_assignors:last, shelves_assignors:last"):
+        assignor_named("last")
+    assert assignor_named("sticky") is sticky, "no package replaces one of pxrs"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_f7_a_faulty_assignor_assigns_nothing_and_every_member_is_told(package: Path, name: str) -> None:
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("t", partitions=4)
+        inbox = hub.consumer("t", "g", assignor=name)
+        with pytest.raises(AssignorFailed) as failure:
+            inbox.poll(timeout=30)
+        assert FAULTS[name] in failure.value.reason
+        assert hub.registry.get(Keys("g").assignment) is None
+        assert hub.registry.scan(Keys("g").members) == [], "it has left"
+        inbox.close()
+    assert is_final(failure.value), "`pxrs worker` does not start it again and again"
+    assert str(pickle.loads(pickle.dumps(failure.value))) == str(failure.value)

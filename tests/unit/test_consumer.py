@@ -1681,6 +1681,9 @@ def test_r11_a_forked_child_cannot_use_its_parents_consumer(hub: Hub) -> None:
             "pause": inbox.pause,
             "resume": inbox.resume,
             "assignment": lambda: inbox.assignment,
+            "position": lambda: inbox.position,
+            "committed": lambda: inbox.committed,
+            "lag": lambda: inbox.lag,
             "stop": inbox.stop,
         }
 

@@ -505,7 +505,8 @@ def test_r4_a_deleted_group_is_gone_but_its_guards_stay(registry: Registry, idle
     assert groups(registry) == []
     with pytest.raises(UnknownGroup):
         group.describe()
-    left = [KEYS.leader, *(KEYS.owner("orders-id", number) for number in range(PARTITIONS))]
+    owners = [KEYS.owner("orders-id", number) for number in range(PARTITIONS)]
+    left = [KEYS.assignor, KEYS.leader, *owners]
     assert [entry.key for entry in registry.scan("groups/")] == left
     assert [owner(registry, number) for number in range(PARTITIONS)] == [Owner(None, epoch + 1) for epoch in epochs]
     with pytest.raises(UnknownGroup):

@@ -13,6 +13,7 @@ import pytest
 import pxrs
 from pxrs import partitioner
 from pxrs.errors import InvalidRecord, InvalidTopic
+from pxrs.keyless import KeylessSpread
 from pxrs.log.batch import SCHEMA
 from pxrs.model import PARTITIONERS
 from pxrs.partitioner import (
@@ -71,12 +72,13 @@ def test_l6_every_partitioner_a_topic_may_name_is_here() -> None:
 def test_many_keys_at_once_go_where_each_alone_goes() -> None:
     keys = [b"a", None, b"b", b"a", b"", None]
     for hash_of in HASHES.values():
-        found = partitions_of(pa.array(keys, pa.binary()), hash_of, 5, keyless=4).to_pylist()
-        assert found == [4 if key is None else hash_of(key) % 5 for key in keys]
+        found = partitions_of(pa.array(keys, pa.binary()), hash_of, 5).to_pylist()
+        assert found == [None if key is None else hash_of(key) % 5 for key in keys]
 
 
 def split(table: pa.Table, partitions: int = 4, keyless: int = 0) -> dict[int, list[bytes | None]]:
-    pieces = split_table(read_table(table, partitions, 1 << 20), xxh64, partitions, keyless)
+    fill = KeylessSpread(partitions, keyless).fill
+    pieces = split_table(read_table(table, partitions, 1 << 20), xxh64, partitions, fill)
     assert all(piece.schema.equals(SCHEMA) for _, piece in pieces)
     return {partition: piece.column("value").to_pylist() for partition, piece in pieces}
 
@@ -116,7 +118,7 @@ def test_headers_and_times_are_kept() -> None:
             "headers": [[{"key": "h", "value": b"1"}], None],
         }
     )
-    ((_, piece),) = split_table(read_table(table, 1, 100), xxh64, 1, 0)
+    ((_, piece),) = split_table(read_table(table, 1, 100), xxh64, 1, KeylessSpread(1, 0).fill)
     assert piece.column("headers").to_pylist() == [[{"key": "h", "value": b"1"}], None]
     times = piece.column("timestamp").cast(pa.int64()).to_pylist()
     assert times[0] == 1
@@ -233,7 +235,7 @@ def test_a_column_of_more_bytes_than_the_logs_type_can_hold_is_taken_in_parts(
             value = None if text is None else text.encode()
             expected.setdefault(0 if value is None else xxh64(value) % 4, []).append(value)
         found: dict[int, list[bytes | None]] = {}
-        for partition, piece in split_table(rows, xxh64, 4, 0):
+        for partition, piece in split_table(rows, xxh64, 4, lambda chosen, size: chosen.fill_null(0)):
             piece.validate(full=True)
             found.setdefault(partition, []).extend(piece.column("value").to_pylist())
         assert found == expected
@@ -251,7 +253,7 @@ def test_a_table_of_three_gib_is_split(tmp_path: Path) -> None:
     )
     many = pa.chunked_array([narrow] * 3)
     for table, rows in ((value, 3072), (value.slice(3000, 10), 10), (many, 3072)):
-        pieces = split_table(read_table(pa.table({"value": table}), 1, 1 << 20), xxh64, 1, 0)
+        pieces = split_table(read_table(pa.table({"value": table}), 1, 1 << 20), xxh64, 1, KeylessSpread(1, 0).fill)
         assert sum(piece.num_rows for _, piece in pieces) == rows
 
 

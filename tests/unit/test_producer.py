@@ -244,13 +244,62 @@ def test_a_lingering_batch_goes_by_itself_and_a_full_one_at_once(topic: Fickle) 
             receipts[4].result(0.01)
 
 
-def test_messages_without_a_key_go_around_a_batch_at_a_time(topic: Fickle) -> None:
+def test_messages_without_a_key_go_around_in_runs(topic: Fickle) -> None:
     with Producer(topic, linger_s=60, batch_rows=10) as out:
         receipts = [out.send(b"a") for _ in range(80)]
         out.flush()
         places = [receipt.result()[0] for receipt in receipts]
-    assert sorted(places.count(p) for p in range(4)) == [20, 20, 20, 20]
-    assert all(len(set(places[i : i + 10])) == 1 for i in range(0, 80, 10))
+    assert all(10 <= places.count(p) <= 30 for p in range(4))
+    appends = [append for call in topic.calls for append in call]
+    assert len(appends) <= 4 * 8, "no more than one run for each partition each time that something is stored"
+
+
+def test_few_messages_without_a_key_that_are_stored_together_go_to_one_partition(topic: Fickle) -> None:
+    with Producer(topic, linger_s=60) as out:
+        places = []
+        for _ in range(8):
+            receipts = [out.send(b"a") for _ in range(100)]
+            out.flush()
+            (place,) = {receipt.result()[0] for receipt in receipts}
+            places.append(place)
+    assert sorted(places) == [0, 0, 1, 1, 2, 2, 3, 3], "another one each time"
+
+
+@pytest.mark.parametrize("way", ["send", "send_batch", "tables"])
+def test_20000_messages_without_a_key_in_one_flush_reach_all_8_partitions(way: str) -> None:
+    topic, count = make(8), 20_000
+    values = [b"%d" % number for number in range(count)]
+    with Producer(topic) as out:
+        receipts = []
+        if way == "send":
+            receipts = [out.send(value) for value in values]
+        else:
+            size = count if way == "send_batch" else 4_000
+            for start in range(0, count, size):
+                out.send_batch(pa.table({"value": values[start : start + size]}))
+        out.flush()
+    found = [topic.values(partition) for partition in range(8)]
+    assert sorted(value or b"" for each in found for value in each) == sorted(values), "each once"
+    assert all(len(each) > 0 for each in found)
+    assert max(len(each) for each in found) <= 2 * count / 8
+    for receipt, value in zip(receipts, values, strict=False):
+        partition, offset = receipt.result(30)
+        assert found[partition][offset] == value
+    for each in found:
+        numbers = [int(value or b"") for value in each]
+        assert numbers == sorted(numbers), "within a partition in the order in which they were sent"
+
+
+def test_large_messages_without_a_key_are_spread_by_their_bytes(topic: Fickle) -> None:
+    gate = topic.before = Gate()
+    with Producer(topic, linger_s=0, batch_bytes=1 << 16) as out:
+        out.send(b"first", partition=0)
+        assert gate.reached.wait(30)
+        for _ in range(16):  # all stored together when the gate opens
+            out.send(bytes(1 << 15))
+        gate.opened.set()
+        out.flush()
+    assert [topic.end(partition) - (partition == 0) for partition in range(4)] == [4, 4, 4, 4]
 
 
 def test_l4_a_failed_append_is_tried_again_and_stored_once(topic: Fickle) -> None:

@@ -31,6 +31,13 @@ def test_names_in_any_case_as_spark_hands_them_over() -> None:
     assert (options.rows_max, options.fails_on_loss, options.is_shared) == (7, False, True)
 
 
+def test_f7_a_query_names_the_assignor_of_its_group() -> None:
+    assert stream_options(STREAM).assignor == "sticky"
+    assert stream_options({**STREAM, "assignor": " range"}).assignor == "range"
+    with pytest.raises(InvalidOption, match=r"option assignor: .*choose from sticky, range, round-robin"):
+        stream_options({**STREAM, "assignor": "best"})
+
+
 def test_what_spark_adds_by_itself_is_no_mistake() -> None:
     assert write_options({**WHERE, "checkpointlocation": "c", "queryname": "q"}).topic == "orders"
 

@@ -35,7 +35,9 @@ def create(
     name: str,
     at: At,
     partitions: Annotated[int, typer.Option(help="Fixed for the topic's life.")] = PARTITIONS_DEFAULT,
-    partitioner: Annotated[str, typer.Option(help=f"How keys are spread: {', '.join(PARTITIONERS)}.")] = "xxh64",
+    partitioner: Annotated[
+        str, typer.Option(help=f"How keys are spread: {', '.join(PARTITIONERS)} or an entry point pxrs.partitioners.")
+    ] = "xxh64",
     codec: Annotated[str, typer.Option(help=f"How batches are compressed: {', '.join(CODECS)}.")] = "none",
     durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
     retention: Annotated[float | None, typer.Option(help="Keep messages for so many seconds.")] = None,

@@ -117,7 +117,9 @@ def worker(
     ] = None,
     start: Annotated[Start, typer.Option(help="Where a new group begins.")] = Start.EARLIEST,
     until_end: Annotated[bool, typer.Option("--until-end", help="End where the topic ends now.")] = False,
-    assignor: Annotated[str, typer.Option(help="sticky, range or round-robin.")] = "sticky",
+    assignor: Annotated[
+        str, typer.Option(help="sticky, range, round-robin or an entry point pxrs.assignors; the same for all members.")
+    ] = "sticky",
     lease_ttl: Annotated[float | None, typer.Option(help="Seconds without a sign of life until it is dead.")] = None,
     handover_timeout: Annotated[float | None, typer.Option(help="Seconds that a hand-over may wait.")] = None,
     progress_timeout: Annotated[float | None, typer.Option(help="Seconds that one message may take.")] = None,

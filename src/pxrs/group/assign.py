@@ -1,15 +1,23 @@
 """Who should have what: pure functions from members and partitions to an assignment (X4, F7).
 
-An assignor is given the members in a fixed order, the number of partitions, and whom each partition was meant for
-before. It must be deterministic, and give `P // C` partitions to each member and one more to `P % C` of them.
+An assignor is given the incarnations of the members, the oldest first; the number of partitions; and for each partition
+the incarnation that it was meant for before, or None. It returns a list with the incarnation of one of these members
+for each partition. It must be deterministic, and must return `before` unchanged if that is its own result for the same
+members: the leader asks it whenever it looks at the group, and each difference is a hand-over. Those of pxrs give
+`P // C` partitions to each member and one more to `P % C` of them.
+
+An installed package may bring others. What any assignor returns is checked (`targets_of`): a partition that is assigned
+to nobody, or to a member that is not there, would be read by nobody, and nothing else would tell.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from pxrs.errors import InvalidGroup
+from pxrs.errors import AssignorFailed, InvalidGroup
+from pxrs.plugins import function_named
 
 Targets = list[str | None]
 Assignor = Callable[[Sequence[str], int, Sequence[str | None]], Targets]
@@ -58,8 +66,34 @@ def round_robin(members: Sequence[str], partitions: int, before: Sequence[str | 
 ASSIGNORS: Final[dict[str, Assignor]] = {"sticky": sticky, "range": range_, "round-robin": round_robin}
 
 
+ENTRY_POINTS: Final = "pxrs.assignors"
+"""Where an installed package names assignors of its own."""
+
+
 def assignor_named(name: str) -> Assignor:
     """Raises InvalidGroup if there is none of this name."""
-    if not isinstance(name, str) or name not in ASSIGNORS:
-        raise InvalidGroup(f"assignor is {name!r}; choose from {', '.join(ASSIGNORS)}")
-    return ASSIGNORS[name]
+    if not isinstance(name, str):
+        raise InvalidGroup(f"assignor is {name!r}; give the name of one, such as {', '.join(ASSIGNORS)}")
+    return _found(name)
+
+
+@functools.lru_cache(maxsize=64)
+def _found(name: str) -> Assignor:
+    """Kept, because the leader asks at every look, and a search of the installed packages takes milliseconds."""
+    return function_named("assignor", name, ASSIGNORS, ENTRY_POINTS, InvalidGroup)
+
+
+def targets_of(name: str, members: Sequence[str], partitions: int, before: Sequence[str | None]) -> Targets:
+    """What the assignor of this name decides. Raises AssignorFailed if that is no assignment."""
+    assign = assignor_named(name)
+    try:
+        targets = list(assign(tuple(members), partitions, tuple(before)))
+    except Exception as error:  # whatever the code of an installed package raises
+        raise AssignorFailed(name, f"it raised {error!r}") from error
+    if len(targets) != partitions:
+        raise AssignorFailed(name, f"it assigned {len(targets)} partitions, and there are {partitions}")
+    there = set(members)
+    for number, target in enumerate(targets):
+        if not isinstance(target, str) or target not in there:
+            raise AssignorFailed(name, f"it assigned partition {number} to {target!r}, which is no member of the group")
+    return targets

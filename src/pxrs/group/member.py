@@ -249,6 +249,14 @@ class GroupMember:
             holding = self._protocol.held.get(lane.partition) if self._protocol is not None else None
             return None if holding is None or holding.lane is not lane else (holding.checkpoint, holding.version)
 
+    def checkpoints(self) -> dict[Lane, int]:
+        """The offset of the last checkpoint that is known to be written, of each lane that is owned.
+
+        Without the mutex, which the member's thread may hold for as long as the store does not answer: each checkpoint
+        is replaced as a whole, and `held` is copied in one step."""
+        protocol = self._protocol
+        return {} if protocol is None else {each.lane: each.checkpoint.offset for each in protocol.held.copy().values()}
+
     @property
     def is_settled(self) -> bool:
         """Whether the assignment counts with this member, and all that is meant for it is here."""
@@ -506,6 +514,7 @@ class GroupMember:
         state = None if seen is None else (seen.assignment, frozenset(seen.members))
         if state != self._told:
             self._told = state
+            self._warn_of_assignors(protocol)
             self._listener.group_changed()
         now = self._clock.now()
         if now >= self._commits_at:
@@ -514,6 +523,19 @@ class GroupMember:
             if self._drive(protocol.commit(protocol.due())):
                 self.wake()  # what is lost may be meant for this member still, and free
         return self._next_duty_at(protocol) if is_at_rest else None
+
+    def _warn_of_assignors(self, protocol: MemberProtocol) -> None:
+        """Members of version 0.1 join whatever assignor the others have."""
+        members = protocol.snapshot.members.values() if protocol.snapshot is not None else ()
+        names = sorted(each.name for each in members if each.assignor not in ("", self._assignor))
+        if names and protocol.is_leading:
+            _logger.warning(
+                "group %s, member %s: the members %s have another assignor than %s; that of the oldest member decides",
+                self.keys.group,
+                self.name,
+                ", ".join(names),
+                self._assignor,
+            )
 
     def _next_duty_at(self, protocol: MemberProtocol) -> float:
         return min(self._commits_at, protocol.fence_at, self.deadline)

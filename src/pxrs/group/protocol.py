@@ -8,6 +8,8 @@ Invariants, each with the mutation of the simulator that breaks without it:
 - A checkpoint is written only together with the owner key's version at which this member claimed, and its own (G4).
 - The checkpoint is read after the claim has committed (G3).
 - The last checkpoint and the release are one commit, with a new epoch (G5, X9).
+- A member joins only by a commit that expects the key of the group's assignor in a version that names its own, and only
+  if it has seen no member with another one after it read that version: see `_agree`.
 - Every partition's start is written down before anything is handed out (G6).
 - Of a topic that keeps what is unread, a start is written down only if retention has not moved `topics/<id>/start`
   since it was read, and the same commit bumps `topics/<id>/gate`, which retention expects (O10).
@@ -24,7 +26,14 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from pxrs.errors import Conflict, GroupElsewhere, OutcomeUnknown, PartitionLost, RegistryUnavailable
+from pxrs.errors import (
+    AssignorMismatch,
+    Conflict,
+    GroupElsewhere,
+    OutcomeUnknown,
+    PartitionLost,
+    RegistryUnavailable,
+)
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -48,6 +57,7 @@ from pxrs.group.records import (
     BY_HAND,
     Assignment,
     Checkpoint,
+    ChosenAssignor,
     Gate,
     Home,
     Keys,
@@ -199,7 +209,8 @@ class MemberProtocol:
     def join(self) -> Steps[None]:
         """Be there; and write down where each partition begins, before anybody is handed anything (G6).
 
-        Raises GroupElsewhere if the group reads the topics of another hub."""
+        Raises GroupElsewhere if the group reads the topics of another hub, and AssignorMismatch if members that are
+        there have another assignor."""
         key = self.keys.member(self.incarnation)
         for attempt in range(ATTEMPTS_MAX):
             expect, put = {key: ABSENT}, {}
@@ -209,13 +220,55 @@ class MemberProtocol:
                 expect[self.keys.home] = version
                 if not is_ours:
                     put[self.keys.home] = self.home.dump()
+            version = yield from self._agree()
+            expect[self.keys.assignor] = version
+            if version == ABSENT:
+                put[self.keys.assignor] = ChosenAssignor(self.member.assignor).dump()
             try:
                 yield Write(expect, put, ephemeral={key: self.member.dump()})
                 break
-            except Conflict as conflict:  # of the hub's key: another hub's member was faster
+            except Conflict as conflict:  # of the other keys: a member of another hub or assignor was faster
                 if key in conflict.keys or attempt == ATTEMPTS_MAX - 1:
                     raise
         yield from self._pin()
+
+    def _agree(self) -> Steps[int]:
+        """The version of the key of the group's assignor that the join must expect. It names this member's assignor, or
+        is ABSENT, and then the join writes it.
+
+        Two members with different assignors that live at the same time cannot both have joined. Say the second one
+        joined at a version that it had read, and the first one before it, at another version. The key had the first
+        one's version when that joined, so the second one's was written later, and so was read later. The second one
+        looks at the members after it has read the version, so it has seen the first one, and was refused.
+
+        So the key is written before the members are looked at, not by the join itself: a member that finds its own
+        assignor there does not write the key, and would not be noticed by a join that only expects the old version."""
+        key, mine = self.keys.assignor, self.member.assignor
+        for _ in range(ATTEMPTS_MAX):
+            entry: Entry | None = yield Get(key)
+            yield from self._check_assignors()
+            if entry is None:
+                return ABSENT
+            if ChosenAssignor.load(key, entry.value).assignor == mine:
+                return entry.version
+            try:
+                yield Write({key: entry.version}, {key: ChosenAssignor(mine).dump()}, is_quiet=True)
+            except Conflict:
+                continue
+        raise RegistryUnavailable(f"{key} was changed by others {ATTEMPTS_MAX} times; try again")
+
+    def _check_assignors(self) -> Steps[None]:
+        """Raise AssignorMismatch if a member has another assignor, whatever topic it reads. Any member may come to
+        lead, the leader assigns the partitions of all topics, and it may not have the assignor of others installed.
+
+        A record without one, of a version that kept none, goes with any."""
+        mine, others = self.member.assignor, {}
+        for entry in (yield Scan(self.keys.members)):
+            other = Member.load(entry.key, entry.value)
+            if other.assignor not in ("", mine):
+                others[f"{other.name} on {other.host}"] = other.assignor
+        if others and mine:
+            raise AssignorMismatch(self.keys.group, mine, others)
 
     def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
         """Whether the group is known to read this member's hub, and the version of the key that says so.

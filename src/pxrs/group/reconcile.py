@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from pxrs.group.assign import assignor_named
+from pxrs.group.assign import targets_of
 from pxrs.group.records import Assignment, Leader, Member, Owner
 from pxrs.registry.contract import ABSENT
 
@@ -162,7 +162,7 @@ def _lead(snapshot: Snapshot, me: Me) -> list[Action]:
 
 
 def assign_all(snapshot: Snapshot, before: Assignment) -> dict[str, list[str | None]]:
-    """The targets of every topic that anybody reads, as far as possible where they are."""
+    """The targets of every topic that anybody reads, as far as possible where they are. Raises AssignorFailed."""
     readers: dict[str, list[str]] = {}
     for incarnation, member in sorted(snapshot.members.items(), key=lambda each: (each[1].since, each[0])):
         readers.setdefault(member.topic, []).append(incarnation)
@@ -171,7 +171,9 @@ def assign_all(snapshot: Snapshot, before: Assignment) -> dict[str, list[str | N
         members = [member for member in members if snapshot.members[member].is_alone][:1] or members
         partitions = max(snapshot.members[member].partitions for member in members)
         has = [_holder(snapshot, before, topic, number) for number in range(partitions)]
-        targets[topic] = assignor_named(snapshot.members[members[0]].assignor)(members, partitions, has)
+        # All have the same one, or none on record; members of version 0.1 did not see to that, and took the oldest's.
+        named = [snapshot.members[member].assignor for member in members if snapshot.members[member].assignor]
+        targets[topic] = targets_of(named[0] if named else "sticky", members, partitions, has)
     return targets
 
 

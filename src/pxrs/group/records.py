@@ -7,6 +7,7 @@
     groups/<group>/checkpoints/<topic id>/<partition>    the offset of the next message to read
     groups/<group>/paused/<topic id>/<partition>    a message that could not be handled, and why
     groups/<group>/hub                              the hub whose topics the group reads (G7)
+    groups/<group>/assignor                         the assignor of the members that are there
 
 and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
 
@@ -50,6 +51,7 @@ class Keys:
         self.checkpoints = f"{self.root}checkpoints/"
         self.paused = f"{self.root}paused/"
         self.home = f"{self.root}hub"
+        self.assignor = f"{self.root}assignor"
 
     def member(self, incarnation: str) -> str:
         return f"{self.members}{incarnation}"
@@ -105,7 +107,8 @@ class Member(_Record):
     pid: int = 0
     since: float = 0.0
     """Wall-clock seconds, to be shown."""
-    assignor: str = "sticky"
+    assignor: str = ""
+    """The name of its assignor. Empty in records that do not state one: then any goes with it."""
     is_alone: bool = False
     """It takes every partition, and others must stay away: what it keeps of them cannot move (K4)."""
     handover_s: float | None = None
@@ -120,6 +123,14 @@ class Home(_Record):
 
     hub: str = ""
     place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAssignor(_Record):
+    """The assignor of the member that joined last, or tries to. A member joins only by a commit that expects this key
+    in a version that names its own assignor: see `MemberProtocol._agree`."""
+
+    assignor: str = ""
 
 
 @dataclass(frozen=True, slots=True)

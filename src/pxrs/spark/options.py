@@ -13,7 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from pxrs.errors import InvalidOption, InvalidUrl
+from pxrs.errors import InvalidGroup, InvalidOption, InvalidUrl
+from pxrs.group.assign import assignor_named
 from pxrs.model import microseconds_of
 from pxrs.registry.address import Address, parse
 
@@ -34,7 +35,7 @@ _STREAM: Final = (
     *_READ,
     *("maxOffsetsPerTrigger", "maxRowsPerTrigger", "maxBytesPerTrigger"),
     *_READ_MORE,
-    *("shareGroup", "leaseTtl", "handoverTimeout"),
+    *("shareGroup", "assignor", "leaseTtl", "handoverTimeout"),
 )
 _WRITE: Final = _PLACE
 
@@ -65,6 +66,7 @@ class ReadOptions:
     fails_on_loss: bool = True
     columns: tuple[str, ...] = COLUMNS
     is_shared: bool = False
+    assignor: str = "sticky"
     lease_ttl: float | None = None
     handover_timeout: float | None = None
 
@@ -113,6 +115,7 @@ def stream_options(options: Mapping[str, str]) -> ReadOptions:
         fails_on_loss=given.flag("failOnDataLoss", True),
         columns=given.columns(),
         is_shared=given.flag("shareGroup", False),
+        assignor=given.assignor(),
         lease_ttl=given.seconds("leaseTtl"),
         handover_timeout=given.seconds("handoverTimeout"),
     )
@@ -187,6 +190,16 @@ class _Given:
         if value.strip().lower() not in ("true", "false"):
             raise InvalidOption(name, f"{value!r}; give true or false")
         return value.strip().lower() == "true"
+
+    def assignor(self) -> str:
+        value = self.text("assignor")
+        if value is None:
+            return "sticky"
+        try:
+            assignor_named(value.strip())
+        except InvalidGroup as error:
+            raise InvalidOption("assignor", str(error)) from error
+        return value.strip()
 
     def columns(self) -> tuple[str, ...]:
         """The columns to bring, in the order in which they are asked for."""

@@ -127,6 +127,7 @@ class Query:
                 start_of=self._start_of,
                 name=None,
                 timings=timings,
+                assignor=self._options.assignor,
                 is_alone=not self._options.is_shared,
                 home=self._home,
             )

@@ -127,7 +127,7 @@ class Staging:
         name = f"{task:05d}-{uuid.uuid4().hex}.arrow"
         rows = 0
         with _new_file(folder / name, disk.make_folders) as file, pa.ipc.new_file(file, SCHEMA) as writer:
-            for partition, records in _chunks(topic, task, tables):
+            for partition, records in _chunks(topic, task + batch, tables):
                 if records.nbytes > 2 * CHUNK_BYTES_MAX:
                     encode(records, topic.codec)  # one that the log refuses must not get into a manifest
                 writer.write_batch(records, custom_metadata={_PARTITION: str(partition)})
@@ -261,20 +261,24 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _chunks(topic: Topic, task: int, tables: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The rows of each partition in their order, in pieces of a good size; what waits to grow is bounded."""
+def _chunks(topic: Topic, turn: int, tables: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The rows of each partition in their order, in pieces of a good size; what waits to grow is bounded.
+
+    turn: differs between the tasks of a batch and between the batches of a task, so that each of them begins with
+          another partition if its rows have no keys."""
     # Only tasks that write need these, and each stream that reads waits for its imports.
+    from pxrs.keyless import KeylessSpread
     from pxrs.partitioner import hash_named, read_table, slices, split_table
     from pxrs.producer import MESSAGE_BYTES_MAX
 
     hash_of = hash_named(topic.partitioner)
+    keyless = KeylessSpread(topic.partitions, turn % topic.partitions)
     waiting: dict[int, list[pa.RecordBatch]] = {}
     size = 0
-    for number, table in enumerate(tables):
+    for table in tables:
         rows = read_table(table, topic.partitions, MESSAGE_BYTES_MAX)
-        keyless = (task + number) % topic.partitions
         for piece in slices(rows, CHUNK_ROWS_MAX, CHUNK_BYTES_MAX):
-            for partition, records in split_table(piece, hash_of, topic.partitions, keyless):
+            for partition, records in split_table(piece, hash_of, topic.partitions, keyless.fill):
                 before = sum(part.nbytes for part in waiting.get(partition, ()))
                 if before and before + records.nbytes > CHUNK_BYTES_MAX:
                     size -= before

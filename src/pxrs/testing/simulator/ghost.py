@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs.group.protocol import Write
 from pxrs.group.reconcile import NOBODY, Place
-from pxrs.group.records import BY_HAND, Assignment, Checkpoint, Keys, Leader, Owner, Paused, Starts, partition_of
+from pxrs.group.records import (
+    BY_HAND,
+    Assignment,
+    Checkpoint,
+    Keys,
+    Leader,
+    Member,
+    Owner,
+    Paused,
+    Starts,
+    partition_of,
+)
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 if TYPE_CHECKING:
@@ -71,8 +82,16 @@ class Ghost:
                 self._leader(request, Leader.load(key, value))
             elif key == self.keys.assignment:
                 self._assignment(request, Assignment.load(key, value))
+            elif key.startswith(self.keys.members):
+                self._member(key, Member.load(key, value))
             elif key.startswith("topics/") and key.endswith("/start"):
                 self._start(key.split("/")[1], Starts.load(key, value))
+
+    def _member(self, key: str, member: Member) -> None:
+        for entry in self.store.state.scan(self.keys.members, None, None):
+            other = Member.load(entry.key, entry.value)
+            if other.assignor != member.assignor:
+                raise Violation("F7 one assignor", f"{key} joined with {member.assignor}, and {other} is there")
 
     def _start(self, topic: str, starts: Starts) -> None:
         for number, start in starts.offsets.items():

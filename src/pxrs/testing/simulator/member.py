@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable
+from pxrs.errors import AssignorMismatch, Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
 from pxrs.group.reconcile import Place
@@ -25,6 +25,7 @@ class SimulatedMember:
     def __init__(self, simulation: Simulation, name: str, *, acks_in_any_order: bool) -> None:
         self.simulation, self.name = simulation, name
         self.acks_in_any_order = acks_in_any_order
+        self.assignor = simulation.assignor_of()
         self.topic = simulation.topic
         self.protocol: MemberProtocol | None = None
         self.incarnation = ""
@@ -236,7 +237,13 @@ class SimulatedMember:
         simulation.store.begin_lease(self.lease, simulation.now + simulation.ttl)
         handover_s = simulation.rng.choice((None, simulation.handover_s, simulation.handover_s, 1.0, 30.0))
         record = Member(
-            self.name, self.topic, "orders", simulation.partitions, since=simulation.now, handover_s=handover_s
+            self.name,
+            self.topic,
+            "orders",
+            simulation.partitions,
+            since=simulation.now,
+            assignor=self.assignor,
+            handover_s=handover_s,
         )
         self.protocol = simulation.protocol_of(self, record)
         self.is_woken = True
@@ -307,6 +314,10 @@ class SimulatedMember:
         except LeaseExpired:
             self.steps = None
             self.lose("its lease has ended")
+        except AssignorMismatch as refusal:
+            self.steps = None
+            self.lose(str(refusal))
+            self.assignor = next(iter(refusal.others.values()))  # somebody corrects it, and starts it again
         except (OutcomeUnknown, RegistryUnavailable, Conflict) as failure:
             self.steps = None
             self._failed(failure)

@@ -1,0 +1,45 @@
+"""Functions that a setting names: those that pxrs has, and those that installed packages bring as entry points.
+
+A name is all that is stored and passed on, so every process that needs the function finds it for itself: on another
+machine, in a worker that `pxrs worker` starts, in a task of Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import TypeVar, cast
+
+from pxrs.errors import InvalidArgument
+
+T = TypeVar("T", bound=Callable[..., object])
+
+
+def function_named(
+    setting: str, name: object, ours: Mapping[str, T], entry_point_group: str, refusal: type[InvalidArgument]
+) -> T:
+    """The function that the setting names. One of `ours` comes before one of the same name in a package.
+
+    Raises `refusal` if there is none of this name, if it cannot be loaded or called, or if two packages differ on it.
+    """
+    if isinstance(name, str) and name in ours:
+        return ours[name]
+    installed = entry_points(group=entry_point_group)
+    # By what each refers to: a package that is found twice, as in a checkout that is installed too, is no conflict.
+    found = {entry.value: entry for entry in installed if entry.name == name}
+    if not found:
+        choices = ", ".join(dict.fromkeys([*ours, *sorted(entry.name for entry in installed)]))
+        raise refusal(
+            f"{setting} is {name!r}; choose from {choices}, or install the package that has it (entry point "
+            f"{entry_point_group})"
+        )
+    if len(found) > 1:
+        raise refusal(f"{setting} {name!r}: installed packages differ on it: {', '.join(sorted(found))}; remove one")
+    ((value, entry),) = found.items()
+    try:
+        function = entry.load()
+    except Exception as error:  # whatever the package's code raises
+        raise refusal(f"{setting} {name!r}: loading {value} failed: {error!r}") from error
+    if not callable(function):
+        raise refusal(f"{setting} {name!r}: {value} is a {type(function).__name__}, and not a function")
+    return cast(T, function)
