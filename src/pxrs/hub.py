@@ -405,11 +405,12 @@ class Hub:
             _logger.warning("topics/%s/ of the deleted topic %s stays in the registry: %s", identity, name, error)
 
     def producer(self, topic: str, **options: Any) -> Producer:
-        """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic."""
+        """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic, NoWritePermission."""
         from pxrs.producer import Producer
 
         self._check_usable()
         handle = self.topic(topic)
+        handle.log.check_writable()
         producer = self._kept_by(Producer(handle.log, retain=handle.retain, **options))
         with self._lock:
             if not self._is_closed:
@@ -435,7 +436,9 @@ class Hub:
             options = {"home": self.join_registry, **options}
         if isinstance(dead_letters := options.get("dead_letters"), str):
             # The topic must be there before the first message fails.
-            check_other_topic(source.name, source.id, self._log.topic(dead_letters).id)
+            letters = self._log.topic(dead_letters)
+            check_other_topic(source.name, source.id, letters.id)
+            letters.check_writable()
             options["dead_letters"] = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
         options = {"topic_names": self._topic_names, **options}
         consumer = self._kept_by(Consumer(source, self.registry, group, **options))

@@ -108,6 +108,9 @@ class TopicLog(Source):
 
     topic: Topic
 
+    def check_writable(self) -> None:  # noqa: B027 - most logs need no permission to be appended to
+        """Raise NoWritePermission if it can be told, without writing, that this process may not append."""
+
     @abstractmethod
     def append(self, appends: Sequence[Append]) -> list[int]:
         """Store the batches of each partition in order, durable when it returns; the offset of each one's first record.
