@@ -96,14 +96,14 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
     named = [os.fspath(each) for each in (error.filename, error.filename2, path) if each is not None]
     # Of a rename or a link both names are told. A file that is not there yet needs permission on its folder.
     places = [_nearest(os.fsdecode(each)) for each in named if not isinstance(each, int)]
-    place = next((each for each in places if not _may(each, os.W_OK)), places[0] if places else "")
+    place = next((each for each in places if not may(each, os.W_OK)), places[0] if places else "")
     if error.errno == errno.EROFS or (place and _is_read_only(place)):
         what = (
             f"{place} is on a file system that is mounted read-only, so this process (uid {os.geteuid()}) cannot write "
             "there: mount it writable, or run it as a process of the machine where it is writable"
         )
         return Denied(place, True, what)
-    is_write = not place or _may(place, os.R_OK)
+    is_write = not place or may(place, os.R_OK)
     action = "write to" if is_write else "read"
     try:
         status = os.stat(place)
@@ -118,10 +118,16 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
 def write_refusal(path: str | os.PathLike[str]) -> OSError | None:
     """The error that making a file in this folder, or writing this file, would meet for lack of permission; None if
     it is permitted, or if there is nothing under this path."""
-    if not os.path.exists(path) or _may(path, os.W_OK):
+    if not os.path.exists(path) or may(path, os.W_OK):
         return None
     number = errno.EROFS if _is_read_only(path) else errno.EACCES
     return OSError(number, os.strerror(number), os.fspath(path))
+
+
+def may(path: str | os.PathLike[str], mode: int) -> bool:
+    """Whether this process has the permission (os.R_OK, os.W_OK), for a folder also that to search it."""
+    mode |= os.X_OK if os.path.isdir(path) else 0
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def log_error(error: OSError, path: str | os.PathLike[str] | None = None, where: str = "") -> LogError:
@@ -139,12 +145,6 @@ def _nearest(path: str) -> str:
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
-
-
-def _may(path: str | os.PathLike[str], mode: int) -> bool:
-    """Whether this process has the permission, for a folder also that to search it."""
-    mode |= os.X_OK if os.path.isdir(path) else 0
-    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _is_read_only(path: str | os.PathLike[str]) -> bool:

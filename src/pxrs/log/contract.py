@@ -108,7 +108,7 @@ class TopicLog(Source):
 
     topic: Topic
 
-    def check_writable(self) -> None:  # noqa: B027 - most logs need no permission to be appended to
+    def check_writable(self) -> None:
         """Raise NoWritePermission if it can be told, without writing, that this process may not append."""
 
     @abstractmethod

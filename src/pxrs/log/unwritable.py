@@ -1,8 +1,8 @@
 """The published end of a partition for a process that may read its files and not write them.
 
-Such a process neither makes `published`, nor can it find the end anew after the machine was started again: recovery cuts
-a torn append and syncs before it publishes (`recovery.py`). Until a process with write permission has done that, it
-shows only messages that are known to be on disk (L1):
+Such a process does not make `published`, and cannot find the end anew after the machine was started again: recovery
+cuts a torn append and syncs before it publishes (`recovery.py`). Until a process with write permission has done that,
+it shows only messages that are known to be on disk (L1):
 
 - What `published` says was published in this boot. If one of its two slots is damaged, what the other one says: a slot
   is written after the sync, so an older end is a smaller one, never a wrong one.

@@ -4,8 +4,8 @@
 and the translation of the operating system's errors.
 
 A process that may read the directory and not write to it can get, scan and watch. It cannot end the lease of a dead
-holder, which takes a write: it leaves the keys of such a lease out of what it reads, and once it has done so, it goes on
-doing so until the lease is ended. Everything else raises RegistryNotWritable before anything is written.
+holder, which takes a write. It leaves the keys of such a lease out of what it reads, from when it first met the lease
+until another process has ended it. Everything else raises RegistryNotWritable before anything is written.
 
 Failure: a commit that fails before its `link` had no effect; a sync that fails after it is an unknown outcome. A
 process that is killed or stopped at any point blocks nobody, and leaves at most files that the next compaction sweeps.
@@ -292,9 +292,12 @@ class FileRegistry(Registry):
 
     def _end_or_hide(self, leases: Sequence[str]) -> None:
         """For a reader: end the leases, or leave their keys out of what is read if this process may not end them."""
-        if leases and self._may_end_leases:
+        if not leases:
+            return
+        if self._may_end_leases:
             try:
-                return self._end_leases(leases)
+                self._end_leases(leases)
+                return
             except RegistryNotWritable as error:  # of a part of the directory, such as a folder of another user's
                 log.warning("%s: leases whose holders are gone are left for others to end: %s", self.url, error)
                 self._may_end_leases = False
