@@ -36,7 +36,7 @@ import pxrs.registry.sql.sqlite
 from pxrs import registry as registries
 from pxrs.cli import group as command_group
 from pxrs.cli.app import app
-from pxrs.errors import AccessDenied, DamagedFrame, LogError, NoWritePermission
+from pxrs.errors import AccessDenied, DamagedFrame, LogError, NoWritePermission, PxrsError
 from pxrs.log.contract import Append
 from pxrs.log.published import NAME as PUBLISHED
 from pxrs.registry.file import journal
@@ -236,6 +236,23 @@ def test_v5_a_consumer_whose_registry_takes_writes_reads_a_log_that_does_not(dat
             assert len(list(inbox)) == 10
     with pxrs.open(data, place / "own") as hub:
         assert hub.group("audit").describe().lag == 0
+
+
+def test_v5_who_may_not_even_read_is_told_who_may(data: Path) -> None:
+    data.chmod(0o000)
+    looks: list[Callable[[], object]] = [
+        lambda: pxrs.open(data).topics(),
+        lambda: pxrs.open(data).groups(),
+        lambda: registries.open(data / "registry").get("x"),
+    ]
+    try:
+        with reading_only(data.parent):
+            for look in looks:
+                with pytest.raises(PxrsError, match="may not read|names no directory") as caught:
+                    look()
+                assert str(data) in str(caught.value)
+    finally:
+        data.chmod(0o755)
 
 
 class Child:

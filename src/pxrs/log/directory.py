@@ -295,6 +295,8 @@ class Place:
             if self._identity is not None:
                 raise HubMoved(str(self.path), "the directory was renamed or removed") from None
             return
+        except OSError as error:
+            raise disk.log_error(error, self.path) from error
         if self._identity is None:
             self._identity = status.st_dev, status.st_ino
         elif self._identity != (status.st_dev, status.st_ino):

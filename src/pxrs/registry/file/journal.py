@@ -95,9 +95,8 @@ class Journal:
         self.generations = root / "generations"
         self.scratch = root / "scratch"
         self.trash = root / "trash"
-        if may_write:
-            for folder in (self.generations, self.scratch, self.trash):
-                disk.make_folders(folder)
+        for folder in (self.generations, self.scratch, self.trash) if may_write else ():
+            disk.make_folders(folder)
         try:
             self._folder = Folder(str(root))
         except (FileNotFoundError, NotADirectoryError):

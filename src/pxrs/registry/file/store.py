@@ -81,25 +81,22 @@ class FileRegistry(Registry):
         """None while the registry is not there, and this process may not make it."""
         with self._os_errors():
             disk.refuse_network_file_system(directory)
-            self._refusal = self._make_folders()
+            self._refusal = self._find_refusal()
             if self._refusal is None:
+                disk.make_folders(self._lease_folder)
                 self._opened = Journal(self._root)
             else:
                 self._may_end_leases = False
                 self._is_made()
 
-    def _make_folders(self) -> OSError | None:
-        """Why this process may not write; None if it may, and then the folders are there."""
-        folders = [self._lease_folder, *(self._root / name for name in ("generations", "scratch", "trash"))]
-        try:
-            for folder in folders:
-                disk.make_folders(folder)
-        except OSError as error:
-            lacking = disk.denied(error)
-            if lacking is None or not lacking.is_write:
-                raise
-            return error
-        return next((refusal for each in folders if (refusal := disk.write_refusal(each)) is not None), None)
+    def _find_refusal(self) -> OSError | None:
+        """Why this process may not write here; None if it may, as far as can be told before it does."""
+        for folder in (self._lease_folder, self._root / "generations", self._root / "scratch"):
+            while not folder.exists():  # then it is to be made
+                folder = folder.parent
+            if (refusal := disk.write_refusal(folder)) is not None:
+                return refusal
+        return None
 
     def _is_made(self) -> bool:
         """Whether there is a registry to read. If not, this process may not make one; another one may, at any time."""
