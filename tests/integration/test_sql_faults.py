@@ -616,7 +616,8 @@ class TestAccess:
             registry.commit(put={"a/kept": b"", "b/kept": b""}, ephemeral={"a/held": b"", "b/held": b""}, lease=lease)
             server.sql("CREATE ROLE pxrs_reader LOGIN PASSWORD 'reader'")
             server.sql("GRANT SELECT ON pxrs_entry, pxrs_lease, pxrs_meta TO pxrs_reader", "shown")
-            with open_sql(url.replace(f"pxrs:{server.password}@", "pxrs_reader:reader@")) as reader:
+            address = url.replace(f"pxrs:{server.password}@", "pxrs_reader:reader@")
+            with open_sql(address) as reader:
                 assert len(reader.scan("")) == 4
                 with reader.watch("a/") as watch:
                     quieten(watch)
@@ -626,6 +627,8 @@ class TestAccess:
                     assert [entry.key for entry in reader.scan("", limit=2)] == ["a/kept", "b/kept"]
                     assert reader.get("b/held") is None
                 within(5, AccessDenied, lambda: reader.commit(put={"x": b""}))
+            with open_sql(address) as fresh:
+                assert fresh.get("b/held") is None, "also if no watch has met the lease before"
             assert server.sql("SELECT count(*) FROM pxrs_lease", "shown") == [(1,)]
 
     def test_commits_are_on_disk_before_they_are_answered(self, server: PostgresServer) -> None:

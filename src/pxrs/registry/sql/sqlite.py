@@ -208,8 +208,8 @@ class SqliteDatabase(Database):
         _check_not_inherited(self.path)
         self.check_in_place()  # else a new, empty file would be made
         mode = "rwc" if self._creates and self._held is None else "rw"
-        if self.is_read_only:  # SQLite must not make the index either: it would be this user's, and locked to others
-            mode = "ro&readonly_shm=1"
+        if self.is_read_only:
+            mode = "ro"
         until = time.monotonic() + timeout
         while True:
             connection = None
