@@ -93,9 +93,9 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
     path: the file, for errors that do not name it."""
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return None
-    named = [os.fspath(each) for each in (error.filename, error.filename2, path) if each is not None]
+    named = [each for each in (error.filename, error.filename2, path) if isinstance(each, str | bytes | os.PathLike)]
     # Of a rename or a link both names are told. A file that is not there yet needs permission on its folder.
-    places = [_nearest(os.fsdecode(each)) for each in named if not isinstance(each, int)]
+    places = [_nearest(os.fsdecode(each)) for each in named]
     place = next((each for each in places if not may(each, os.W_OK)), places[0] if places else "")
     if error.errno == errno.EROFS or (place and _is_read_only(place)):
         what = (

@@ -238,6 +238,21 @@ def test_v5_a_consumer_whose_registry_takes_writes_reads_a_log_that_does_not(dat
         assert hub.group("audit").describe().lag == 0
 
 
+def test_v5_sparks_sink_is_refused_before_any_task_is_started(data: Path) -> None:
+    pytest.importorskip("pyspark")
+    from pyspark.sql.types import BinaryType, StructType
+
+    from pxrs.spark.options import Where
+    from pxrs.spark.writer import BatchWriter
+
+    columns = StructType().add("value", BinaryType())
+    before = picture(data)
+    with reading_only(data), pytest.raises(NoWritePermission, match="may not write to"):
+        BatchWriter(Where(str(data), None, "orders"), columns, overwrite=False)
+    assert picture(data) == before
+    BatchWriter(Where(str(data), None, "orders"), columns, overwrite=False)
+
+
 def test_v5_who_may_not_even_read_is_told_who_may(data: Path) -> None:
     data.chmod(0o000)
     looks: list[Callable[[], object]] = [

@@ -56,6 +56,8 @@ class UnwritablePublished(PublishedFile):
                 except FileNotFoundError:
                     return False
                 self._is_open = True
+                if self._is_closed:  # by another thread, just now
+                    super().close()
             return True
 
     def is_in_place(self) -> bool:
@@ -101,6 +103,6 @@ class UnwritablePublished(PublishedFile):
         return published
 
     def close(self) -> None:
-        with self._opening:
-            self._is_closed = True
-            super().close()
+        """Takes no lock: in a forked child, a thread that is not there may hold it."""
+        self._is_closed = True
+        super().close()

@@ -183,6 +183,7 @@ class FileRegistry(Registry):
                 raise OutcomeUnknown(f"{self.url}: committed but perhaps not on disk: {error}") from error
             finally:
                 self._wake(published.changed)
+        self._may_end_leases = True  # if it was refused before, that was in another generation's folder
         self._compact_if_due()
         return published.number
 

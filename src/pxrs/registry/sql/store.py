@@ -189,7 +189,9 @@ class SqlRegistry(Registry):
         self.database.check_writable()
         plan = CommitPlan(commit, self._namespace, self._statements, self._channel)
         try:
-            return self._patiently(lambda deadline: self._try_commit(plan, deadline))
+            versions = self._patiently(lambda deadline: self._try_commit(plan, deadline))
+            self._may_end_leases = True  # the refusal has passed, as that of a standby server that became the primary
+            return versions
         except LeaseExpired:
             if commit.lease is not None:
                 commit.lease.expire()
