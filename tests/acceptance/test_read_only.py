@@ -203,8 +203,8 @@ def test_v5_what_has_to_write_is_refused_before_anything_is_done(data: Path) -> 
         hub.create_topic("short", retention=3600)
         send(hub, "short", 10)
         hub.join_registry()
-    before = picture(data)
     with reading_only(data), pxrs.open(data) as hub:
+        before = picture(data)
         for name, write in WRITES.items():
             with pytest.raises(NoWritePermission) as caught:
                 write(hub)
