@@ -97,13 +97,13 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
     # Of a rename or a link both names are told. A file that is not there yet needs permission on its folder.
     places = [_nearest(os.fsdecode(each)) for each in named]
     place = next((each for each in places if not may(each, os.W_OK)), places[0] if places else "")
-    if error.errno == errno.EROFS or (place and _is_read_only(place)):
+    is_write = error.errno == errno.EROFS or not place or may(place, os.R_OK)
+    if error.errno == errno.EROFS or (is_write and place and _is_read_only(place)):
         what = (
             f"{place} is on a file system that is mounted read-only, so this process (uid {os.geteuid()}) cannot write "
-            "there: mount it writable, or run it as a process of the machine where it is writable"
+            "there: mount it writable, or run this process where it is"
         )
         return Denied(place, True, what)
-    is_write = not place or may(place, os.R_OK)
     action = "write to" if is_write else "read"
     try:
         status = os.stat(place)

@@ -42,7 +42,7 @@ class UsedAfterFork(PxrsError):
 
 class NoWritePermission(PxrsError):
     """This process may read the hub or the registry and not write to it, and what was asked for has to write. Nothing
-    was done. `path` is the file or folder that it lacks the permission for.
+    was written there. `path` is the file or folder that it lacks the permission for.
 
     Run the process as a user that has the permission, or give it, for all of the directory; then open the hub again.
     What needs no write permission: docs/log.md, "Reading without write permission"."""

@@ -451,6 +451,7 @@ def test_v5_where_nobody_has_made_the_registry_there_are_no_groups_until_somebod
         assert reader.groups() == []
         assert reader.queues() == []
         watch = reader.registry.watch("groups/")
+        assert not watch.wait(0.01)
         with pytest.raises(NoWritePermission, match="may not write to"):
             reader.registry.commit(put={"x": b""})
     assert picture(data) == before

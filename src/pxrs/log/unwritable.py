@@ -42,6 +42,8 @@ class UnwritablePublished(PublishedFile):
         self._is_open = self._is_closed = False
         self._best = NOTHING
         """What was found with the highest end so far. An end that was shown is never taken back."""
+        self._damaged: bytes | None = None
+        """The content of the file when a slot of it was found damaged, and no writer was at it."""
         self._is_told = False
         self.path = path
         self._descriptor = -1
@@ -69,15 +71,23 @@ class UnwritablePublished(PublishedFile):
     def read(self) -> Published:
         """What may be read. Raises MisplacedFile."""
         published = super().read() if self._open() else None
-        looks = 0
-        while published is None and self._is_open and self._parse()[1] and looks < _LOOKS:
-            looks += 1
-            time.sleep(_PAUSE_S)
-            published = super().read()
+        if published is None and self._is_open:
+            published = self._look_again()
         if published is None:
             published = max(self._known(), self._best, key=lambda each: each.end)
         self._best = max(published, self._best, key=lambda each: each.end)
         return published
+
+    def _look_again(self) -> Published | None:
+        """After a slot was found that is not whole: give a writer time to finish it. None if it stays as it is."""
+        for _ in range(_LOOKS):
+            if self._bytes() == self._damaged or not self._parse()[1]:
+                return None
+            time.sleep(_PAUSE_S)
+            if (published := super().read()) is not None:
+                return published
+        self._damaged = self._bytes()
+        return None
 
     def _known(self) -> Published:
         """Up to where messages are known to be on disk, although nothing is published, or not all of it is whole."""

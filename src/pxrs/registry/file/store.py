@@ -382,7 +382,7 @@ class _Watcher:
         self._armed = threading.Event()
         self._stopped = threading.Event()
         self._trouble: Exception | None = None
-        self._was_made = True
+        self._was_made = registry._opened is not None
         """Whether there was a registry to watch at the last look; False only if this process may not make one."""
         self._due: dict[str, float] = {}
         """When each lease that is known ends by age, as its file said last."""
