@@ -32,7 +32,7 @@ from pxrs.hub_record import HubRecord, HubRecordFile
 from pxrs.log.contract import RetentionPlan, TopicLog
 from pxrs.registry.address import parse
 from pxrs.registry.contract import ABSENT, Registry
-from pxrs.registry.identity import fingerprint
+from pxrs.registry.identity import fingerprint, known_fingerprint
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Belonging:
         self._check_place()
         record = self.record.read()
         if (record is None or not record.registry) and not self._is_in_memory:
+            self.record.check_writable()  # before the registry is given an id
             record = self.record.claim(self._own_id() or fingerprint(self._registry()), self.shown)
         return self._checked(record)
 
@@ -85,10 +86,11 @@ class Belonging:
         try:
             disk.make_folders(self.record.folder)
         except OSError as error:
-            raise LogError(disk.explain(error, self.record.folder)) from error
+            raise disk.log_error(error, self.record.folder) from error
         self.record.begin()
         record = self.record.read()
         if keeps_unread and record is not None and not record.registry and not self._is_in_memory:
+            self.record.check_writable()
             self.record.claim(fingerprint(self._registry()), self.shown)
 
     def adopt(self, topics: Iterable[str]) -> tuple[str, str]:
@@ -102,6 +104,7 @@ class Belonging:
         self._check_place()
         if not self.record.folder.is_dir():
             raise InvalidUrl(f"there is no directory {self.record.folder}")
+        self.record.check_writable()
         before, after = self.record.adopt(fingerprint(self._registry()), self.shown)
         _take_groups(self._registry(), set(topics), self._home(after))
         return "" if before is None else before.address, after.address
@@ -130,11 +133,11 @@ class Belonging:
         return Home(record.hub, f"{socket.gethostname()}:{self._url} (hub {record.hub[:8]})")
 
     def _own_id(self) -> str | None:
-        """None if the registry is a directory that is not there: to look must not make an empty one."""
+        """None if the registry has no id yet, or is a directory that is not there: to look must not write."""
         if self._id is None:
             if self._address.scheme == "file" and not self._address.directory().is_dir():
                 return None
-            self._id = fingerprint(self._registry())
+            self._id = known_fingerprint(self._registry())
         return self._id
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-from pxrs.errors import UnsupportedPlatform
+from pxrs.errors import LogError, LogNotWritable, UnsupportedPlatform
 
 NETWORK_FILE_SYSTEMS = frozenset(
     {
@@ -72,6 +74,94 @@ def explain(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
             "lease of a registry in files and each connection one"
         )
     return what
+
+
+class Denied(NamedTuple):
+    """A permission that this process lacks."""
+
+    path: str
+    """The file or folder that it lacks the permission for."""
+    is_write: bool
+    """False if it is the permission to read the file, or to search the folder."""
+    what: str
+    """Who lacks it and what to do, for a message."""
+
+
+def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied | None:
+    """Which permission this process lacks, if that is why the operating system refused; None if it is not.
+
+    path: the file, for errors that do not name it."""
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    named = [each for each in (error.filename, error.filename2, path) if isinstance(each, str | bytes | os.PathLike)]
+    # Of a rename or a link both names are told. A file that is not there yet needs permission on its folder.
+    places = [_nearest(os.fsdecode(each)) for each in named]
+    place = next((each for each in places if not may(each, os.W_OK)), places[0] if places else "")
+    is_write = error.errno == errno.EROFS or not place or may(place, os.R_OK)
+    if error.errno == errno.EROFS or (is_write and place and _is_read_only(place)):
+        what = (
+            f"{place} is on a file system that is mounted read-only, so this process (uid {os.geteuid()}) cannot write "
+            "there: mount it writable, or run this process where it is"
+        )
+        return Denied(place, True, what)
+    action = "write to" if is_write else "read"
+    try:
+        status = os.stat(place)
+        owner = f"{_user(status.st_uid)}, mode {stat.filemode(status.st_mode)}"
+        advice = f"run it as {_user(status.st_uid)}, or give it the permission"
+    except OSError:
+        owner, advice = "unknown", "run it as the owner, or give it the permission"
+    what = f"{_user(os.geteuid())} may not {action} {place} (owner: {owner}): {advice}"
+    return Denied(place, is_write, what)
+
+
+def write_refusal(path: str | os.PathLike[str]) -> OSError | None:
+    """The error that making a file in this folder, or writing this file, would meet for lack of permission; None if
+    it is permitted, or if there is nothing under this path."""
+    if not os.path.exists(path) or may(path, os.W_OK):
+        return None
+    number = errno.EROFS if _is_read_only(path) else errno.EACCES
+    return OSError(number, os.strerror(number), os.fspath(path))
+
+
+def may(path: str | os.PathLike[str], mode: int) -> bool:
+    """Whether this process has the permission (os.R_OK, os.W_OK), for a folder also that to search it."""
+    mode |= os.X_OK if os.path.isdir(path) else 0
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
+def log_error(error: OSError, path: str | os.PathLike[str] | None = None, where: str = "") -> LogError:
+    """What the operating system refused, as an error of the log. LogNotWritable if it is for lack of permission.
+
+    path: as in `explain`. where: what the text begins with."""
+    lacking = denied(error, path)
+    if lacking is not None and lacking.is_write:
+        return LogNotWritable(lacking.path, f"{where}{lacking.what}")
+    return LogError(f"{where}{explain(error, path) if lacking is None else lacking.what}")
+
+
+def _nearest(path: str) -> str:
+    """The path, or the nearest folder above it that is there and can be looked at."""
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _is_read_only(path: str | os.PathLike[str]) -> bool:
+    """Whether the path is on a file system, or below a mount of it, that takes no writes."""
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
+def _user(number: int) -> str:
+    import pwd  # not on every system
+
+    try:
+        return f"user {pwd.getpwuid(number).pw_name} (uid {number})"
+    except KeyError:
+        return f"the user with uid {number}"
 
 
 def make_folders(path: Path) -> None:

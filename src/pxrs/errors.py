@@ -45,6 +45,21 @@ class UsedAfterFork(PxrsError):
     """An object made before `fork` was used in the child. Open a new one in the child; the parent's is untouched."""
 
 
+class NoWritePermission(PxrsError):
+    """This process may read the hub or the registry and not write to it, and what was asked for has to write. Nothing
+    was written there. `path` is the file or folder that it lacks the permission for.
+
+    Run the process as a user that has the permission, or give it, for all of the directory; then open the hub again.
+    What needs no write permission: docs/log.md, "Reading without write permission"."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self.what = path, what
+        super().__init__(what)
+
+    def __reduce__(self) -> tuple[type[NoWritePermission], tuple[str, str]]:
+        return type(self), (self.path, self.what)
+
+
 class WrongRegistry(PxrsError):
     """This process has another registry than the one that its hub belongs to, so it may neither apply `keep_unread`
     nor read as a member of a group nor change groups or queues there; nothing was done.
@@ -113,6 +128,10 @@ class AccessDenied(RegistryError):
     """The store refused the credentials or the permission, and the call had no effect. Correct them."""
 
 
+class RegistryNotWritable(NoWritePermission, AccessDenied):
+    """This process may read the registry and not write to it: see NoWritePermission."""
+
+
 class SchemaMissing(RegistryError):
     """The tables are not there and were not to be created. Run what `pxrs registry ddl` prints."""
 
@@ -161,6 +180,10 @@ class LogError(PxrsError):
 
     refused: frozenset[int] = frozenset()
     """Of an append: the partitions that do not know its producer. Nothing of that append was stored there."""
+
+
+class LogNotWritable(NoWritePermission, LogError):
+    """This process may read the hub's directory and not write to it: see NoWritePermission."""
 
 
 class UnknownTopic(LogError, KeyError):

@@ -458,11 +458,12 @@ class Hub:
             _logger.warning("topics/%s/ of the deleted topic %s stays in the registry: %s", identity, name, error)
 
     def producer(self, topic: str, **options: Unpack[ProducerOptions]) -> Producer:
-        """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic."""
+        """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic, NoWritePermission."""
         from pxrs.producer import Producer
 
         self._check_usable()
         handle = self.topic(topic)
+        handle.log.check_writable()
         producer = self._kept_by(Producer(handle.log, retain=handle.retain, **options))
         with self._lock:
             if not self._is_closed:
@@ -496,7 +497,9 @@ class Hub:
         letters: DeadLetterTopic | None = None
         if dead_letters is not None:
             # The topic must be there before the first message fails.
-            check_other_topic(source.name, source.id, self._log.topic(dead_letters).id)
+            target = self._log.topic(dead_letters)
+            check_other_topic(source.name, source.id, target.id)
+            target.check_writable()
             letters = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
         consumer = self._kept_by(
             Consumer(

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final
 
 from pxrs import disk
-from pxrs.errors import DamagedFrame, LogBusy, LogError
+from pxrs.errors import DamagedFrame, LogBusy
 from pxrs.log.index import read_with_checksum, with_checksum, write_beside
 
 NAME: Final = "hub.record"
@@ -65,6 +65,8 @@ class HubRecordFile:
             status = os.stat(self._path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise disk.log_error(error, self._path) from error
         identity = status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
         known = self._read
         if known is not None and known[0] == identity:
@@ -74,10 +76,15 @@ class HubRecordFile:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise LogError(disk.explain(error, self._path)) from error
+            raise disk.log_error(error, self._path) from error
         # If the file was replaced between the two calls, the older identity makes the next call read it again.
         self._read = identity, record
         return record
+
+    def check_writable(self) -> None:
+        """Raise LogNotWritable if this process may not write the record."""
+        if (refusal := disk.write_refusal(self.folder)) is not None:
+            raise disk.log_error(refusal)
 
     def begin(self) -> None:
         """Give a new hub its id. A directory that has topics and no record is one of version 0.1, and left as it is."""
@@ -121,7 +128,7 @@ class HubRecordFile:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise LogError(disk.explain(error, path)) from error
+            raise disk.log_error(error, path) from error
         try:
             self._wait(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), str(path))
             yield
@@ -149,7 +156,7 @@ class HubRecordFile:
             write_beside(self._path, with_checksum(json.dumps(asdict(record))), is_durable=True)
             disk.sync_folder(self.folder)
         except OSError as error:
-            raise LogError(disk.explain(error, self._path)) from error
+            raise disk.log_error(error, self._path) from error
         return record
 
 

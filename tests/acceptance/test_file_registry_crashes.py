@@ -19,11 +19,11 @@ import pytest
 
 from pxrs import registry
 from pxrs.errors import (
-    AccessDenied,
     Conflict,
     OutcomeUnknown,
     RegistryCorrupt,
     RegistryError,
+    RegistryNotWritable,
     RegistryUnavailable,
     StorageFull,
 )
@@ -222,7 +222,7 @@ def test_a_full_disk_is_refused_and_works_again_when_there_is_room(tmp_path: Pat
     assert result.stdout.strip() == "recovered", result.stderr
 
 
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_takes_no_commit_and_stays_empty(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(0o555)
 
@@ -230,8 +230,10 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         if os.geteuid() == 0:
             os.setuid(65534)
         for path in (closed, closed / "sub"):
-            with pytest.raises(AccessDenied):
-                registry.open(path)
+            with registry.open(path) as handle:
+                assert handle.scan("") == []
+                with pytest.raises(RegistryNotWritable):
+                    handle.commit(put={"x": b""})
 
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:3]:  # also with a folder for each of several test processes

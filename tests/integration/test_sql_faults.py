@@ -609,6 +609,28 @@ class TestAccess:
             registry.database.drop_connections()
             within(5, AccessDenied, lambda: registry.commit(put={"a": b""}))
 
+    def test_v5_a_user_that_may_only_select_reads_past_the_keys_of_a_dead_lease(self, server: PostgresServer) -> None:
+        url = server.create_database("shown")
+        with open_sql(url) as registry:
+            lease = registry.lease(1.0)
+            registry.commit(put={"a/kept": b"", "b/kept": b""}, ephemeral={"a/held": b"", "b/held": b""}, lease=lease)
+            server.sql("CREATE ROLE pxrs_reader LOGIN PASSWORD 'reader'")
+            server.sql("GRANT SELECT ON pxrs_entry, pxrs_lease, pxrs_meta TO pxrs_reader", "shown")
+            address = url.replace(f"pxrs:{server.password}@", "pxrs_reader:reader@")
+            with open_sql(address) as reader:
+                assert len(reader.scan("")) == 4
+                with reader.watch("a/") as watch:
+                    quieten(watch)
+                    lease.abandon()
+                    assert watch.wait(30), "the lease is over, and nobody has ended it"
+                    eventually(lambda: reader.get("a/held") is None)
+                    assert [entry.key for entry in reader.scan("", limit=2)] == ["a/kept", "b/kept"]
+                    assert reader.get("b/held") is None
+                within(5, AccessDenied, lambda: reader.commit(put={"x": b""}))
+            with open_sql(address) as fresh:
+                assert fresh.get("b/held") is None, "also if no watch has met the lease before"
+            assert server.sql("SELECT count(*) FROM pxrs_lease", "shown") == [(1,)]
+
     def test_commits_are_on_disk_before_they_are_answered(self, server: PostgresServer) -> None:
         url = server.create_database("hasty")
         server.sql("ALTER DATABASE hasty SET synchronous_commit = off")

@@ -111,6 +111,9 @@ class TopicLog(Source):
     clock: Clock = SYSTEM
     """Whose `wall_time_us` appends are stamped with, and the age of what is stored is counted by."""
 
+    def check_writable(self) -> None:
+        """Raise NoWritePermission if it can be told, without writing, that this process may not append."""
+
     @abstractmethod
     def append(self, appends: Sequence[Append]) -> list[int]:
         """Store the batches of each partition in order, durable when it returns; the offset of each one's first record.

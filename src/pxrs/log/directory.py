@@ -260,7 +260,7 @@ class DirectoryLog(Log):
         try:
             yield
         except OSError as error:
-            raise LogError(f"{self._root}: {disk.explain(error)}") from error
+            raise disk.log_error(error, self._root, f"{self._root}: ") from error
 
 
 def _tell_unless_gone(function: object, path: str, told: Any) -> None:
@@ -299,6 +299,8 @@ class Place:
             if self._identity is not None:
                 raise HubMoved(str(self.path), "the directory was renamed or removed") from None
             return
+        except OSError as error:
+            raise disk.log_error(error, self.path) from error
         if self._identity is None:
             self._identity = status.st_dev, status.st_ino
         elif self._identity != (status.st_dev, status.st_ino):
@@ -320,7 +322,7 @@ class DirectoryTopic(TopicLog):
         self._crew = Crew()
         self._resting: list[_Waiter] = []
         self._waiting: set[_Waiter] = set()
-        self._ends = Ends(topic.partitions, self.end, lambda number: f"{self.partition_folder(number)}/{PUBLISHED}")
+        self._ends = Ends(topic.partitions, self.end, self._watched_path)
         self._pid = os.getpid()
         self._is_closed = self._is_deleted = False
         _in_use.add(self)
@@ -407,6 +409,11 @@ class DirectoryTopic(TopicLog):
             target = None
         return TopicDeleted(self.name, self.id, target not in (None, self.id))
 
+    def check_writable(self) -> None:
+        self._check_usable()
+        if (refusal := disk.write_refusal(self.partition_folder(0))) is not None:
+            raise disk.log_error(refusal, where=f"{self.name}: ")
+
     def append(self, appends: Sequence[Append]) -> list[int]:
         ready: dict[int, list[Ready]] = {}
         for append in appends:
@@ -461,7 +468,7 @@ class DirectoryTopic(TopicLog):
         until = None if timeout is None else time.monotonic() + timeout
         with self._waiter() as waiter:
             for partition in positions:
-                waiter.watch(partition, f"{self._partition(partition).folder}/{PUBLISHED}")
+                waiter.watch(partition, self._watched_path)
             while not (ready := self._ready(positions)):  # after arming, so that nothing is missed
                 left = None if until is None else until - time.monotonic()
                 if (left is not None and left <= 0) or (is_over is not None and is_over()):
@@ -474,6 +481,13 @@ class DirectoryTopic(TopicLog):
         with self._lock:
             for waiter in self._waiting:
                 waiter.notifier.interrupt()
+
+    def _watched_path(self, partition: int) -> str:
+        """What the kernel is to tell of, to learn that the partition's published end has moved: the file that holds it.
+        That file may be missing, if this process may not make it: then the folder, whose files it is one of."""
+        folder = self._partition(partition).folder
+        path = f"{folder}/{PUBLISHED}"
+        return path if os.path.exists(path) else folder
 
     @contextlib.contextmanager
     def _waiter(self) -> Iterator[_Waiter]:
@@ -585,7 +599,7 @@ class DirectoryTopic(TopicLog):
                     except OSError as error:
                         if not self._is_there():
                             raise self._deleted() from error
-                        raise LogError(f"{self.name}/{number}: {disk.explain(error)}") from error
+                        raise disk.log_error(error, folder, f"{self.name}/{number}: ") from error
         return found
 
     def _check_usable(self) -> None:
@@ -619,9 +633,9 @@ class _Waiter:
         self.notifier = Notifier()
         self._watched: set[int] = set()
 
-    def watch(self, partition: int, path: str) -> None:
+    def watch(self, partition: int, path_of: Callable[[int], str]) -> None:
         if partition not in self._watched:
-            self.notifier.add(path, MODIFY | ATTRIB | DELETE_SELF)
+            self.notifier.add(path_of(partition), MODIFY | ATTRIB | DELETE_SELF)
             self._watched.add(partition)
 
 

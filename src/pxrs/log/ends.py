@@ -26,7 +26,8 @@ class Ends:
     """Made at the first look. Threads share it."""
 
     def __init__(self, partitions: int, end_of: Callable[[int], int], path_of: Callable[[int], str]) -> None:
-        """`end_of` reads the end of a partition, from the file that `path_of` names, which it makes if need be."""
+        """`end_of` reads the end of a partition; when the file or folder that `path_of` names is modified, the end may
+        have moved."""
         self._end_of, self._path_of = end_of, path_of
         self._lock = threading.Lock()
         self._ends = [0] * partitions
@@ -46,7 +47,7 @@ class Ends:
         with self._lock:
             self._note_changes()
             for number in sorted(self._stale):
-                end = self._end_of(number)  # first, because it makes the file that is watched
+                end = self._end_of(number)  # first, because it makes the file that is watched, if it may
                 if number not in self._told and self._watch(number):
                     end = self._end_of(number)  # again: it may have moved before the watch was there
                 self._ends[number] = end

@@ -72,7 +72,7 @@ from pxrs.log.batch import (
 from pxrs.log.index import Index, stored_time, write_beside
 from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, producers_path
 from pxrs.log.published import NAME as PUBLISHED
-from pxrs.log.published import Published, PublishedFile
+from pxrs.log.published import NOTHING, Published, PublishedFile
 from pxrs.log.reading import Reader, headers_of, pread
 from pxrs.log.recovery import Recovery
 from pxrs.log.reserved import RESERVED, RESERVED_OFFSETS, dump_reserved, read_reserved
@@ -85,6 +85,7 @@ from pxrs.log.segment import (
     segment_path,
 )
 from pxrs.log.start import write_start
+from pxrs.log.unwritable import UnwritablePublished
 
 LOCK_PAUSE_S_MAX: Final = 0.005
 _logger = logging.getLogger(__name__)
@@ -122,13 +123,10 @@ class Partition:
         self._is_synced = is_synced
         self._reserved = 0
         """As this process knows it; another one may have reserved more."""
-        self._published = PublishedFile(f"{folder}/{PUBLISHED}", place_id)
         self._appending = threading.Lock()
-        try:
-            self._lock_file = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except BaseException:
-            self._published.close()
-            raise
+        self._refusal: OSError | None = None
+        """Why this process may not write to the partition: then it is only read."""
+        self._published, self._lock_file = self._open_files()
         self._tail = _Tail(-1)
         self._looked_at = -1
         """The last segment of which this process has seen that no published byte is missing."""
@@ -137,15 +135,33 @@ class Partition:
             folder, place, place_id, self._published, is_synced=is_synced, known_start=self.reader.known_start
         )
 
+    def _open_files(self) -> tuple[PublishedFile, int]:
+        """`published` and the descriptor of the append lock; -1 if this process may only read the partition."""
+        path = f"{self.folder}/{PUBLISHED}"
+        file: PublishedFile | None = None
+        try:
+            file = PublishedFile(path, self._place_id)
+            return file, os.open(f"{self.folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except BaseException as error:
+            if file is not None:
+                file.close()
+            if not isinstance(error, OSError) or disk.denied(error) is None:
+                raise
+            self._refusal = error
+        return UnwritablePublished(self.folder, path, self.place, self._place_id, is_synced=self._is_synced), -1
+
     def published(self) -> Published:
         """What may be read; rebuilt first if nothing was published since the machine started, or if not all of it is
-        there."""
+        there. A process that may not write cannot rebuild it: see `unwritable.py`."""
         published = self._published.read()
         if published is None or not self._published.is_in_place():
             with self._exclusive():
                 published = self._current()
         elif published.segment != self._looked_at:  # once for each segment
-            if self._recovery.is_short(published) or published.end < self._recovery.first_offset():
+            first = self._recovery.first_offset()
+            if published == NOTHING and not first:
+                return published  # of a partition without a segment, which only a process that may write makes
+            if self._recovery.is_short(published) or published.end < first:
                 # Unless it was rolled and retained meanwhile.
                 again = self._published.read()
                 return self._recovery.without_missing(published) if again == published else self.published()
@@ -421,6 +437,8 @@ class Partition:
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         """Hold the partition against other threads and processes, within the bound."""
+        if self._refusal is not None:
+            raise disk.log_error(self._refusal, self.folder, f"{self.place}: ")
         with self._appending:  # each thread that has it waits no longer than the bound
             if self._lock_file < 0:
                 raise Closed(f"{self.place} was closed")

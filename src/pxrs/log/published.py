@@ -103,8 +103,11 @@ class PublishedFile:
 
     def is_of_this_boot(self) -> bool:
         """Whether anything was published in it, as far as the file tells, a damaged slot among them."""
-        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
+        data = self._bytes()
         return any(data[at : at + _SLOT.size].endswith(self._boot) for at in (0, _STRIDE))
+
+    def _bytes(self) -> bytes:
+        return os.pread(self._descriptor, 2 * _STRIDE, 0)
 
     def _parse(self) -> tuple[list[Published], list[int]]:
         """The slots of this boot, and where those are that are damaged, or that a writer is at."""
@@ -113,7 +116,7 @@ class PublishedFile:
 
     def _slots(self) -> tuple[list[tuple[Published, bytes]], list[int]]:
         """The whole slots of any boot, each with its boot, and where the damaged ones are. Raises MisplacedFile."""
-        data = os.pread(self._descriptor, 2 * _STRIDE, 0)
+        data = self._bytes()
         slots, damaged = [], []
         for at in (0, _STRIDE):
             if self._is_whole(slot := data[at : at + _STRIDE]):

@@ -16,7 +16,13 @@ _KEY: Final = "spark/registry"
 def fingerprint(registry: Registry) -> str:
     """Tells two registries apart, or two namespaces of one: an id that the registry holds itself, made by whoever asks
     first. Addresses cannot tell them apart, because one store can be addressed in many ways."""
-    while (entry := registry.get(_KEY)) is None:
+    while (found := known_fingerprint(registry)) is None:
         with contextlib.suppress(Conflict):  # somebody else was first
             registry.commit({_KEY: ABSENT}, {_KEY: uuid.uuid4().hex.encode()})
-    return entry.value.decode()
+    return found
+
+
+def known_fingerprint(registry: Registry) -> str | None:
+    """As `fingerprint`, but None if the registry holds no id yet. Writes nothing."""
+    entry = registry.get(_KEY)
+    return None if entry is None else entry.value.decode()

@@ -7,7 +7,7 @@ publishes the change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -48,19 +48,23 @@ class State:
         self.records: SortedDict[str, Record] = SortedDict()
         self.leases: dict[str, set[str]] = {}
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str, without: Container[str] = ()) -> Entry | None:
+        """without: leases whose keys are left out."""
         record = self.records.get(key)
-        return None if record is None else Entry(key, record.value, record.version)
+        return None if record is None or record.lease in without else Entry(key, record.value, record.version)
 
-    def scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
-        return list(islice(self._entries(prefix, after), limit))
+    def scan(self, prefix: str, after: str | None, limit: int | None, without: Container[str] = ()) -> list[Entry]:
+        """without: as in `get`."""
+        return list(islice(self._entries(prefix, after, without), limit))
 
-    def _entries(self, prefix: str, after: str | None) -> Iterator[Entry]:
+    def _entries(self, prefix: str, after: str | None, without: Container[str]) -> Iterator[Entry]:
         begin = prefix if after is None or after < prefix else after
         for key in self.records.irange(begin, inclusive=(begin != after, True)):
             if not key.startswith(prefix):
                 return
             record = self.records[key]
+            if record.lease in without:
+                continue
             yield Entry(key, record.value, record.version)
 
     def refusal(self, expect: Mapping[str, int], lease: str | None) -> Conflict | LeaseExpired | None:

@@ -86,6 +86,11 @@ class Staging:
     def __init__(self, hub: str) -> None:
         self._root = Path(hub, "staging")
 
+    def check_writable(self) -> None:
+        """Raise LogNotWritable if this process may not stage anything here."""
+        if (refusal := disk.write_refusal(self._root if self._root.exists() else self._root.parent)) is not None:
+            raise disk.log_error(refusal)
+
     # Feeds.
 
     def announce(self, query: str, batch: int, run: str, feed: Feed) -> None:

@@ -60,7 +60,10 @@ class Stager:
     def of(cls, where: Where, schema: StructType) -> Stager:
         _check_columns(schema)
         with open_hub(where) as hub:
-            return cls(where.url, hub.topic(where.topic).topic, boot_id())
+            handle = hub.topic(where.topic)
+            handle.log.check_writable()  # here rather than in every task
+            Staging(where.url).check_writable()
+            return cls(where.url, handle.topic, boot_id())
 
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
         check_machine(self.machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 
 from pxrs import disk
@@ -32,7 +33,13 @@ class Folder:
         return True
 
     def sync(self) -> None:
-        disk.sync_folder(self._descriptor)
+        try:
+            disk.sync_folder(self._descriptor)
+        except OSError as error:
+            # Some file systems that nobody can write to, such as an image, know no sync: all of them is on the medium.
+            is_read_only = bool(os.fstatvfs(self._descriptor).f_flag & os.ST_RDONLY)
+            if not is_read_only or error.errno not in (errno.EINVAL, errno.EROFS):
+                raise
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):

@@ -29,6 +29,10 @@ for its own last entry and for the one after the next before it publishes, and c
 has read before its first use after `INSPECT_S`. So it never writes into a hole that one removed file has left, and into
 a larger one only if all of it was published and removed within the last second.
 
+A process that may not write reads in the same way. It publishes neither the seal that cuts off what a power loss left
+behind a missing entry, nor a snapshot: it shows the state up to the missing entry, and follows the seal once a process
+that may write has published it.
+
 Only `prepared` and `finish_compaction` may be called without the lock that `store.py` holds. A call that is interrupted
 in the middle, by an error or by a signal, leaves the state `torn`: it is loaded anew before it is used again.
 """
@@ -77,18 +81,28 @@ class Published(NamedTuple):
     changed: list[str]
 
 
+class NotMade(Exception):
+    """There is no registry in the folder, or none that is whole yet, and this process may not make it."""
+
+
 class Journal:
     """The state of a registry folder, kept up to date by reading what was published."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, may_write: bool = True) -> None:
+        """may_write: this process has the permission. Without it, raises NotMade if the registry is not there."""
+        self.root, self._may_write = root, may_write
         self.generation: Generation  # what `_load` finds
         self.generations = root / "generations"
         self.scratch = root / "scratch"
         self.trash = root / "trash"
-        for folder in (self.generations, self.scratch, self.trash):
+        for folder in (self.generations, self.scratch, self.trash) if may_write else ():
             disk.make_folders(folder)
-        self._folder = Folder(str(root))
+        try:
+            self._folder = Folder(str(root))
+        except (FileNotFoundError, NotADirectoryError):
+            if may_write:
+                raise
+            raise NotMade from None
         self.state = State()
         self.number = 0
         """The number of the last entry that is in `state`."""
@@ -101,6 +115,9 @@ class Journal:
         """The highest `number` that this handle has had."""
         self._origin_name: bytes | None = None
         """The content of the file `origin` when the journal was opened: it identifies the registry."""
+        self._cut_off: tuple[str, int, int] | None = None
+        """Where this handle found an entry missing that no seal stands for yet: the path of the generation, the number
+        of the last entry before it, and that of the last one behind it. Those behind it are no part of the state."""
         self._is_open = False
         self._inspect_at = 0.0
         """When, on `time.monotonic()`, the folder is to be compared with what was read."""
@@ -176,7 +193,11 @@ class Journal:
         self._check_same_registry()
         self._inspect_at = 0.0
         for _ in range(OPEN_TRIES):
-            folder = self._newest_live() or self._origin()
+            folder = self._newest_live()
+            if folder is None and self._may_write:
+                folder = self._origin()
+            elif folder is None:
+                self._check_made()
             data = None if folder is None else _read(f"{folder}/snapshot")
             if folder is None or data is None:
                 continue  # it was compacted away while we looked
@@ -195,6 +216,14 @@ class Journal:
             if os.path.exists(f"{folder}/snapshot"):
                 return folder
         return None
+
+    def _check_made(self) -> None:
+        """Raise NotMade if no process has made the registry yet: none has published a first snapshot."""
+        name = _read(f"{self.root}/origin")
+        first = f"{self.generations}/{(name or b'').decode()}"
+        # Compaction moves the first folder away once a later one is live: `_newest_live` finds that at the next look.
+        if not self._is_open and (name is None or (os.path.isdir(first) and not os.path.exists(f"{first}/snapshot"))):
+            raise NotMade
 
     def _generation_names(self) -> list[str]:
         try:
@@ -225,7 +254,8 @@ class Journal:
             return False
         read = range(self._begun_at + 1, self.number + 1)
         missing = next((n for n in read if n not in numbers and not self.generation.has_entry(n)), None)
-        if missing is None and later is None and max(numbers, default=0) <= self.number:
+        last = max(numbers, default=0)
+        if missing is None and later is None and (last <= self.number or self._is_cut_off(last)):
             now = time.monotonic()
             self._inspect_at = now + max(INSPECT_S, (now - began) / INSPECT_SHARE)
             return True
@@ -235,7 +265,12 @@ class Journal:
             return False
         if missing is not None:
             raise self._removed(missing, "this process had read it")
-        raise self._removed(self.number + 1, f"there are later ones, such as {later or max(numbers)}")
+        raise self._removed(self.number + 1, f"there are later ones, such as {later or last}")
+
+    def _is_cut_off(self, last: int) -> bool:
+        """Whether all entries up to this one are those that were found behind a missing one at opening."""
+        cut_off = self._cut_off
+        return cut_off is not None and cut_off[:2] == (self.generation.path, self.number) and last <= cut_off[2]
 
     def _ends_here(self) -> bool:
         """As `_inspect`, but by two names alone: the last entry that was read, and the one after the next."""
@@ -251,7 +286,8 @@ class Journal:
         raise self._removed(self.number + 1, f"entry {self.number + 2} is there")
 
     def _settle_end(self) -> None:
-        """At opening: if entries lie behind one that is missing, seal the generation there, unless it was synced."""
+        """At opening: if entries lie behind one that is missing, seal the generation there, unless it was synced.
+        Whoever may not write ignores them until somebody else has done so."""
         for _ in range(OPEN_TRIES):
             numbers, later = self.generation.numbers(), self._later_entry()
             behind = [] if numbers is None else sorted(n for n in numbers if n > self.number + 1)
@@ -262,6 +298,9 @@ class Journal:
             if (self.generation, self.number) != before:
                 continue  # somebody published the missing one just now
             self._check_never_synced(behind, later)
+            if not self._may_write:
+                self._cut_off = self.generation.path, self.number, behind[-1]
+                return
             if self.seal():
                 self.catch_up()
 

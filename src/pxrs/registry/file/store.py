@@ -3,6 +3,10 @@
 `journal.py` holds the keys, `liveness.py` knows who is alive; this is the shell around both: threads, leases, watches,
 and the translation of the operating system's errors.
 
+A process that may read the directory and not write to it can get, scan and watch. It cannot end the lease of a dead
+holder, which takes a write. It leaves the keys of such a lease out of what it reads, from when it first met the lease
+until another process has ended it. Everything else raises RegistryNotWritable before anything is written.
+
 Failure: a commit that fails before its `link` had no effect; a sync that fails after it is an unknown outcome. A
 process that is killed or stopped at any point blocks nobody, and leaves at most files that the next compaction sweeps.
 """
@@ -30,6 +34,7 @@ from pxrs.errors import (
     InvalidUrl,
     LeaseExpired,
     OutcomeUnknown,
+    RegistryNotWritable,
     RegistryUnavailable,
     StorageFull,
 )
@@ -37,7 +42,7 @@ from pxrs.inotify import CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, Notifier
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.file.folder import Generation
-from pxrs.registry.file.journal import Journal, Published
+from pxrs.registry.file.journal import Journal, NotMade, Published
 from pxrs.registry.file.liveness import LeaseFile, expiry_of
 from pxrs.registry.lease import Lease
 from pxrs.registry.limit import seconds_left
@@ -64,27 +69,63 @@ class FileRegistry(Registry):
         self._lock = threading.Lock()
         self._watching_lock = threading.Lock()
         self._watcher: _Watcher | None = None
-        self.folder = root = directory / namespace
-        self._lease_folder = root / "leases"
+        self.folder = self._root = directory / namespace
+        self._lease_folder = self._root / "leases"
+        self._refusal: OSError | None = None
+        """Why this process may not write here, as it was found at opening; None if it may."""
+        self._may_end_leases = True
+        """False once this process was found not to have the permission for it."""
+        self._gone: set[str] = set()
+        """Leases that are over and that this process may not end: what it reads leaves out their keys."""
+        self._opened: Journal | None = None
+        """None while the registry is not there, and this process may not make it."""
         with self._os_errors():
             disk.refuse_network_file_system(directory)
-            disk.make_folders(self._lease_folder)
-            self._journal = Journal(root)
+            self._refusal = self._find_refusal()
+            if self._refusal is None:
+                disk.make_folders(self._lease_folder)
+                self._opened = Journal(self._root)
+            else:
+                self._may_end_leases = False
+                self._is_made()
+
+    def _find_refusal(self) -> OSError | None:
+        """Why this process may not write here; None if it may, as far as can be told before it does."""
+        for folder in (self._lease_folder, self._root / "generations", self._root / "scratch"):
+            while not folder.exists():  # then it is to be made
+                folder = folder.parent
+            if (refusal := disk.write_refusal(folder)) is not None:
+                return refusal
+        return None
+
+    def _is_made(self) -> bool:
+        """Whether there is a registry to read. If not, this process may not make one; another one may, at any time."""
+        if self._opened is None:
+            with contextlib.suppress(NotMade):
+                self._opened = Journal(self._root, may_write=False)
+        return self._opened is not None
+
+    @property
+    def _journal(self) -> Journal:
+        assert self._opened is not None, "see `_is_made`"
+        return self._opened
 
     # Reading.
 
     def _get(self, key: str) -> Entry | None:
-        entries = self._read(lambda state: [entry] if (entry := state.get(key)) else [])
+        entries = self._read(lambda state: [entry] if (entry := state.get(key, self._gone)) else [])
         return entries[0] if entries else None
 
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
-        return self._read(lambda state: state.scan(prefix, after, limit))
+        return self._read(lambda state: state.scan(prefix, after, limit, self._gone))
 
     def _read(self, find: Callable[[State], list[Entry]]) -> list[Entry]:
         """What `find` finds in the newest state, once none of it hangs on a lease that is over, and all is on disk."""
         while True:
             with self._os_errors():
                 with self._lock:
+                    if not self._is_made():
+                        return []
                     self._catch_up()
                     entries = find(self._journal.state)
                     over = self._over_among(entry.key for entry in entries)
@@ -92,7 +133,7 @@ class FileRegistry(Registry):
                 if not over:
                     self._settle(number, generation)
                     return entries
-            self._end_leases(over)
+            self._end_or_hide(over)
 
     def _settle(self, number: int, generation: Generation) -> None:
         """Sync what others published and perhaps have not synced yet: nobody may act on what a power loss undoes."""
@@ -102,12 +143,15 @@ class FileRegistry(Registry):
 
     def _catch_up(self) -> None:
         changed = self._journal.catch_up()
+        if self._gone:
+            self._gone.intersection_update(self._journal.state.leases)
         if changed is None or changed:
             self._wake(changed)
 
     # Committing.
 
     def _commit(self, commit: Commit) -> dict[str, int]:
+        self._check_writable()
         change = Change.of(commit)
 
         def check() -> None:
@@ -139,6 +183,7 @@ class FileRegistry(Registry):
                 raise OutcomeUnknown(f"{self.url}: committed but perhaps not on disk: {error}") from error
             finally:
                 self._wake(published.changed)
+        self._may_end_leases = True  # if it was refused before, that was in another generation's folder
         self._compact_if_due()
         return published.number
 
@@ -198,6 +243,7 @@ class FileRegistry(Registry):
     # Leases.
 
     def _lease(self, ttl: float) -> Lease:
+        self._check_writable()
         lease = uuid.uuid4().hex
         with self._os_errors():
             file = LeaseFile(self._lease_folder, self._journal.scratch, lease, ttl, SYSTEM)
@@ -242,6 +288,24 @@ class FileRegistry(Registry):
         leases = {records[key].lease for key in keys if key in records} - {None}
         return [lease for lease in leases if self._is_over(lease)]
 
+    def _end_or_hide(self, leases: Sequence[str]) -> None:
+        """For a reader: end the leases, or leave their keys out of what is read if this process may not end them."""
+        if not leases:
+            return
+        if self._may_end_leases:
+            try:
+                self._end_leases(leases)
+                return
+            except RegistryNotWritable as error:  # of a part of the directory, such as a folder of another user's
+                log.warning("%s: leases whose holders are gone are left for others to end: %s", self.url, error)
+                self._may_end_leases = False
+        with self._lock:
+            held = self._journal.state.leases
+            self._gone.update(lease for lease in leases if lease in held)
+            keys = [key for lease in leases for key in held.get(lease, ())]
+        if keys:
+            self._wake(keys)
+
     def _end_leases(self, leases: Sequence[str]) -> None:
         if not leases:
             return
@@ -284,6 +348,11 @@ class FileRegistry(Registry):
             if self._watcher is not None:
                 self._watcher.stop(self._timeout)
 
+    def _check_writable(self) -> None:
+        if self._refusal is not None:
+            with self._os_errors():
+                raise self._refusal
+
     @contextlib.contextmanager
     def _os_errors(self) -> Iterator[None]:
         """The operating system's refusals before a commit took effect, as errors of pxrs."""
@@ -293,8 +362,9 @@ class FileRegistry(Registry):
             where = f"{self.url}: {disk.explain(error)}"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFull(f"{where}; nothing was written: make room, then try again") from error
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise AccessDenied(where) from error
+            if (lacking := disk.denied(error, self._root)) is not None:
+                what = f"{self.url}: {lacking.what}"
+                raise RegistryNotWritable(lacking.path, what) if lacking.is_write else AccessDenied(what) from error
             if error.errno == errno.ENOTDIR:
                 raise InvalidUrl(f"{where}; a registry is kept in a directory") from error
             raise RegistryUnavailable(where) from error
@@ -312,6 +382,8 @@ class _Watcher:
         self._armed = threading.Event()
         self._stopped = threading.Event()
         self._trouble: Exception | None = None
+        self._was_made = registry._opened is not None
+        """Whether there was a registry to watch at the last look; False only if this process may not make one."""
         self._due: dict[str, float] = {}
         """When each lease that is known ends by age, as its file said last."""
         self._suspects: dict[str, int] = {}
@@ -363,6 +435,14 @@ class _Watcher:
 
     def _look(self, registry: FileRegistry) -> float | None:
         """Arm, read what is new, end the leases that are over; returns after how long to look again in any case."""
+        with registry._lock:
+            is_made = registry._is_made()
+        if is_made != self._was_made:
+            self._was_made = is_made
+            _doubt(registry)
+        if not is_made:
+            self._armed.set()
+            return WATCH_RETRY_S
         leases = self._arm(registry)
         self._armed.set()
         now = SYSTEM.now()
@@ -376,7 +456,7 @@ class _Watcher:
                 over.append(lease)
             else:
                 self._due[lease] = expiry
-        registry._end_leases(over)
+        registry._end_or_hide(over)
         pauses = [expiry - SYSTEM.now() for lease, expiry in self._due.items() if lease not in over]
         for lease, looks in list(self._suspects.items()):
             if lease in over or lease not in self._due or looks >= len(DEATH_LOOKS_S):
@@ -397,7 +477,7 @@ class _Watcher:
             with registry._lock:
                 registry._catch_up()
                 if registry._journal.generation is generation:
-                    return list(registry._journal.state.leases)
+                    return [lease for lease in registry._journal.state.leases if lease not in registry._gone]
 
 
 def _doubt(registry: FileRegistry) -> None:

@@ -145,6 +145,8 @@ class Database(ABC):
     """One database, reached through bounded lanes of connections."""
 
     dialect: DialectName
+    is_read_only = False
+    """This process is known to have no permission to write."""
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url
@@ -209,6 +211,13 @@ class Database(ABC):
             layout = self._layout(deadline)
         if layout != str(LAYOUT):
             raise SchemaMissing(f"{self.url}: the tables have layout {layout}, and this version of pxrs knows {LAYOUT}")
+
+    def check_writable(self) -> None:  # noqa: B027 - a server tells by its answer
+        """Raise RegistryNotWritable if it is known that this process may not write."""
+
+    def are_leases_void(self, session: Session) -> bool:
+        """Whether no lease counts, whatever its expiry says: all are of another start of the machine."""
+        return False
 
     def gate(self) -> Gate | None:
         """What lets a poller skip a round; None where there is no such thing."""

@@ -11,6 +11,10 @@ The file may be removed, moved or replaced while it is open. SQLite would go on 
 any more, and lose with it what it has acknowledged. So each session compares the file and its write-ahead log under
 their paths with those that were opened: before it reads, before COMMIT, and after COMMIT before it is acknowledged.
 
+A process that may read the file, and write neither the file nor its folder, can get, scan and watch. SQLite lets it if
+the write-ahead log is there, and so is its index: both are from when the first process opens the file until the last
+one has closed it, or if that was killed. Otherwise opening raises AccessDenied.
+
 On failure: a process that is stopped inside a transaction keeps the write lock. Others wait as long as the address
 allows and then raise RegistryUnavailable; nothing of theirs was written.
 """
@@ -34,6 +38,7 @@ from pxrs.errors import (
     OutcomeUnknown,
     RegistryCorrupt,
     RegistryError,
+    RegistryNotWritable,
     RegistryReplaced,
     RegistryUnavailable,
     SchemaMissing,
@@ -122,6 +127,8 @@ class SqliteDatabase(Database):
         self._clock = clock
         self._creates = address.flag("create", True)
         self.path = str(_path(address, self._creates))
+        self._refusal = disk.write_refusal(self.path)
+        self.is_read_only = self._refusal is not None
         self._held: Identity | None = None
         """The file that the first connection has opened."""
 
@@ -132,8 +139,17 @@ class SqliteDatabase(Database):
             _let_go(held)
 
     def prepare(self, create: bool) -> None:
-        super().prepare(create)
-        self._forget_other_boots()
+        super().prepare(create and not self.is_read_only)
+        if not self.is_read_only:
+            self._forget_other_boots()
+
+    def check_writable(self) -> None:
+        if self._refusal is not None:
+            raise _not_writable(self.url, self._refusal)
+
+    def are_leases_void(self, session: Session) -> bool:
+        """Asked by who may not remove the leases of another start of the machine, see `_forget_other_boots`."""
+        return session.read(Call(self.statements.read_meta, {"the_name": "boot"})) != [(boot_id(),)]
 
     def create_tables(self, deadline: float) -> None:
         schema = Schema("sqlite")
@@ -192,6 +208,8 @@ class SqliteDatabase(Database):
         _check_not_inherited(self.path)
         self.check_in_place()  # else a new, empty file would be made
         mode = "rwc" if self._creates and self._held is None else "rw"
+        if self.is_read_only:
+            mode = "ro"
         until = time.monotonic() + timeout
         while True:
             connection = None
@@ -260,6 +278,12 @@ class SqliteDatabase(Database):
         code = _code(error)
         if code == sqlite3.SQLITE_NOTADB:
             return InvalidUrl(f"{self.url}: the file is not a SQLite database")
+        if self.is_read_only and code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+            return AccessDenied(
+                f"{self.url}: a process that may not write to {self.path} can read it only while {self.path}-wal "
+                f"and {self.path}-shm are there, which SQLite removes when the last process that uses the file has "
+                "closed it: keep a process that may write running, or run this one as a user that may write"
+            )
         if code == sqlite3.SQLITE_CANTOPEN:
             if not os.path.exists(self.path) and not self._creates:
                 return SchemaMissing(f"{self.url}: no such file, and it was not to be created")
@@ -372,14 +396,26 @@ def _path(address: Address, creates: bool) -> Path:
         raise InvalidUrl(f"{address.text}: that is a directory, not a file")
     if not path.parent.is_dir():
         raise InvalidUrl(f"{address.text}: there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
-        raise AccessDenied(f"{address.text}: no permission to read and write it")
+    refusal = disk.write_refusal(path if path.exists() else path.parent)
+    if refusal is not None and not path.exists():
+        raise _not_writable(address.text, refusal)
+    if not disk.may(path if path.exists() else path.parent, os.R_OK):
+        raise AccessDenied(f"{address.text}: this process (uid {os.geteuid()}) may not read it")
+    if refusal is not None and disk.may(path.parent, os.W_OK):
+        # SQLite would make a write-ahead log that belongs to this user, and with that lock out those who may write.
+        raise _not_writable(address.text, refusal)
     if not creates and not path.exists():
         raise SchemaMissing(f"{address.text}: no such file, and it was not to be created")
     from pxrs.disk import refuse_network_file_system
 
     refuse_network_file_system(path.parent)
     return path
+
+
+def _not_writable(url: str, refusal: OSError) -> RegistryNotWritable:
+    lacking = disk.denied(refusal)
+    assert lacking is not None, "it is one of `disk.write_refusal`"
+    return RegistryNotWritable(lacking.path, f"{url}: {lacking.what}")
 
 
 def _code(error: sqlite3.Error) -> int:

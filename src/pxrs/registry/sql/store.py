@@ -7,6 +7,8 @@ A lease dies by a write. Whoever meets an entry whose lease is over by the datab
 place: it ends the lease in a transaction of its own, which deletes the lease's row and its keys, and then looks again.
 So a lease dies once, for everybody, and a clock that is set back cannot revive it for those who saw it gone.
 
+Whoever may only read cannot end a lease. It leaves the keys of leases that are over out of what it reads.
+
 A clock that is set back also leaves living leases with an expiry too far ahead. Whoever meets such a lease sets its
 expiry to now + ttl: a dead holder goes after one more ttl at most, and a living one has a whole ttl to renew.
 
@@ -26,7 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, Protocol, TypeVar
 
 from pxrs.clock import Clock
-from pxrs.errors import LeaseExpired, OutcomeUnknown, RegistryUnavailable
+from pxrs.errors import AccessDenied, LeaseExpired, OutcomeUnknown, RegistryUnavailable
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease
@@ -44,6 +46,8 @@ TRUSTED: Final = 0.95
 """The part of a lease that its holder counts on: the database's clock may run faster than ours."""
 DUE_LEASES_MAX: Final = 64
 """How many leases one sweep ends or corrects; if there are more, the next sweep is due at once."""
+UNENDED_S: Final = 1.0
+"""How often a process that may not end leases looks for those that are over."""
 
 T = TypeVar("T")
 
@@ -102,6 +106,10 @@ class SqlRegistry(Registry):
         self._namespace = namespace
         self._channel = channel
         self._statements = database.statements
+        self._may_end_leases = not database.is_read_only
+        """False once this process was found not to have the permission for it."""
+        self._over: frozenset[str] = frozenset()
+        """The leases that the last sweep of a process without that permission found to be over."""
         self._watcher = watcher(self)
 
     # Reading
@@ -111,33 +119,54 @@ class SqlRegistry(Registry):
 
         def attempt(deadline: float) -> Entry | None:
             for value, version, lease, state in self._read(call, deadline):
-                if state != ALIVE:
-                    raise LeasesDue([lease])
+                if self._is_over(lease, state, deadline):
+                    return None
                 return Entry(key, bytes(value or b""), version)
             return None
 
-        entry = self._patiently(attempt)
+        entry = self._patiently(attempt, is_reading=True)
         if entry is not None:
             self._watcher.note_read((entry,))
         return entry
 
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]:
-        bounds = key_range(prefix, after)
-        if limit is None:
-            call = self._call(self._statements.scan, **bounds)
-        else:
-            call = self._call(self._statements.scan_some, limit=min(limit, 2**31 - 1), **bounds)
-
-        def attempt(deadline: float) -> list[Entry]:
-            rows = self._read(call, deadline)
-            due = {lease for _, _, _, lease, state in rows if state != ALIVE}
-            if due:
-                raise LeasesDue(due)
-            return [Entry(key, bytes(value or b""), version) for key, value, version, _, _ in rows]
-
-        entries = self._patiently(attempt)
+        entries = self._patiently(lambda deadline: self._try_scan(prefix, after, limit, deadline), is_reading=True)
         self._watcher.note_read(entries)
         return entries
+
+    def _try_scan(self, prefix: str, after: str | None, limit: int | None, deadline: float) -> list[Entry]:
+        found: list[Entry] = []
+        while True:
+            bounds, wanted = key_range(prefix, after), None if limit is None else min(limit - len(found), 2**31 - 1)
+            if wanted is None:
+                call = self._call(self._statements.scan, **bounds)
+            else:
+                call = self._call(self._statements.scan_some, limit=wanted, **bounds)
+            rows = self._read(call, deadline)
+            due = {lease for _, _, _, lease, state in rows if state != ALIVE}
+            if due and self._may_end_leases:
+                raise LeasesDue(due)
+            is_void = not self._may_end_leases and any(row[3] is not None for row in rows) and self._is_void(deadline)
+            found += [
+                Entry(key, bytes(value or b""), version)
+                for key, value, version, lease, state in rows
+                if lease is None or not (is_void or state == OVER)
+            ]
+            if wanted is None or len(rows) < wanted or len(found) == limit:
+                return found
+            after = rows[-1][0]  # some of them were left out: there may be more behind them
+
+    def _is_over(self, lease: str | None, state: int, deadline: float) -> bool:
+        """Whether an entry is to be left out because of its lease. Raises LeasesDue if this process may end leases."""
+        if self._may_end_leases:
+            if lease is not None and state != ALIVE:
+                raise LeasesDue([lease])
+            return False
+        return lease is not None and (state == OVER or self._is_void(deadline))
+
+    def _is_void(self, deadline: float) -> bool:
+        with self.database.session(deadline) as session:
+            return self.database.are_leases_void(session)
 
     def versions(self, prefixes: tuple[str, ...]) -> list[list[tuple[str, int]]]:
         """For each prefix, or single key, of a watch: the keys there and their versions."""
@@ -157,9 +186,12 @@ class SqlRegistry(Registry):
     # Writing
 
     def _commit(self, commit: Commit) -> dict[str, int]:
+        self.database.check_writable()
         plan = CommitPlan(commit, self._namespace, self._statements, self._channel)
         try:
-            return self._patiently(lambda deadline: self._try_commit(plan, deadline))
+            versions = self._patiently(lambda deadline: self._try_commit(plan, deadline))
+            self._may_end_leases = True  # the refusal has passed, as that of a standby server that became the primary
+            return versions
         except LeaseExpired:
             if commit.lease is not None:
                 commit.lease.expire()
@@ -188,6 +220,7 @@ class SqlRegistry(Registry):
     # Leases
 
     def _lease(self, ttl: float) -> Lease:
+        self.database.check_writable()
         self.sweep()
         # One more, because the database rounds both when it counts and when it compares.
         ttl_ms = math.ceil(ttl * 1000) + 1
@@ -277,14 +310,33 @@ class SqlRegistry(Registry):
 
         def attempt(deadline: float) -> float | None:
             leases = [lease for (lease,) in self._read(due, deadline)]
-            for lease in leases:
-                self._try_end(lease, deadline, even_if_alive=False)
-            if len(leases) == DUE_LEASES_MAX:
-                return 0.0
+            if self._may_end_leases:
+                try:
+                    for lease in leases:
+                        self._try_end(lease, deadline, even_if_alive=False)
+                except AccessDenied as error:
+                    self._leave_leases(error)
+                else:
+                    if len(leases) == DUE_LEASES_MAX:
+                        return 0.0
+            if not self._may_end_leases:
+                self._wake_for(leases)
             ((left_ms,),) = self._read(nearest, deadline)
-            return None if left_ms is None else max(float(left_ms), 0.0) / 1000
+            left = None if left_ms is None else max(float(left_ms), 0.0) / 1000
+            # Those that are over stay the nearest until somebody else has ended them.
+            return left if left is None or self._may_end_leases else max(left, UNENDED_S)
 
         return self._patiently(attempt)
+
+    def _leave_leases(self, error: AccessDenied) -> None:
+        log.warning("%s: leases whose holders are gone are left for others to end: %s", self.url, error)
+        self._may_end_leases = False
+
+    def _wake_for(self, leases: list[str]) -> None:
+        """For who may not end leases: their keys are left out from now on, which is a change for who watches them."""
+        if not self._over.issuperset(leases):
+            self._wake(None)
+        self._over = frozenset(leases)
 
     # Watching
 
@@ -320,8 +372,10 @@ class SqlRegistry(Registry):
         with self.database.session(deadline) as session:
             return session.read(call)
 
-    def _patiently(self, attempt: Callable[[float], T], timeout: float | None = None) -> T:
-        """Try until it works, an answer is final, or the time is over. Tries again only what had no effect."""
+    def _patiently(self, attempt: Callable[[float], T], timeout: float | None = None, *, is_reading: bool = False) -> T:
+        """Try until it works, an answer is final, or the time is over. Tries again only what had no effect.
+
+        is_reading: without the permission to end leases, it goes on without their keys."""
         timeout = seconds_left(self.database.timeout if timeout is None else timeout)
         deadline = time.monotonic() + timeout
         due: list[str] = []
@@ -335,6 +389,11 @@ class SqlRegistry(Registry):
                 return attempt(deadline)
             except LeasesDue as found:
                 due = found.leases
+            except AccessDenied as error:
+                if not due or not is_reading:
+                    raise
+                self._leave_leases(error)
+                due = []
             except TransactionAborted as error:
                 last = error
                 time.sleep(random.random() * min(0.001 * 2**count, 0.05))

@@ -1,0 +1,641 @@
+"""A hub that a process may read and not write: everything that only looks works, everything else is refused whole (V5).
+
+Root may write anywhere. So where the tests run as root, `reading_only` gives this process the ids of an unprivileged
+user for a while: the hub is then another user's, with modes 644 and 755. Otherwise it takes the write permission away
+from the owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import stat
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+# The unprivileged user may not be allowed to read the interpreter's own library: what is imported late is loaded now.
+import pxrs
+import pxrs.consumer
+import pxrs.group.admin
+import pxrs.log.check
+import pxrs.producer
+import pxrs.queue.handle
+import pxrs.queue.transaction
+import pxrs.registry.file.store
+import pxrs.registry.sql.sqlite
+from pxrs import registry as registries
+from pxrs.cli import group as command_group
+from pxrs.cli.app import app
+from pxrs.errors import AccessDenied, DamagedFrame, LogError, NoWritePermission, PxrsError
+from pxrs.log.contract import Append
+from pxrs.log.published import NAME as PUBLISHED
+from pxrs.registry.file import journal
+from pxrs.registry.file.codec import encode_entry
+from pxrs.registry.state import Change
+from pxrs.testing.waiting import eventually
+
+NOBODY = 65534
+IS_ROOT = os.geteuid() == 0
+LIBC = ctypes.CDLL(None, use_errno=True)
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, CLONE_NEWNS = 0x1, 0x20, 0x1000, 0x4000, 1 << 18, 0x20000
+
+as_root = pytest.mark.skipif(not IS_ROOT, reason="one user has to write while another one reads")
+
+
+@contextlib.contextmanager
+def reading_only(folder: Path) -> Iterator[None]:
+    """This process may read what is in the folder, and not write there."""
+    if IS_ROOT:
+        groups = os.getgroups()
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, 0)
+        os.setresuid(NOBODY, NOBODY, 0)
+        try:
+            yield
+        finally:
+            os.setresuid(0, 0, 0)
+            os.setresgid(0, 0, 0)
+            os.setgroups(groups)
+        return
+    modes = {path: path.stat().st_mode for path in [folder, *folder.rglob("*")] if not path.is_symlink()}
+    for path, mode in modes.items():
+        path.chmod(mode & ~0o222)
+    try:
+        yield
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+
+def picture(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below a folder, with its mode and content."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        found[str(path)] = status.st_mode, path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
+    return found
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that every user may reach, unlike those of pytest."""
+    folder = Path(tempfile.mkdtemp(prefix="pxrs-read-only-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def data(place: Path) -> Path:
+    """A hub with 5 messages in each of two partitions of `orders`, none in the third, a group that has read 2 of each,
+    and a queue with one item."""
+    data = place / "data"
+    with pxrs.open(data) as hub:
+        hub.create_topic("orders", partitions=3)
+        send(hub, "orders", 10)
+        hub.group("billing").import_checkpoint({0: 2, 1: 2}, "orders")
+        hub.create_queue("mail").put("hello")
+    return data
+
+
+def send(hub: pxrs.Hub, topic: str, count: int) -> None:
+    with hub.producer(topic) as out:
+        for number in range(count):
+            out.send(f"{number}", partition=number % 2, timestamp=(1000 + number // 2) * 1_000_000)
+
+
+def look(data: Path) -> None:
+    """All that only looks."""
+    with pxrs.open(data) as hub:
+        assert [topic.name for topic in hub.topics()] == ["orders"]
+        orders = hub.topic("orders")
+        assert [(orders.start(p), orders.end(p)) for p in range(3)] == [(0, 5), (0, 5), (0, 0)]
+        assert orders.log.ends() == orders.log.ends() == [5, 5, 0]
+        assert [message.value for message in orders.messages(1, 3)] == [b"7", b"9"]
+        assert orders.read(0, 0)[0].records.num_rows == 5
+        assert orders.to_arrow().num_rows == 10
+        assert orders.offset_at(0, 1002 * 1_000_000) == 2
+        assert orders.wait({0: 5, 1: 2}, 0) == {1}
+        assert orders.wait({2: 0}, 0.01) == set()
+        assert orders.retention_problem() is None
+        assert hub.damaged_topics() == []
+        assert hub.groups() == ["billing"]
+        assert hub.group("billing").describe().lag == 6
+        assert [queue.depth().ready for queue in hub.queues()] == [1]
+        mail = hub.queue("mail")
+        assert [item.value for item in mail.peek(5)] == [b"hello"]
+        assert mail.dead_letters().list() == []
+        assert hub.registry.get("queues/mail") is not None
+        with hub.registry.watch("groups/") as watch:
+            assert hub.group("billing").describe().members == ()
+            assert not watch.wait(0.01)
+
+
+def test_v5_who_may_only_read_a_hub_looks_at_all_of_it_and_changes_nothing(data: Path) -> None:
+    before = picture(data)
+    with reading_only(data):
+        look(data)
+    assert picture(data) == before
+
+
+COMMANDS = {
+    "topic list": ["topic", "list"],
+    "topic describe": ["topic", "describe", "orders"],
+    "tail": ["tail", "orders", "-n", "3"],
+    "group list": ["group", "list"],
+    "group describe": ["group", "describe", "billing"],
+    "queue list": ["queue", "list"],
+    "queue describe": ["queue", "describe", "mail"],
+    "queue depth": ["queue", "depth", "mail"],
+    "queue peek": ["queue", "take", "mail", "--peek"],
+    "queue dead": ["queue", "dead", "list", "mail"],
+}
+
+
+def test_v5_every_command_that_only_looks_works_for_who_may_only_read(data: Path) -> None:
+    commands = {name: [*command, "--at", str(data), "--json"] for name, command in COMMANDS.items()}
+    url = str(data / "registry")
+    commands["registry scan"] = ["registry", "scan", url, "groups/", "--json"]
+    commands["registry get"] = ["registry", "get", url, "queues/mail", "--json"]
+    commands["check"] = ["check", str(data), "--json"]
+    runner = CliRunner()
+    expected = {name: runner.invoke(app, command, catch_exceptions=False).output for name, command in commands.items()}
+    before = picture(data)
+    with reading_only(data):
+        found = {name: runner.invoke(app, command, catch_exceptions=False) for name, command in commands.items()}
+    assert {name: result.output for name, result in found.items()} == expected
+    assert {result.exit_code for result in found.values()} == {0}
+    assert picture(data) == before
+
+
+WRITES: dict[str, Callable[[pxrs.Hub], object]] = {
+    "create_topic": lambda hub: hub.create_topic("more"),
+    "delete_topic": lambda hub: hub.delete_topic("orders"),
+    "producer": lambda hub: hub.producer("orders"),
+    "append": lambda hub: hub.topic("orders").log.append([]) or hub.topic("orders").log.check_writable(),
+    "retain": lambda hub: hub.topic("short").retain(),
+    "consumer": lambda hub: hub.consumer("orders", "billing"),
+    "reset": lambda hub: hub.group("billing").reset("earliest"),
+    "import_checkpoint": lambda hub: hub.group("other").import_checkpoint({0: 1}, "orders"),
+    "delete group": lambda hub: hub.group("billing").delete(),
+    "create_queue": lambda hub: hub.create_queue("more"),
+    "put": lambda hub: hub.queue("mail").put("more"),
+    "take": lambda hub: hub.transaction().take("mail"),
+    "delete_queue": lambda hub: hub.delete_queue("mail"),
+    "commit": lambda hub: hub.registry.commit(put={"x": b""}),
+    "lease": lambda hub: hub.registry.lease(5),
+    "adopt": lambda hub: hub.adopt_registry(),
+}
+
+
+def test_v5_what_has_to_write_is_refused_before_anything_is_done(data: Path) -> None:
+    with pxrs.open(data) as hub:
+        hub.create_topic("short", retention=3600)
+        send(hub, "short", 10)
+        hub.join_registry()
+    with reading_only(data), pxrs.open(data) as hub:
+        before = picture(data)
+        for name, write in WRITES.items():
+            with pytest.raises(NoWritePermission) as caught:
+                write(hub)
+            assert isinstance(caught.value, LogError | AccessDenied), name
+            assert str(data) in str(caught.value), f"{name}: where"
+            assert f"uid {os.geteuid()}" in str(caught.value), f"{name}: who"
+            assert "run it as" in str(caught.value), f"{name}: what to do"
+            assert picture(data) == before, name
+
+
+def test_v5_a_consumer_whose_registry_takes_writes_reads_a_log_that_does_not(data: Path, place: Path) -> None:
+    """All that a group writes is in its registry; but who would record there which registry that is, is refused."""
+    (place / "own").mkdir(mode=0o777)
+    (place / "own").chmod(0o777)
+    with reading_only(data), pxrs.open(data, place / "own") as hub:
+        with pytest.raises(NoWritePermission, match="may not write to"):
+            hub.consumer("orders", "audit")
+        assert list((place / "own").iterdir()) == []
+    with pxrs.open(data, place / "own") as hub:
+        hub.create_topic("orders-dead")
+        hub.join_registry()
+    for folder in (place / "own").rglob("*"):
+        if folder.is_dir():
+            folder.chmod(0o777)
+    with reading_only(data), pxrs.open(data, place / "own") as hub:
+        with pytest.raises(NoWritePermission, match="may not write to"):
+            hub.consumer("orders", "audit", on_error="dead-letter", dead_letters="orders-dead")
+        with hub.consumer("orders", "audit", until="end", lease_ttl=10) as inbox:
+            assert len(list(inbox)) == 10
+    with pxrs.open(data, place / "own") as hub:
+        assert hub.group("audit").describe().lag == 0
+
+
+def test_v5_sparks_sink_is_refused_before_any_task_is_started(data: Path) -> None:
+    pytest.importorskip("pyspark")
+    from pyspark.sql.types import BinaryType, StructType
+
+    from pxrs.spark.options import Where
+    from pxrs.spark.writer import BatchWriter
+
+    columns = StructType().add("value", BinaryType())
+    before = picture(data)
+    with reading_only(data), pytest.raises(NoWritePermission, match="may not write to"):
+        BatchWriter(Where(str(data), None, "orders"), columns, overwrite=False)
+    assert picture(data) == before
+    BatchWriter(Where(str(data), None, "orders"), columns, overwrite=False)
+
+
+def test_v5_who_may_not_even_read_is_told_who_may(data: Path) -> None:
+    data.chmod(0o000)
+    looks: list[Callable[[], object]] = [
+        lambda: pxrs.open(data).topics(),
+        lambda: pxrs.open(data).groups(),
+        lambda: registries.open(data / "registry").get("x"),
+    ]
+    try:
+        with reading_only(data.parent):
+            for look in looks:
+                with pytest.raises(PxrsError, match=r"may not read|names no directory") as caught:
+                    look()
+                assert str(data) in str(caught.value)
+    finally:
+        data.chmod(0o755)
+
+
+class Child:
+    """A forked process that runs `work` until it returns, or until it is told to die."""
+
+    def __init__(self, work: Callable[[Child], None]) -> None:
+        self._up, self._down = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(self._up[1])
+            os.close(self._down[0])
+            return
+        try:
+            os.close(self._up[0])
+            os.close(self._down[1])
+            work(self)
+            os.write(self._up[1], b".")
+        except BaseException:  # noqa: BLE001 - shown by the parent
+            os.write(self._up[1], b"!" + traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+
+    def tell(self) -> None:
+        """In the child: the parent may go on."""
+        os.write(self._up[1], b"+")
+
+    def await_end(self) -> None:
+        """In the child: until the parent wants it to die."""
+        os.read(self._down[0], 1)
+
+    def hear(self, skips: str | None = None) -> None:
+        """In the parent: wait for `tell`, or for the end. skips: an error that the test cannot be run with."""
+        assert select.select([self._up[0]], [], [], 30)[0], "the child says nothing"
+        said = os.read(self._up[0], 1)
+        if said not in (b"+", b"."):
+            error = os.read(self._up[0], 1 << 16).decode() or "the child is gone"
+            if skips is not None and skips in error:
+                pytest.skip(error.splitlines()[-1])
+            pytest.fail(error)
+
+    def die(self) -> None:
+        """In the parent."""
+        if self._down[1] >= 0:
+            os.close(self._down[1])
+            self._down = (-1, -1)
+            os.waitpid(self.pid, 0)
+            os.close(self._up[0])
+
+
+@contextlib.contextmanager
+def child(work: Callable[[Child], None]) -> Iterator[Child]:
+    made = Child(work)
+    try:
+        yield made
+    finally:
+        made.die()
+
+
+@as_root
+def test_v5_a_reader_follows_processes_that_send_commit_and_compact(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "ENTRIES_MIN", 5)
+    commits = 60
+
+    def read(me: Child) -> None:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        with pxrs.open(data) as hub, hub.registry.watch("n/") as watch:
+            orders = hub.topic("orders")
+            assert orders.log.ends() == [5, 5, 0]
+            me.tell()
+            assert orders.wait({2: 0}, 30) == {2}, "the partition had no file yet that could be watched"
+            assert [message.value for message in orders.messages(2)] == [b"first"]
+            assert orders.log.ends() == [5, 5, 1]
+            me.tell()
+            last = -1
+            while last < commits - 1:
+                assert watch.wait(30), "a commit is told"
+                entries = hub.registry.scan("n/")
+                numbers = [int(entry.value) for entry in entries]
+                assert numbers == [*range(len(numbers))]
+                assert len(numbers) > last, "a commit that was seen is not taken back"
+                last = len(numbers) - 1
+
+    with child(read) as reader, pxrs.open(data) as hub:
+        reader.hear()
+        with hub.producer("orders") as out:
+            out.send("first", partition=2)
+        reader.hear()
+        for number in range(commits):
+            hub.registry.commit(put={f"n/{number:03}": b"%d" % number})
+        reader.hear()
+    assert len(list((data / "registry" / "pxrs" / "generations").iterdir())) == 1, "it was compacted meanwhile"
+
+
+@pytest.mark.parametrize("store", ["file", "sqlite"])
+def test_v5_a_reader_leaves_out_what_a_dead_process_held(place: Path, store: str) -> None:
+    folder = place / "registry"
+    folder.mkdir(mode=0o755)
+    url = str(folder) if store == "file" else f"sqlite:///{folder}/registry.db"
+
+    def hold(me: Child) -> None:
+        registry = registries.open(url)
+        lease = registry.lease(1.5)
+        registry.commit(ephemeral={"a/held": b"", "b/held": b""}, lease=lease)
+        registry.commit(put={"a/kept": b"", "c/kept": b""})
+        me.tell()
+        me.await_end()
+
+    with child(hold) as holder:
+        holder.hear()
+        if store == "file":
+            before = picture(folder / "pxrs" / "generations")
+        with reading_only(folder), registries.open(url) as registry, registry.watch("a/") as watch:
+            assert [entry.key for entry in registry.scan("a/")] == ["a/held", "a/kept"]
+            assert registry.get("b/held") is not None
+            with pytest.raises(NoWritePermission, match="may not write to"):
+                registry.commit(put={"x": b""})
+            with pytest.raises(NoWritePermission, match="may not write to"):
+                registry.lease(5)
+            holder.die()
+            assert watch.wait(30), "that it is gone is told"
+            eventually(lambda: registry.get("b/held") is None)
+            assert [entry.key for entry in registry.scan("a/")] == ["a/kept"]
+            assert [entry.key for entry in registry.scan("a/", limit=1)] == ["a/kept"], "as many as asked for"
+            assert [entry.key for entry in registry.scan("", limit=2)] == ["a/kept", "c/kept"]
+    if store == "file":
+        assert picture(folder / "pxrs" / "generations") == before, "it was not the reader that ended the lease"
+    with registries.open(url) as registry:
+        assert registry.get("a/held") is None
+
+
+def test_v5_a_sqlite_file_that_nobody_has_open_needs_write_permission(place: Path) -> None:
+    folder = place / "registry"
+    folder.mkdir(mode=0o755)
+    url = f"sqlite:///{folder}/registry.db"
+
+    def make(me: Child) -> None:
+        registries.open(url).close()
+
+    with child(make) as maker:
+        maker.hear()
+    with reading_only(folder), pytest.raises(AccessDenied, match="keep a process that may write running"):
+        registries.open(url)
+    with reading_only(folder), pytest.raises(NoWritePermission, match="may not write to"):
+        registries.open(f"sqlite:///{folder}/other.db")
+
+
+def test_v5_leases_of_another_boot_are_over_for_a_reader_of_sqlite(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = place / "registry"
+    folder.mkdir(mode=0o755)
+    url = f"sqlite:///{folder}/registry.db"
+
+    def hold(me: Child) -> None:
+        registry = registries.open(url)
+        registry.commit(put={"a/kept": b""}, ephemeral={"a/held": b""}, lease=registry.lease(600))
+        me.tell()
+        me.await_end()
+
+    with child(hold) as holder:
+        holder.hear()
+    with reading_only(folder), registries.open(url) as registry:
+        assert len(registry.scan("a/")) == 2
+    monkeypatch.setattr(pxrs.registry.sql.sqlite, "boot_id", lambda: "another")
+    with reading_only(folder), registries.open(url) as registry:
+        assert [entry.key for entry in registry.scan("a/", limit=1)] == ["a/kept"]
+        assert registry.get("a/held") is None
+
+
+def test_v5_where_nobody_has_made_the_registry_there_are_no_groups_until_somebody_does(place: Path) -> None:
+    data = place / "data"
+    with pxrs.open(data) as hub:
+        hub.create_topic("orders")
+    before = picture(data)
+    with reading_only(data):
+        reader = pxrs.open(data)
+        assert reader.groups() == []
+        assert reader.queues() == []
+        watch = reader.registry.watch("groups/")
+        assert not watch.wait(0.01)
+        with pytest.raises(NoWritePermission, match="may not write to"):
+            reader.registry.commit(put={"x": b""})
+    assert picture(data) == before
+    with pxrs.open(data) as hub:
+        hub.group("billing").import_checkpoint({0: 0}, "orders")
+    with reading_only(data):
+        assert watch.wait(30)
+        eventually(lambda: reader.groups() == ["billing"])
+        assert reader.group("billing").describe().lag == 0
+        reader.close()
+
+
+def test_v5_group_describe_watch_works_for_who_may_only_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([None])
+
+    def sleep(seconds: float) -> None:
+        try:
+            next(looks)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(command_group, "time", SimpleNamespace(sleep=sleep))
+    command = ["group", "describe", "billing", "--watch", "--json", "--at", str(data)]
+    with reading_only(data):
+        result = CliRunner().invoke(app, command)
+    assert json.loads(result.stdout.splitlines()[0])["lag"] == 6
+    assert result.exit_code == 130, result.output
+
+
+def test_l1_after_a_boot_a_reader_sees_what_was_published_before_and_more_once_a_writer_came(
+    data: Path, boot: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pxrs.open(data) as hub:
+        folder = Path(hub.topic("orders").log.partition_folder(0))  # type: ignore[attr-defined]
+        older = (folder / PUBLISHED).read_bytes()
+        send(hub, "orders", 4)
+    boot()
+    with reading_only(data), pxrs.open(data) as reader:
+        assert [reader.topic("orders").end(p) for p in range(3)] == [7, 7, 0]
+        assert reader.topic("orders").to_arrow().num_rows == 14
+    assert caplog.records == [], "all is shown"
+    # A power loss took what was written to `published` last, and left half an append.
+    (folder / PUBLISHED).write_bytes(older)
+    with open(folder / "00000000000000000000.log", "ab") as segment:
+        segment.write(b"PXB")
+    with reading_only(data), pxrs.open(data) as reader:
+        orders = reader.topic("orders")
+        for _ in range(2):
+            assert orders.end(0) == 5, "no more is known to have been synced"
+            assert [message.value for message in orders.messages(0, 3)] == [b"6", b"8"]
+        assert len([record for record in caplog.records if "from offset 5 on are not shown yet" in record.message]) == 1
+        with pytest.raises(NoWritePermission):
+            orders.log.append([Append(0, orders.read(0, 0)[0].records)])
+    with pxrs.open(data) as hub:
+        assert hub.topic("orders").end(0) == 7
+    with reading_only(data), contextlib.closing(reader), pytest.raises(pxrs.errors.Closed):
+        orders.end(0)
+    with reading_only(data), pxrs.open(data) as reader:
+        assert reader.topic("orders").end(0) == 7
+
+
+def test_l1_an_open_reader_goes_on_when_a_writer_has_found_the_end_again(data: Path, boot: Callable[[], None]) -> None:
+    with pxrs.open(data) as hub:
+        hub.create_topic("loose", partitions=2, durability="os", segment_bytes=4096)
+        with hub.producer("loose") as out:
+            for _ in range(5):
+                out.send(b"x" * 3000, partition=0)
+                out.flush()
+        whole = hub.topic("loose").end(0)
+    boot()
+    with reading_only(data):
+        reader = pxrs.open(data)
+        loose = reader.topic("loose")
+        sealed = loose.end(0)
+        assert 0 < sealed < whole, "the last segment was never synced"
+        assert len(list(loose.messages(0))) == sealed
+        assert loose.wait({0: sealed}, 0.01) == set()
+    with pxrs.open(data) as hub:
+        assert hub.topic("loose").end(0) >= whole
+    with reading_only(data):
+        assert loose.wait({0: sealed}, 30) == {0}
+        assert len(list(loose.messages(0))) == whole
+        reader.close()
+
+
+def test_l1_a_reader_of_a_damaged_published_end_shows_no_more_than_was_synced_and_takes_nothing_back(
+    data: Path,
+) -> None:
+    with pxrs.open(data) as hub:
+        file = Path(hub.topic("orders").log.partition_folder(0)) / PUBLISHED  # type: ignore[attr-defined]
+        with hub.producer("orders") as out:
+            for _ in range(3):
+                out.send("more", partition=0)
+                out.flush()
+    slots = file.read_bytes()
+
+    def damage(*places: int) -> None:
+        damaged = bytearray(slots)
+        for place in places:
+            damaged[place] ^= 0xFF
+        file.write_bytes(damaged)
+
+    with reading_only(data):
+        seen = pxrs.open(data)
+        assert seen.topic("orders").end(0) == 8
+    ends = set()
+    for places in ((0,), (64,), (0, 64)):
+        damage(*places)
+        with reading_only(data), pxrs.open(data) as fresh:
+            orders = fresh.topic("orders")
+            ends.add(end := orders.end(0))
+            assert len(list(orders.messages(0))) == end
+            assert seen.topic("orders").end(0) == 8
+    assert ends == {0, 7, 8}
+    file.unlink()
+    with reading_only(data):
+        with pytest.raises(DamagedFrame, match="somebody has removed it"):
+            seen.topic("orders").end(0)
+        seen.close()
+        with pxrs.open(data) as fresh:
+            assert fresh.topic("orders").end(0) == 0
+            assert fresh.topic("orders").wait({0: 0}, 0.01) == set()
+
+
+def test_r9_a_reader_stops_at_an_entry_that_a_power_loss_took_until_a_writer_has_sealed_there(place: Path) -> None:
+    with registries.open(place) as registry:
+        for number in range(3):
+            registry.commit(put={f"n/{number}": b""})
+        opened = registry._journal  # type: ignore[attr-defined]
+        with opened.prepared(encode_entry(Change(put={"n/lost": b""}), opened.synced)) as scratch:
+            os.link(scratch, opened.generation.entry(opened.number + 2))
+    with reading_only(place):
+        reader = registries.open(place)
+        for _ in range(3):
+            assert [entry.key for entry in reader.scan("n/")] == ["n/0", "n/1", "n/2"]
+            reader._journal._inspect_at = 0.0  # type: ignore[attr-defined]
+    with registries.open(place) as registry:
+        registry.commit(put={"n/3": b""})
+    with reading_only(place):
+        assert [entry.key for entry in reader.scan("n/")] == ["n/0", "n/1", "n/2", "n/3"]
+        reader.close()
+
+
+@as_root
+def test_v5_who_may_write_to_a_part_of_the_registry_reads_it_all(place: Path) -> None:
+    """As where two users share a directory without a common group: each generation belongs to who made it."""
+
+    def hold(me: Child) -> None:
+        registry = registries.open(place / "registry")
+        registry.commit(put={"a/kept": b""}, ephemeral={"a/held": b""}, lease=registry.lease(600))
+        me.tell()
+        me.await_end()
+
+    with child(hold) as holder:
+        holder.hear()
+    for folder in (place / "registry" / "pxrs").iterdir():
+        if folder.is_dir():
+            os.chown(folder, NOBODY, NOBODY)
+    with reading_only(place), registries.open(place / "registry") as registry:
+        for _ in range(2):
+            assert [entry.key for entry in registry.scan("a/")] == ["a/kept"]
+        with pytest.raises(NoWritePermission, match=r"may not write to .*generations/0000"):
+            registry.commit(put={"x": b""})
+
+
+@as_root
+def test_v5_a_hub_on_a_read_only_mount_is_read(data: Path) -> None:
+    def read(me: Child) -> None:
+        at = os.fsencode(data)
+        steps = (
+            lambda: LIBC.unshare(CLONE_NEWNS),
+            lambda: LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None),
+            lambda: LIBC.mount(at, at, None, MS_BIND, None),
+            lambda: LIBC.mount(b"none", at, None, MS_BIND | MS_REMOUNT | MS_RDONLY, None),
+        )
+        if any(step() for step in steps):
+            raise OSError(ctypes.get_errno(), "this process may not mount")
+        look(data)
+        with pxrs.open(data) as hub:
+            for name in ("create_topic", "producer", "consumer", "put", "commit"):
+                with pytest.raises(NoWritePermission, match="mounted read-only"):
+                    WRITES[name](hub)
+
+    before = picture(data)
+    with child(read) as reader:
+        reader.hear(skips="this process may not mount")
+    assert picture(data) == before
