@@ -90,7 +90,9 @@ def worker(
         ),
     ],
     at: Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")],
-    topic: Annotated[str | None, typer.Option(metavar="TOPIC", help="What the group reads.")] = None,
+    topic: Annotated[
+        str | None, typer.Option(metavar="TOPIC", help="What the group reads: a topic, or a registered source.")
+    ] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP")] = None,
     queue: Annotated[
         str | None, typer.Option(metavar="QUEUE", help="Take items from a queue, in place of --topic and --group.")

@@ -56,7 +56,7 @@ from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
-from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, Holding, MemberProtocol, Steps, drive
+from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, Holding, MemberProtocol, Steps, drive, foreign_of
 from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
@@ -558,6 +558,7 @@ class GroupMember:
             keys_max=self._registry.limits.commit_keys_max,
             handover_s=self.timings.handover_timeout,
             home=home,
+            foreign=foreign_of(self.keys, source),
             keeps_unread=source.keeps_unread,
         )
         self._drive(self._protocol.join())

@@ -12,6 +12,8 @@ Invariants, each with the mutation of the simulator that breaks without it:
 - Of a topic that keeps what is unread, a start is written down only if retention has not moved `topics/<id>/start`
   since it was read, and the same commit bumps `topics/<id>/gate`, which retention expects (O10).
 - A reply that was lost leaves the version unknown: it is read again, and nothing is concluded from not seeing it (R5).
+- What is no topic of a hub is read under one id, by whatever address: the first checkpoints are written in one commit
+  with `groups/<group>/sources/...`, which names the id, expecting its version (see `foreign`).
 - A pause is written at most once, in one commit with a checkpoint that names the failure: see `pause`.
 
 The hooks are called in the middle of a procedure, so they only take note. Code of the user's, which may call back into
@@ -24,7 +26,14 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from pxrs.errors import Conflict, GroupElsewhere, OutcomeUnknown, PartitionLost, RegistryUnavailable
+from pxrs.errors import (
+    Conflict,
+    GroupElsewhere,
+    IdentityChanged,
+    OutcomeUnknown,
+    PartitionLost,
+    RegistryUnavailable,
+)
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -55,18 +64,21 @@ from pxrs.group.records import (
     Member,
     Owner,
     Paused,
+    SourceRead,
     Starts,
     gate_key,
     partition_of,
     start_key,
 )
+from pxrs.log.contract import Source, TopicLog
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
 
 ATTEMPTS_MAX: Final = 100
 """How often a commit is tried again because another one was faster."""
 PIN_KEYS: Final = 3
-"""What a commit of starts names beside the checkpoints: the group's hub, and the topic's `start` and gate."""
+"""What a commit of starts names at most beside the checkpoints: of a topic the group's hub, and the topic's `start` and
+gate; of a source that is no topic, the key that names it."""
 PAUSE_ATTEMPTS_MAX: Final = 10
 TAKEN: Final = "another member owns it, or the leader or an administrator has taken it from this member"
 LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
@@ -138,6 +150,25 @@ class Hooks(Protocol):
     def lost(self, lane: Lane) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """What a group reads that is no topic of a hub."""
+
+    key: str
+    """Where the group keeps which id it is read under."""
+    read: SourceRead
+    former_ids: tuple[str, ...] = ()
+    """Other ids that it may have been read under by version 0.1, which wrote no such key."""
+
+
+def foreign_of(keys: Keys, source: Source) -> Foreign | None:
+    """None of a topic. A source whose fingerprint is not known is only known by its id."""
+    if isinstance(source, TopicLog):
+        return None
+    read = SourceRead(source.id, source.name, source.address)
+    return Foreign(f"{keys.sources}{source.fingerprint or source.id}", read, source.former_ids)
+
+
 @dataclass(slots=True)
 class Holding:
     """A partition that this member owns."""
@@ -170,6 +201,8 @@ class MemberProtocol:
     handover_s: float
     home: Home | None = None
     """The hub that the topic is of; None for a source that belongs to none, which is not checked."""
+    foreign: Foreign | None = None
+    """What is read, if it is no topic of a hub."""
     keeps_unread: bool = False
     """Whether the topic's retention spares what groups have yet to read: then starts are written through the gate."""
     held: dict[int, Holding] = field(default_factory=dict)
@@ -247,7 +280,11 @@ class MemberProtocol:
             found = yield Scan(f"{self.keys.checkpoints}{topic}/")
             there = {partition_of(entry.key)[1] for entry in found}
             missing = [number for number in range(self.member.partitions) if number not in there]
-            if not missing:
+            is_told = True
+            if self.foreign is not None:
+                is_told, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, has_begun=bool(there))
+                put[self.foreign.key] = self.foreign.read.dump()
+            if not missing and is_told:
                 return
             for number in missing[: max(1, self.keys_max - PIN_KEYS)]:
                 key = self.keys.checkpoint(topic, number)
@@ -259,6 +296,22 @@ class MemberProtocol:
                 conflicts += 1
                 if conflicts == ATTEMPTS_MAX:
                     raise
+
+    def _read_foreign(self, ours: Foreign, *, has_begun: bool) -> Steps[tuple[bool, int]]:
+        """Whether the group has it on record as this member gives it, and the version of the key that says so.
+
+        has_begun: the group has checkpoints under this member's id. Raises IdentityChanged if it has none, but some
+        under another id of the same source: this member would begin at its start again."""
+        entry: Entry | None = yield Get(ours.key)
+        known = None if entry is None else SourceRead.load(entry.key, entry.value)
+        if not has_begun:
+            former = dict.fromkeys(ours.former_ids, "")
+            if known is not None:
+                former[known.id] = known.address
+            for id, address in former.items():
+                if id != ours.read.id and (yield Scan(f"{self.keys.checkpoints}{id}/", limit=1)):
+                    raise IdentityChanged(self.keys.group, ours.read.name, ours.read.id, id, address)
+        return known == ours.read, ABSENT if entry is None else entry.version
 
     def look(self, now: float) -> Steps[bool]:
         """Read what is, do what follows from it. True if there is more to do at once."""

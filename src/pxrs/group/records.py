@@ -7,6 +7,7 @@
     groups/<group>/checkpoints/<topic id>/<partition>    the offset of the next message to read
     groups/<group>/paused/<topic id>/<partition>    a message that could not be handled, and why
     groups/<group>/hub                              the hub whose topics the group reads (G7)
+    groups/<group>/sources/<fingerprint or id>      a source that is no topic: its name, and the id of its checkpoints
 
 and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
 
@@ -50,6 +51,7 @@ class Keys:
         self.checkpoints = f"{self.root}checkpoints/"
         self.paused = f"{self.root}paused/"
         self.home = f"{self.root}hub"
+        self.sources = f"{self.root}sources/"
 
     def member(self, incarnation: str) -> str:
         return f"{self.members}{incarnation}"
@@ -120,6 +122,18 @@ class Home(_Record):
 
     hub: str = ""
     place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRead(_Record):
+    """A source that the group reads and that is no topic of a hub, such as a table. It is written in one commit with
+    the first checkpoints under its id, so that two members that address the table differently cannot both begin; and it
+    keeps the name for when no member is there."""
+
+    id: str
+    name: str = ""
+    address: str = ""
+    """Where it is, without credentials, to be shown."""
 
 
 @dataclass(frozen=True, slots=True)
