@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+import pxrs
 from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, console, echo, printable
 from pxrs.errors import LogError, PxrsError
@@ -77,7 +78,7 @@ def add(
     columns = value_column or []
     if not columns:
         raise typer.BadParameter("give at least one", param_hint="--value-column")
-    with open_hub(at, registry) as hub:
+    with pxrs.open(at, registry) as hub:
         record = hub.add_source(
             name,
             url,

@@ -33,6 +33,8 @@ from pxrs.model import PARTITIONS_DEFAULT, TOPIC_NAME
 from pxrs.registry.contract import ABSENT, Registry
 
 if TYPE_CHECKING:
+    from sqlalchemy.engine import URL
+
     from pxrs.sources.sql_table import SqlTable
 
 _logger = logging.getLogger(__name__)
@@ -191,6 +193,7 @@ class Catalog:
             is_usable = opened is not None and not opened.table.is_closed and opened.record == record
             if opened is not None and is_usable and (url is None or opened.url == wanted):
                 return opened.table
+        _check_database(record, wanted)
         table = _open(record, wanted, None)
         try:
             _check_place(record, table)
@@ -275,18 +278,42 @@ def _is_same_table(one: RegisteredSource, other: RegisteredSource) -> bool:
     return one.table == other.table and place_of(make_url(one.address)) == place_of(make_url(other.address))
 
 
+def _check_database(record: RegisteredSource, url: str) -> None:
+    """Raise WrongSource, before anything is connected to, if the address names another kind of database, or a database
+    of another name. An address that cannot be read, and a missing driver, are left to `sql_table` to refuse."""
+    try:
+        from sqlalchemy import make_url
+        from sqlalchemy.exc import ArgumentError
+    except ImportError:
+        return
+    from pxrs.sources.sql_table.identity import place_of
+
+    try:
+        given = make_url(url)
+    except (ArgumentError, ValueError):
+        return
+    (kind, *_, database), (known_kind, *_, known) = place_of(given), place_of(make_url(record.address))
+    if (kind, database) != (known_kind, known):
+        raise _wrong(record, given)
+
+
 def _check_place(record: RegisteredSource, table: SqlTable) -> None:
-    """Raise WrongSource if the table is of another database than the registered one."""
-    from pxrs.sources.sql_table.identity import public_url, shown_url
+    """Raise WrongSource if the table is of another server than the registered one."""
+    from pxrs.sources.sql_table.identity import public_url
 
     found = replace(record, fingerprint=table.fingerprint, address=public_url(table.url).render_as_string())
     if not _is_same_table(record, found):
-        raise WrongSource(
-            f"source {record.name} is registered for {record.address}, and this process was given "
-            f"{shown_url(table.url)}, which is another database: correct {record.variable}; or, if the table has moved "
-            f"there, run `pxrs source remove {record.name}` and `pxrs source add {record.name} --id {record.id} ...` "
-            "with its address"
-        )
+        raise _wrong(record, table.url)
+
+
+def _wrong(record: RegisteredSource, url: URL) -> WrongSource:
+    from pxrs.sources.sql_table.identity import shown_url
+
+    return WrongSource(
+        f"source {record.name} is registered for {record.address}, and this process was given {shown_url(url)}, which "
+        f"is another database: correct {record.variable}; or, if the table has moved there, run `pxrs source remove "
+        f"{record.name}` and `pxrs source add {record.name} --id {record.id} ...` with its address"
+    )
 
 
 def _given_driver(url: str, address: str) -> str:
