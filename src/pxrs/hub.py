@@ -35,7 +35,6 @@ from pxrs.errors import (
     InvalidUrl,
     OffsetTrimmed,
     PxrsError,
-    RegistryError,
     RetentionPostponed,
     SourceExists,
     TopicExists,
@@ -325,10 +324,12 @@ class Hub:
         being made: if the name is a source's, the topic is the one that is found by it."""
         try:
             catalog = self._catalog_if_there()
-            if catalog is not None and catalog.find(name) is not None:
-                raise TopicExists(f"{name} is a registered source: choose another name, or remove that first")
-        except RegistryError as error:
+            is_taken = catalog is not None and catalog.find(name) is not None
+        except PxrsError as error:
             _logger.warning("topic %s: whether a registered source has this name is not known: %s", name, error)
+            return
+        if is_taken:
+            raise TopicExists(f"{name} is a registered source: choose another name, or remove that first")
 
     def topics(self) -> list[Topic]:
         """All topics that can be opened, in the order of their names. See `damaged_topics` for the others."""

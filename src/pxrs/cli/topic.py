@@ -18,7 +18,7 @@ from rich.text import Text
 import pxrs
 from pxrs.cli.options import At, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, console, data_field, echo, echo_data, printable, tell_error
-from pxrs.errors import DamagedFrame, InvalidRecord, LogError, RegistryError, UnknownTopic
+from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, UnknownTopic
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import CODECS, DURABILITIES, EPOCH, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
@@ -72,7 +72,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the topics, and how many messages each holds. Exit code 1 if any is damaged."""
     with open_hub(at, registry, needs_log=True) as hub:
         rows = _rows(hub)
-        sources = _count_sources(hub)
+        sources = 0 if as_json else _count_sources(hub)
     if as_json:
         for row in rows:
             plain = {"topic": row.name, "partitions": row.partitions, "messages": row.messages}
@@ -100,7 +100,7 @@ def _count_sources(hub: pxrs.Hub) -> int:
     """0 also if the registry cannot be asked: topics are listed without it."""
     try:
         return len(hub.sources())
-    except RegistryError as error:
+    except PxrsError as error:
         tell_error(type(error).__name__, f"registered sources are not known: {error}")
         return 0
 

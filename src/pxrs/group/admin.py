@@ -19,13 +19,11 @@ ends a change half-way, run it again: each of them may be repeated.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Final, Protocol
-from uuid import UUID
+from typing import Final
 
 import pyarrow as pa
 
@@ -35,19 +33,16 @@ from pxrs.errors import (
     GroupActive,
     GroupElsewhere,
     GroupError,
-    HubMoved,
     InvalidGroup,
-    InvalidUrl,
-    LogError,
-    MissingDependency,
     PxrsError,
     UnknownGroup,
     UnknownTopic,
 )
-from pxrs.group.lag import Seen, TopicLag, beyond
+from pxrs.group.lag import Seen, TopicLag
 from pxrs.group.positions import Offsets, To, resolve_offsets, resolve_position
 from pxrs.group.projection import projection_of
 from pxrs.group.protocol import foreign_of
+from pxrs.group.readables import Readables, Sources, Topics, advice, is_topic_id
 from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import (
     GROUP_NAME,
@@ -66,13 +61,11 @@ from pxrs.group.records import (
     partition_of,
     start_key,
 )
-from pxrs.log.contract import DamagedTopic, Source
-from pxrs.model import Topic
+from pxrs.log.contract import Source
 from pxrs.registry.contract import ABSENT, Entry, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
-_logger: Final = logging.getLogger(__name__)
 
 _SCHEMA: Final = pa.schema(
     [
@@ -95,36 +88,6 @@ _SCHEMA: Final = pa.schema(
         pa.field("traceback", pa.string()),
     ]
 )
-
-
-class Topics(Protocol):
-    """Where topics are looked up. A `Hub` does, and so does a `Log`."""
-
-    def topics(self) -> Sequence[Topic]: ...
-
-    def damaged_topics(self) -> Sequence[DamagedTopic]: ...
-
-    def topic(self, name: str) -> Offsets: ...
-
-
-class RegisteredName(Protocol):
-    """What is needed of a registered source's record."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def id(self) -> str: ...
-
-
-class Sources(Protocol):
-    """Where registered sources are looked up; see `pxrs.sources.catalog`."""
-
-    def records(self) -> Sequence[RegisteredName]: ...
-
-    def open(self, name: str) -> Source: ...
-
-    def open_to_look(self, name: str) -> Source: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +313,7 @@ class GroupHandle:
         self.name = name
         self._keys = Keys(name)
         self._home = (lambda: None) if home is None else home
-        self._registry, self._topics, self._sources = registry, topics, tuple(sources)
-        self._registered = registered
+        self._registry, self._readables = registry, Readables(topics, sources, registered)
         self._hub: object = None
         """The hub that made this handle. It closes its log and registry with its last reference, which is here."""
 
@@ -366,7 +328,9 @@ class GroupHandle:
         names = self._names(state)
         # Read after the checkpoints: an end is never behind them.
         places = _places(state)
-        seen = {topic: self._look(state, topic, names) for topic in sorted({topic for topic, _ in places})}
+        seen = {
+            topic: self._look(state, topic, names.get(topic, topic)) for topic in sorted({topic for topic, _ in places})
+        }
         return GroupDescription(
             self.name,
             assignment.generation,
@@ -544,94 +508,34 @@ class GroupHandle:
         """Of topics and sources by id, also of those that only the group or a member still knows."""
         names = {id: read.name for id, read in state.sources.items() if read.name}
         names |= {member.topic: member.topic_name for member in state.members.values()}
-        names |= {record.id: record.name for record in self._records()}
-        names |= {source.id: source.name for source in self._sources}
-        names |= {damaged.id: damaged.name for damaged in self._topics.damaged_topics() if damaged.id is not None}
-        return names | {topic.id: topic.name for topic in self._topics.topics()}
+        return names | self._readables.names()
 
-    def _records(self) -> Sequence[RegisteredName]:
-        return () if self._registered is None else self._registered.records()
-
-    def _find(self, id: str) -> Offsets | None:
-        """The source or topic that has this id; None if there is none, be it that it is not registered. Raises
-        DamagedFrame if it is a topic that cannot be opened, and what opening a registered source raises."""
-        found = self._find_topic(id)
-        return found if found is not None or self._registered is None else self._open_registered(id, is_change=True)
-
-    def _find_topic(self, id: str) -> Offsets | None:
-        for source in self._sources:
-            if source.id == id:
-                return source
-        for topic in self._topics.topics():
-            if topic.id == id:
-                try:
-                    found = self._topics.topic(topic.name)
-                except UnknownTopic:  # deleted just now
-                    return None
-                return found if found.id == id else None
-        for damaged in self._topics.damaged_topics():
-            if damaged.id == id:
-                raise damaged.error
-        return None
-
-    def _open_registered(self, id: str, *, is_change: bool) -> Offsets | None:
-        for record in self._records():
-            if record.id == id:
-                assert self._registered is not None
-                return self._registered.open(record.name) if is_change else self._registered.open_to_look(record.name)
-        return None
-
-    def _look(self, state: _State, id: str, names: Mapping[str, str]) -> Seen:
-        """What there is to be read of a topic or source. If it cannot be looked at, why: where the group is can be told
-        all the same."""
-        name, is_source = names.get(id, id), True
-        try:
-            found = self._find_topic(id)
-            is_source = found is None or found in self._sources
-            found = self._open_registered(id, is_change=False) if found is None else found
-            if found is None:
-                is_deleted = self._is_deleted_topic(state, id)
-                return Seen(is_source=is_source, is_deleted=is_deleted, problem=_advice(name, id, state))
-            seen, was_given_out = _look_at(found, is_source)
-            if wrong := beyond(seen, state.offsets(id), was_given_out):
-                number, checkpoint = wrong
-                problem = (
-                    f"the lag in {name} is not known: the checkpoint of partition {number}, {checkpoint:,}, is beyond "
-                    f"the end, {seen.extents[number][1]:,}: it counts anew, or is an older copy; reset the group"
-                )
-                return replace(seen, problem=problem)
+    def _look(self, state: _State, id: str, name: str) -> Seen:
+        """How far a topic or source reaches. If it cannot be looked at, why: where the group is can be told all the
+        same."""
+        seen = self._readables.look(id, name, state.offsets(id))
+        if seen is not None:
             return seen
-        except HubMoved:
-            raise
-        except (LogError, InvalidUrl, MissingDependency) as error:
-            return Seen(is_source=is_source, problem=f"the lag in {name} is not known: {error}")
+        return Seen(is_source=True, is_deleted=self._is_deleted_topic(state, id), problem=_missing(name, id, state))
 
     def _is_deleted_topic(self, state: _State, id: str) -> bool:
-        """Whether what has this id was a topic of this hub, and nothing else that cannot be looked at from here: ids of
-        topics are random UUIDs, and those of tables are not."""
-        try:
-            is_topic = UUID(hex=id).version == 4 and id not in state.sources
-            home = self._home()
-        except (ValueError, PxrsError):  # no UUID; or this process has another registry than the hub
+        """Whether what has this id was a topic of this hub, and nothing else that cannot be looked at from here."""
+        if not is_topic_id(id) or id in state.sources:
             return False
-        return is_topic and (home is None or state.home.hub in ("", home.hub))
+        try:
+            home = self._home()
+        except PxrsError:  # this process has another registry than the hub, or cannot tell
+            return False
+        return home is None or state.home.hub in ("", home.hub)
 
     def _source(self, name: str) -> Offsets:
         arguments.text(InvalidGroup, "topic", name, "its name")
-        found = [source for source in self._sources if name in (source.name, source.id)]
-        if found:
-            return found[0]
         try:
-            return self._topics.topic(name)
+            return self._readables.named(name)
         except UnknownTopic:
-            for record in self._records():
-                if name in (record.name, record.id):
-                    assert self._registered is not None
-                    return self._registered.open(record.name)
-            state = self._read()
-            for id, read in state.sources.items():
+            for id, read in self._read().sources.items():
                 if name in (id, read.name):
-                    raise GroupError(_advice(read.name, id, state)) from None
+                    raise GroupError(advice(read.name, id, read)) from None
             raise
 
     def _read_sources(self, state: _State) -> list[Offsets]:
@@ -641,10 +545,10 @@ class GroupHandle:
         names = self._names(state)
         sources = []
         for id in ids:
-            if (source := self._find(id)) is not None:
+            if (source := self._readables.find(id)) is not None:
                 sources.append(source)
             elif not self._is_deleted_topic(state, id):
-                raise GroupError(f"{_advice(names.get(id, id), id, state)}; or name the topic that is meant")
+                raise GroupError(f"{_missing(names.get(id, id), id, state)}; or name the topic that is meant")
         if not sources:
             raise GroupError(f"group {self.name} reads no topic that is still there; name one, or delete the group")
         return sorted(sources, key=lambda source: source.name)
@@ -664,7 +568,7 @@ class GroupHandle:
         if ids == [topic] and nameless:
             raise GroupError(
                 f"group {self.name} reads nothing that is called {topic}, and has paused partition {partition} of a "
-                f"source that is not registered: {_advice(nameless[0], nameless[0], state)}; or give its id as TOPIC"
+                f"source that is not registered: {_missing(nameless[0], nameless[0], state)}; or give its id as TOPIC"
             )
         raise GroupError(
             f"group {self.name} has not paused partition {partition} of {topic}: there is nothing to decide"
@@ -673,12 +577,12 @@ class GroupHandle:
     def _check_hub(self) -> None:
         """Raise WrongRegistry before anything else is said: of a group that is not in this registry but in the hub's,
         it would be wrong to say that it is unknown. If there are sources of no hub, the change itself decides."""
-        if not self._sources:
+        if not self._readables.sources:
             self._home()
 
     def _check_registry(self, topics: Iterable[str]) -> Home | None:
         """The identity of the hub, if any of the topics with these ids is of it; else None. Raises WrongRegistry."""
-        foreign = {source.id for source in self._sources} | {record.id for record in self._records()}
+        foreign = self._readables.foreign_ids()
         return self._home() if any(topic not in foreign for topic in topics) else None
 
     def _check_idle(self, state: _State, force: bool) -> None:
@@ -852,24 +756,12 @@ def _places(state: _State) -> set[Place]:
     return {*state.checkpoints, *state.paused, *owned}
 
 
-def _look_at(found: Offsets, is_source: bool) -> tuple[Seen, Callable[[int, int], bool]]:
-    """How far each partition reaches, and what tells whether a checkpoint can be at an offset."""
-    if isinstance(found, Source):
-        return Seen(found.extents(), found.has_gaps, is_source), found.was_given_out
-    extents = [(found.start(number), found.end(number)) for number in range(found.partitions)]
-    return Seen(extents, found.has_gaps, is_source), lambda number, offset: offset <= extents[number][1]
-
-
-def _advice(name: str, id: str, state: _State) -> str:
-    """What to do about a source that is not registered."""
+def _missing(name: str, id: str, state: _State) -> str:
+    """What is to be done about something that the group reads and that is not known here."""
     read = state.sources.get(id)
-    where = f" ({read.address})" if read is not None and read.address else ""
-    called = f"{name}{where} is" if name != id else f"what has the id {id} is"
-    new = name if name != id else "NAME"
-    return (
-        f"{called} neither a topic of this hub nor a registered source: if it is a table, register it with "
-        f"`pxrs source add {new} --id {id} --sql-table URL --table TABLE ...`"
-    )
+    if read is None and is_topic_id(id) and state.home.place:
+        return f"{name} is no topic of this hub: the group reads the hub at {state.home.place}"
+    return advice(name, id, read)
 
 
 def _describe(state: _State, assignment: Assignment, place: Place, name: str, seen: Seen) -> PartitionDescription:

@@ -28,7 +28,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Final, Self
 
-from pxrs.errors import Conflict, InvalidTopic, PxrsError, RegistryCorrupt, SourceExists, UnknownSource, WrongSource
+from pxrs.errors import (
+    Conflict,
+    InvalidTopic,
+    PxrsError,
+    ReadFailed,
+    RegistryCorrupt,
+    SourceExists,
+    UnknownSource,
+    WrongSource,
+)
 from pxrs.model import PARTITIONS_DEFAULT, TOPIC_NAME
 from pxrs.registry.contract import ABSENT, Registry
 
@@ -194,7 +203,15 @@ class Catalog:
             if opened is not None and is_usable and (url is None or opened.url == wanted):
                 return opened.table
         _check_database(record, wanted)
-        table = _open(record, wanted, None)
+        try:
+            table = _open(record, wanted, None)
+        except ReadFailed as error:
+            if given:
+                raise
+            raise ReadFailed(
+                f"{error}; the registered address has no user and password: give the whole address in "
+                f"{record.variable}, or PGUSER and PGPASSWORD or PGPASSFILE"
+            ) from None
         try:
             _check_place(record, table)
         except BaseException:
