@@ -316,6 +316,17 @@ class TestIdentity:
             shop.insert("a", "b", "c")
             assert handle_all(hub, table) == [2, 3]
 
+    def test_a_group_of_version_0_1_learns_the_name_of_its_table_when_a_member_joins(
+        self, shop: Shop, hub: pxrs.Hub
+    ) -> None:
+        keys = Keys("g")
+        with shop.table(name="mine") as table:
+            hub.registry.commit(put={keys.checkpoint(table.id, p): Checkpoint(1).dump() for p in range(PARTITIONS)})
+            assert {row.topic for row in hub.group("g").describe().partitions} == {table.id}
+            hub.consumer(table, "g").close()
+        assert {row.topic for row in hub.group("g").describe().partitions} == {"mine"}
+        assert (shop.folder / "data/registry/pxrs/consumer-groups/g/offsets/mine/partition-0.offset").exists()
+
     def test_a_deleted_group_may_begin_under_another_id(self, shop: Shop, hub: pxrs.Hub) -> None:
         shop.insert("a")
         with shop.table(id="former1") as former:
