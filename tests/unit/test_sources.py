@@ -327,6 +327,18 @@ class TestIdentity:
         assert {row.topic for row in hub.group("g").describe().partitions} == {"mine"}
         assert (shop.folder / "data/registry/pxrs/consumer-groups/g/offsets/mine/partition-0.offset").exists()
 
+    @pytest.mark.parametrize("given", [{"id": "typo"}, {"identity": "the shop"}])
+    def test_an_id_that_is_given_does_not_restart_a_group_either(
+        self, shop: Shop, hub: pxrs.Hub, given: dict[str, str]
+    ) -> None:
+        """The group is one of version 0.1, without a record of what it reads."""
+        keys = Keys("g")
+        with shop.table() as table:
+            hub.registry.commit(put={keys.checkpoint(table.id, p): Checkpoint(1).dump() for p in range(PARTITIONS)})
+        shop.add(hub, **given)
+        with pytest.raises(IdentityChanged, match=table.id):
+            hub.consumer("events", "g")
+
     def test_a_deleted_group_may_begin_under_another_id(self, shop: Shop, hub: pxrs.Hub) -> None:
         shop.insert("a")
         with shop.table(id="former1") as former:
@@ -568,6 +580,19 @@ class TestCommands:
         assert "<= 2" in shown
         assert "unknown" in shown
         assert "dark: mine" in shown
+
+    def test_no_directory_is_needed_where_the_registry_is_elsewhere(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PXRS_REGISTRY", f"sqlite:///{shop.folder}/registry.db")
+        monkeypatch.setenv("PXRS_SOURCE_EVENTS", shop.url)
+        shop.insert("a", "b")
+        shop.run("source", "add", "events", "--table", "events", "--value-column", "body", "--partitions", "2")
+        shop.run("group", "import-checkpoint", "g", "2", "--topic", "events")
+        assert json.loads(shop.run("group", "describe", "g", "--json"))["lag"] == 1
+        with pxrs.open(shop.at, f"sqlite:///{shop.folder}/registry.db") as hub:
+            assert handle_all(hub, "events") == [2]
+        assert not Path(shop.at).exists()
 
     def test_every_command_has_a_help(self, shop: Shop) -> None:
         shown = CliRunner().invoke(app, ["source", "--help"]).output

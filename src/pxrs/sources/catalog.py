@@ -24,11 +24,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Final, Self
 
 from pxrs.errors import (
+    Closed,
     Conflict,
     InvalidTopic,
     PxrsError,
@@ -224,7 +224,7 @@ class Catalog:
                 self._opened[name] = _Opened(record, table, wanted)
                 return table
         table.close()
-        raise UnknownSource(name)
+        raise Closed(f"the hub was closed while the source {name} was opened")
 
     def open_to_look(self, name: str) -> SqlTable:
         """As `open`. A failure is raised again for `FAILURE_KEPT_S` without asking the database."""
@@ -336,8 +336,3 @@ def _wrong(record: RegisteredSource, url: URL) -> WrongSource:
 def _given_driver(url: str, address: str) -> str:
     """The address with the scheme as the user wrote it: `postgresql:`, not `postgresql+psycopg:`."""
     return url.partition(":")[0] + ":" + address.partition(":")[2]
-
-
-def names_of(records: Sequence[RegisteredSource]) -> Mapping[str, str]:
-    """Names by id; of several with one id, the first."""
-    return {record.id: record.name for record in reversed(records)}

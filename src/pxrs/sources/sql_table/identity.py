@@ -6,9 +6,10 @@ id is a hash of the address and the table in one canonical spelling:
 - `localhost`, `127.0.0.1` and `::1` are `localhost`; other hosts are as they are written, in lower case;
 - on PostgreSQL a table is named without its schema if the search path finds the same table by the bare name.
 
-Version 0.1 hashed what was written. `former_ids` are the ids that it gave to other spellings of the same table: a group
-that has checkpoints under one of them, and none under the id, is refused instead of restarted (`IdentityChanged`). The
-`fingerprint` names the table as the database itself does, so that two host names of one server are noticed too.
+Version 0.1 hashed what was written. `former_ids` are the ids that it gave to the spellings of the same table, as far as
+they are not the id itself: a group that has checkpoints under one of them, and none under the id, is refused instead of
+restarted (`IdentityChanged`), also if the id was given by the user. The `fingerprint` names the table as the database
+itself does, so that two host names of one server are noticed too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Identity:
     id: str
     """Checkpoints are kept under it."""
     former_ids: tuple[str, ...]
-    """Ids that version 0.1 gave to other spellings of the same table."""
+    """Other ids that the same table may have had: those of its spellings in version 0.1."""
     fingerprint: str | None
     """Names the table and the meaning of its offsets as the database knows it; None if the database does not tell."""
 
@@ -74,15 +75,15 @@ class Resolved:
 def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | None, id: str | None) -> Identity:
     """identity: stands for the address and the table, if given; id: stands for everything."""
     mark = None if resolved.fingerprint is None else _hash([resolved.fingerprint], meaning)
-    if id is not None:
-        return Identity(checked_id(id), (), mark)
-    if identity is not None:
-        return Identity(_hash(["identity", identity], meaning), (), mark)
     dialect, host, port, database = place_of(url)
     spelled = [url.host] if url.host != host else []
     is_local = dialect != "sqlite" and host in (None, "localhost")
     hosts = [host, *spelled, *((*_LOOPBACK, None) if is_local else ())]
     ids = [_hash([dialect, each, port, database, name], meaning) for each in hosts for name in resolved.names]
+    if identity is not None:
+        ids.insert(0, _hash(["identity", identity], meaning))
+    if id is not None:
+        ids.insert(0, checked_id(id))
     first, *others = dict.fromkeys(ids)
     return Identity(first, tuple(others), mark)
 
