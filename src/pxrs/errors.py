@@ -395,6 +395,22 @@ class IdentityChanged(GroupError):
         return type(self), (self.group, self.source, self.id, self.former, self.address)
 
 
+class SourceChanged(GroupError):
+    """The group has checkpoints of this source that were written for other partitions or keys, so they would not mean
+    the same rows now. Nothing was written. Read it with the former settings, or under another id or group."""
+
+    def __init__(self, group: str, source: str, former: str, now: str) -> None:
+        self.group, self.source, self.former, self.now = group, source, former, now
+        super().__init__(
+            f"group {group} has checkpoints of {source} with {former}, and it is read with {now} now: a checkpoint "
+            "would not mean the same rows. Register it with the former settings; or, to start anew or from an imported "
+            "checkpoint, use another group, or register it under an id of its own"
+        )
+
+    def __reduce__(self) -> tuple[type[SourceChanged], tuple[str, str, str, str]]:
+        return type(self), (self.group, self.source, self.former, self.now)
+
+
 class PartitionLost(GroupError):
     """This member does not own the partitions any more: another member owns them, or will. Nothing was written.
 

@@ -21,6 +21,7 @@ from pxrs.errors import (
     InvalidTopic,
     InvalidUrl,
     ReadFailed,
+    SourceChanged,
     SourceExists,
     TopicExists,
     UnknownSource,
@@ -338,6 +339,42 @@ class TestIdentity:
         shop.add(hub, **given)
         with pytest.raises(IdentityChanged, match=table.id):
             hub.consumer("events", "g")
+
+    @pytest.mark.parametrize("changed", [{"partitions": 8}, {"partitions": 4}, {"key_column": None}])
+    def test_checkpoints_are_not_taken_for_those_of_other_partitions(
+        self, shop: Shop, hub: pxrs.Hub, changed: dict[str, Any]
+    ) -> None:
+        """Rows that change their partition could lie before its checkpoint, and would be passed over."""
+        shop.insert("a", "b")
+        record = shop.add(hub)
+        handle_all(hub, "events")
+        hub.remove_source("events")
+        shop.add(hub, id=record.id, **changed)
+        with pytest.raises(SourceChanged, match="6 partitions by xxh64, the key column account"):
+            hub.consumer("events", "g")
+        with pytest.raises(SourceChanged):
+            hub.group("g").import_checkpoint(1, "events")
+        hub.group("g").delete()
+        assert handle_all(hub, "events") == [1, 2]
+
+    @pytest.mark.parametrize("partitions", [4, 8])
+    def test_checkpoints_of_version_0_1_must_be_of_as_many_partitions(
+        self, shop: Shop, hub: pxrs.Hub, partitions: int
+    ) -> None:
+        keys = Keys("g")
+        with shop.table() as table:
+            hub.registry.commit(
+                put={keys.checkpoint(table.id, p): Checkpoint(1, by="anna").dump() for p in range(PARTITIONS)}
+            )
+        shop.add(hub, id=table.id, partitions=partitions)
+        with pytest.raises(SourceChanged, match="with 6 partitions, and it is read with"):
+            hub.consumer("events", "g")
+
+    def test_a_part_of_the_partitions_may_be_imported(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a", "b")
+        shop.add(hub)
+        hub.group("g").import_checkpoint({0: 3}, "events")
+        assert handle_all(hub, "events") == [i for i, key in ((1, b"a"), (2, b"b")) if xxh64(key) % PARTITIONS]
 
     def test_a_deleted_group_may_begin_under_another_id(self, shop: Shop, hub: pxrs.Hub) -> None:
         shop.insert("a")

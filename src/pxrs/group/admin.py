@@ -38,10 +38,10 @@ from pxrs.errors import (
     UnknownGroup,
     UnknownTopic,
 )
+from pxrs.group.foreign import check_meaning, foreign_of
 from pxrs.group.lag import Seen, TopicLag
 from pxrs.group.positions import Offsets, To, resolve_offsets, resolve_position
 from pxrs.group.projection import projection_of
-from pxrs.group.protocol import foreign_of
 from pxrs.group.readables import Readables, Sources, Topics, advice, is_topic_id
 from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import (
@@ -222,6 +222,8 @@ class _State:
     paused: dict[Place, tuple[Paused, int]] = field(default_factory=dict)
     sources: dict[str, SourceRead] = field(default_factory=dict)
     """What the group reads that is no topic of a hub, by id, as members have called it."""
+    source_versions: dict[str, int] = field(default_factory=dict)
+    """Of the keys of these."""
     home: Home = field(default_factory=Home)
     """The hub whose topics the group reads."""
 
@@ -230,9 +232,12 @@ class _State:
         """A leader and owners alone are what a deleted group leaves behind."""
         return bool(self.members or self.checkpoints)
 
-    def offsets(self, topic: str) -> dict[int, int]:
+    def of(self, topic: str) -> dict[int, Checkpoint]:
         """The checkpoints of one topic or source, by partition."""
-        return {number: each.offset for (id, number), (each, _) in self.checkpoints.items() if id == topic}
+        return {number: each for (id, number), (each, _) in self.checkpoints.items() if id == topic}
+
+    def offsets(self, topic: str) -> dict[int, int]:
+        return {number: each.offset for number, each in self.of(topic).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,6 +445,7 @@ class GroupHandle:
         for at in range(0, len(members), size):
             self._registry.commit(delete=members[at : at + size])
         self._retire_leader(state)
+        self._retire_sources(state)
         self._project()
 
     def retry(self, topic: str, partition: int) -> None:
@@ -499,7 +505,8 @@ class GroupHandle:
                 state.paused[partition_of(key)] = Paused.load(key, value), version
             elif key.startswith(keys.sources):
                 read = SourceRead.load(key, value)
-                state.sources[read.id] = read
+                if read.id:
+                    state.sources[read.id], state.source_versions[key] = read, version
             elif key == keys.home:
                 state.home = Home.load(key, value)
         return state
@@ -633,6 +640,8 @@ class GroupHandle:
         for source in sources:
             foreign = foreign_of(self._keys, source) if isinstance(source, Source) else None
             if foreign is not None:  # in one commit with its first checkpoints: see `SourceRead`
+                state = self._read()
+                check_meaning(self.name, foreign, state.sources.values(), state.of(source.id))
                 entry = self._registry.get(foreign.key)
                 guard.expect[foreign.key] = ABSENT if entry is None else entry.version
                 guard.put[foreign.key] = foreign.read.dump()
@@ -734,6 +743,14 @@ class GroupHandle:
         projection = projection_of(self._registry, self._keys, lambda: self._names(_State()))
         if projection is not None:
             projection.refresh()
+
+    def _retire_sources(self, state: _State) -> None:
+        """Forget under which ids the group has read its sources: it may begin under others."""
+        for key, version in state.source_versions.items():
+            try:
+                self._registry.commit({key: version}, {key: SourceRead().dump()})
+            except Conflict:
+                continue  # a member has joined since, and has written what it reads
 
     def _retire_leader(self, state: _State) -> None:
         """Refuse what the last leader may still have on its way, then forget what it has assigned."""

@@ -13,7 +13,7 @@ Invariants, each with the mutation of the simulator that breaks without it:
   since it was read, and the same commit bumps `topics/<id>/gate`, which retention expects (O10).
 - A reply that was lost leaves the version unknown: it is read again, and nothing is concluded from not seeing it (R5).
 - What is no topic of a hub is read under one id, by whatever address: the first checkpoints are written in one commit
-  with `groups/<group>/sources/...`, which names the id, expecting its version (see `foreign`).
+  with `groups/<group>/sources/...`, which names the id, expecting its version (see `foreign.py`).
 - A pause is written at most once, in one commit with a checkpoint that names the failure: see `pause`.
 
 The hooks are called in the middle of a procedure, so they only take note. Code of the user's, which may call back into
@@ -26,14 +26,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from pxrs.errors import (
-    Conflict,
-    GroupElsewhere,
-    IdentityChanged,
-    OutcomeUnknown,
-    PartitionLost,
-    RegistryUnavailable,
-)
+from pxrs.errors import Conflict, GroupElsewhere, OutcomeUnknown, PartitionLost, RegistryUnavailable
+from pxrs.group.foreign import Foreign, changed, check_meaning, other_ids
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -70,7 +64,6 @@ from pxrs.group.records import (
     partition_of,
     start_key,
 )
-from pxrs.log.contract import Source, TopicLog
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
 
@@ -148,25 +141,6 @@ class Hooks(Protocol):
         """It stays after all: `is_stopping` is cleared as soon as this returns."""
 
     def lost(self, lane: Lane) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Foreign:
-    """What a group reads that is no topic of a hub."""
-
-    key: str
-    """Where the group keeps which id it is read under."""
-    read: SourceRead
-    former_ids: tuple[str, ...] = ()
-    """Other ids that it may have been read under by version 0.1, which wrote no such key."""
-
-
-def foreign_of(keys: Keys, source: Source) -> Foreign | None:
-    """None of a topic. A source whose fingerprint is not known is only known by its id."""
-    if isinstance(source, TopicLog):
-        return None
-    read = SourceRead(source.id, source.name, source.address)
-    return Foreign(f"{keys.sources}{source.fingerprint or source.id}", read, source.former_ids)
 
 
 @dataclass(slots=True)
@@ -282,7 +256,7 @@ class MemberProtocol:
             missing = [number for number in range(self.member.partitions) if number not in there]
             is_told = True
             if self.foreign is not None:
-                is_told, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, has_begun=bool(there))
+                is_told, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, found)
                 put[self.foreign.key] = self.foreign.read.dump()
             if not missing and is_told:
                 return
@@ -297,21 +271,21 @@ class MemberProtocol:
                 if conflicts == ATTEMPTS_MAX:
                     raise
 
-    def _read_foreign(self, ours: Foreign, *, has_begun: bool) -> Steps[tuple[bool, int]]:
-        """Whether the group has it on record as this member gives it, and the version of the key that says so.
+    def _read_foreign(self, ours: Foreign, found: Iterable[Entry]) -> Steps[tuple[bool, int]]:
+        """Whether the group has the source on record as this member gives it, and the version of the key that says so.
 
-        has_begun: the group has checkpoints under this member's id. Raises IdentityChanged if it has none, but some
-        under another id of the same source: this member would begin at its start again."""
-        entry: Entry | None = yield Get(ours.key)
-        known = None if entry is None else SourceRead.load(entry.key, entry.value)
-        if not has_begun:
-            former = dict.fromkeys(ours.former_ids, "")
-            if known is not None:
-                former[known.id] = known.address
-            for id, address in former.items():
-                if id != ours.read.id and (yield Scan(f"{self.keys.checkpoints}{id}/", limit=1)):
-                    raise IdentityChanged(self.keys.group, ours.read.name, ours.read.id, id, address)
-        return known == ours.read, ABSENT if entry is None else entry.version
+        found: the group's checkpoints under this member's id. Raises IdentityChanged, SourceChanged: see `foreign.py`.
+        """
+        entries: list[Entry] = yield Scan(self.keys.sources)
+        known = {entry.key: SourceRead.load(entry.key, entry.value) for entry in entries}
+        checkpoints = {partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value) for entry in found}
+        check_meaning(self.keys.group, ours, known.values(), checkpoints)
+        if not checkpoints:
+            for id, address in other_ids(ours, known.get(ours.key)):
+                if (yield Scan(f"{self.keys.checkpoints}{id}/", limit=1)):
+                    raise changed(self.keys.group, ours, id, address)
+        versions = {entry.key: entry.version for entry in entries}
+        return known.get(ours.key) == ours.read, versions.get(ours.key, ABSENT)
 
     def look(self, now: float) -> Steps[bool]:
         """Read what is, do what follows from it. True if there is more to do at once."""

@@ -130,10 +130,13 @@ class SourceRead(_Record):
     the first checkpoints under its id, so that two members that address the table differently cannot both begin; and it
     keeps the name for when no member is there."""
 
-    id: str
+    id: str = ""
+    """Empty once the group is deleted."""
     name: str = ""
     address: str = ""
     """Where it is, without credentials, to be shown."""
+    meaning: str = ""
+    """Which rows are in which partition, and what an offset is: with another one, its checkpoints mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ class Source(ABC):
     """Other ids that earlier versions may have given to the same source."""
     address: str = ""
     """What is read, for messages: without user and password."""
+    meaning: str = ""
+    """Which messages are in which partition, in words: a group refuses to go on where another one has begun."""
 
     @abstractmethod
     def start(self, partition: int) -> int:

@@ -62,6 +62,10 @@ class Meaning:
     partitions: int
     partitioner: str
 
+    def __str__(self) -> str:
+        key = f"the key column {self.key_column}" if self.key_column is not None else "no key column"
+        return f"{self.partitions} partitions by {self.partitioner}, {key} and the id column {self.id_column}"
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:

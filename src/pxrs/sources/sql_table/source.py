@@ -67,6 +67,7 @@ class SqlTable(Source):
         tells_writers, resolved = self._table.check(settle_s)
         known = identify(engine.url, resolved, meaning, identity, topic.id or None)
         self.id, self.former_ids, self.fingerprint = known.id, known.former_ids, known.fingerprint
+        self.meaning = str(meaning)
         self.address = f"{resolved.names[0]} of {public_url(engine.url)}"
         if settle_s is None:
             settle_s = 0.0 if tells_writers else SETTLE_S_DEFAULT
