@@ -58,7 +58,7 @@ def check_meaning(
         return
     records = [read for read in known if read.id == ours.read.id]
     for read in records:
-        if read.meaning != ours.read.meaning:
+        if read.meaning not in ("", ours.read.meaning):
             raise SourceChanged(group, ours.read.name, read.meaning, ours.read.meaning)
     has_run = any(checkpoint.by not in _NOT_RUN for checkpoint in checkpoints.values())
     count = max(checkpoints) + 1
