@@ -387,7 +387,7 @@ class Hub:
         self.check_registry()
         checked_name(name)
         arguments.flag(InvalidTopic, "exist_ok", exist_ok)
-        arguments.text(InvalidUrl, "url", url, "the address of the database")
+        _check_source_url(url)
         if settle_s is not None:
             settle_s = arguments.seconds(InvalidTopic, "settle_s", settle_s)
         if isinstance(value_columns, str):
@@ -429,7 +429,7 @@ class Hub:
         self._check_usable()
         arguments.text(InvalidTopic, "source", name, "its name")
         if url is not None:
-            arguments.text(InvalidUrl, "url", url, "the address of the database")
+            _check_source_url(url)
         return self._catalog().open(name, url)
 
     def remove_source(self, name: str) -> None:
@@ -733,6 +733,12 @@ class Hub:
 
 def _check_topic_name(given: object) -> None:
     arguments.text(InvalidTopic, "topic", given, "its name")
+
+
+def _check_source_url(given: object) -> None:
+    """Without showing it: there may be a password in it."""
+    if not isinstance(given, str):
+        raise InvalidUrl(f"url is of the type {type(given).__name__}: give the address of the database, a str")
 
 
 def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:

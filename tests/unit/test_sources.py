@@ -648,3 +648,18 @@ def test_a_database_that_cannot_be_reached_is_not_registered_and_its_password_is
         ["source", "add", "e", "--at", shop.at, "--sql-table", url, "--table", "events", "--value-column", "body"],
     )
     assert "hunter2" not in f"{done.output}{done.exception}"
+
+
+@pytest.mark.parametrize(
+    "url", ["postgresql://anna:hunter2@hunter2@db.example/shop", b"postgresql://anna:hunter2@db/s"]
+)
+def test_an_address_that_cannot_be_used_is_refused_without_being_shown(shop: Shop, url: Any) -> None:
+    with pxrs.open("memory:") as hub:
+        shop.add(hub)
+        for call in (
+            lambda: hub.add_source("others", url, table="events", **SETTINGS),
+            lambda: hub.source("events", url),
+        ):
+            with pytest.raises(InvalidUrl) as refused:
+                call()
+            assert "hunter2" not in str(refused.value)

@@ -309,6 +309,8 @@ def _check_database(record: RegisteredSource, url: str) -> None:
         given = make_url(url)
     except (ArgumentError, ValueError):
         return
+    if "@" in (given.host or ""):  # a part of the password is taken for the host: not to be shown
+        return
     (kind, *_, database), (known_kind, *_, known) = place_of(given), place_of(make_url(record.address))
     if (kind, database) != (known_kind, known):
         raise _wrong(record, given)

@@ -127,6 +127,8 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
     except (sqlalchemy.exc.ArgumentError, ValueError):
         # Without the text and without the cause: there may be a password in both.
         raise InvalidUrl("the table's address cannot be read; write postgresql://USER@HOST/DATABASE") from None
+    if "@" in (url.host or ""):  # and so a part of the password is taken for the host, which is shown and stored
+        raise InvalidUrl("the table's address has more than one '@': write '@' in a user name or password as %40")
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise InvalidUrl("a table in SQLite's memory has no address; give the engine")
     url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
