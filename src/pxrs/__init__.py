@@ -24,6 +24,7 @@ from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
 if TYPE_CHECKING:
     from pxrs.consumer import ConsumedBatch, Consumer
     from pxrs.group.admin import GroupDescription, GroupHandle, MemberDescription, PartitionDescription
+    from pxrs.group.lag import TopicLag
     from pxrs.group.member import Timings
     from pxrs.group.records import Home, Paused
     from pxrs.options import ConsumerOptions, ProducerOptions
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from pxrs.queue.items import Item
     from pxrs.queue.listener import Handled, QueueListener
     from pxrs.queue.transaction import Transaction
+    from pxrs.sources.catalog import RegisteredSource
 
 __version__: str
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "QueueHandle",
     "QueueListener",
     "Receipt",
+    "RegisteredSource",
     "Registry",
     "RetentionPlan",
     "Source",
@@ -81,6 +84,7 @@ __all__ = [
     "Timings",
     "Topic",
     "TopicHandle",
+    "TopicLag",
     "TopicLog",
     "TopicPartition",
     "Transaction",
@@ -113,9 +117,11 @@ _LAZY: Final = {
     "Handled": "pxrs.queue.listener",
     "QueueListener": "pxrs.queue.listener",
     "Receipt": "pxrs.outgoing",
+    "RegisteredSource": "pxrs.sources.catalog",
     "Stored": "pxrs.outgoing",
     "TableReceipt": "pxrs.outgoing",
     "Timings": "pxrs.group.member",
+    "TopicLag": "pxrs.group.lag",
     "Transaction": "pxrs.queue.transaction",
 }
 

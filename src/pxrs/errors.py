@@ -223,6 +223,29 @@ class TopicDeleted(UnknownTopic):
         return type(self), (self.topic, self.id, self.is_made_again, self.advice)
 
 
+class UnknownSource(LogError, KeyError):
+    """No source is registered under this name. Register it, or correct the name; `choices` are those that exist."""
+
+    def __init__(self, source: str, choices: Sequence[str] = ()) -> None:
+        self.source, self.choices = source, tuple(choices)
+        super().__init__(source, self.choices)
+
+    def __str__(self) -> str:
+        known = f"; there are {', '.join(self.choices[:10])}" if self.choices else ""
+        return f"no source {self.source!r} is registered{known}; register it with add_source or `pxrs source add`"
+
+
+class SourceExists(LogError):
+    """A source of this name is registered, or a topic has the name; the message says which settings differ. Use it,
+    choose another name, or remove it first."""
+
+
+class WrongSource(LogError):
+    """The address that this process gave for a registered source is that of another database. Nothing was read.
+
+    Correct the address; or, if the database has moved there, register the source again under its id."""
+
+
 class HubMoved(LogError):
     """The hub's directory is not where it was when it was opened: it was renamed or removed, or another one was put in
     its place. This partition was neither written nor read. Open the hub again, where it is now."""
@@ -454,6 +477,40 @@ class GroupElsewhere(GroupError):
 
     def __reduce__(self) -> tuple[type[GroupElsewhere], tuple[str, str, str]]:
         return type(self), (self.group, self.theirs, self.ours)
+
+
+class IdentityChanged(GroupError):
+    """The group has checkpoints of this table under another id, `former`, and none under the id that it has now: the
+    group would start again from the beginning. Nothing was written; the message says how to go on."""
+
+    def __init__(self, group: str, source: str, id: str, former: str, address: str = "") -> None:
+        self.group, self.source, self.id, self.former, self.address = group, source, id, former, address
+        spelled = f", when it was addressed as {address}" if address else ""
+        super().__init__(
+            f"group {group} has checkpoints of {source} under the id {former}{spelled}, and none under {id}, which the "
+            f"table has as it is addressed now: it would start again from the beginning. To go on where the group was, "
+            f"keep the former id, by `pxrs source add {source} --id {former} ...` or sql_table(..., id={former!r}); to "
+            "start anew, use another group"
+        )
+
+    def __reduce__(self) -> tuple[type[IdentityChanged], tuple[str, str, str, str, str]]:
+        return type(self), (self.group, self.source, self.id, self.former, self.address)
+
+
+class SourceChanged(GroupError):
+    """The group has checkpoints of this source that were written for other partitions or keys, so they would not mean
+    the same rows now. Nothing was written. Read it with the former settings, or under another id or group."""
+
+    def __init__(self, group: str, source: str, former: str, now: str) -> None:
+        self.group, self.source, self.former, self.now = group, source, former, now
+        super().__init__(
+            f"group {group} has checkpoints of {source} with {former}, and it is read with {now} now: a checkpoint "
+            "would not mean the same rows. Register it with the former settings; or, to start anew or from an imported "
+            "checkpoint, use another group, or register it under an id of its own"
+        )
+
+    def __reduce__(self) -> tuple[type[SourceChanged], tuple[str, str, str, str]]:
+        return type(self), (self.group, self.source, self.former, self.now)
 
 
 class PartitionLost(GroupError):

@@ -13,7 +13,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -26,14 +26,17 @@ from pxrs import registry as registries
 from pxrs.belonging import Belonging, retain_unread
 from pxrs.errors import (
     Closed,
+    GroupActive,
     InvalidGroup,
     InvalidQueue,
     InvalidRecord,
     InvalidTopic,
     InvalidUrl,
+    NoDirectory,
     OffsetTrimmed,
     PxrsError,
     RetentionPostponed,
+    SourceExists,
     TopicDiffers,
     TopicExists,
     UnknownTopic,
@@ -68,6 +71,8 @@ if TYPE_CHECKING:
     from pxrs.queue.policy import Backoff, Policy
     from pxrs.queue.store import QueueStore
     from pxrs.queue.transaction import Transaction
+    from pxrs.sources.catalog import Catalog, RegisteredSource
+    from pxrs.sources.sql_table import SqlTable
 
 TABLE_SCHEMA: Final = pa.schema(
     [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False), *SCHEMA]
@@ -246,6 +251,7 @@ class Hub:
         """The directory, memory:, or of a hub without a directory the registry's address without a password."""
         self._lease_ttl = lease_ttl
         self._queues: QueueStore | None = None
+        self._sources: Catalog | None = None
         self._log = log
         self._registry = registry if isinstance(registry, Registry) else None
         self._registry_url = registry.url if isinstance(registry, Registry) else registry
@@ -337,6 +343,7 @@ class Hub:
         return TopicHandle(self._create_or_open(topic) if exist_ok else self._create(topic), self)
 
     def _create(self, topic: Topic) -> TopicLog:
+        self._refuse_name_of_source(topic.name)
         if self._belonging is not None:
             self._belonging.begin(keeps_unread=topic.keeps_unread)
         return self._log.create_topic(topic)
@@ -361,6 +368,18 @@ class Hub:
                 raise TopicDiffers(asked.name, differences)
             return found
 
+    def _refuse_name_of_source(self, name: str) -> None:
+        """Topics and registered sources share their names. A registry that cannot be asked does not keep a topic from
+        being made: if the name is a source's, the topic is the one that is found by it."""
+        try:
+            catalog = self._catalog_if_there()
+            is_taken = catalog is not None and catalog.find(name) is not None
+        except PxrsError as error:
+            _logger.warning("topic %s: whether a registered source has this name is not known: %s", name, error)
+            return
+        if is_taken:
+            raise TopicExists(f"{name} is a registered source: choose another name, or remove that first")
+
     def topics(self) -> list[Topic]:
         """All topics that can be opened, in the order of their names. See `damaged_topics` for the others."""
         self._check_usable()
@@ -380,6 +399,133 @@ class Hub:
         self._check_usable()
         _check_topic_name(name)
         return TopicHandle(self._log.topic(name), self)
+
+    # Registered sources: somebody else's table, under a name.
+
+    def add_source(
+        self,
+        name: str,
+        url: str,
+        *,
+        table: str,
+        key_column: str | None = None,
+        value_column: str | None = None,
+        value_columns: Sequence[str] | None = None,
+        id_column: str = "id",
+        timestamp_column: str | None = None,
+        partitions: int = PARTITIONS_DEFAULT,
+        partitioner: str = "xxh64",
+        notify_channel: str | None = None,
+        settle_s: float | timedelta | None = None,
+        poll_s: float | timedelta = 0.2,
+        identity: str | None = None,
+        id: str | None = None,
+        exist_ok: bool = False,
+    ) -> RegisteredSource:
+        """Register a table of a SQL database under a name, to be read wherever a topic is. What is registered.
+
+        The table is opened once, to see that it is there and has these columns. The registry keeps the address without
+        user and password: see `source` for where a process takes those from. The settings are those of
+        `pxrs.sources.sql_table`, and are fixed.
+
+        id:       keep checkpoints under this id, such as one that `pxrs group describe` shows for a table that was read
+                  before it was registered. By default it is computed from the address, the table and the partitions.
+        exist_ok: one of this name and these settings may be registered already.
+        Raises SourceExists, InvalidTopic, InvalidUrl, and ReadFailed if the database cannot be reached.
+        """
+        from pxrs.sources.catalog import RegisteredSource, checked_name
+
+        self.check_registry()
+        checked_name(name)
+        arguments.flag(InvalidTopic, "exist_ok", exist_ok)
+        _check_source_url(url)
+        if settle_s is not None:
+            settle_s = arguments.seconds(InvalidTopic, "settle_s", settle_s)
+        if isinstance(value_columns, str):
+            raise InvalidTopic(f"value_columns is {value_columns!r}: give a list of names")
+        taken = {each.name for each in self._log.topics()} | {each.name for each in self._log.damaged_topics()}
+        if name in taken:
+            raise SourceExists(f"{name} is a topic: choose another name for the source")
+        wanted = RegisteredSource(
+            name,
+            id or "",
+            "",
+            arguments.text(InvalidTopic, "table", table, "its name"),
+            id_column=id_column,
+            key_column=key_column,
+            value_column=value_column,
+            value_columns=None if value_columns is None else tuple(value_columns),
+            timestamp_column=timestamp_column,
+            partitions=partitions,
+            partitioner=partitioner,
+            notify_channel=notify_channel,
+            settle_s=settle_s,
+            poll_s=arguments.seconds(InvalidTopic, "poll_s", poll_s, 0, arguments.DAY_S, above=True),
+        )
+        return self._catalog().add(wanted, url, identity, exist_ok=exist_ok)
+
+    def sources(self) -> list[RegisteredSource]:
+        """The registered sources, in the order of their names."""
+        self._check_usable()
+        catalog = self._catalog_if_there()
+        return [] if catalog is None else catalog.records()
+
+    def source(self, name: str, url: str | None = None) -> SqlTable:
+        """A registered source, to be read without a group. The hub keeps it open for all who ask, and closes it.
+
+        url: the address with user and password. By default that in the environment variable PXRS_SOURCE_<NAME> (in
+             upper case, every other character as `_`), or else the registered address, for which libpq takes PGUSER and
+             PGPASSWORD or PGPASSFILE from the environment.
+        Raises UnknownSource, WrongSource if the address leads to another database, ReadFailed."""
+        self._check_usable()
+        arguments.text(InvalidTopic, "source", name, "its name")
+        if url is not None:
+            _check_source_url(url)
+        return self._catalog().open(name, url)
+
+    def remove_source(self, name: str) -> None:
+        """Forget a registered source. Its table stays as it is, and so do the checkpoints of groups, under the source's
+        id: registered again with the same settings, groups go on where they were.
+
+        Raises UnknownSource, and GroupActive while a group has members that read it."""
+        from pxrs.group.admin import members_of
+
+        self.check_registry()
+        arguments.text(InvalidTopic, "source", name, "its name")
+        catalog = self._catalog()
+        record = catalog.get(name)
+        if readers := members_of(self.registry, record.id):
+            group, member = readers[0]
+            raise GroupActive(f"source {name} is read by {member} of group {group}: stop its members first")
+        catalog.remove(record)
+
+    def readable(self, name: str) -> Source:
+        """A topic, or else a registered source, as groups read it. Raises UnknownTopic, and what `source` raises."""
+        self._check_usable()
+        _check_topic_name(name)
+        try:
+            return self._log.topic(name)
+        except (UnknownTopic, NoDirectory):
+            catalog = self._catalog_if_there()
+            if catalog is None or catalog.find(name) is None:
+                raise
+            return catalog.open(name)
+
+    def _catalog(self) -> Catalog:
+        from pxrs.sources.catalog import Catalog
+
+        registry = self.registry
+        with self._lock:
+            if self._sources is None:
+                self._sources = Catalog(registry)
+            return self._sources
+
+    def _catalog_if_there(self) -> Catalog | None:
+        """None if the registry is a directory that is not there: to look for a name must not make an empty one."""
+        address = parse(self._registry_url)
+        if self._registry is None and address.scheme == "file" and not address.directory().is_dir():
+            return None
+        return self._catalog()
 
     def _kept_by(self, made: K) -> K:
         """Have what this hub made keep the hub, which else closes log and registry when nobody has it any more."""
@@ -477,7 +623,7 @@ class Hub:
     ) -> Consumer:
         """A member of the group, which reads the topic; `options` are those of `Consumer`. Raises UnknownTopic.
 
-        topic:        its name, or anything that is a `Source`.
+        topic:        the name of a topic or of a registered source, or anything that is a `Source`.
         dead_letters: the name of another topic, for messages that a handler fails on; needed by
                       on_error="dead-letter"."""
         from pxrs.consumer import Consumer
@@ -490,10 +636,10 @@ class Hub:
         if isinstance(topic, Source):
             source: Source = topic
         else:
-            _check_topic_name(topic)
-            source = self._log.topic(topic)
-            self.join_registry()
-            home = self.join_registry
+            source = self.readable(topic)
+            if isinstance(source, TopicLog):
+                self.join_registry()
+                home = self.join_registry
         letters: DeadLetterTopic | None = None
         if dead_letters is not None:
             # The topic must be there before the first message fails.
@@ -520,7 +666,8 @@ class Hub:
         raise Closed(f"the hub {self.url} was closed")
 
     def group(self, name: str, *sources: Source) -> GroupHandle:
-        """A group to look at or to administer. Sources that are no topics of this hub are named."""
+        """A group to look at or to administer. It finds the hub's topics and the registered sources; sources that are
+        neither are given."""
         from pxrs.group.admin import GroupHandle
 
         self._check_usable()
@@ -529,7 +676,8 @@ class Hub:
                 raise InvalidGroup(
                     f"the source {arguments.shown(source)} is no Source; topics of this hub need not be named here"
                 )
-        return self._kept_by(GroupHandle(self.registry, name, self._log, sources, self._home_of_topics))
+        catalog = self._catalog()
+        return self._kept_by(GroupHandle(self.registry, name, self._log, sources, self._home_of_topics, catalog))
 
     def _home_of_topics(self) -> Home | None:
         """As `check_registry`, before a group that reads topics is changed. Raises NoDirectory too: without a directory
@@ -614,8 +762,8 @@ class Hub:
             return self._queues
 
     def close(self) -> None:
-        """Close the queues, the consumers, the producers, sending what waits in them, the log and the registry, in this
-        order.
+        """Close the queues, the consumers, the producers, sending what waits in them, the sources, the log and the
+        registry, in this order.
 
         Raises the first error, when all are closed."""
         if os.getpid() != self._pid:
@@ -625,6 +773,8 @@ class Hub:
             closing: list[Callable[[], None]] = [] if self._queues is None else [self._queues.close]
             closing += [consumer.close for consumer in self._consumers]
             closing += [link.close for link in self._producers]
+            if self._sources is not None:
+                closing.append(self._sources.close)
             closing.append(self._log.close)
             if self._registry is not None:
                 closing.append(self._registry.close)
@@ -670,6 +820,12 @@ class Hub:
 
 def _check_topic_name(given: object) -> None:
     arguments.text(InvalidTopic, "topic", given, "its name")
+
+
+def _check_source_url(given: object) -> None:
+    """Without showing it: there may be a password in it."""
+    if not isinstance(given, str):
+        raise InvalidUrl(f"url is of the type {type(given).__name__}: give the address of the database, a str")
 
 
 def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:

@@ -120,7 +120,9 @@ def refusal(result: subprocess.CompletedProcess[str], code: int = 1) -> str:
 
 
 def test_x17_groups_are_listed_for_people_and_machines(group: Path) -> None:
-    assert rows(run(group, "list", "--json")) == [{"group": "billing", "members": 0, "partitions": 2, "lag": 6}]
+    counts = {"group": "billing", "members": 0, "partitions": 2}
+    lag = {"lag": 6, "is_lag_exact": True, "lag_problem": None}
+    assert rows(run(group, "list", "--json")) == [{**counts, **lag}]
     assert run(group, "list").stdout.split() == ["group", "members", "partitions", "lag", "billing", "0", "2", "6"]
 
 

@@ -4,6 +4,7 @@ The archive was made by `tests/golden/0.1/make.py`, which shows what it holds.""
 
 from __future__ import annotations
 
+import sqlite3
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,3 +150,18 @@ def test_the_items_of_queues_are_there_and_can_be_taken(hub: pxrs.Hub) -> None:
             item = tx.take("strict", timeout=5)
             assert item is not None
             assert item.value == f"step-{number}".encode()
+
+
+def test_a_table_can_be_registered_beside_the_topics(hub: pxrs.Hub, old: Path) -> None:
+    assert hub.sources() == []
+    with sqlite3.connect(old / "shop.db") as shop:
+        shop.execute("CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT)")
+        shop.execute("INSERT INTO events (body) VALUES ('paid')")
+    shop.close()
+    hub.add_source("events", f"sqlite:///{old}/shop.db", table="events", value_column="body", partitions=2)
+    before = hub.group("billing").describe()
+    with hub.consumer("events", group="billing", until="end") as inbox:
+        assert [message.value for message in inbox] == [b"paid"]
+    after = hub.group("billing").describe()
+    assert (after.lag, after.is_lag_exact) == (before.lag, True)
+    assert [each.topic for each in after.topics] == ["events", "orders"]

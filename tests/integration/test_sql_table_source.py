@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +19,10 @@ import pyarrow as pa
 import pytest
 import sqlalchemy
 
+import pxrs
 from pxrs.errors import (
     Closed,
+    IdentityChanged,
     InvalidRecord,
     InvalidTopic,
     InvalidUrl,
@@ -28,7 +31,9 @@ from pxrs.errors import (
     PxrsError,
     ReadFailed,
     UsedAfterFork,
+    WrongSource,
 )
+from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import SCHEMA
 from pxrs.partitioner import murmur2, xxh64
 from pxrs.sources import SqlTable, sql_table
@@ -244,7 +249,8 @@ class TestGaps:
         assert (source.start(0), source.end(0), source.read(0, 0)) == (0, 0, [])
         assert source.wait({0: 0}, 0) == set()
 
-    def test_a_quiet_partition_gets_on(self, place: Place) -> None:
+    def test_a_quiet_partition_gets_on(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys.modules["pxrs.sources.sql_table.source"], "SKIP_S", 600.0)
         source = place.open(page_bytes=2000, cache_bytes=1)
         place.insert(*["busy"] * 500)
         quiet = (xxh64(b"busy") % 4 + 1) % 4
@@ -596,6 +602,141 @@ class TestRestart:
             assert source.read(0, 3) == []
         postgres.do("DROP OWNED BY reader")
         postgres.do("DROP ROLE reader")
+
+
+class TestIdentity:
+    """One table has one identity, or the difference is refused where it would restart a group."""
+
+    @pytest.fixture
+    def hub(self, tmp_path: Path) -> Iterator[pxrs.Hub]:
+        with pxrs.open(tmp_path / "data") as hub:
+            yield hub
+
+    def handled(self, hub: pxrs.Hub, source: SqlTable) -> list[int]:
+        with hub.consumer(source, "g", until="end") as inbox:
+            return sorted(message.offset for message in inbox)
+
+    def spelled(self, place: Place, host: str, table: str, **settings: Any) -> SqlTable:
+        url = sqlalchemy.make_url(place.url).set(host=host).render_as_string(hide_password=False)
+        given = {"key_column": "account", "value_column": "body", "partitions": 4}
+        return place._stack.enter_context(sql_table(url, table, **{**given, **settings}))
+
+    def test_x21_a_group_goes_on_through_any_spelling_of_a_table(self, postgres: Place, hub: pxrs.Hub) -> None:
+        spellings = [(host, table) for host in ("localhost", "127.0.0.1") for table in ("orders", "public.orders")]
+        ids = []
+        for number, (host, table) in enumerate(spellings, 1):
+            postgres.insert("a")
+            source = self.spelled(postgres, host, table)
+            assert self.handled(hub, source) == [number], "only what is new"
+            ids.append(source.id)
+        assert len(set(ids)) == 1
+
+    def test_a_table_of_that_name_in_another_schema_is_another_one(self, postgres: Place) -> None:
+        postgres.do("CREATE SCHEMA old")
+        postgres.do(f"CREATE TABLE old.orders ({COLUMNS['postgresql']})")
+        one, other = self.spelled(postgres, "localhost", "orders"), self.spelled(postgres, "localhost", "old.orders")
+        assert one.id != other.id
+        assert one.fingerprint != other.fingerprint
+        assert not {one.id, other.id} & {*one.former_ids, *other.former_ids}
+
+    def test_a_group_that_version_0_1_left_under_another_spelling_is_refused(
+        self, postgres: Place, hub: pxrs.Hub
+    ) -> None:
+        postgres.insert("a", "b")
+        source = self.spelled(postgres, "127.0.0.1", "orders")
+        url = sqlalchemy.make_url(postgres.url)
+        # As that version computed it from the address as it was written.
+        where = ["postgresql", "127.0.0.1", url.port, url.database, "orders", "id", "account", 4, "xxh64"]
+        former = uuid.uuid5(uuid.UUID("6f0b2a55-0a3c-5d0e-9c53-3f6f1d2f7c21"), json.dumps(where)).hex
+        keys = Keys("g")
+        hub.registry.commit(put={keys.checkpoint(former, p): Checkpoint(2).dump() for p in range(4)})
+        with pytest.raises(IdentityChanged, match=f"--id {former}"):
+            hub.consumer(source, "g")
+        record = hub.add_source(
+            "orders", postgres.url, table="orders", id=former, key_column="account", value_column="body", partitions=4
+        )
+        assert record.id == former
+        hub.source("orders", postgres.url)  # with the password, for all that follows
+        with hub.consumer("orders", "g", until="end") as inbox:
+            assert [message.offset for message in inbox] == [2]
+
+    def test_two_host_names_of_one_server_are_noticed_by_what_the_server_says(
+        self, postgres: Place, hub: pxrs.Hub
+    ) -> None:
+        """The ids differ, as nobody can see from the names that it is one host; the group is refused, not restarted."""
+        postgres.insert("a")
+        source = self.spelled(postgres, "127.0.0.1", "orders")
+        assert self.handled(hub, source) == [1]
+        renamed = self.spelled(postgres, "127.1", "orders")  # another way to write the address, as a DNS name would be
+        assert renamed.id != source.id
+        assert source.id not in renamed.former_ids
+        with pytest.raises(IdentityChanged, match=source.id):
+            hub.consumer(renamed, "g")
+        assert self.handled(hub, self.spelled(postgres, "127.1", "orders", id=source.id)) == []
+
+    def test_of_two_members_that_begin_at_once_under_two_ids_one_is_refused(
+        self, postgres: Place, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        postgres.insert("a")
+        one, other = self.spelled(postgres, "127.0.0.1", "orders"), self.spelled(postgres, "127.1", "orders")
+        commit = hub.registry.commit
+
+        def commit_after_the_other(expect: Mapping[str, int] = {}, *rest: Any, **more: Any) -> dict[str, int]:
+            if any(key.startswith(f"groups/g/checkpoints/{one.id}") for key in expect):
+                monkeypatch.setattr(hub.registry, "commit", commit)
+                assert self.handled(hub, other) == [1]
+            return commit(expect, *rest, **more)
+
+        monkeypatch.setattr(hub.registry, "commit", commit_after_the_other)
+        with pytest.raises(IdentityChanged, match=other.id):
+            hub.consumer(one, "g")
+        assert {row.topic_id for row in hub.group("g").describe().partitions} == {other.id}
+
+    def test_credentials_are_not_stored_and_come_from_the_process(
+        self, postgres: Place, hub: pxrs.Hub, server: PostgresServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        settings: dict[str, Any] = {"key_column": "account", "value_column": "body", "partitions": 4}
+        secret = server.password
+        url = postgres.url.replace("postgresql:", "postgresql+psycopg:")
+        record = hub.add_source("orders", url, table="orders", **settings)
+        database = url.rpartition("/")[2]
+        assert record.address == f"postgresql+psycopg://{server.host}:{server.port}/{database}"
+        stored = b"".join(path.read_bytes() for path in (tmp_path / "data").rglob("*") if path.is_file())
+        assert b"sources/orders" in stored
+        assert secret.encode() not in stored
+        assert server.user.encode() + b"@" not in stored
+        monkeypatch.delenv("PGPASSWORD", raising=False)
+        with pytest.raises(ReadFailed) as refused:
+            hub.source("orders")
+        assert secret not in str(refused.value)
+        assert hub.source("orders", postgres.url).id == record.id
+        with pxrs.open(tmp_path / "data") as other:
+            monkeypatch.setenv("PXRS_SOURCE_ORDERS", postgres.url.replace(server.host, "localhost"))
+            assert other.source("orders").end(0) == 0
+        monkeypatch.delenv("PXRS_SOURCE_ORDERS")
+        monkeypatch.setenv("PGUSER", server.user)
+        monkeypatch.setenv("PGPASSWORD", secret)
+        with pxrs.open(tmp_path / "data") as other:
+            assert other.source("orders").end(0) == 0
+            with pytest.raises(WrongSource) as wrong:
+                other.source("orders", server.create_database(f"t{next(_numbers)}") + "?application_name=x")
+            assert secret not in str(wrong.value)
+
+    def test_a_server_that_cannot_be_asked_leaves_the_lag_unknown_and_shows_no_password(
+        self, postgres: Place, hub: pxrs.Hub, server: PostgresServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        postgres.insert("a")
+        hub.add_source("orders", postgres.url, table="orders", value_column="body", partitions=4)
+        hub.source("orders", postgres.url)
+        hub.group("g").import_checkpoint(1, "orders")
+        assert hub.group("g").describe().lag_text == "<= 1"
+        monkeypatch.setenv("PXRS_SOURCE_ORDERS", postgres.url.replace(server.password, "hunter2hunter2"))
+        with pxrs.open(tmp_path / "data") as other:
+            found = other.group("g").describe()
+        assert found.lag is None
+        assert "authentication" in str(found.lag_problem)
+        assert "hunter2" not in str(found.lag_problem)
+        assert {row.topic for row in found.partitions} == {"orders"}
 
 
 class TestWaiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,7 +122,9 @@ def check_times(line: str) -> set[str]:
 def test_every_time_in_json_is_rfc_3339_in_utc(
     data: str, call: Call, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    at, registry = ("--at", data), f"{data}/registry"
+    at, registry, table = ("--at", data), f"{data}/registry", f"sqlite:///{tmp_path}/t.db"
+    with sqlite3.connect(tmp_path / "t.db") as database:
+        database.execute("CREATE TABLE t (id INTEGER PRIMARY KEY AUTOINCREMENT, v TEXT)")
     with pxrs.open(data) as hub:
         key = hub.registry.scan("queues/")[0].key
     with_json = {
@@ -133,6 +136,10 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
         "group describe": [("group", "describe", "billing", *at)],
         "group reset": [("group", "reset", "billing", "--to", "0", "--force", "--yes", *at)],
         "group import-checkpoint": [("group", "import-checkpoint", "new", "0", "--topic", "orders", *at)],
+        "source add": [("source", "add", "table", "--table", "t", "--sql-table", table, "--value-column", "v", *at)],
+        "source list": [("source", "list", *at)],
+        "source describe": [("source", "describe", "table", *at)],
+        "source remove": [("source", "remove", "table", "--yes", *at)],
         "queue list": [("queue", "list", *at)],
         "queue describe": [("queue", "describe", "mail", *at)],
         "queue depth": [("queue", "depth", "mail", *at)],
@@ -154,6 +161,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
                 times.setdefault(path, set()).update(check_times(line))
     assert times["group describe"] == {"since", "when"}
     assert times["tail"] == {"timestamp"}
+    assert times["source list"] == {"since"}
     assert times["queue describe"] == {"created"}
     assert times["queue take"] == {"put_at"}
     assert times["queue dead list"] == {"put_at", "died_at"}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from pxrs.group.admin import GroupDescription, MemberDescription, PartitionDescription
+from pxrs.group.lag import TopicLag
 from pxrs.group.records import Paused
 
 T = 1_700_000_000.0
@@ -24,6 +25,7 @@ def row(partition: int, **more: object) -> PartitionDescription:
         "start": 0,
         "end": 1_205,
         "lag": 5,
+        "is_lag_exact": True,
         "paused": None,
     }
     return PartitionDescription("orders", "id", partition, **{**fields, **more})  # type: ignore[arg-type]
@@ -52,7 +54,7 @@ def test_a_description_prints_as_tables_of_members_and_partitions() -> None:
             lag=None,
         ),
     )
-    found = GroupDescription("billing", 4, "i1", MEMBERS, rows)
+    found = GroupDescription("billing", 4, "i1", MEMBERS, rows, (TopicLag("orders", "id", False, 15, True),))
     assert str(found).splitlines() == [
         "group billing: 2 members, 4 partitions, generation 4, lag 15",
         "",
@@ -71,10 +73,22 @@ def test_a_description_prints_as_tables_of_members_and_partitions() -> None:
 
 
 def test_a_description_without_members_has_no_table_of_them() -> None:
-    lines = str(GroupDescription("g", 1, None, (), (row(0, lag=0),))).splitlines()
+    lines = str(GroupDescription("g", 1, None, (), (row(0, lag=0),), ())).splitlines()
     assert lines[0] == "group g: 0 members, 1 partition, generation 1, lag 0"
     assert [line.split()[0] for line in lines[2:]] == ["topic", "orders"]
-    assert str(GroupDescription("g", 1, None, (), ())) == "group g: 0 members, 0 partitions, generation 1, lag 0"
+    assert str(GroupDescription("g", 1, None, (), (), ())) == "group g: 0 members, 0 partitions, generation 1, lag 0"
+
+
+def test_a_lag_that_is_a_bound_or_is_not_known_is_shown_as_that() -> None:
+    rows = (row(0, is_lag_exact=False), row(1, lag=None, is_lag_exact=False))
+    bound = GroupDescription("g", 1, None, (), rows, (TopicLag("events", "id", True, 5, False),))
+    assert str(bound).splitlines()[0].endswith(", lag <= 5")
+    assert [line.split()[5] for line in str(bound).splitlines()[3:]] == ["<=", "-"]
+    problem = "the lag in events is not known: no route to \x1b host"
+    unknown = GroupDescription("g", 1, None, (), (), (TopicLag("events", "id", True, None, False, problem),))
+    first, _, last = str(unknown).splitlines()
+    assert first.endswith(", lag unknown")
+    assert last == "the lag in events is not known: no route to \\x1b host"
 
 
 def test_a_description_needs_no_package_of_the_command_line() -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import pxrs
-from pxrs.cli import group, pipeline, queue, registry, topic, worker
+from pxrs.cli import group, pipeline, queue, registry, source, topic, worker
 from pxrs.cli.demo.command import demo
 from pxrs.cli.terminal import error_text, tell_error
 from pxrs.errors import PxrsError
@@ -24,6 +24,7 @@ app.add_typer(
     registry.app, name="registry", help="Look into a registry, print the SQL that it needs, give a hub to it."
 )
 app.add_typer(topic.app, name="topic", help="Make, list, describe and delete topics.")
+app.add_typer(source.app, name="source", help="Register tables of SQL databases, to be read as topics are.")
 app.add_typer(group.app, name="group", help="Look at consumer groups, move them, forget them.")
 app.add_typer(queue.app, name="queue", help="Make work queues, put into them, take from them, look at them.")
 app.add_typer(pipeline.app, name="pipeline", help="Run the Spark pipelines of a file.")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 import pxrs
 from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
-from pxrs.cli.terminal import cell, console, indented, is_terminal, seconds_field, show
+from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupDescription, GroupHandle, groups
 from pxrs.group.positions import To
@@ -48,20 +48,26 @@ PAUSE_S: Final = 0.1
 
 @app.command("list")
 def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """List the groups, how many members each has, and how far behind they are."""
+    """List the groups, how many members each has, and how far behind they are.
+
+    A lag such as `<= 12` is an upper bound, as of tables; one that is `unknown` is explained below the list.
+    """
     with open_hub(at, registry) as hub:
         found = list(_describe_all(hub))
     if as_json:
         for each in found:
-            counts = {"members": len(each.members), "partitions": len(each.partitions), "lag": each.lag}
-            typer.echo(json.dumps({"group": each.name, **counts}))
+            counts = {"members": len(each.members), "partitions": len(each.partitions)}
+            typer.echo(json.dumps({"group": each.name, **counts, **_lag(each)}))
         return
     table = Table("group", box=None, header_style="bold")
     for column in ("members", "partitions", "lag"):
         table.add_column(column, justify="right")
     for each in found:
-        table.add_row(each.name, str(len(each.members)), str(len(each.partitions)), f"{each.lag:,}")
+        table.add_row(each.name, str(len(each.members)), str(len(each.partitions)), each.lag_text)
     show(table)
+    for each in found:
+        if each.lag_problem is not None:
+            echo(printable(f"{each.name}: {each.lag_problem}"))
 
 
 @app.command()
@@ -76,6 +82,7 @@ def describe(
 ) -> None:
     """Show a group's members, and of each partition the owner, epoch, checkpoint, lag, and what holds it up.
 
+    A lag such as `<= 12` is an upper bound: of a table it counts ids, those of other partitions included.
     Below partitions that a message holds up stands where its handler raised; not with --watch. With --watch and --json,
     one line for each change.
     """
@@ -147,7 +154,7 @@ def import_checkpoint(
     topic: Annotated[str, typer.Option(help="What the group will read.")],
     offset: Annotated[
         int | None,
-        typer.Argument(min=0, help="The next message to read, of a topic with one partition."),
+        typer.Argument(min=0, help="The next message to read, of a table or of a topic with one partition."),
     ] = None,
     partition: Pairs = None,
     force: Annotated[bool, typer.Option("--force", help="Replace checkpoints that are there.")] = False,
@@ -158,7 +165,8 @@ def import_checkpoint(
     """Start a group from the checkpoint of a consumer that was there before, with a single OFFSET or --partition.
 
     A topic with several partitions counts its offsets in each of them, so it takes --partition for each, and refuses a
-    single OFFSET. Checkpoints that are there are left as they are without --force.
+    single OFFSET. The ids of a table are shared by all its partitions: OFFSET is the last id that was handled, plus 1.
+    Checkpoints that are there are left as they are without --force.
     """
     if (offset is None) == (not partition):
         raise typer.BadParameter("give either OFFSET or --partition")
@@ -276,7 +284,11 @@ def _plain(found: GroupDescription) -> dict[str, Any]:
     for each in plain["partitions"]:
         if each["paused"] is not None:
             each["paused"] = _with_time(each["paused"], "when")
-    return {"group": plain.pop("name"), "lag": found.lag, **plain}
+    return {"group": plain.pop("name"), **_lag(found), **plain}
+
+
+def _lag(found: GroupDescription) -> dict[str, Any]:
+    return {"lag": found.lag, "is_lag_exact": found.is_lag_exact, "lag_problem": found.lag_problem}
 
 
 def _with_time(fields: dict[str, Any], name: str) -> dict[str, Any]:
@@ -289,11 +301,11 @@ def _with_time(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> RenderableType:
     head = Text.assemble(
-        (found.name, "bold"), f"  generation {found.generation}  members {len(found.members)}  lag {found.lag:,}"
+        (found.name, "bold"), f"  generation {found.generation}  members {len(found.members)}  lag {found.lag_text}"
     )
     members = _table(MEMBER_COLUMNS, member_rows(found))
     partitions = _table(PARTITION_COLUMNS, partition_rows(found))
-    held: list[Text] = []
+    held = [Text(printable(each.problem)) for each in found.topics if each.problem is not None]
     paused = [row for row in found.partitions if row.paused is not None]
     for traceback, rows in groupby(paused, lambda row: row.traceback):  # many may fail at the same line
         held += [Text.assemble((place_text(row), "bold red"), f" {pause_text(row)}") for row in rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,7 +19,9 @@ import pxrs
 from pxrs.cli.input import Interrupts, interrupted, interrupted_again, is_typed, tell_typist
 from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
-from pxrs.errors import DamagedFrame, InvalidRecord, LogError, TopicExists, UnknownTopic
+from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicExists, UnknownTopic
+from pxrs.log.contract import Source
+from pxrs.log.messages import messages_of
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
 from pxrs.producer import MESSAGE_BYTES_MAX, Producer
 from pxrs.wording import counted, printable, rfc3339
@@ -84,6 +86,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the topics, and how many messages each holds. Exit code 1 if any is damaged."""
     with open_hub(at, registry, needs_log=True) as hub:
         rows = _rows(hub)
+        sources = 0 if as_json else _count_sources(hub)
     if as_json:
         for row in rows:
             plain = {"topic": row.name, "partitions": row.partitions, "messages": row.messages}
@@ -99,8 +102,19 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
             counts = ["-" if count is None else f"{count:,}" for count in (row.partitions, row.messages)]
             table.add_row(row.name, *counts, *([cell(row.damage or "")] if is_damaged else []))
         show(table)
+        if sources:
+            typer.echo(f"and {counted(sources, 'registered source')}: see `pxrs source list`", err=True)
     if any(row.damage is not None for row in rows):
         raise typer.Exit(1)
+
+
+def _count_sources(hub: pxrs.Hub) -> int:
+    """0 also if the registry cannot be asked: topics are listed without it."""
+    try:
+        return len(hub.sources())
+    except PxrsError as error:
+        tell_error(f"registered sources are not known: {error_text(error)}", type(error).__name__)
+        return 0
 
 
 class _Row(NamedTuple):
@@ -262,36 +276,47 @@ def tail(
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Print the last messages of a topic, and with -f each new one as it arrives.
+    """Print the last messages of a topic or registered source, and with -f each new one as it arrives.
 
     On a terminal control characters are shown escaped, such as \\x07. With --json nothing is lost: key, value and the
     value of each header are text if their bytes are UTF-8; if not, key_base64 or value_base64 stands in their place.
     """
-    with pxrs.open(at, registry) as hub:
-        handle = hub.topic(topic)
-        partitions = range(handle.topic.partitions)
-        positions = {p: max(handle.start(p), handle.end(p) - last) for p in partitions}
-        found: list[Message] = []
-        for p in partitions:
-            end = handle.end(p)
-            found += _until(handle.messages(p, positions[p]), end)
-            positions[p] = end
-        found.sort(key=lambda message: message.timestamp)
+    with open_hub(at, registry) as hub:
+        source = hub.readable(topic)
+        positions = dict(enumerate(source.ends()))
+        found = _last(source, positions, last)
+        # The ids of a table are in the order of arrival; it need not have times.
+        found.sort(key=lambda message: message.offset if source.has_gaps else message.timestamp)
         for message in found[len(found) - min(last, len(found)) :]:
             _print(message, as_json)
         while follow:
-            for p in sorted(handle.wait(positions, 60.0)):
-                end = handle.end(p)
-                for message in _until(handle.messages(p, positions[p]), end):
+            for p in sorted(source.wait(positions, 60.0)):
+                end = source.end(p)
+                for message in _messages(source, p, positions[p], end):
                     _print(message, as_json)
                 positions[p] = end
 
 
-def _until(messages: Iterator[Message], end: int) -> Iterator[Message]:
-    for message in messages:
-        if message.offset >= end:
-            return
-        yield message
+def _last(source: Source, ends: Mapping[int, int], count: int) -> list[Message]:
+    """At least the last `count` messages before these ends, if there are so many, in the order of their partitions.
+
+    The offsets of a table have gaps, so that it may take several tries, each from further back."""
+    back = count
+    while count:
+        begins = {p: max(source.start(p), end - back) for p, end in ends.items()}
+        found = [message for p, end in ends.items() for message in _messages(source, p, begins[p], end)]
+        is_whole = not source.has_gaps or all(begins[p] <= source.start(p) for p in ends)
+        if is_whole or len(found) >= count:
+            return found
+        back *= 4
+    return []
+
+
+def _messages(source: Source, partition: int, offset: int, end: int) -> Iterator[Message]:
+    while offset < end and (batches := source.read(partition, offset)):
+        for batch in batches:
+            yield from messages_of(batch.within(offset, end), source.name, partition)
+            offset = batch.next_offset
 
 
 def _print(message: Message, as_json: bool) -> None:

@@ -99,7 +99,9 @@ def worker(
             help="The directory of the hub; a queue needs none where --registry is given.",
         ),
     ] = None,
-    topic: Annotated[str | None, typer.Option(metavar="TOPIC", help="What the group reads.")] = None,
+    topic: Annotated[
+        str | None, typer.Option(metavar="TOPIC", help="What the group reads: a topic, or a registered source.")
+    ] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP")] = None,
     queue: Annotated[
         str | None, typer.Option(metavar="QUEUE", help="Take items from a queue, in place of --topic and --group.")

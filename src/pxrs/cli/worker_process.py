@@ -170,7 +170,7 @@ class Process:
             hub.queue(self._settings.queue)
             return
         assert self._settings.topic is not None
-        topic = hub.topic(self._settings.topic)
+        topic = hub.readable(self._settings.topic)
         dead_letters = self._settings.options.get("dead_letters")
         if dead_letters is not None:
             check_other_topic(topic.name, topic.id, hub.topic(dead_letters).id)

@@ -20,29 +20,31 @@ ends a change half-way, run it again: each of them may be repeated.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Final, Protocol
+from typing import Final
 
 import pyarrow as pa
 
 from pxrs import arguments
 from pxrs.errors import (
     Conflict,
-    DamagedFrame,
     GroupActive,
     GroupElsewhere,
     GroupError,
     InvalidGroup,
     NoDirectory,
+    PxrsError,
     UnknownGroup,
     UnknownTopic,
 )
+from pxrs.group.foreign import check_meaning, foreign_of
+from pxrs.group.lag import Seen, TopicLag
 from pxrs.group.positions import Offsets, To, resolve_offsets, resolve_position
 from pxrs.group.projection import projection_of
+from pxrs.group.readables import Readables, Sources, Topics, advice, is_topic_id
 from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import (
     GROUP_NAME,
@@ -55,19 +57,18 @@ from pxrs.group.records import (
     Member,
     Owner,
     Paused,
+    SourceRead,
     Starts,
     gate_key,
     partition_of,
     start_key,
 )
-from pxrs.group.text import group_text
-from pxrs.log.contract import DamagedTopic
-from pxrs.model import Topic
+from pxrs.group.text import group_text, lag_text
+from pxrs.log.contract import Source
 from pxrs.registry.contract import ABSENT, Entry, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
-_logger: Final = logging.getLogger(__name__)
 
 _SCHEMA: Final = pa.schema(
     [
@@ -83,22 +84,13 @@ _SCHEMA: Final = pa.schema(
         pa.field("start", pa.int64()),
         pa.field("end", pa.int64()),
         pa.field("lag", pa.int64()),
+        pa.field("is_lag_exact", pa.bool_(), nullable=False),
         pa.field("paused_at", pa.int64()),
         pa.field("error", pa.string()),
         pa.field("error_type", pa.string()),
         pa.field("traceback", pa.string()),
     ]
 )
-
-
-class Topics(Protocol):
-    """Where topics are looked up. A `Hub` does, and so does a `Log`."""
-
-    def topics(self) -> Sequence[Topic]: ...
-
-    def damaged_topics(self) -> Sequence[DamagedTopic]: ...
-
-    def topic(self, name: str) -> Offsets: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +127,11 @@ class PartitionDescription:
     start: int | None
     end: int | None
     lag: int | None
-    """How many messages are there to be read; None if the topic or the checkpoint is not there."""
+    """How many messages are there to be handled, or at most so many; None if the topic or the checkpoint is not there
+    or cannot be looked at."""
+    is_lag_exact: bool
+    """False if `lag` is an upper bound, as of a table, where it counts the ids of other partitions too; or if it is
+    None."""
     paused: Paused | None
     """The message that holds the partition up, and why."""
 
@@ -165,11 +161,31 @@ class GroupDescription:
     """An incarnation that is there."""
     members: tuple[MemberDescription, ...]
     partitions: tuple[PartitionDescription, ...]
+    topics: tuple[TopicLag, ...]
+    """How far the group is behind in each topic and source that it reads."""
 
     @property
-    def lag(self) -> int:
-        """Of all partitions whose lag is known."""
-        return sum(row.lag or 0 for row in self.partitions)
+    def lag(self) -> int | None:
+        """How many messages are there to be handled, in all topics and sources together, or at most so many: see
+        `is_lag_exact`. None if that is not known of one of them: `lag_problem` says why."""
+        lags = [each.lag for each in self.topics]
+        return None if None in lags else sum(lag for lag in lags if lag is not None)
+
+    @property
+    def is_lag_exact(self) -> bool:
+        """False if `lag` is an upper bound, or None."""
+        return all(each.is_exact for each in self.topics)
+
+    @property
+    def lag_problem(self) -> str | None:
+        """Why `lag` is None, and what to do about it."""
+        problems = [each.problem for each in self.topics if each.problem is not None]
+        return "; ".join(problems) or None
+
+    @property
+    def lag_text(self) -> str:
+        """The lag for people: `12`, `<= 12` if it is an upper bound, or `unknown`."""
+        return lag_text(self.lag, self.is_lag_exact)
 
     def to_arrow(self) -> pa.Table:
         """A row for each partition."""
@@ -198,11 +214,24 @@ class _State:
     owners: dict[Place, tuple[Owner, int]] = field(default_factory=dict)
     checkpoints: dict[Place, tuple[Checkpoint, int]] = field(default_factory=dict)
     paused: dict[Place, tuple[Paused, int]] = field(default_factory=dict)
+    sources: dict[str, SourceRead] = field(default_factory=dict)
+    """What the group reads that is no topic of a hub, by id, as members have called it."""
+    source_versions: dict[str, int] = field(default_factory=dict)
+    """Of the keys of these."""
+    home: Home = field(default_factory=Home)
+    """The hub whose topics the group reads."""
 
     @property
     def is_there(self) -> bool:
         """A leader and owners alone are what a deleted group leaves behind."""
         return bool(self.members or self.checkpoints)
+
+    def of(self, topic: str) -> dict[int, Checkpoint]:
+        """The checkpoints of one topic or source, by partition."""
+        return {number: each for (id, number), (each, _) in self.checkpoints.items() if id == topic}
+
+    def offsets(self, topic: str) -> dict[int, int]:
+        return {number: each.offset for number, each in self.of(topic).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +283,17 @@ def groups(registry: Registry) -> list[str]:
     return sorted(found)
 
 
+def members_of(registry: Registry, topic: str) -> list[tuple[str, str]]:
+    """The members of all groups that read the topic or source with this id: (group, member's name)."""
+    found = []
+    for group in groups(registry):
+        for entry in registry.scan(Keys(group).members):
+            member = Member.load(entry.key, entry.value)
+            if member.topic == topic:
+                found.append((group, member.name))
+    return found
+
+
 class GroupHandle:
     """A group by name. It need not be there: what needs it to be raises UnknownGroup."""
 
@@ -264,16 +304,15 @@ class GroupHandle:
         topics: Topics,
         sources: Iterable[Offsets] = (),
         home: Callable[[], Home | None] | None = None,
+        registered: Sources | None = None,
     ) -> None:
-        """sources: what the group reads beside the `topics`, such as somebody else's table.
+        """sources: what the group reads beside the `topics` and the `registered` sources, such as somebody's table.
         home:    gives the identity of the hub that the `topics` are of, and raises WrongRegistry if its groups may not
                  be changed through this registry. Asked before every change that concerns one of the `topics`."""
         self.name = name
         self._keys = Keys(name)
         self._home = (lambda: None) if home is None else home
-        self._registry, self._topics, self._sources = registry, topics, tuple(sources)
-        self._told: set[str] = set()
-        """Ids of damaged topics that were logged: `describe` may be called every second."""
+        self._registry, self._readables = registry, Readables(topics, sources, registered)
         self._hub: object = None
         """The hub that made this handle. It closes its log and registry with its last reference, which is here."""
 
@@ -288,7 +327,10 @@ class GroupHandle:
         leader = state.leader[0].incarnation if state.leader else None
         names = self._names(state)
         # Read after the checkpoints: an end is never behind them.
-        ranges = {topic: self._ranges(topic) for topic in {topic for topic, _ in _places(state)}}
+        places = _places(state)
+        seen = {
+            topic: self._look(state, topic, names.get(topic, topic)) for topic in sorted({topic for topic, _ in places})
+        }
         return GroupDescription(
             self.name,
             assignment.generation,
@@ -306,8 +348,14 @@ class GroupHandle:
                 for incarnation, member in sorted(state.members.items(), key=lambda each: (each[1].since, each[0]))
             ),
             tuple(
-                _describe(state, assignment, (topic, number), names.get(topic, topic), ranges[topic].get(number))
-                for topic, number in sorted(_places(state), key=lambda place: (names.get(place[0], place[0]), place))
+                _describe(state, assignment, (topic, number), names.get(topic, topic), seen[topic])
+                for topic, number in sorted(places, key=lambda place: (names.get(place[0], place[0]), place))
+            ),
+            tuple(
+                sorted(
+                    (each.total(names.get(id, id), id, state.offsets(id)) for id, each in seen.items()),
+                    key=lambda each: (each.topic, each.topic_id),
+                )
             ),
         )
 
@@ -392,6 +440,7 @@ class GroupHandle:
         for at in range(0, len(members), size):
             self._registry.commit(delete=members[at : at + size])
         self._retire_leader(state)
+        self._retire_sources(state)
         self._project()
 
     def retry(self, topic: str, partition: int) -> None:
@@ -449,58 +498,59 @@ class GroupHandle:
                 state.checkpoints[partition_of(key)] = Checkpoint.load(key, value), version
             elif key.startswith(keys.paused):
                 state.paused[partition_of(key)] = Paused.load(key, value), version
+            elif key.startswith(keys.sources):
+                read = SourceRead.load(key, value)
+                if read.id:
+                    state.sources[read.id], state.source_versions[key] = read, version
+            elif key == keys.home:
+                state.home = Home.load(key, value)
         return state
 
     def _names(self, state: _State) -> dict[str, str]:
-        """Of topics by id, also of those that only a member still knows."""
-        names = {member.topic: member.topic_name for member in state.members.values()}
-        names |= {source.id: source.name for source in self._sources}
-        names |= {damaged.id: damaged.name for damaged in self._topics.damaged_topics() if damaged.id is not None}
-        return names | {topic.id: topic.name for topic in self._topics.topics()}
+        """Of topics and sources by id, also of those that only the group or a member still knows."""
+        names = {id: read.name for id, read in state.sources.items() if read.name}
+        names |= {member.topic: member.topic_name for member in state.members.values()}
+        return names | self._readables.names()
 
-    def _find(self, id: str) -> Offsets | None:
-        """What has this id; None if it is gone. Raises DamagedFrame if it is a topic that cannot be opened."""
-        for source in self._sources:
-            if source.id == id:
-                return source
-        for topic in self._topics.topics():
-            if topic.id == id:
-                try:
-                    found = self._topics.topic(topic.name)
-                except UnknownTopic:  # deleted just now
-                    return None
-                return found if found.id == id else None
-        for damaged in self._topics.damaged_topics():
-            if damaged.id == id:
-                raise damaged.error
-        return None
+    def _look(self, state: _State, id: str, name: str) -> Seen:
+        """How far a topic or source reaches. If it cannot be looked at, why: where the group is can be told all the
+        same."""
+        seen = self._readables.look(id, name, state.offsets(id))
+        if seen is not None:
+            return seen
+        return Seen(is_source=True, is_deleted=self._is_deleted_topic(state, id), problem=_missing(name, id, state))
 
-    def _ranges(self, id: str) -> dict[int, tuple[int, int]]:
-        """The start and end of each partition; none of a topic that is gone, or that is damaged: where the group is
-        can be told all the same."""
+    def _is_deleted_topic(self, state: _State, id: str) -> bool:
+        """Whether what has this id was a topic of this hub, and nothing else that cannot be looked at from here."""
+        if not is_topic_id(id) or id in state.sources:
+            return False
         try:
-            source = self._find(id)
-            if source is None:
-                return {}
-            return {number: (source.start(number), source.end(number)) for number in range(source.partitions)}
-        except UnknownTopic:
-            return {}
-        except DamagedFrame as error:
-            if id not in self._told:
-                self._told.add(id)
-                fields = {"group": self.name, "topic": id}
-                _logger.warning("group %s: the lag in topic %s is not known: %s", self.name, id, error, extra=fields)
-            return {}
+            home = self._home()
+        except PxrsError:  # this process has another registry than the hub, or cannot tell
+            return False
+        return home is None or state.home.hub in ("", home.hub)
 
     def _source(self, name: str) -> Offsets:
         arguments.text(InvalidGroup, "topic", name, "its name")
-        found = [source for source in self._sources if name in (source.name, source.id)]
-        return found[0] if found else self._topics.topic(name)
+        try:
+            return self._readables.named(name)
+        except UnknownTopic:
+            for id, read in self._read().sources.items():
+                if name in (id, read.name):
+                    raise GroupError(advice(read.name, id, read)) from None
+            raise
 
     def _read_sources(self, state: _State) -> list[Offsets]:
-        """What the group reads and what is still there."""
+        """What the group reads and what is still there. Raises GroupError if it reads a source that is not registered:
+        to leave that out would do half of what was asked."""
         ids = sorted({id for id, _ in _places(state)} | {member.topic for member in state.members.values()})
-        sources = [source for id in ids if (source := self._find(id)) is not None]
+        names = self._names(state)
+        sources = []
+        for id in ids:
+            if (source := self._readables.find(id)) is not None:
+                sources.append(source)
+            elif not self._is_deleted_topic(state, id):
+                raise GroupError(f"{_missing(names.get(id, id), id, state)}; or name the topic that is meant")
         if not sources:
             raise GroupError(f"group {self.name} reads no topic that is still there; name one, or delete the group")
         return sorted(sources, key=lambda source: source.name)
@@ -511,10 +561,17 @@ class GroupHandle:
         state = self._read()
         if not state.is_there:
             raise UnknownGroup(self.name)
-        ids = [id for id, name in self._names(state).items() if name == topic] or [topic]
+        names = self._names(state)
+        ids = [id for id, name in names.items() if name == topic] or [topic]
         for id in ids:  # a deleted topic's name may be another one's now
             if (id, partition) in state.paused:
                 return self._keys.pause(id, partition), *state.paused[id, partition]
+        nameless = sorted(id for id, number in state.paused if number == partition and id not in names)
+        if ids == [topic] and nameless:
+            raise GroupError(
+                f"group {self.name} reads nothing that is called {topic}, and has paused partition {partition} of a "
+                f"source that is not registered: {_missing(nameless[0], nameless[0], state)}; or give its id as TOPIC"
+            )
         raise GroupError(
             f"group {self.name} has not paused partition {partition} of {topic}: there is nothing to decide"
         )
@@ -522,12 +579,12 @@ class GroupHandle:
     def _check_hub(self) -> None:
         """Raise WrongRegistry before anything else is said: of a group that is not in this registry but in the hub's,
         it would be wrong to say that it is unknown. If there are sources of no hub, the change itself decides."""
-        if not self._sources:
+        if not self._readables.sources:
             self._home()
 
     def _check_registry(self, topics: Iterable[str]) -> Home | None:
         """The identity of the hub, if any of the topics with these ids is of it; else None. Raises WrongRegistry."""
-        foreign = {source.id for source in self._sources}
+        foreign = self._readables.foreign_ids()
         return self._home() if any(topic not in foreign for topic in topics) else None
 
     def _check_idle(self, state: _State, force: bool) -> None:
@@ -576,6 +633,13 @@ class GroupHandle:
             guard.expect[self._keys.home] = ABSENT if entry is None else entry.version
             guard.put[self._keys.home] = home.dump()
         for source in sources:
+            foreign = foreign_of(self._keys, source) if isinstance(source, Source) else None
+            if foreign is not None:  # in one commit with its first checkpoints: see `SourceRead`
+                state = self._read()
+                check_meaning(self.name, foreign, state.sources.values(), state.of(source.id))
+                entry = self._registry.get(foreign.key)
+                guard.expect[foreign.key] = ABSENT if entry is None else entry.version
+                guard.put[foreign.key] = foreign.read.dump()
             if source.keeps_unread:
                 entry = self._registry.get(start_key(source.id))
                 guard.starts[source.id] = Starts() if entry is None else Starts.load(entry.key, entry.value)
@@ -675,6 +739,14 @@ class GroupHandle:
         if projection is not None:
             projection.refresh()
 
+    def _retire_sources(self, state: _State) -> None:
+        """Forget under which ids the group has read its sources: it may begin under others."""
+        for key, version in state.source_versions.items():
+            try:
+                self._registry.commit({key: version}, {key: SourceRead().dump()})
+            except Conflict:
+                continue  # a member has joined since, and has written what it reads
+
     def _retire_leader(self, state: _State) -> None:
         """Refuse what the last leader may still have on its way, then forget what it has assigned."""
         if state.leader is None:
@@ -696,15 +768,19 @@ def _places(state: _State) -> set[Place]:
     return {*state.checkpoints, *state.paused, *owned}
 
 
-def _describe(
-    state: _State, assignment: Assignment, place: Place, name: str, bounds: tuple[int, int] | None
-) -> PartitionDescription:
+def _missing(name: str, id: str, state: _State) -> str:
+    """What is to be done about something that the group reads and that is not known here."""
+    read = state.sources.get(id)
+    if read is None and is_topic_id(id) and state.home.place:
+        return f"{name} is no topic of this hub: the group reads the hub at {state.home.place}"
+    return advice(name, id, read)
+
+
+def _describe(state: _State, assignment: Assignment, place: Place, name: str, seen: Seen) -> PartitionDescription:
     owner, _ = state.owners.get(place, (NOBODY, ABSENT))
     checkpoint = state.checkpoints[place][0] if place in state.checkpoints else None
-    start, end = bounds or (None, None)
-    lag = None
-    if checkpoint is not None and start is not None and end is not None:
-        lag = max(0, end - max(checkpoint.offset, start))
+    start, end = seen.extents[place[1]] if place[1] < seen.count else (None, None)
+    lag = seen.partition_lag(place[1], None if checkpoint is None else checkpoint.offset)
     return PartitionDescription(
         name,
         *place,
@@ -719,5 +795,6 @@ def _describe(
         start=start,
         end=end,
         lag=lag,
+        is_lag_exact=lag is not None and (lag == 0 or not seen.has_gaps),
         paused=state.paused[place][0] if place in state.paused else None,
     )

@@ -54,6 +54,7 @@ from pxrs.errors import (
 )
 from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
+from pxrs.group.foreign import foreign_of
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
 from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, Holding, MemberProtocol, Steps, drive
@@ -586,6 +587,7 @@ class GroupMember:
             keys_max=self._registry.limits.commit_keys_max,
             handover_s=self.timings.handover_timeout,
             home=home,
+            foreign=foreign_of(self.keys, source),
             keeps_unread=source.keeps_unread,
         )
         self._drive(self._protocol.join())

@@ -30,7 +30,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from pxrs.errors import Closed
-from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, partition_of
+from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, SourceRead, partition_of
 from pxrs.registry.contract import Entry, Registry
 from pxrs.registry.watch import Watch
 from pxrs.wording import microseconds, rfc3339
@@ -55,7 +55,9 @@ def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> di
     state = _State(keys, entries)
     if not state.members and not state.checkpoints:
         return {}  # a leader and owners alone are what a deleted group leaves behind
-    known = {member.topic: member.topic_name for member in state.members.values() if member.topic not in names}
+    known = {read.id: read.name for read in state.sources if read.name}
+    known |= {member.topic: member.topic_name for member in state.members.values()}
+    known = {topic: name for topic, name in known.items() if topic not in names}
     names = _distinct({**known, **names})
     files = {"members.json": _json(state.list_members(names)), "owners.json": _json(state.list_owners(names))}
     for (topic, partition), checkpoint in state.checkpoints.items():
@@ -79,6 +81,7 @@ class _State:
         self.owners: dict[tuple[str, int], Owner] = {}
         self.checkpoints: dict[tuple[str, int], Checkpoint] = {}
         self.leader, self.assignment = Leader("", 0), Assignment(0)
+        self.sources: list[SourceRead] = []
         for key, value in ((entry.key, entry.value) for entry in entries):
             if key.startswith(keys.members):
                 self.members[key.removeprefix(keys.members)] = Member.load(key, value)
@@ -86,6 +89,8 @@ class _State:
                 self.owners[partition_of(key)] = Owner.load(key, value)
             elif key.startswith(keys.checkpoints):
                 self.checkpoints[partition_of(key)] = Checkpoint.load(key, value)
+            elif key.startswith(keys.sources):
+                self.sources.append(SourceRead.load(key, value))
             elif key == keys.leader:
                 self.leader = Leader.load(key, value)
             elif key == keys.assignment:

@@ -14,6 +14,8 @@ Invariants, each with the mutation of the simulator that breaks without it:
 - Of a topic that keeps what is unread, a start is written down only if retention has not moved `topics/<id>/start`
   since it was read, and the same commit bumps `topics/<id>/gate`, which retention expects (O10).
 - A reply that was lost leaves the version unknown: it is read again, and nothing is concluded from not seeing it (R5).
+- What is no topic of a hub is read under one id, by whatever address: the first checkpoints are written in one commit
+  with `groups/<group>/sources/...`, which names the id, expecting its version (see `foreign.py`).
 - A pause is written at most once, in one commit with a checkpoint that names the failure: see `pause`.
 
 The hooks are called in the middle of a procedure, so they only take note. Code of the user's, which may call back into
@@ -34,6 +36,7 @@ from pxrs.errors import (
     PartitionLost,
     RegistryUnavailable,
 )
+from pxrs.group.foreign import Foreign, changed, check_meaning, other_ids
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -65,6 +68,7 @@ from pxrs.group.records import (
     Member,
     Owner,
     Paused,
+    SourceRead,
     Starts,
     gate_key,
     partition_of,
@@ -76,7 +80,8 @@ from pxrs.registry.lease import Lease
 ATTEMPTS_MAX: Final = 100
 """How often a commit is tried again because another one was faster."""
 PIN_KEYS: Final = 3
-"""What a commit of starts names beside the checkpoints: the group's hub, and the topic's `start` and gate."""
+"""What a commit of starts names at most beside the checkpoints: of a topic the group's hub, and the topic's `start` and
+gate; of a source that is no topic, the key that names it."""
 PAUSE_ATTEMPTS_MAX: Final = 10
 TAKEN: Final = "another member owns it, or the leader or an administrator has taken it from this member"
 LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
@@ -182,6 +187,8 @@ class MemberProtocol:
     handover_s: float
     home: Home | None = None
     """The hub that the topic is of; None for a source that belongs to none, which is not checked."""
+    foreign: Foreign | None = None
+    """What is read, if it is no topic of a hub."""
     keeps_unread: bool = False
     """Whether the topic's retention spares what groups have yet to read: then starts are written through the gate."""
     held: dict[int, Holding] = field(default_factory=dict)
@@ -302,7 +309,11 @@ class MemberProtocol:
             found = yield Scan(f"{self.keys.checkpoints}{topic}/")
             there = {partition_of(entry.key)[1] for entry in found}
             missing = [number for number in range(self.member.partitions) if number not in there]
-            if not missing:
+            is_told = True
+            if self.foreign is not None:
+                is_told, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, found)
+                put[self.foreign.key] = self.foreign.read.dump()
+            if not missing and is_told:
                 return
             for number in missing[: max(1, self.keys_max - PIN_KEYS)]:
                 key = self.keys.checkpoint(topic, number)
@@ -314,6 +325,22 @@ class MemberProtocol:
                 conflicts += 1
                 if conflicts == ATTEMPTS_MAX:
                     raise
+
+    def _read_foreign(self, ours: Foreign, found: Iterable[Entry]) -> Steps[tuple[bool, int]]:
+        """Whether the group has the source on record as this member gives it, and the version of the key that says so.
+
+        found: the group's checkpoints under this member's id. Raises IdentityChanged, SourceChanged: see `foreign.py`.
+        """
+        entries: list[Entry] = yield Scan(self.keys.sources)
+        known = {entry.key: SourceRead.load(entry.key, entry.value) for entry in entries}
+        checkpoints = {partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value) for entry in found}
+        check_meaning(self.keys.group, ours, known.values(), checkpoints)
+        if not checkpoints:
+            for id, address in other_ids(ours, known.get(ours.key)):
+                if (yield Scan(f"{self.keys.checkpoints}{id}/", limit=1)):
+                    raise changed(self.keys.group, ours, id, address)
+        versions = {entry.key: entry.version for entry in entries}
+        return known.get(ours.key) == ours.read, versions.get(ours.key, ABSENT)
 
     def look(self, now: float) -> Steps[bool]:
         """Read what is, do what follows from it. True if there is more to do at once."""

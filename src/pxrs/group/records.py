@@ -8,6 +8,7 @@
     groups/<group>/paused/<topic id>/<partition>    a message that could not be handled, and why
     groups/<group>/hub                              the hub whose topics the group reads (G7)
     groups/<group>/assignor                         the assignor of the members that are there
+    groups/<group>/sources/<fingerprint or id>      a source that is no topic: its name, and the id of its checkpoints
 
 and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
 
@@ -52,6 +53,7 @@ class Keys:
         self.paused = f"{self.root}paused/"
         self.home = f"{self.root}hub"
         self.assignor = f"{self.root}assignor"
+        self.sources = f"{self.root}sources/"
 
     def member(self, incarnation: str) -> str:
         return f"{self.members}{incarnation}"
@@ -131,6 +133,21 @@ class ChosenAssignor(_Record):
     in a version that names its own assignor: see `MemberProtocol._agree`."""
 
     assignor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRead(_Record):
+    """A source that the group reads and that is no topic of a hub, such as a table. It is written in one commit with
+    the first checkpoints under its id, so that two members that address the table differently cannot both begin; and it
+    keeps the name for when no member is there."""
+
+    id: str = ""
+    """Empty once the group is deleted."""
+    name: str = ""
+    address: str = ""
+    """Where it is, without credentials, to be shown."""
+    meaning: str = ""
+    """Which rows are in which partition, and what an offset is: with another one, its checkpoints mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,13 @@ PARTITION_COLUMNS: Final = (
 def group_text(found: GroupDescription) -> str:
     """One line about the group, then a table of its members, one of its partitions, and why partitions are paused."""
     members, partitions = counted(len(found.members), "member"), counted(len(found.partitions), "partition")
-    parts = [f"group {found.name}: {members}, {partitions}, generation {found.generation}, lag {found.lag:,}"]
+    parts = [f"group {found.name}: {members}, {partitions}, generation {found.generation}, lag {found.lag_text}"]
     if found.members:
         parts.append(_table(MEMBER_COLUMNS, member_rows(found)))
     if found.partitions:
         parts.append(_table(PARTITION_COLUMNS, partition_rows(found)))
+    if problems := [printable(each.problem) for each in found.topics if each.problem is not None]:
+        parts.append("\n".join(problems))
     if paused := [f"{place_text(row)} {pause_text(row)}" for row in found.partitions if row.paused is not None]:
         parts.append("\n".join(paused))
     return "\n\n".join(parts)
@@ -72,13 +74,21 @@ def partition_rows(found: GroupDescription) -> list[tuple[str, ...]]:
         (
             printable(row.topic),
             str(row.partition),
-            *("-" if number is None else f"{number:,}" for number in (row.epoch, row.checkpoint, row.end, row.lag)),
+            *("-" if number is None else f"{number:,}" for number in (row.epoch, row.checkpoint, row.end)),
+            "-" if row.lag is None else lag_text(row.lag, row.is_lag_exact),
             printable(_owner(row, names)),
             time_text(row.when),
             printable(row.by or ""),
         )
         for row in found.partitions
     ]
+
+
+def lag_text(lag: int | None, is_exact: bool) -> str:
+    """A lag for people."""
+    if lag is None:
+        return "unknown"
+    return f"{lag:,}" if is_exact else f"<= {lag:,}"
 
 
 def place_text(row: PartitionDescription) -> str:

@@ -65,6 +65,17 @@ class Source(ABC):
     """Retention removes nothing that a group has yet to read, so whoever gives a group a checkpoint must go through the
     gate that retention expects (`pxrs.group.retention`)."""
 
+    # Of sources that are no topics of a hub. See `pxrs.sources.sql_table.identity` for what they protect from.
+    fingerprint: str | None = None
+    """Names what is read, and what its offsets mean, however it is addressed; None if that is not known. A group reads
+    one fingerprint under one id."""
+    former_ids: tuple[str, ...] = ()
+    """Other ids that earlier versions may have given to the same source."""
+    address: str = ""
+    """What is read, for messages: without user and password."""
+    meaning: str = ""
+    """Which messages are in which partition, in words: a group refuses to go on where another one has begun."""
+
     @abstractmethod
     def start(self, partition: int) -> int:
         """The first offset that is still there."""
@@ -77,6 +88,16 @@ class Source(ABC):
         """The end of each partition, as `end` tells it; not all at one moment. For a reader that asks often: a log may
         make this cheaper than so many calls of `end`."""
         return [self.end(partition) for partition in range(self.partitions)]
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Of each partition the first offset, and the one behind the last message that can be seen: for the lag of a
+        group. Of a table this includes rows that are not final, which `read` does not hand out yet."""
+        return [(self.start(partition), end) for partition, end in enumerate(self.ends())]
+
+    def was_given_out(self, partition: int, offset: int) -> bool:
+        """Whether a checkpoint may be here: every offset before it is that of a message that is or was there, or of a
+        gap. False if the source counts anew, or is an older copy than the checkpoint."""
+        return offset <= self.end(partition)
 
     @abstractmethod
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:

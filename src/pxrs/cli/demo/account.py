@@ -16,6 +16,7 @@ from itertools import pairwise
 from pxrs.cli.demo.orders import Order, Totals
 from pxrs.cli.demo.orders import totals as totals_of
 from pxrs.cli.demo.sender import Place
+from pxrs.group.text import lag_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Made:
     """In Parquet, once for each window that has ended."""
     dead_letters: Sequence[tuple[str, str]]
     """Where each came from, and why."""
-    lag: int
+    lag: int | None
 
 
 def spark_lines(sent: Sequence[tuple[Place, Order]], topic: str, closed_before: datetime, made: Made) -> list[Line]:
@@ -106,7 +107,7 @@ def spark_lines(sent: Sequence[tuple[Place, Order]], topic: str, closed_before: 
         Line("Spark: right totals in Parquet", f"{len(closed):,}", _equal(closed, made.archived)),
         Line("Spark: their sum in Parquet", _money(closed.values()), _money(total for _, total in made.archived)),
         Line("Spark: dead letters, with place and reason", f"{len(bad):,}", _same(bad, made.dead_letters)),
-        Line("Spark: lag, read outside Spark", "0", f"{made.lag:,}"),
+        Line("Spark: lag, read outside Spark", "0", lag_text(made.lag, is_exact=True)),
     ]
 
 

@@ -118,9 +118,10 @@ class Spark:
         """How many messages each query has done, as the registry has it."""
         return {name: self._done(group) for name, group in self.groups.items()}
 
-    def lag(self) -> int:
-        """Of all its groups, as the registry has it."""
-        return sum(self._hub.group(group).describe().lag for group in self.groups.values())
+    def lag(self) -> int | None:
+        """Of all its groups, as the registry has it; None if it is not known of one of them."""
+        lags = [self._hub.group(group).describe().lag for group in self.groups.values()]
+        return None if None in lags else sum(lag for lag in lags if lag is not None)
 
     def ask_to_stop(self) -> None:
         assert self.process.stdin is not None

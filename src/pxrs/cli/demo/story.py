@@ -213,7 +213,7 @@ class Demo:
             lines.append(
                 Line("late commit of the zombie", "refused", "refused" if self._workers[1].refused else "taken")
             )
-        lines.append(Line("workers: lag", "0", f"{self._group.describe().lag:,}"))
+        lines.append(Line("workers: lag", "0", self._group.describe().lag_text))
         dead: dict[str, int] = {}
         if self._spark is not None:
             spark = self._spark

@@ -19,14 +19,13 @@ On failure a read raises ReadFailed and has changed nothing. Settling begins ane
 
 from __future__ import annotations
 
-import json
-import uuid
+import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
 from pxrs.model import PARTITIONS_DEFAULT, Topic
+from pxrs.sources.sql_table.identity import Meaning, checked_id
 from pxrs.sources.sql_table.settling import Settling
 from pxrs.sources.sql_table.source import SqlTable
 from pxrs.sources.sql_table.table import Columns
@@ -39,7 +38,8 @@ __all__ = ["Settling", "SqlTable", "sql_table"]
 POLL_S_DEFAULT: Final = 0.2
 PAGE_BYTES_DEFAULT: Final = 4 << 20
 CACHE_BYTES_DEFAULT: Final = 32 << 20
-_IDENTITY: Final = uuid.UUID("6f0b2a55-0a3c-5d0e-9c53-3f6f1d2f7c21")
+CONNECT_S_MAX: Final = 10
+"""How long a connection to PostgreSQL may take, unless the address or PGCONNECT_TIMEOUT says otherwise."""
 _DRIVERS: Final = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
 
 
@@ -56,6 +56,7 @@ def sql_table(
     partitioner: str = "xxh64",
     name: str | None = None,
     identity: str | None = None,
+    id: str | None = None,
     notify_channel: str | None = None,
     poll_s: float = POLL_S_DEFAULT,
     settle_s: float | None = None,
@@ -70,6 +71,7 @@ def sql_table(
                       UUIDs. Without it, or where it is null, the id decides
     timestamp_column  the message's time; without a zone it is taken as UTC. Without it, messages are of 1970
     identity          names the table in place of its address, for checkpoints to stay when the address changes
+    id                the id under which checkpoints are kept, in place of the one that is computed from the address
     notify_channel    PostgreSQL: look when somebody says NOTIFY there, instead of every `poll_s` seconds
     settle_s          hold rows back for so long after they were first seen; see docs/sources.md for who needs it
     page_bytes, cache_bytes  how much is read at a time, and kept for the other partitions
@@ -85,19 +87,20 @@ def sql_table(
             raise InvalidTopic(f"{table}: {setting} is {given}; give more than 0")
     if settle_s is not None and not settle_s >= 0:
         raise InvalidTopic(f"{table}: settle_s is {settle_s}; give seconds")
+    if id is not None and identity is not None:
+        raise InvalidTopic(f"{table}: give identity or id, one of them")
     columns = Columns(id_column, key_column, value_column, tuple(value_columns or ()), timestamp_column)
+    # Checks name, partition count and partitioner; the id is known when the database has been asked.
+    topic = Topic(table if name is None else name, "" if id is None else checked_id(id), partitions, partitioner)
     engine, is_ours = _engine_of(url_or_engine)
     try:
         return SqlTable(
             engine,
             table,
             columns,
-            topic=Topic(
-                table if name is None else name,
-                _id_of(engine, table, columns, partitions, partitioner, identity),
-                partitions,
-                partitioner,
-            ),
+            topic=topic,
+            meaning=Meaning(id_column, key_column, partitions, partitioner),
+            identity=identity,
             is_ours=is_ours,
             notify_channel=notify_channel,
             poll_s=poll_s,
@@ -124,11 +127,17 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
     except (sqlalchemy.exc.ArgumentError, ValueError):
         # Without the text and without the cause: there may be a password in both.
         raise InvalidUrl("the table's address cannot be read; write postgresql://USER@HOST/DATABASE") from None
+    if "@" in (url.host or ""):  # and so a part of the password is taken for the host, which is shown and stored
+        raise InvalidUrl("the table's address has more than one '@': write '@' in a user name or password as %40")
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise InvalidUrl("a table in SQLite's memory has no address; give the engine")
     url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+    limits: dict[str, int] = {}
+    is_limited = "connect_timeout" in url.query or "PGCONNECT_TIMEOUT" in os.environ
+    if url.drivername == "postgresql+psycopg" and not is_limited:
+        limits["connect_timeout"] = CONNECT_S_MAX
     try:
-        return sqlalchemy.create_engine(url, pool_pre_ping=True, pool_size=2), True
+        return sqlalchemy.create_engine(url, pool_pre_ping=True, pool_size=2, connect_args=limits), True
     except sqlalchemy.exc.NoSuchModuleError:
         raise InvalidUrl(f"{url.drivername}: SQLAlchemy knows no such database") from None
     except ImportError as error:
@@ -136,18 +145,3 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
         raise MissingDependency(
             f"{url.drivername} needs {error.name}: pip install 'pxrs[{extra}]'", name=error.name
         ) from error
-
-
-def _id_of(
-    engine: Engine, table: str, columns: Columns, partitions: int, partitioner: str, identity: str | None
-) -> str:
-    """The same in every process, and for no other table, count of partitions or meaning of its ids (G7)."""
-    url = engine.url
-    where: list[Any] = ["identity", identity]
-    if identity is None:
-        database = url.database
-        if engine.dialect.name == "sqlite" and database not in (None, "", ":memory:"):
-            database = str(Path(str(database)).resolve())
-        port = url.port or (5432 if engine.dialect.name == "postgresql" else None)
-        where = [engine.dialect.name, url.host, port, database, table]
-    return uuid.uuid5(_IDENTITY, json.dumps([*where, columns.id, columns.key, partitions, partitioner])).hex

@@ -16,6 +16,7 @@ from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Source
 from pxrs.model import Topic
 from pxrs.partitioner import hash_named
+from pxrs.sources.sql_table.identity import Meaning, identify, public_url
 from pxrs.sources.sql_table.listener import Listener
 from pxrs.sources.sql_table.pages import Page, Pages, append, cut
 from pxrs.sources.sql_table.settling import Settling
@@ -23,7 +24,7 @@ from pxrs.sources.sql_table.table import Columns, Rows, Table
 from pxrs.wording import counted
 
 if TYPE_CHECKING:
-    from sqlalchemy.engine import Engine
+    from sqlalchemy.engine import URL, Engine
 
 SETTLE_S_DEFAULT: Final = 5.0
 """Where the database does not tell who is still writing: neither PostgreSQL nor SQLite."""
@@ -32,7 +33,10 @@ NOTIFIED_POLL_S: Final = 30.0
 FIRST_END_S_MAX: Final = 10.0
 FIRST_LOOK_S: Final = 0.02
 SKIP_IDS: Final = 10_000
-"""A position so far behind is worth moving, although there is no message for it."""
+"""`wait` names a partition whose position can pass so many ids of other partitions, though it has no message."""
+SKIP_S: Final = 1.0
+"""`wait` names a partition whose position could pass any ids of other partitions for so long. So the checkpoint of a
+partition without messages follows the others, and a group that has handled everything has no lag."""
 _PAGE_OVERHEAD: Final = 1024
 
 
@@ -48,6 +52,8 @@ class SqlTable(Source):
         columns: Columns,
         *,
         topic: Topic,
+        meaning: Meaning,
+        identity: str | None,
         is_ours: bool,
         notify_channel: str | None,
         poll_s: float,
@@ -55,10 +61,15 @@ class SqlTable(Source):
         page_bytes: int,
         cache_bytes: int,
     ) -> None:
-        self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
+        """topic: its name, partition count and partitioner; its id if that is given and not computed."""
+        self.name, self.partitions = topic.name, topic.partitions
         self._hash = hash_named(topic.partitioner)
         self._table = Table(engine, table, columns, self.name)
-        tells_writers = self._table.check(settle_s)
+        tells_writers, resolved = self._table.check(settle_s)
+        known = identify(engine.url, resolved, meaning, identity, topic.id or None)
+        self.id, self.former_ids, self.fingerprint = known.id, known.former_ids, known.fingerprint
+        self.meaning = str(meaning)
+        self.address = f"{resolved.names[0]} of {public_url(engine.url)}"
         if settle_s is None:
             settle_s = 0.0 if tells_writers else SETTLE_S_DEFAULT
         self._columns, self._poll_s, self._page_bytes, self._is_ours = columns, poll_s, page_bytes, is_ours
@@ -70,6 +81,8 @@ class SqlTable(Source):
         self._drawn_end: int | None = None
         self._pages = Pages(cache_bytes)
         self._empty: dict[int, tuple[int, int]] = {}
+        self._passable: dict[int, tuple[int, float]] = {}
+        """By partition: a position that could pass ids of other partitions, and since when, on the monotonic clock."""
         self._changed = threading.Condition()
         self._news = 0
         self._is_closed = False
@@ -86,6 +99,19 @@ class SqlTable(Source):
         with one writer's transaction open since before this source was, nobody can say which rows are final."""
         self._check_usable(partition)
         return self._settled_end()
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Ids that can be seen, also those that are not final yet: `read` hands these out later. Waits for nothing."""
+        self._check_usable()
+        with self._lock:
+            first = self._table.first_id()
+            self._visible_end, self._drawn_end = self._table.visible_end(), None
+            return [(self._visible_end if first is None else first, self._visible_end)] * self.partitions
+
+    def was_given_out(self, partition: int, offset: int) -> bool:
+        self._check_usable(partition)
+        with self._lock:
+            return self._is_reachable(offset)
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         self._check_usable(partition)
@@ -131,7 +157,7 @@ class SqlTable(Source):
                 return ready
             if not is_complete:
                 continue
-            pause = self._pause_s()
+            pause = self._pause_s(positions)
             with self._changed:
                 if self._news == news and not self._is_closed:
                     self._changed.wait(pause if left is None else min(pause, left))
@@ -160,6 +186,15 @@ class SqlTable(Source):
             self._listener.close()
         if self._is_ours:
             self._table.engine.dispose()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def url(self) -> URL:
+        """The address as it was given, with its password: not to be shown."""
+        return self._table.engine.url
 
     def __enter__(self) -> SqlTable:
         return self
@@ -209,6 +244,7 @@ class SqlTable(Source):
                 if offset >= end and not self._is_reachable(offset):
                     ready.add(partition)  # its read says what is wrong
                 position, may_ask = offset, True
+                is_passable = self._has_been_passable(partition, offset, end)
                 while position < end and partition not in ready:
                     page = self._page_in_memory(partition, position)
                     if page is None and not may_ask:
@@ -221,9 +257,21 @@ class SqlTable(Source):
                         break
                     position = page.end
                     self._note_empty(partition, offset, position)
-                    if position - offset >= SKIP_IDS:
+                    if position - offset >= SKIP_IDS or is_passable:
                         ready.add(partition)
         return ready, is_complete
+
+    def _has_been_passable(self, partition: int, offset: int, end: int) -> bool:
+        """Whether the position has been behind the end, with no message for it, for `SKIP_S`. Only under the lock."""
+        if offset >= end:
+            self._passable.pop(partition, None)
+            return False
+        now = time.monotonic()
+        known, since = self._passable.get(partition, (None, now))
+        if known == offset:
+            return now - since >= SKIP_S
+        self._passable[partition] = offset, now
+        return False
 
     def _page_in_memory(self, partition: int, offset: int) -> Page | None:
         start, end = self._empty.get(partition, (0, 0))
@@ -261,10 +309,13 @@ class SqlTable(Source):
         size = sum(ids.nbytes + records.nbytes + _PAGE_OVERHEAD for ids, records in parts.values()) + _PAGE_OVERHEAD
         return Page(start, rows.last + 1 if rows.is_cut else until, parts, size)
 
-    def _pause_s(self) -> float:
+    def _pause_s(self, positions: Mapping[int, int]) -> float:
         # The end of a transaction that wrote nothing, or was rolled back, is announced by nobody.
         is_told = self._listener is not None and self._listener.is_listening and not self._settling.is_waiting
-        return max(NOTIFIED_POLL_S, self._poll_s) if is_told else self._poll_s
+        pause = max(NOTIFIED_POLL_S, self._poll_s) if is_told else self._poll_s
+        with self._lock:
+            dues = [self._passable[each][1] + SKIP_S for each in positions if each in self._passable]
+        return min([pause, *(max(0.01, due - time.monotonic()) for due in dues)])
 
     def _check_usable(self, partition: int = 0) -> None:
         # Before any lock is touched: in a forked child another thread may have held it.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pxrs.errors import InvalidRecord, InvalidTopic, ReadFailed
 from pxrs.model import EPOCH
 from pxrs.sources.sql_table.cells import as_json, key_bytes, micros
+from pxrs.sources.sql_table.identity import Resolved, place_of, shown_url, without_secrets
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Connection, Engine
@@ -43,6 +44,15 @@ WHERE t.attrelid = :relation AND t.attname = :id_column AND (
 _LAST_VALUE: Final = """
 SELECT CASE WHEN has_sequence_privilege(CAST(:sequence AS oid), 'SELECT, USAGE')
     THEN coalesce(pg_sequence_last_value(CAST(CAST(:sequence AS oid) AS regclass)), 0) END
+"""
+_SCHEMA_OF: Final = """
+SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = :relation
+"""
+_MAY_ASK: Final = """
+SELECT coalesce(has_function_privilege(to_regprocedure('pg_control_system()'), 'EXECUTE'), false)
+"""
+_DATABASE: Final = """
+SELECT s.system_identifier, d.oid FROM pg_control_system() s, pg_database d WHERE d.datname = current_database()
 """
 _SQLITE_MADE: Final = "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = :name COLLATE NOCASE"
 _SQLITE_LAST: Final = "SELECT max(seq) FROM sqlite_sequence WHERE name = :name COLLATE NOCASE"
@@ -80,7 +90,7 @@ class Table:
 
         self.engine, self._columns, self._name = engine, columns, name
         self.dialect: str = engine.dialect.name
-        self.address = engine.url.render_as_string(hide_password=True)
+        self.address = shown_url(engine.url)
         self._sa = sqlalchemy
         schema, _, bare = table.rpartition(".")
         self._schema, self._bare = schema or None, bare
@@ -89,8 +99,9 @@ class Table:
         self._relation: int | None = None
         self._sequence: int | None = None
 
-    def check(self, settle_s: float | None) -> bool:
-        """Whether the database tells who is writing. Raises InvalidTopic if the table is not as it must be."""
+    def check(self, settle_s: float | None) -> tuple[bool, Resolved]:
+        """Whether the database tells who is writing, and which table the name finds. Raises InvalidTopic if the table
+        is not as it must be."""
         with self._connection() as connection:
             inspector = self._sa.inspect(connection)
             try:
@@ -105,11 +116,14 @@ class Table:
                 raise InvalidTopic(f"{self._full_name}: {self._columns.id} is {kind}, and must be an integer")
             if self.dialect == "postgresql":
                 return self._check_postgresql(connection, settle_s)
-        return self.dialect == "sqlite"
+        mark = None
+        if self.dialect == "sqlite" and (path := place_of(self.engine.url)[3]) not in (None, "", ":memory:"):
+            mark = f"sqlite {path} {self._bare.lower()}"
+        return self.dialect == "sqlite", Resolved(mark, (self._full_name,))
 
-    def _check_postgresql(self, connection: Connection, settle_s: float | None) -> bool:
+    def _check_postgresql(self, connection: Connection, settle_s: float | None) -> tuple[bool, Resolved]:
         text = self._sa.text
-        quoted = self.engine.dialect.identifier_preparer.format_table(self._from)
+        quoted = self._quoted(self._bare, self._schema)
         question = "SELECT c.oid, c.relkind, pg_is_in_recovery() FROM pg_class c WHERE c.oid = to_regclass(:name)"
         oid, kind, is_standby = connection.execute(text(question), {"name": quoted}).one()
         given = {"relation": oid, "id_column": self._columns.id}
@@ -127,7 +141,23 @@ class Table:
             )
         self._relation = None if doubt else oid
         self._sequence = None if sequence is None or is_standby else sequence[0]
-        return True
+        return True, self._resolve_postgresql(connection, oid)
+
+    def _resolve_postgresql(self, connection: Connection, oid: int) -> Resolved:
+        """The names of the table, and what PostgreSQL itself calls it: the server by the identifier that it was made
+        with, the database and the table by their oids."""
+        text = self._sa.text
+        schema: str = connection.execute(text(_SCHEMA_OF), {"relation": oid}).scalar_one()
+        bare = connection.execute(text("SELECT CAST(to_regclass(:name) AS oid)"), {"name": self._quoted(self._bare)})
+        full = f"{schema}.{self._bare}"
+        names = (self._bare, full) if bare.scalar() == oid else (full,)
+        if not connection.execute(text(_MAY_ASK)).scalar():
+            return Resolved(None, names)
+        system, database = connection.execute(text(_DATABASE)).one()
+        return Resolved(f"postgresql {system} {database} {oid}", names)
+
+    def _quoted(self, bare: str, schema: str | None = None) -> str:
+        return self.engine.dialect.identifier_preparer.format_table(self._sa.table(bare, schema=schema))
 
     def visible_end(self) -> int:
         with self._connection() as connection:
@@ -238,8 +268,7 @@ class Table:
             yield
         except drivers as error:
             text = str(getattr(error, "orig", None) or error)
-            if self.engine.url.password:
-                text = text.replace(str(self.engine.url.password), "***")
+            text = without_secrets(text, self.engine.url)
             raise ReadFailed(f"{self.address}: {self._full_name}: {text}") from None
 
     def _value_bytes(self, row: Any) -> bytes | None:

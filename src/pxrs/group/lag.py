@@ -1,0 +1,89 @@
+"""How far a group is behind: what is exact, what is an upper bound, and what is not known.
+
+- A topic counts the offsets of each partition by itself and without gaps: its lag is exact.
+- A table's offsets are its ids, which all partitions share, and which have gaps. The lag of a partition counts all ids
+  from its checkpoint on, also those of rows in other partitions: it is an upper bound. The lag of the whole table
+  counts each id once, from the lowest checkpoint on: an upper bound too. Both are exactly 0 when every checkpoint has
+  passed the last row, and not before.
+- What cannot be looked at, because the database cannot be reached or nobody has registered the table, has a lag that is
+  not known. It is never shown as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Extent = tuple[int, int]
+"""The first offset of a partition, and the one behind the last message that can be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopicLag:
+    """How far a group is behind in one topic or source."""
+
+    topic: str
+    """Its name, or its id if the name is not known."""
+    topic_id: str
+    is_source: bool
+    """It is no topic of the hub: somebody else's table."""
+    lag: int | None
+    """How many messages are there to be handled, or at most so many; None if that is not known."""
+    is_exact: bool
+    """False if `lag` is an upper bound or None."""
+    problem: str | None = None
+    """Why `lag` is None, and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What could be learned of a topic or source: its extents, or why there are none."""
+
+    extents: Sequence[Extent] = ()
+    has_gaps: bool = False
+    is_source: bool = False
+    problem: str | None = None
+    is_deleted: bool = False
+    """A topic of this hub that is gone: there is nothing left to handle."""
+
+    def partition_lag(self, partition: int, checkpoint: int | None) -> int | None:
+        if self.problem is not None or checkpoint is None or partition >= len(self.extents):
+            return None
+        return _behind(checkpoint, self.extents[partition])
+
+    def total(self, topic: str, topic_id: str, checkpoints: Mapping[int, int]) -> TopicLag:
+        """checkpoints: by partition."""
+        if self.is_deleted:
+            return TopicLag(topic, topic_id, False, 0, True)
+        if self.problem is not None:
+            return TopicLag(topic, topic_id, self.is_source, None, False, self.problem)
+        if not self.has_gaps:
+            lag = sum(_behind(at, self.extents[number]) for number, at in checkpoints.items() if number < self.count)
+            return TopicLag(topic, topic_id, self.is_source, lag, True)
+        # A partition without a checkpoint has everything before it.
+        lowest = min((checkpoints.get(number, 0) for number in range(self.count)), default=0)
+        start, end = min(each[0] for each in self.extents), max(each[1] for each in self.extents)
+        lag = _behind(lowest, (start, end))
+        return TopicLag(topic, topic_id, self.is_source, lag, lag == 0)
+
+    @property
+    def count(self) -> int:
+        return len(self.extents)
+
+
+def beyond(
+    seen: Seen, checkpoints: Mapping[int, int], was_given_out: Callable[[int, int], bool]
+) -> tuple[int, int] | None:
+    """A partition whose checkpoint the source cannot have reached, and that checkpoint; None if there is none. A lag of
+    0 would be wrong there: what comes next is not read, or comes again.
+
+    The extents were read after the checkpoints, so only a source that counts anew or is an old copy is behind them."""
+    for number, checkpoint in sorted(checkpoints.items()):
+        if number < seen.count and checkpoint > seen.extents[number][1] and not was_given_out(number, checkpoint):
+            return number, checkpoint
+    return None
+
+
+def _behind(checkpoint: int, extent: Extent) -> int:
+    start, end = extent
+    return max(0, end - max(checkpoint, start))

@@ -1,0 +1,163 @@
+"""What a group can read, looked up by id or name: the topics of a hub, sources that were given, registered sources.
+
+A topic comes before a registered source of the same name. To look at a registered source opens its database: whoever
+only looks is told why that failed, and goes on (`look`); whoever changes something gets the error (`find`, `named`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+from uuid import UUID
+
+from pxrs.errors import HubMoved, InvalidUrl, LogError, MissingDependency, NoDirectory, UnknownTopic
+from pxrs.group.lag import Seen, beyond
+from pxrs.group.positions import Offsets
+from pxrs.group.records import SourceRead
+from pxrs.log.contract import DamagedTopic, Source
+from pxrs.model import Topic
+
+
+class Topics(Protocol):
+    """Where topics are looked up. A `Hub` does, and so does a `Log`."""
+
+    def topics(self) -> Sequence[Topic]: ...
+
+    def damaged_topics(self) -> Sequence[DamagedTopic]: ...
+
+    def topic(self, name: str) -> Offsets: ...
+
+
+class RegisteredName(Protocol):
+    """What is needed of a registered source's record."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def id(self) -> str: ...
+
+
+class Sources(Protocol):
+    """Where registered sources are looked up: see `pxrs.sources.catalog`."""
+
+    def records(self) -> Sequence[RegisteredName]: ...
+
+    def open(self, name: str) -> Source: ...
+
+    def open_to_look(self, name: str) -> Source: ...
+
+
+class Readables:
+    def __init__(self, topics: Topics, sources: Iterable[Offsets], registered: Sources | None) -> None:
+        self._topics, self.sources, self._registered = topics, tuple(sources), registered
+
+    def names(self) -> dict[str, str]:
+        """By id."""
+        names = {record.id: record.name for record in self._records()}
+        names |= {source.id: source.name for source in self.sources}
+        names |= {damaged.id: damaged.name for damaged in self._topics.damaged_topics() if damaged.id is not None}
+        return names | {topic.id: topic.name for topic in self._topics.topics()}
+
+    def foreign_ids(self) -> set[str]:
+        """Of what is known here and is no topic of the hub."""
+        return {source.id for source in self.sources} | {record.id for record in self._records()}
+
+    def find(self, id: str) -> Offsets | None:
+        """What has this id; None if there is nothing, or nothing that is registered. Raises DamagedFrame if it is a
+        topic that cannot be opened, and what opening a registered source raises."""
+        found = self._find_here(id)
+        return self._open(id, lambda sources, name: sources.open(name)) if found is None else found
+
+    def named(self, name: str) -> Offsets:
+        """What has this name, or this id. Raises UnknownTopic, and what opening it raises."""
+        for source in self.sources:
+            if name in (source.name, source.id):
+                return source
+        try:
+            return self._topics.topic(name)
+        except (UnknownTopic, NoDirectory):
+            ids = [record.id for record in self._records() if name in (record.name, record.id)]
+            found = self._open(ids[0], lambda sources, name: sources.open(name)) if ids else None
+            if found is None:
+                raise
+            return found
+
+    def look(self, id: str, name: str, checkpoints: Mapping[int, int]) -> Seen | None:
+        """How far its partitions reach, or why that cannot be told; None if there is nothing with this id."""
+        is_source = True
+        try:
+            found = self._find_here(id)
+            is_source = found is None or found in self.sources
+            if found is None:
+                found = self._open(id, lambda sources, name: sources.open_to_look(name))
+            if found is None:
+                return None
+            seen, was_given_out = _look_at(found, is_source)
+            wrong = beyond(seen, checkpoints, was_given_out)
+        except HubMoved:
+            raise
+        except (LogError, InvalidUrl, MissingDependency) as error:
+            return Seen(is_source=is_source, problem=f"the lag in {name} is not known: {error}")
+        if wrong is None:
+            return seen
+        number, checkpoint = wrong
+        problem = (
+            f"the lag in {name} is not known: the checkpoint of partition {number}, {checkpoint:,}, is beyond the end, "
+            f"{seen.extents[number][1]:,}. It counts anew, or is an older copy than the checkpoint, or its newest rows "
+            "were deleted and the database does not tell which ids it has given out"
+        )
+        return replace(seen, problem=problem)
+
+    def _records(self) -> Sequence[RegisteredName]:
+        return () if self._registered is None else self._registered.records()
+
+    def _find_here(self, id: str) -> Offsets | None:
+        """Among the given sources and the topics."""
+        for source in self.sources:
+            if source.id == id:
+                return source
+        for topic in self._topics.topics():
+            if topic.id == id:
+                try:
+                    found = self._topics.topic(topic.name)
+                except UnknownTopic:  # deleted just now
+                    return None
+                return found if found.id == id else None
+        for damaged in self._topics.damaged_topics():
+            if damaged.id == id:
+                raise damaged.error
+        return None
+
+    def _open(self, id: str, open: Callable[[Sources, str], Source]) -> Source | None:
+        for record in self._records():
+            if record.id == id and self._registered is not None:
+                return open(self._registered, record.name)
+        return None
+
+
+def is_topic_id(id: str) -> bool:
+    """Ids of topics are random UUIDs, and those of tables are not."""
+    try:
+        return UUID(hex=id).version == 4
+    except ValueError:
+        return False
+
+
+def advice(name: str, id: str, read: SourceRead | None) -> str:
+    """What to do about a source that is not registered. read: what the group has on record of it."""
+    where = f" ({read.address})" if read is not None and read.address else ""
+    called = f"{name}{where} is" if name != id else f"what has the id {id} is"
+    return (
+        f"{called} neither a topic of this hub nor a registered source: if it is a table, register it with "
+        f"`pxrs source add {name if name != id else 'NAME'} --id {id} --sql-table URL --table TABLE ...`"
+    )
+
+
+def _look_at(found: Offsets, is_source: bool) -> tuple[Seen, Callable[[int, int], bool]]:
+    """How far each partition reaches, and what tells whether a checkpoint can be at an offset."""
+    if isinstance(found, Source):
+        return Seen(found.extents(), found.has_gaps, is_source), found.was_given_out
+    extents = [(found.start(number), found.end(number)) for number in range(found.partitions)]
+    return Seen(extents, found.has_gaps, is_source), lambda number, offset: offset <= extents[number][1]

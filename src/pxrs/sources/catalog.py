@@ -1,0 +1,340 @@
+"""Registered sources: somebody else's table under a name, so that it is used wherever a topic is.
+
+A source is one registry key, `sources/<name>`, which holds what every process needs to read it in the same way: the
+address, the table, its columns, the number of partitions, and the id under which checkpoints are kept. The id is fixed
+when the source is registered, so no later spelling of the address changes it.
+
+Credentials are never stored. A process takes the address, the first that is there, from
+1. `hub.source(name, url=...)`;
+2. the environment variable `PXRS_SOURCE_<NAME>`: the name in upper case, every other character as `_`;
+3. the record, which has neither user nor password: libpq then takes PGUSER, PGPASSWORD and PGPASSFILE.
+
+An address that leads to another database than the registered one is refused (`WrongSource`): its ids would be taken
+for those of the registered table. On PostgreSQL the server says which database it is, so that another name of the same
+host is accepted; elsewhere, and if the server does not say, the addresses are compared.
+
+On failure nothing here is retried: ReadFailed says that the database cannot be reached now.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Final, Self
+
+from pxrs.errors import (
+    Closed,
+    Conflict,
+    InvalidTopic,
+    PxrsError,
+    ReadFailed,
+    RegistryCorrupt,
+    SourceExists,
+    UnknownSource,
+    WrongSource,
+)
+from pxrs.model import PARTITIONS_DEFAULT, TOPIC_NAME
+from pxrs.registry.contract import ABSENT, Registry
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import URL
+
+    from pxrs.sources.sql_table import SqlTable
+
+_logger = logging.getLogger(__name__)
+
+PREFIX: Final = "sources/"
+KIND: Final = "sql-table"
+FAILURE_KEPT_S: Final = 5.0
+"""Who only looks at a group is told again of a failure to open its source that is younger than this, instead of waiting
+for the database once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredSource:
+    """A source as it is registered. The settings are those of `sql_table`."""
+
+    name: str
+    id: str
+    """Checkpoints are kept under it, whatever becomes of the address."""
+    address: str
+    """Without user, password and options that may hold a secret."""
+    table: str
+    kind: str = KIND
+    id_column: str = "id"
+    key_column: str | None = None
+    value_column: str | None = None
+    value_columns: tuple[str, ...] | None = None
+    timestamp_column: str | None = None
+    partitions: int = PARTITIONS_DEFAULT
+    partitioner: str = "xxh64"
+    notify_channel: str | None = None
+    settle_s: float | None = None
+    poll_s: float = 0.2
+    fingerprint: str | None = None
+    """What the database itself calls the table; None if it does not say."""
+    since: float = 0.0
+    """When it was registered: seconds since 1970."""
+
+    def dump(self) -> bytes:
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "name"}).encode()
+
+    @classmethod
+    def load(cls, key: str, value: bytes) -> Self:
+        """Fields that this version does not know are left out: a later one wrote them."""
+        try:
+            found = json.loads(value)
+            known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
+            if known.get("value_columns") is not None:
+                known["value_columns"] = tuple(known["value_columns"])
+            return cls(name=key.removeprefix(PREFIX), **known)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RegistryCorrupt(key, f"it is no registered source: {error}") from error
+
+    @property
+    def variable(self) -> str:
+        """The environment variable in which a process may give the address with user and password."""
+        return variable_of(self.name)
+
+
+_COMPARED: Final = tuple(
+    each.name for each in fields(RegisteredSource) if each.name not in ("address", "table", "fingerprint", "since")
+)
+"""What must agree for a source to be the one that is registered already; and the table, see `_is_same_table`."""
+
+
+@dataclass(slots=True)
+class _Opened:
+    record: RegisteredSource
+    table: SqlTable
+    url: str
+
+
+@dataclass(slots=True)
+class Catalog:
+    """The registered sources of one registry, and those that were opened here. Threads share it."""
+
+    registry: Registry
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _opened: dict[str, _Opened] = field(default_factory=dict)
+    """By name; used by everybody who asks for the source."""
+    _replaced: list[SqlTable] = field(default_factory=list)
+    """Opened for an address that is not used any more, and perhaps still read: closed with the catalog."""
+    _failures: dict[str, tuple[float, PxrsError]] = field(default_factory=dict)
+    _is_closed: bool = False
+
+    def records(self) -> list[RegisteredSource]:
+        """In the order of their names."""
+        return [RegisteredSource.load(entry.key, entry.value) for entry in self.registry.scan(PREFIX)]
+
+    def find(self, name: str) -> RegisteredSource | None:
+        if not isinstance(name, str) or not TOPIC_NAME.fullmatch(name):
+            return None
+        entry = self.registry.get(PREFIX + name)
+        return None if entry is None else RegisteredSource.load(entry.key, entry.value)
+
+    def get(self, name: str) -> RegisteredSource:
+        """Raises UnknownSource."""
+        found = self.find(name)
+        if found is None:
+            raise UnknownSource(name, [each.name for each in self.records()])
+        return found
+
+    def add(self, wanted: RegisteredSource, url: str, identity: str | None, *, exist_ok: bool) -> RegisteredSource:
+        """Register a source, when its table was opened and found to be as it must be. What is registered.
+
+        wanted: its `address` and `fingerprint` are filled in here, and its `id` if that is empty.
+        exist_ok: one of the same name, id and settings may be there. Raises SourceExists."""
+        from pxrs.sources.sql_table.identity import hidden_options, public_url
+
+        with _open(wanted, url, identity) as table:
+            engine_url = table.url
+            record = replace(
+                wanted,
+                id=table.id,
+                address=_given_driver(url, public_url(engine_url).render_as_string()),
+                fingerprint=table.fingerprint,
+                since=time.time(),
+            )
+        try:
+            self.registry.commit({PREFIX + record.name: ABSENT}, {PREFIX + record.name: record.dump()})
+        except Conflict:
+            return self._agreeing(record, exist_ok)
+        if hidden := hidden_options(engine_url):
+            _logger.warning(
+                "source %s: these options of the address are not stored, as they may hold secrets: %s; processes give "
+                "them in %s",
+                record.name,
+                ", ".join(hidden),
+                record.variable,
+            )
+        return record
+
+    def _agreeing(self, wanted: RegisteredSource, exist_ok: bool) -> RegisteredSource:
+        there = self.get(wanted.name)
+        differing = [name for name in _COMPARED if getattr(there, name) != getattr(wanted, name)]
+        if not _is_same_table(there, wanted):
+            differing += [name for name in ("table", "address") if getattr(there, name) != getattr(wanted, name)]
+        if exist_ok and not differing:
+            return there
+        how = ", ".join(f"{name} is {getattr(there, name)!r}, not {getattr(wanted, name)!r}" for name in differing)
+        raise SourceExists(f"a source {wanted.name} is registered already" + (f": its {how}" if how else ""))
+
+    def remove(self, record: RegisteredSource) -> None:
+        self.registry.commit(delete=[PREFIX + record.name])
+        with self._lock:
+            opened = self._opened.pop(record.name, None)
+            if opened is not None:
+                self._replaced.append(opened.table)
+
+    def open(self, name: str, url: str | None = None) -> SqlTable:
+        """The source, opened once for all who ask. Raises UnknownSource, WrongSource, and what `sql_table` raises."""
+        record = self.get(name)
+        given = os.environ.get(record.variable) if url is None else url
+        wanted = given or record.address
+        with self._lock:
+            opened = self._opened.get(name)
+            is_usable = opened is not None and not opened.table.is_closed and opened.record == record
+            if opened is not None and is_usable and (url is None or opened.url == wanted):
+                return opened.table
+        _check_database(record, wanted)
+        try:
+            table = _open(record, wanted, None)
+        except ReadFailed as error:
+            if given:
+                raise
+            raise ReadFailed(
+                f"{error}; the registered address has no user and password: give the whole address in "
+                f"{record.variable}, or PGUSER and PGPASSWORD or PGPASSFILE"
+            ) from None
+        try:
+            _check_place(record, table)
+        except BaseException:
+            table.close()
+            raise
+        with self._lock:
+            if not self._is_closed:
+                if (former := self._opened.get(name)) is not None:
+                    self._replaced.append(former.table)
+                self._opened[name] = _Opened(record, table, wanted)
+                return table
+        table.close()
+        raise Closed(f"the hub was closed while the source {name} was opened")
+
+    def open_to_look(self, name: str) -> SqlTable:
+        """As `open`. A failure is raised again for `FAILURE_KEPT_S` without asking the database."""
+        with self._lock:
+            when, failure = self._failures.get(name, (0.0, None))
+        if failure is not None and time.monotonic() - when < FAILURE_KEPT_S:
+            raise failure
+        try:
+            return self.open(name)
+        except PxrsError as error:
+            with self._lock:
+                self._failures[name] = time.monotonic(), error
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            tables = [*(each.table for each in self._opened.values()), *self._replaced]
+        for table in tables:
+            table.close()
+
+
+def variable_of(name: str) -> str:
+    return "PXRS_SOURCE_" + re.sub(r"[^A-Z0-9]", "_", name.upper())
+
+
+def checked_name(name: str) -> str:
+    """Sources share one namespace with topics, and their rules."""
+    if not isinstance(name, str) or not TOPIC_NAME.fullmatch(name):
+        raise InvalidTopic(
+            f"source name {name!r}: use up to 200 letters, digits, '.', '_' or '-', a letter or digit first"
+        )
+    return name
+
+
+def _open(record: RegisteredSource, url: str, identity: str | None) -> SqlTable:
+    if record.kind != KIND:
+        raise InvalidTopic(f"source {record.name} is of the kind {record.kind!r}, which this version does not know")
+    from pxrs.sources.sql_table import sql_table
+
+    return sql_table(
+        url,
+        record.table,
+        name=record.name,
+        id=record.id or None,
+        identity=identity,
+        id_column=record.id_column,
+        key_column=record.key_column,
+        value_column=record.value_column,
+        value_columns=record.value_columns,
+        timestamp_column=record.timestamp_column,
+        partitions=record.partitions,
+        partitioner=record.partitioner,
+        notify_channel=record.notify_channel,
+        settle_s=record.settle_s,
+        poll_s=record.poll_s,
+    )
+
+
+def _is_same_table(one: RegisteredSource, other: RegisteredSource) -> bool:
+    """By what the database says, or else by address and name."""
+    from sqlalchemy import make_url
+
+    from pxrs.sources.sql_table.identity import place_of
+
+    if one.fingerprint is not None and one.fingerprint == other.fingerprint:
+        return True
+    return one.table == other.table and place_of(make_url(one.address)) == place_of(make_url(other.address))
+
+
+def _check_database(record: RegisteredSource, url: str) -> None:
+    """Raise WrongSource, before anything is connected to, if the address names another kind of database, or a database
+    of another name. An address that cannot be read, and a missing driver, are left to `sql_table` to refuse."""
+    try:
+        from sqlalchemy import make_url
+        from sqlalchemy.exc import ArgumentError
+    except ImportError:
+        return
+    from pxrs.sources.sql_table.identity import place_of
+
+    try:
+        given = make_url(url)
+    except (ArgumentError, ValueError):
+        return
+    if "@" in (given.host or ""):  # a part of the password is taken for the host: not to be shown
+        return
+    (kind, *_, database), (known_kind, *_, known) = place_of(given), place_of(make_url(record.address))
+    if (kind, database) != (known_kind, known):
+        raise _wrong(record, given)
+
+
+def _check_place(record: RegisteredSource, table: SqlTable) -> None:
+    """Raise WrongSource if the table is of another server than the registered one."""
+    from pxrs.sources.sql_table.identity import public_url
+
+    found = replace(record, fingerprint=table.fingerprint, address=public_url(table.url).render_as_string())
+    if not _is_same_table(record, found):
+        raise _wrong(record, table.url)
+
+
+def _wrong(record: RegisteredSource, url: URL) -> WrongSource:
+    from pxrs.sources.sql_table.identity import shown_url
+
+    return WrongSource(
+        f"source {record.name} is registered for {record.address}, and this process was given {shown_url(url)}, which "
+        f"is another database: correct {record.variable}; or, if the table has moved there, run `pxrs source remove "
+        f"{record.name}` and `pxrs source add {record.name} --id {record.id} ...` with its address"
+    )
+
+
+def _given_driver(url: str, address: str) -> str:
+    """The address with the scheme as the user wrote it: `postgresql:`, not `postgresql+psycopg:`."""
+    return url.partition(":")[0] + ":" + address.partition(":")[2]

@@ -1,0 +1,155 @@
+"""Which table a source is: its id, however the address and the table's name are spelled; and what of an address may be
+stored or shown.
+
+Checkpoints are kept under the id, so an id that changes with the spelling would restart a group from the beginning. The
+id is a hash of the address and the table in one canonical spelling:
+- `localhost`, `127.0.0.1` and `::1` are `localhost`; other hosts are as they are written, in lower case;
+- on PostgreSQL a table is named without its schema if the search path finds the same table by the bare name.
+
+Version 0.1 hashed what was written. `former_ids` are the ids that it gave to the spellings of the same table, as far as
+they are not the id itself: a group that has checkpoints under one of them, and none under the id, is refused instead of
+restarted (`IdentityChanged`), also if the id was given by the user. The `fingerprint` names the table as the database
+itself does, so that two host names of one server are noticed too.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from pxrs.errors import InvalidTopic
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import URL
+
+_NAMESPACE: Final = uuid.UUID("6f0b2a55-0a3c-5d0e-9c53-3f6f1d2f7c21")
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_PORTS: Final = {"postgresql": 5432}
+OPTIONS_WITHOUT_SECRETS: Final = frozenset(
+    [
+        *("host", "port", "service", "service_name", "options", "application_name", "connect_timeout", "timeout"),
+        *("sslmode", "sslrootcert", "sslcrl", "sslnegotiation", "channel_binding", "gssencmode"),
+        *("target_session_attrs", "load_balance_hosts", "tcp_user_timeout", "mode", "cache", "uri"),
+        *("keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count"),
+    ]
+)
+"""The options after '?' that are stored and shown. Any other one may hold a secret."""
+_ID_CHARACTERS_MAX: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a table is known by."""
+
+    id: str
+    """Checkpoints are kept under it."""
+    former_ids: tuple[str, ...]
+    """Other ids that the same table may have had: those of its spellings in version 0.1."""
+    fingerprint: str | None
+    """Names the table and the meaning of its offsets as the database knows it; None if the database does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What offsets and partitions of a table mean: with another one of these, old checkpoints mean nothing."""
+
+    id_column: str
+    key_column: str | None
+    partitions: int
+    partitioner: str
+
+    def __str__(self) -> str:
+        key = f"the key column {self.key_column}" if self.key_column is not None else "no key column"
+        return f"{self.partitions} partitions by {self.partitioner}, {key} and the id column {self.id_column}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the database says of the table's name."""
+
+    fingerprint: str | None
+    names: tuple[str, ...]
+    """All names that find the same table, such as `events` and `public.events`, the canonical one first."""
+
+
+def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | None, id: str | None) -> Identity:
+    """identity: stands for the address and the table, if given; id: stands for everything."""
+    mark = None if resolved.fingerprint is None else _hash([resolved.fingerprint], meaning)
+    dialect, host, port, database = place_of(url)
+    spelled = [url.host] if url.host != host else []
+    is_local = dialect != "sqlite" and host in (None, "localhost")
+    hosts = [host, *spelled, *((*_LOOPBACK, None) if is_local else ())]
+    ids = [_hash([dialect, each, port, database, name], meaning) for each in hosts for name in resolved.names]
+    if identity is not None:
+        ids.insert(0, _hash(["identity", identity], meaning))
+    if id is not None:
+        ids.insert(0, checked_id(id))
+    first, *others = dict.fromkeys(ids)
+    return Identity(first, tuple(others), mark)
+
+
+def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
+    """Dialect, host, port and database of an address in the canonical spelling."""
+    dialect, database = url.get_backend_name(), url.database
+    if dialect == "sqlite" and database not in (None, "", ":memory:"):
+        database = str(Path(str(database)).resolve())
+    host, port = url.host or _option(url, "host"), url.port or _option(url, "port")
+    if host is not None:
+        host = host.strip("[]").lower()
+        # A folder is where a server on this machine has its socket; version 0.1 took such an address for one without a
+        # host.
+        host = None if host.startswith("/") else "localhost" if host in _LOOPBACK else host
+    return dialect, host, int(port) if port and str(port).isdecimal() else _PORTS.get(dialect), database
+
+
+def checked_id(id: str) -> str:
+    """An id that a user gives. It becomes a part of registry keys."""
+    is_plain = isinstance(id, str) and id.isascii() and id.isalnum() and len(id) <= _ID_CHARACTERS_MAX
+    if not is_plain:
+        raise InvalidTopic(f"id {id!r}: give the id of a source, letters and digits, as `pxrs group describe` shows it")
+    return id
+
+
+def public_url(url: URL) -> URL:
+    """The address without the user, the password, and options that may hold a secret: what is stored."""
+    known = {name: value for name, value in url.query.items() if name in OPTIONS_WITHOUT_SECRETS}
+    if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
+        url = url.set(database=str(Path(str(url.database)).resolve()))
+    return url._replace(username=None, password=None).set(query=known)
+
+
+def shown_url(url: URL) -> str:
+    """The address for messages: with the user, without the password and without options that may hold one."""
+    return str(public_url(url)._replace(username=url.username).render_as_string(hide_password=True))
+
+
+def hidden_options(url: URL) -> list[str]:
+    """The names of the options that are not stored."""
+    return sorted(name for name in url.query if name not in OPTIONS_WITHOUT_SECRETS)
+
+
+def without_secrets(text: str, url: URL) -> str:
+    """A driver's message without the secrets of the address."""
+    secrets = [str(url.password)] if url.password else []
+    for name in hidden_options(url):
+        value = url.query[name]
+        secrets += [value] if isinstance(value, str) else list(value)
+    spellings = {each for secret in secrets if secret for each in (secret, quote(secret, safe=""))}
+    for each in sorted(spellings, key=len, reverse=True):
+        text = text.replace(each, "***")
+    return text
+
+
+def _option(url: URL, name: str) -> str | None:
+    value = url.query.get(name)
+    return value if value is None or isinstance(value, str) else value[0]
+
+
+def _hash(where: list[str | int | None], meaning: Meaning) -> str:
+    """As version 0.1 made it: its ids must stay."""
+    means = [meaning.id_column, meaning.key_column, meaning.partitions, meaning.partitioner]
+    return uuid.uuid5(_NAMESPACE, json.dumps([*where, *means])).hex
