@@ -12,8 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 import pxrs
+from pxrs.cli.app import app
 from pxrs.errors import (
     CheckpointOutOfRange,
     IdentityChanged,
@@ -382,6 +384,19 @@ def test_x21_a_pipeline_over_a_table_is_refused_with_what_to_use_instead(shop: S
 
     with pytest.raises(InvalidPipeline, match=r"copied: events is a registered source.*pxrs worker"):
         check_topics(shop.hub, [copied])
+
+
+def test_x21_a_pipeline_over_a_table_makes_no_topic_in_its_place(shop: Shop, tmp_path: Path) -> None:
+    shop.register()
+    (tmp_path / "jobs.py").write_text(
+        "from pxrs.spark import pipeline\n\n"
+        "@pipeline(source='events', sink='out')\ndef copied(rows):\n    return rows\n"
+    )
+    command = ["pipeline", "run", str(tmp_path / "jobs.py"), "--at", shop.hub.url, "--create-topics"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "copied: events is a registered source" in result.output
+    assert shop.hub.topics() == []
 
 
 def test_what_a_task_is_given_is_small(shop: Shop) -> None:

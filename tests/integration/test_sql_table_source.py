@@ -13,6 +13,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -802,6 +803,20 @@ class TestSpark:
         assert self.read(given) == [1, 2]
         with pytest.raises(ReadFailed, match=r"PXRS_SOURCE_ORDERS.*option sourceUrl"):
             self.read(found)
+
+    def test_a_task_that_reaches_another_server_with_a_database_of_this_name_is_refused(
+        self, postgres: Place, server: PostgresServer, tmp_path: Path
+    ) -> None:
+        postgres.insert("a")
+        with pxrs.open(tmp_path / "data") as hub:
+            hub.add_source("orders", postgres.url, table="orders", value_column="body", partitions=4)
+            (part,) = self.plan(hub, sourceUrl=postgres.url)
+        address = f"postgresql://db.example/{postgres.url.rpartition('/')[2]}"
+        planned = replace(part, record=replace(part.record, address=address))
+        assert self.read([planned]) == [1], "the server says that it is the registered one, by whatever name"
+        with pytest.raises(WrongSource, match="the option sourceUrl") as wrong:
+            self.read([replace(planned, record=replace(planned.record, fingerprint="of another server"))])
+        assert server.password not in str(wrong.value)
 
 
 class TestWaiting:
