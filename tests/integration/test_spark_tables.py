@@ -274,8 +274,9 @@ def test_x21_a_table_that_counts_anew_after_planning_is_an_error_and_no_gap(shop
     assert read(parts).num_rows == 0, "deleted rows are gaps"
     shop.do("DELETE FROM sqlite_sequence")
     shop.fill(60)
-    with pytest.raises(OffsetOutOfRange, match="events"):
-        read(parts[1:])
+    for part in parts:
+        with pytest.raises(OffsetOutOfRange, match="events: offset 101 is beyond the end, 61"):
+            read([part])
 
 
 def test_x21_the_address_given_as_an_option_goes_to_the_tasks_of_this_table_alone(

@@ -9,8 +9,8 @@ from the option `sourceUrl` if the user gave that, which is sent to the tasks of
 the environment of its own process, as every process does (`pxrs.sources.catalog`).
 
 Rows that are updated or deleted while the job runs are seen as they are when their page is read. A table that was
-emptied and counts its ids anew since the planning is an error (OffsetOutOfRange), and so is a copy of the database that
-does not have the planned ids yet.
+emptied and counts its ids anew since the planning is an error (OffsetOutOfRange), as long as its new ids are below the
+planned end.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def read_table(part: TableSlice) -> Iterator[pa.RecordBatch]:
     """The rows of a task, in the order of their ids."""
     schema = arrow_schema(part.columns)
     with _open(part.record, part.address) as table:
-        for page in table.scan(*part.ids):
+        for page in table.scan(*part.ids, final_end=max(part.ends)):
             page = _within(page, part)
             for at in range(0, len(page.offsets), BATCH_ROWS):
                 arrays = [_column(page, name).slice(at, BATCH_ROWS) for name in part.columns]

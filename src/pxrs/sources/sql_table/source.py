@@ -135,17 +135,17 @@ class SqlTable(Source):
                     break
         return [*batches]
 
-    def scan(self, start: int, end: int) -> Iterator[Stretch]:
+    def scan(self, start: int, end: int, final_end: int) -> Iterator[Stretch]:
         """The rows with these ids, of all partitions, read once, a page of about `page_bytes` at a time.
 
-        The caller knows that these ids are final: `end` has named this or a later end before, perhaps in another
-        process. So nothing is waited for here. Raises OffsetOutOfRange if the table has not given out these ids: it
-        counts anew, or is an older copy."""
+        final_end: an end that the method `end` has named before, perhaps in another process; `end` is not larger. So
+        these rows are final, and nothing is waited for here. Raises OffsetOutOfRange if the table has not given out the
+        ids before `final_end`: it counts anew, or is an older copy."""
         self._check_usable()
         with self._lock:
             self._visible_end, self._drawn_end = self._table.visible_end(), None
-            if not self._is_reachable(end):
-                raise OffsetOutOfRange(self.name, end, self._visible_end)
+            if not self._is_reachable(final_end):
+                raise OffsetOutOfRange(self.name, final_end, self._visible_end)
         while start < end:
             self._check_usable()
             found = self._table.rows(start, end, self._page_bytes)
