@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import tarfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,63 @@ def test_a_query_that_runs_is_a_member_and_leaves_when_it_is_stopped(spark: Any,
     wait_for_leaving(hub)
     assert hub.group("g").describe().lag == 0
     assert values(hub, "out") == list(range(N))
+
+
+def test_x21_a_registered_table_is_read_as_a_topic_is(spark: Any, empty: Hub, tmp_path: Path) -> None:
+    """The planning process and the tasks are Spark's own. The address has an option in the place of a password: SQLite
+    takes none."""
+    from pyspark.errors import PySparkException
+
+    secret, file = "7319465", tmp_path / "shop.db"
+    with closing(sqlite3.connect(file)) as shop, shop:
+        shop.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY AUTOINCREMENT, account TEXT, body TEXT, made TEXT)")
+        rows = [(f"k{i % 50}", str(i), f"2026-01-01T00:00:{i % 60:02}") for i in range(N)]
+        shop.executemany("INSERT INTO orders (account, body, made) VALUES (?, ?, ?)", rows)
+        shop.execute("DELETE FROM orders WHERE id % 10 = 0")
+    empty.add_source(
+        "events",
+        f"sqlite:///{file}",
+        table="orders",
+        key_column="account",
+        value_column="body",
+        timestamp_column="made",
+        partitions=PARTITIONS,
+    )
+    given = {"topic": "events", "sourceUrl": f"sqlite:///{file}?cached_statements={secret}"}
+    whole = spark.read.format("pxrs").options(url=empty.url, minPartitions="3", includeHeaders="true", **given)
+    frame = whole.load()
+    assert frame.schema == reads(spark, empty, includeHeaders="true").load().schema
+    assert frame.rdd.getNumPartitions() == 3
+    found = {
+        row.offset: (row.partition, bytes(row.key), bytes(row.value), row.timestamp.timestamp(), row.headers)
+        for row in frame.collect()
+    }
+    source = empty.source("events")
+    assert found == {
+        offset: (partition, row["key"], row["value"], row["timestamp"].timestamp(), None)
+        for partition in range(PARTITIONS)
+        for batch in source.read(partition, 0)
+        for offset, row in zip(batch.offsets.to_pylist(), batch.records.to_pylist(), strict=True)
+    }
+    assert len(found) == N - N // 10
+    bounds = {"startingOffsets": json.dumps(dict.fromkeys(range(4), 101)), "columns": "offset"}
+    bounded = spark.read.format("pxrs").options(url=empty.url, topic="events", **bounds).load()
+    assert sorted(row.offset for row in bounded.collect()) == sorted(id for id in found if id > 100)
+
+    plans = [frame._jdf.queryExecution().toString(), frame._jdf.queryExecution().executedPlan().treeString()]
+    assert not [text for text in plans if secret in text]
+    with closing(sqlite3.connect(file)) as shop, shop:
+        shop.execute("INSERT INTO orders (account, body, made) VALUES ('k', 'v', 'no time')")
+    with pytest.raises(PySparkException, match="a time in made is 'no time'") as caught:
+        whole.load().collect()
+    assert secret not in str(caught.value)
+    stream = spark.readStream.format("pxrs").options(url=empty.url, topic="events", group="g").load()
+    query = stream.writeStream.format("noop").option("checkpointLocation", str(tmp_path / "c")).start()
+    with pytest.raises(PySparkException, match=r"events is a registered source.*pxrs worker"):
+        query.awaitTermination(60)
+    writer = bounded.selectExpr("'v' AS value").write.format("pxrs").options(url=empty.url, topic="events")
+    with pytest.raises(PySparkException, match=r"events is a registered source.*only reads"):
+        writer.mode("append").save()
 
 
 SECRET = "a-password"

@@ -38,9 +38,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import BinaryType, StructType
 
 from pxrs.spark import reader
+from pxrs.spark.columns import BATCH_ROWS, row_schema
 from pxrs.spark.options import read_options, stream_options
 from pxrs.spark.planning import Range
-from pxrs.spark.reader import BATCH_ROWS, BatchReader, Slice, StreamReader, read_slice, row_schema
+from pxrs.spark.reader import BatchReader, Slice, StreamReader, read_slice
 from pxrs.spark.source import PxrsSource
 from pxrs.spark.updates import UpdateSink
 

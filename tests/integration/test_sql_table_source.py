@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from pxrs.partitioner import murmur2, xxh64
 from pxrs.sources import SqlTable, sql_table
 from pxrs.sources import sql_table as the_function
 from pxrs.sources.sql_table import Settling
+from pxrs.sources.sql_table.table import Table
 from pxrs.testing.servers import PostgresServer
 
 PATIENCE_S = 30.0
@@ -737,6 +741,82 @@ class TestIdentity:
         assert "authentication" in str(found.lag_problem)
         assert "hunter2" not in str(found.lag_problem)
         assert {row.topic for row in found.partitions} == {"orders"}
+
+
+class TestSpark:
+    """What Spark's processes do with a table of PostgreSQL, in this process. SQLite: test_spark_tables.py."""
+
+    def plan(self, hub: pxrs.Hub, **options: str) -> list[Any]:
+        pytest.importorskip("pyspark")
+        from pxrs.spark.options import read_options
+        from pxrs.spark.reader import BatchReader
+
+        return BatchReader(read_options({"url": hub.url, "topic": "orders", **options})).partitions()
+
+    def read(self, parts: list[Any]) -> list[int]:
+        from pxrs.spark.reader import TaskReader
+
+        return [offset for part in parts for batch in TaskReader().read(part) for offset in batch["offset"].to_pylist()]
+
+    def test_x21_a_batch_has_all_rows_before_its_end_though_ids_are_committed_out_of_order(
+        self, postgres: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks: list[frozenset[str]] = []
+        holders = Table.holders
+        monkeypatch.setattr(Table, "holders", lambda table: looks.append(found := holders(table)) or found)
+        first, later = postgres.session(), postgres.session()
+        first.execute("INSERT INTO orders (account, body) VALUES ('a', '1')")
+        postgres.insert("b")
+        with pxrs.open(tmp_path / "data") as hub:
+            hub.add_source("orders", postgres.url, table="orders", value_column="body", partitions=4)
+            planning = Background(lambda: self.plan(hub, sourceUrl=postgres.url, minPartitions="2"))
+            eventually(lambda: len(looks) >= 3)
+            assert planning.is_running, "the id 1 is still to come"
+            first.commit()
+            parts = planning.result()
+        later.execute("INSERT INTO orders (account, body) VALUES ('c', '3')")
+        postgres.insert("d")
+        assert self.read(parts) == [1, 2], "tasks wait for no writer, and read up to the planned end"
+        later.commit()
+        assert self.read(parts) == [1, 2]
+
+    def test_credentials_come_from_the_option_or_the_environment_and_are_not_shown(
+        self, postgres: Place, server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        postgres.insert("a", "b")
+        monkeypatch.delenv("PGPASSWORD", raising=False)
+        with pxrs.open(tmp_path / "data") as hub:
+            hub.add_source("orders", postgres.url, table="orders", value_column="body", partitions=4)
+            with pytest.raises(ReadFailed, match=r"PXRS_SOURCE_ORDERS.*option sourceUrl"):
+                self.plan(hub)
+            wrong = postgres.url.replace(server.password, "hunter2hunter2")
+            with pytest.raises(ReadFailed, match="authentication") as refused:
+                self.plan(hub, sourceUrl=wrong)
+            assert "hunter2" not in "".join(traceback.format_exception(refused.value))
+            given = self.plan(hub, sourceUrl=postgres.url)
+            monkeypatch.setenv("PXRS_SOURCE_ORDERS", postgres.url)
+            found = self.plan(hub)
+        assert server.password not in repr(given)
+        assert server.password.encode() not in pickle.dumps(found)
+        assert self.read(given) == self.read(found) == [1, 2]
+        monkeypatch.delenv("PXRS_SOURCE_ORDERS")
+        assert self.read(given) == [1, 2]
+        with pytest.raises(ReadFailed, match=r"PXRS_SOURCE_ORDERS.*option sourceUrl"):
+            self.read(found)
+
+    def test_a_task_that_reaches_another_server_with_a_database_of_this_name_is_refused(
+        self, postgres: Place, server: PostgresServer, tmp_path: Path
+    ) -> None:
+        postgres.insert("a")
+        with pxrs.open(tmp_path / "data") as hub:
+            hub.add_source("orders", postgres.url, table="orders", value_column="body", partitions=4)
+            (part,) = self.plan(hub, sourceUrl=postgres.url)
+        address = f"postgresql://db.example/{postgres.url.rpartition('/')[2]}"
+        planned = replace(part, record=replace(part.record, address=address))
+        assert self.read([planned]) == [1], "the server says that it is the registered one, by whatever name"
+        with pytest.raises(WrongSource, match="the option sourceUrl") as wrong:
+            self.read([replace(planned, record=replace(planned.record, fingerprint="of another server"))])
+        assert server.password not in str(wrong.value)
 
 
 class TestWaiting:

@@ -154,6 +154,26 @@ def test_a_password_in_the_registrys_address_is_not_shown() -> None:
     assert "secret" not in repr(options)
 
 
+def test_x21_the_address_of_a_table_is_for_batches_and_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    address = "postgresql+psycopg://me:secret@h/d?sslmode=require"
+    options = read_options({**WHERE, "sourceurl": address})
+    assert options.source_url == address
+    assert "secret" not in repr(options)
+    for options_of, given in ((stream_options, STREAM), (write_options, WHERE)):
+        with pytest.raises(InvalidOption, match="option sourceUrl") as caught:
+            options_of({**given, "sourceUrl": address})
+        assert "secret" not in str(caught.value)
+    monkeypatch.chdir(tmp_path)
+    for url, resolved in [
+        ("sqlite:///shop.db?timeout=3", f"sqlite:///{tmp_path}/shop.db?timeout=3"),
+        ("sqlite+pysqlite:////var/shop.db", "sqlite+pysqlite:////var/shop.db"),
+        ("oracle://me@h/d", "oracle://me@h/d"),
+    ]:
+        assert read_options({**WHERE, "sourceUrl": url}).source_url == resolved
+
+
 def test_a_path_beside_the_url_is_no_place(tmp_path: Path) -> None:
     for options_of in (read_options, write_options, columns_of):
         with pytest.raises(InvalidOption) as caught:

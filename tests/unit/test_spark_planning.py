@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from pxrs.errors import CheckpointsDiffer
+from pxrs.errors import CheckpointsDiffer, InvalidOption
 from pxrs.group.records import Checkpoint
 from pxrs.spark.planning import (
+    IdRange,
     Range,
     Span,
     batch_between,
@@ -16,9 +17,11 @@ from pxrs.spark.planning import (
     gather,
     load_offset,
     may_replay,
+    resolve_within,
     resume_at,
     share_out,
     split,
+    split_ids,
 )
 
 DONE = Span(4, 10, 20)
@@ -136,3 +139,39 @@ def test_short_ranges_share_a_task_and_long_ones_have_their_own() -> None:
     long = [Range(number, 0, 50) for number in range(3)]
     assert gather(long, 10) == [[each] for each in long]
     assert gather([], 10) == []
+
+
+def test_x21_a_table_is_read_once_for_all_its_partitions() -> None:
+    ranges = [Range(number, 1, 1_000) for number in range(64)]
+    assert split_ids(ranges, None) == [IdRange(1, 1_000)]
+    tasks = split_ids(ranges, 7)
+    assert len(tasks) == 7
+    assert (tasks[0].start, tasks[-1].end) == (1, 1_000)
+    assert all(one.end == two.start for one, two in pairwise(tasks))
+
+
+def test_x21_ids_between_the_ranges_of_all_partitions_are_not_read() -> None:
+    ranges = [Range(0, 900, 1_000), Range(1, 0, 10), Range(2, 5, 20), Range(3, 20, 25), Range(4, 7, 7)]
+    assert split_ids(ranges, None) == [IdRange(0, 25), IdRange(900, 1_000)]
+    assert split_ids([Range(0, 7, 7)], None) == split_ids([], 3) == []
+    assert split_ids([Range(0, 3, 5)], 9) == [IdRange(3, 4), IdRange(4, 5)]
+
+
+def test_x21_a_large_table_has_more_tasks_and_one_with_sparse_ids_a_bounded_number() -> None:
+    assert len(split_ids([Range(0, 0, 1_000_000)], None)) == 10
+    sparse = split_ids([Range(0, 1, 1 << 62)], None)
+    assert len(sparse) == 256
+    assert (sparse[0].start, sparse[-1].end) == (1, 1 << 62)
+    assert all(one.end == two.start for one, two in pairwise(sparse))
+
+
+def test_offsets_become_numbers_within_what_is_there() -> None:
+    extents = [(3, 10), (5, 20)]
+    assert resolve_within("t", extents, "earliest", "startingOffsets") == {0: 3, 1: 5}
+    assert resolve_within("t", extents, "latest", "endingOffsets") == {0: 10, 1: 20}
+    assert resolve_within("t", extents, {0: -2, 1: 7}, "startingOffsets") == {0: 3, 1: 7}
+    with pytest.raises(InvalidOption, match="t has the partitions 0 to 1: name each"):
+        resolve_within("t", extents, {0: 3}, "startingOffsets")
+    with pytest.raises(InvalidOption, match="t/0 ends at offset 10, and 11 is beyond it"):
+        resolve_within("t", extents, {0: 11, 1: 5}, "startingOffsets")
+    assert resolve_within("t", extents, {0: 11, 1: 5}, "startingOffsets", lambda offset: offset < 12) == {0: 11, 1: 5}

@@ -38,6 +38,7 @@ from pxrs.spark.run import (
     Batch,
     QueryRun,
     Run,
+    check_sources,
     check_topics,
     last_written,
     missing_topics,
@@ -110,6 +111,7 @@ def run(
     try:
         pipelines = _chosen(load(file), names or [])
         with pxrs.open(place.url, registry) as hub, nullcontext() if history else Signals() as signals:
+            check_sources(hub, pipelines)
             if create_topics:
                 for topic in missing_topics(hub, pipelines):
                     # Another process may have created it since, with whatever settings: it is there, which is enough.

@@ -195,28 +195,13 @@ class Catalog:
     def open(self, name: str, url: str | None = None) -> SqlTable:
         """The source, opened once for all who ask. Raises UnknownSource, WrongSource, and what `sql_table` raises."""
         record = self.get(name)
-        given = os.environ.get(record.variable) if url is None else url
-        wanted = given or record.address
+        wanted = _address(record, url)
         with self._lock:
             opened = self._opened.get(name)
             is_usable = opened is not None and not opened.table.is_closed and opened.record == record
             if opened is not None and is_usable and (url is None or opened.url == wanted):
                 return opened.table
-        _check_database(record, wanted)
-        try:
-            table = _open(record, wanted, None)
-        except ReadFailed as error:
-            if given:
-                raise
-            raise ReadFailed(
-                f"{error}; the registered address has no user and password: give the whole address in "
-                f"{record.variable}, or PGUSER and PGPASSWORD or PGPASSFILE"
-            ) from None
-        try:
-            _check_place(record, table)
-        except BaseException:
-            table.close()
-            raise
+        table = open_record(record, url)
         with self._lock:
             if not self._is_closed:
                 if (former := self._opened.get(name)) is not None:
@@ -245,6 +230,36 @@ class Catalog:
             tables = [*(each.table for each in self._opened.values()), *self._replaced]
         for table in tables:
             table.close()
+
+
+def open_record(record: RegisteredSource, url: str | None = None, given_by: str = "the url") -> SqlTable:
+    """A registered source, opened without a look into the registry, for processes that have none. Close it.
+
+    url: the address with user and password; given_by: what errors call the place from which it comes.
+    Raises WrongSource, and what `sql_table` raises."""
+    wanted = _address(record, url)
+    given_by = record.variable if url is None else given_by
+    _check_database(record, wanted, given_by)
+    try:
+        table = _open(record, wanted, None)
+    except ReadFailed as error:
+        if url or os.environ.get(record.variable):
+            raise
+        raise ReadFailed(
+            f"{error}; the registered address has no user and password: give the whole address in "
+            f"{record.variable}, or PGUSER and PGPASSWORD or PGPASSFILE"
+        ) from None
+    try:
+        _check_place(record, table, given_by)
+    except BaseException:
+        table.close()
+        raise
+    return table
+
+
+def _address(record: RegisteredSource, url: str | None) -> str:
+    """Where this process looks for the table: see the module."""
+    return (os.environ.get(record.variable) if url is None else url) or record.address
 
 
 def variable_of(name: str) -> str:
@@ -295,7 +310,7 @@ def _is_same_table(one: RegisteredSource, other: RegisteredSource) -> bool:
     return one.table == other.table and place_of(make_url(one.address)) == place_of(make_url(other.address))
 
 
-def _check_database(record: RegisteredSource, url: str) -> None:
+def _check_database(record: RegisteredSource, url: str, given_by: str) -> None:
     """Raise WrongSource, before anything is connected to, if the address names another kind of database, or a database
     of another name. An address that cannot be read, and a missing driver, are left to `sql_table` to refuse."""
     try:
@@ -313,24 +328,24 @@ def _check_database(record: RegisteredSource, url: str) -> None:
         return
     (kind, *_, database), (known_kind, *_, known) = place_of(given), place_of(make_url(record.address))
     if (kind, database) != (known_kind, known):
-        raise _wrong(record, given)
+        raise _wrong(record, given, given_by)
 
 
-def _check_place(record: RegisteredSource, table: SqlTable) -> None:
+def _check_place(record: RegisteredSource, table: SqlTable, given_by: str) -> None:
     """Raise WrongSource if the table is of another server than the registered one."""
     from pxrs.sources.sql_table.identity import public_url
 
     found = replace(record, fingerprint=table.fingerprint, address=public_url(table.url).render_as_string())
     if not _is_same_table(record, found):
-        raise _wrong(record, table.url)
+        raise _wrong(record, table.url, given_by)
 
 
-def _wrong(record: RegisteredSource, url: URL) -> WrongSource:
+def _wrong(record: RegisteredSource, url: URL, given_by: str) -> WrongSource:
     from pxrs.sources.sql_table.identity import shown_url
 
     return WrongSource(
         f"source {record.name} is registered for {record.address}, and this process was given {shown_url(url)}, which "
-        f"is another database: correct {record.variable}; or, if the table has moved there, run `pxrs source remove "
+        f"is another database: correct {given_by}; or, if the table has moved there, run `pxrs source remove "
         f"{record.name}` and `pxrs source add {record.name} --id {record.id} ...` with its address"
     )
 

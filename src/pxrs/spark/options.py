@@ -30,7 +30,7 @@ _SPARKS_OWN: Final = ("checkpointlocation", "queryname")
 _PLACE: Final = ("url", "registry", "topic")
 _READ: Final = (*_PLACE, "subscribe", "group", "startingOffsets", "startingTimestamp", "minPartitions")
 _READ_MORE: Final = ("failOnDataLoss", "includeHeaders", "columns")
-_BATCH: Final = (*_READ, "endingOffsets", "endingTimestamp", *_READ_MORE)
+_BATCH: Final = (*_READ, "endingOffsets", "endingTimestamp", *_READ_MORE, "sourceUrl")
 _STREAM: Final = (
     *_READ,
     *("maxOffsetsPerTrigger", "maxRowsPerTrigger", "maxBytesPerTrigger"),
@@ -69,6 +69,8 @@ class ReadOptions:
     assignor: str = "sticky"
     lease_ttl: float | None = None
     handover_timeout: float | None = None
+    source_url: str | None = field(default=None, repr=False)
+    """The address of a registered source's table, which may hold a password. A path in it is absolute."""
 
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
@@ -92,6 +94,7 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
         given.count("minPartitions"),
         fails_on_loss=given.flag("failOnDataLoss", True),
         columns=given.columns(),
+        source_url=_resolved_table(given.text("sourceUrl")),
     )
 
 
@@ -284,6 +287,18 @@ def _resolved(registry: str) -> str:
     if address.scheme == "sqlite" and name not in (address.rest, "", ":memory:"):
         return f"sqlite:///{Path(name).absolute()}{mark}{options}"
     return registry
+
+
+def _resolved_table(url: str | None) -> str | None:
+    """A table's address, with an absolute path of a SQLite file in place of a relative one. Nothing is checked here:
+    whoever opens it does."""
+    if url is None:
+        return None
+    scheme, mark, rest = url.strip().partition(":///")
+    path, query_mark, options = rest.partition("?")
+    if scheme.partition("+")[0] != "sqlite" or not mark or path in ("", ":memory:") or path.startswith("file:"):
+        return url.strip()
+    return f"{scheme}:///{Path(path).absolute()}{query_mark}{options}"
 
 
 def _parsed(option: str, url: str) -> Address:

@@ -16,17 +16,23 @@ group was reset. `resume_at` and `may_replay` say which one counts, and when nei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from pxrs.errors import CheckpointsDiffer
+from pxrs.errors import CheckpointsDiffer, InvalidOption
 from pxrs.group.records import BY_HAND, Checkpoint
+from pxrs.spark.options import EARLIEST, LATEST, Offsets
 
 REPLACED: Final = (
     "Start the query with a new checkpoint location: its group then begins the new topic where startingOffsets says"
 )
 """How a query goes on whose topic is another one now."""
+TASK_IDS: Final = 100_000
+"""A task of a table has at most so many ids, unless the table needs more than `TABLE_TASKS_MAX` tasks then: about a
+second's work, against which the cost of a task and of its connection is small."""
+TABLE_TASKS_MAX: Final = 256
+"""A bound for tables whose ids are far apart; of a larger table, each task reads more."""
 
 
 class Span(NamedTuple):
@@ -46,6 +52,38 @@ class Range(NamedTuple):
     partition: int
     start: int
     end: int
+
+
+class IdRange(NamedTuple):
+    """Ids of a table, in which the rows of all its partitions lie, for one task."""
+
+    start: int
+    end: int
+
+
+def resolve_within(
+    name: str,
+    extents: Sequence[tuple[int, int]],
+    offsets: Offsets,
+    option: str,
+    is_allowed: Callable[[int], bool] | None = None,
+) -> dict[int, int]:
+    """What a user gave for the offsets of all partitions, as numbers. Raises InvalidOption if a partition is missing or
+    unknown, or an offset is beyond the end.
+
+    extents: by partition, its first offset and its end; is_allowed: whether an offset beyond the end may be given."""
+    numbers = range(len(extents))
+    if isinstance(offsets, str):
+        offsets = dict.fromkeys(numbers, EARLIEST if offsets == "earliest" else LATEST)
+    if set(offsets) != set(numbers):
+        raise InvalidOption(option, f"{name} has the partitions 0 to {len(extents) - 1}: name each of them")
+    result = {}
+    for number, offset in sorted(offsets.items()):
+        first, end = extents[number]
+        result[number] = first if offset == EARLIEST else end if offset == LATEST else offset
+        if result[number] > end and (is_allowed is None or not is_allowed(offset)):
+            raise InvalidOption(option, f"{name}/{number} ends at offset {end}, and {offset} is beyond it")
+    return result
 
 
 def dump_offset(topic: str, spans: Mapping[int, Span]) -> dict[str, Any]:
@@ -168,6 +206,31 @@ def split(ranges: Sequence[Range], count_min: int | None) -> list[Range]:
     for each in ranges:
         rows = each.end - each.start
         pieces = min(rows, max(1, -(-rows * count_min // total)))
-        cuts = [each.start + rows * piece // pieces for piece in range(pieces + 1)]
-        parts += [Range(each.partition, first, last) for first, last in pairwise(cuts)]
+        parts += [Range(each.partition, first, last) for first, last in _cut(each.start, each.end, pieces)]
     return parts
+
+
+def split_ids(ranges: Iterable[Range], count_min: int | None) -> list[IdRange]:
+    """Tasks that together read each id once that is in the range of any partition.
+
+    count_min: at least so many tasks, as far as there are ids. By default as many as `TASK_IDS` asks for."""
+    merged: list[IdRange] = []
+    for _, start, end in sorted(ranges, key=lambda each: each.start):
+        if start >= end:
+            continue
+        if merged and start <= merged[-1].end:
+            merged[-1] = IdRange(merged[-1].start, max(end, merged[-1].end))
+        else:
+            merged.append(IdRange(start, end))
+    total = sum(end - start for start, end in merged)
+    wanted = count_min or min(TABLE_TASKS_MAX, -(-total // TASK_IDS))
+    parts: list[IdRange] = []
+    for start, end in merged:
+        pieces = min(end - start, max(1, -(-(end - start) * wanted // total)))
+        parts += [IdRange(first, last) for first, last in _cut(start, end, pieces)]
+    return parts
+
+
+def _cut(start: int, end: int, pieces: int) -> Iterable[tuple[int, int]]:
+    """The range in pieces of about the same length."""
+    return pairwise(start + (end - start) * piece // pieces for piece in range(pieces + 1))

@@ -32,7 +32,6 @@ from pxrs.errors import (
     CheckpointOutOfRange,
     DataLost,
     GroupActive,
-    InvalidOption,
     OffsetTrimmed,
     PartitionLost,
     PartitionsPaused,
@@ -46,7 +45,8 @@ from pxrs.hub import Hub
 from pxrs.log.contract import Source
 from pxrs.registry.identity import fingerprint
 from pxrs.spark.manifest import RESTART, published_spans
-from pxrs.spark.options import EARLIEST, LATEST, Offsets, ReadOptions
+from pxrs.spark.names import topic_to_stream
+from pxrs.spark.options import Offsets, ReadOptions
 from pxrs.spark.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.spark.planning import (
     Span,
@@ -55,6 +55,7 @@ from pxrs.spark.planning import (
     first_of,
     is_reached,
     may_replay,
+    resolve_within,
     resume_at,
     share_out,
 )
@@ -82,7 +83,7 @@ class Query:
     def __init__(self, hub: Hub, options: ReadOptions) -> None:
         """Join the group. Raises GroupActive if the query must be alone and is not, when the others had time to go."""
         assert options.group is not None
-        self.source: Source = hub.topic(options.where.topic).log
+        self.source: Source = topic_to_stream(hub, options.where.topic).log
         self._options = options
         hub.join_registry()
         self._registry, self._home = hub.registry, hub.join_registry
@@ -539,15 +540,5 @@ def start_offsets(source: Source, options: ReadOptions) -> dict[int, int]:
 
 def resolve_offsets(source: Source, offsets: Offsets, option: str) -> dict[int, int]:
     """As numbers. Raises InvalidOption if a partition is missing or unknown, or an offset is beyond the end."""
-    numbers = range(source.partitions)
-    if isinstance(offsets, str):
-        offsets = dict.fromkeys(numbers, EARLIEST if offsets == "earliest" else LATEST)
-    if set(offsets) != set(numbers):
-        raise InvalidOption(option, f"{source.name} has the partitions 0 to {source.partitions - 1}: name each of them")
-    result = {}
-    for number, offset in sorted(offsets.items()):
-        first, end = source.start(number), source.end(number)
-        result[number] = first if offset == EARLIEST else end if offset == LATEST else offset
-        if result[number] > end:
-            raise InvalidOption(option, f"{source.name}/{number} ends at offset {end}, and {offset} is beyond it")
-    return result
+    extents = [(source.start(number), source.end(number)) for number in range(source.partitions)]
+    return resolve_within(source.name, extents, offsets, option)

@@ -1,4 +1,5 @@
-"""Reading a topic from Spark: the planning in the driver, and the tasks that turn stored batches into rows.
+"""Reading a topic from Spark: the planning in the driver, and the tasks that turn stored batches into rows. A batch may
+also read a registered source: see `table.py`.
 
 A task maps the log's files and yields its record batches nearly as they lie there. Everything it needs comes with its
 `Slice`: it runs in another process, perhaps long after the reader that planned it is gone.
@@ -27,16 +28,6 @@ from pyspark.sql.streaming.datasource import (
     ReadMaxRows,
     SupportsTriggerAvailableNow,
 )
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    IntegerType,
-    LongType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
 
 import pxrs
 from pxrs.clock import boot_id
@@ -44,6 +35,7 @@ from pxrs.errors import (
     CheckpointOutOfRange,
     DataLost,
     HubMoved,
+    InvalidOption,
     OffsetOutOfRange,
     OffsetTrimmed,
     TopicDeleted,
@@ -55,39 +47,21 @@ from pxrs.hub import Hub
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
 from pxrs.log.directory import DirectoryLog
-from pxrs.spark.options import HEADERS, ReadOptions, Where
+from pxrs.spark.columns import BATCH_ROWS, arrow_schema
+from pxrs.spark.names import find_source, topic_to_stream
+from pxrs.spark.options import ReadOptions, Where
 from pxrs.spark.planning import REPLACED, Range, Spans, dump_offset, gather, load_offset, split
 from pxrs.spark.query import Query, resolve_offsets, start_offsets
 from pxrs.spark.staging import Feed, Staging
+from pxrs.spark.table import TableSlice, read_table, table_slices
 
 _logger = logging.getLogger(__name__)
 
-BATCH_ROWS: Final = 10_000
-"""What Spark takes best at a time."""
 _SMALL_ROWS: Final = BATCH_ROWS // 4
 _TASK_ROWS_MIN: Final = 20_000
 """Fewer than these of several partitions are read by one task, unless minPartitions is given."""
 _READ_BYTES: Final = 4 << 20
-_HEADER: Final = StructType([StructField("key", StringType(), False), StructField("value", BinaryType())])
-_IN_SPARK: Final = {
-    "key": StructField("key", BinaryType()),
-    "value": StructField("value", BinaryType()),
-    "partition": StructField("partition", IntegerType(), False),
-    "offset": StructField("offset", LongType(), False),
-    "timestamp": StructField("timestamp", TimestampType(), False),
-    HEADERS: StructField(HEADERS, ArrayType(_HEADER, False)),
-}
-_IN_ARROW: Final = {
-    **{field.name: field for field in SCHEMA},
-    "partition": pa.field("partition", pa.int32(), False),
-    "offset": pa.field("offset", pa.int64(), False),
-}
 _COUNTING: Final = pa.array(range(BATCH_ROWS), pa.int64())
-
-
-def row_schema(columns: Sequence[str]) -> StructType:
-    """These columns of a topic, in Spark."""
-    return StructType([_IN_SPARK[name] for name in columns])
 
 
 @dataclass(frozen=True)
@@ -106,9 +80,12 @@ class Slice(InputPartition):  # type: ignore[misc]
 
 
 class TaskReader:
-    """What tasks are given of a reader: everything else is in their `Slice`."""
+    """What tasks are given of a reader: everything else is in their `Slice` or `TableSlice`."""
 
-    def read(self, partition: Slice) -> Iterator[pa.RecordBatch]:
+    def read(self, partition: Slice | TableSlice) -> Iterator[pa.RecordBatch]:
+        if isinstance(partition, TableSlice):
+            check_machine(partition.machine, "reading a table there is not supported")
+            return read_table(partition)
         return read_slice(partition)
 
 
@@ -118,10 +95,18 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
 
-    def partitions(self) -> list[Slice]:
+    def partitions(self) -> list[Slice] | list[TableSlice]:
         options = self._options
+        name = options.where.topic
         with open_hub(options.where) as hub:
-            topic = hub.topic(options.where.topic).log
+            try:
+                topic = hub.topic(name).log
+            except UnknownTopic:
+                if (record := find_source(hub, name)) is None:
+                    raise
+                return table_slices(hub, record, options)
+            if options.source_url is not None:
+                raise InvalidOption("sourceUrl", f"{name} is a topic; only the table of a registered source has one")
             starts = (
                 _committed(hub, topic, options) if options.starting == "committed" else start_offsets(topic, options)
             )
@@ -153,7 +138,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     def initialOffset(self) -> dict[str, Any]:
         """Nothing is read yet. Where it begins is written down in the group, before anything is handed out (G6)."""
         with open_hub(self._options.where) as hub:
-            return dump_offset(hub.topic(self._options.where.topic).id, {})
+            return dump_offset(topic_to_stream(hub, self._options.where.topic).id, {})
 
     def getDefaultReadLimit(self) -> ReadLimit:
         if self._options.rows_max is not None:
@@ -256,12 +241,12 @@ def open_hub(where: Where) -> Hub:
     return pxrs.open(where.url, registry=where.registry)
 
 
-def check_machine(machine: str) -> None:
-    """Raise WrongMachine in a task that cannot see the driver's directory (K5)."""
+def check_machine(machine: str, why: str = "the hub's directory is not there") -> None:
+    """Raise WrongMachine in a task on another machine than the driver's (K5)."""
     if boot_id() != machine:
         raise WrongMachine(
-            f"an executor runs on {os.uname().nodename}, which is another machine than the driver's: the hub's "
-            "directory is not there. Run the executors on the driver's machine"
+            f"an executor runs on {os.uname().nodename}, which is another machine than the driver's: {why}. Run the "
+            "executors on the driver's machine"
         )
 
 
@@ -302,7 +287,7 @@ def _topic_of(part: Slice) -> TopicLog:
 
 
 def _rows(batch: Batch, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    schema = pa.schema([_IN_ARROW[name] for name in columns])
+    schema = arrow_schema(columns)
     for at in range(0, batch.records.num_rows, BATCH_ROWS):
         piece = batch.records.slice(at, BATCH_ROWS)
         arrays = [_column(name, piece, partition, batch.base_offset + at) for name in columns]

@@ -28,6 +28,7 @@ from pxrs.errors import Conflict, InvalidPipeline, PipelineFailed, PxrsError, Re
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
 from pxrs.registry.contract import ABSENT
+from pxrs.spark.names import find_source, no_stream
 from pxrs.spark.options import stream_options
 from pxrs.spark.pipeline import DEAD_LETTERS, OutputMode, Pipeline, Place, Sink, SparkOption, check_together
 from pxrs.spark.query import start_offsets
@@ -239,7 +240,9 @@ class Run:
 
 
 def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
-    """Raise InvalidPipeline if topics are missing, with what makes them, or if a pipeline would feed itself."""
+    """Raise InvalidPipeline if topics are missing, with what makes them, if a source is a table, or if a pipeline would
+    feed itself."""
+    check_sources(hub, pipelines)
     if missing := missing_topics(hub, pipelines):
         commands = "; ".join(f"pxrs topic create {topic} --at {hub.url}" for topic in missing)
         names = ", ".join(missing)
@@ -253,6 +256,14 @@ def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
                     f"{each.name}: {topic} is the source, {each.source}, under another name: it would feed itself for "
                     "ever"
                 )
+
+
+def check_sources(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
+    """Raise InvalidPipeline if a pipeline reads a registered source: pipelines are streams."""
+    topics = missing_topics(hub, pipelines)
+    for each in pipelines:
+        if each.source in topics and find_source(hub, each.source) is not None:
+            raise InvalidPipeline(f"{each.name}: {no_stream(each.source)}")
 
 
 def missing_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> list[str]:

@@ -9,17 +9,19 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from pxrs.errors import InvalidOption
+from pxrs.spark.columns import row_schema
 from pxrs.spark.options import columns_of, read_options, stream_options, write_options
-from pxrs.spark.reader import BatchReader, StreamReader, row_schema
+from pxrs.spark.reader import BatchReader, StreamReader
 from pxrs.spark.writer import BatchWriter, StreamWriter
 
 
 class PxrsSource(DataSource):  # type: ignore[misc]
-    """A topic as a table: read, readStream, write, writeStream. Relative paths are taken in the driver's folder."""
+    """A topic as a table: read, readStream, write, writeStream; and a registered source: read. Relative paths are taken
+    in the driver's folder."""
 
     _is_planned = False
     """Whether a reader was made of it in this process. Spark then pickles it once more, with the function that tasks
-    run, which need no options of it: the registry's address may hold a password."""
+    run, which need no options of it: the addresses of the registry and of a table may hold passwords."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)

@@ -24,6 +24,7 @@ from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, Lo
 from pxrs.hub import Hub, TopicHandle
 from pxrs.model import Topic
 from pxrs.spark.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
+from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import Where
 from pxrs.spark.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.spark.reader import check_machine, open_hub, run_of
@@ -60,7 +61,7 @@ class Stager:
     def of(cls, where: Where, schema: StructType) -> Stager:
         _check_columns(schema)
         with open_hub(where) as hub:
-            handle = hub.topic(where.topic)
+            handle = topic_to_write(hub, where.topic)
             handle.log.check_writable()  # here rather than in every task
             Staging(where.url).check_writable()
             return cls(where.url, handle.topic, boot_id())

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
 from pxrs.model import PARTITIONS_DEFAULT, Topic
 from pxrs.sources.sql_table.identity import Meaning, checked_id
+from pxrs.sources.sql_table.pages import Stretch
 from pxrs.sources.sql_table.settling import Settling
 from pxrs.sources.sql_table.source import SqlTable
 from pxrs.sources.sql_table.table import Columns
@@ -33,7 +34,7 @@ from pxrs.sources.sql_table.table import Columns
 if TYPE_CHECKING:
     from sqlalchemy.engine import Engine
 
-__all__ = ["Settling", "SqlTable", "sql_table"]
+__all__ = ["Settling", "SqlTable", "Stretch", "sql_table"]
 
 POLL_S_DEFAULT: Final = 0.2
 PAGE_BYTES_DEFAULT: Final = 4 << 20

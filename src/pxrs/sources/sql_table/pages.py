@@ -20,6 +20,14 @@ class Page(NamedTuple):
     size: int
 
 
+class Stretch(NamedTuple):
+    """Rows of all partitions in the order of their ids: the partition, the id and the record of each."""
+
+    partitions: pa.Int32Array
+    offsets: pa.Int64Array
+    records: pa.RecordBatch
+
+
 class Pages:
     """The pages that were read last, within a bound of bytes. They never overlap."""
 

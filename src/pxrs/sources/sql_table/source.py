@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -18,9 +18,9 @@ from pxrs.model import Topic
 from pxrs.partitioner import hash_named
 from pxrs.sources.sql_table.identity import Meaning, identify, public_url
 from pxrs.sources.sql_table.listener import Listener
-from pxrs.sources.sql_table.pages import Page, Pages, append, cut
+from pxrs.sources.sql_table.pages import Page, Pages, Stretch, append, cut
 from pxrs.sources.sql_table.settling import Settling
-from pxrs.sources.sql_table.table import Columns, Rows, Table
+from pxrs.sources.sql_table.table import Columns, Row, Rows, Table
 from pxrs.wording import counted
 
 if TYPE_CHECKING:
@@ -135,6 +135,25 @@ class SqlTable(Source):
                 if position < page.end:
                     break
         return [*batches]
+
+    def scan(self, start: int, end: int, final_end: int) -> Iterator[Stretch]:
+        """The rows with these ids, of all partitions, read once, a page of about `page_bytes` at a time.
+
+        final_end: an end that the method `end` has named before, perhaps in another process; `end` is not larger. So
+        these rows are final, and nothing is waited for here. Raises OffsetOutOfRange if the table has not given out the
+        ids before `final_end`: it counts anew, or is an older copy."""
+        self._check_usable()
+        with self._lock:
+            self._visible_end, self._drawn_end = self._table.visible_end(), None
+            if not self._is_reachable(final_end):
+                raise OffsetOutOfRange(self.name, final_end, self._visible_end)
+        while start < end:
+            self._check_usable()
+            found = self._table.rows(start, end, self._page_bytes)
+            if found.rows:
+                partitions = pa.array([self._partition_of(row) for row in found.rows], pa.int32())
+                yield Stretch(partitions, *_as_arrow(found.rows))
+            start = found.last + 1
 
     def wait(
         self,
@@ -292,22 +311,16 @@ class SqlTable(Source):
         self._empty[partition] = start, end
 
     def _split(self, start: int, until: int, rows: Rows) -> Page:
-        lists: dict[int, list[tuple[int, bytes | None, bytes | None, int]]] = {}
+        lists: dict[int, list[Row]] = {}
         for row in rows.rows:
-            place = str(row[0]).encode() if row[1] is None else row[1]
-            lists.setdefault(self._hash(place) % self.partitions, []).append(row)
-        parts = {}
-        for partition, chosen in lists.items():
-            ids, keys, values, times = zip(*chosen, strict=True)
-            columns = [
-                pa.array(keys, SCHEMA.field("key").type),
-                pa.array(values, SCHEMA.field("value").type),
-                pa.array(times, pa.int64()).cast(SCHEMA.field("timestamp").type),
-                pa.nulls(len(ids), SCHEMA.field("headers").type),
-            ]
-            parts[partition] = pa.array(ids, pa.int64()), pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+            lists.setdefault(self._partition_of(row), []).append(row)
+        parts = {partition: _as_arrow(chosen) for partition, chosen in lists.items()}
         size = sum(ids.nbytes + records.nbytes + _PAGE_OVERHEAD for ids, records in parts.values()) + _PAGE_OVERHEAD
         return Page(start, rows.last + 1 if rows.is_cut else until, parts, size)
+
+    def _partition_of(self, row: Row) -> int:
+        place = str(row[0]).encode() if row[1] is None else row[1]
+        return self._hash(place) % self.partitions
 
     def _pause_s(self, positions: Mapping[int, int]) -> float:
         # The end of a transaction that wrote nothing, or was rolled back, is announced by nobody.
@@ -325,3 +338,15 @@ class SqlTable(Source):
             raise Closed(f"the source {self.name} was closed")
         if not 0 <= partition < self.partitions:
             raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")
+
+
+def _as_arrow(rows: Sequence[Row]) -> tuple[pa.Int64Array, pa.RecordBatch]:
+    """Ids, and the records that have them."""
+    ids, keys, values, times = zip(*rows, strict=True)
+    columns = [
+        pa.array(keys, SCHEMA.field("key").type),
+        pa.array(values, SCHEMA.field("value").type),
+        pa.array(times, pa.int64()).cast(SCHEMA.field("timestamp").type),
+        pa.nulls(len(ids), SCHEMA.field("headers").type),
+    ]
+    return pa.array(ids, pa.int64()), pa.RecordBatch.from_arrays(columns, schema=SCHEMA)

@@ -74,10 +74,14 @@ class Columns(NamedTuple):
         return tuple(dict.fromkeys(name for name in named if name is not None))
 
 
-class Rows(NamedTuple):
-    """Rows as id, key, value and time; whether there are more before the end that was asked for."""
+Row = tuple[int, bytes | None, bytes | None, int]
+"""Id, key, value and time in microseconds since 1970."""
 
-    rows: list[tuple[int, bytes | None, bytes | None, int]]
+
+class Rows(NamedTuple):
+    """Rows, the last id that was looked at, and whether there may be more before the end that was asked for."""
+
+    rows: list[Row]
     last: int
     is_cut: bool
 
@@ -197,7 +201,7 @@ class Table:
         """The rows of these ids, until they are so many bytes."""
         columns = self._columns
         wanted = self._sa.select(self._from).where(self._id >= start, self._id < end).order_by(self._id)
-        rows: list[tuple[int, bytes | None, bytes | None, int]] = []
+        rows: list[Row] = []
         size = 0
         with self._connection() as connection:
             result = connection.execution_options(yield_per=FETCH_ROWS).execute(wanted)

@@ -1,0 +1,48 @@
+"""The columns of a message in Spark and in Arrow. Spark takes a batch only if its schema is exactly as promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import pyarrow as pa
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from pxrs.log.batch import SCHEMA
+from pxrs.spark.options import HEADERS
+
+BATCH_ROWS: Final = 10_000
+"""How many rows a batch for Spark has at most; with about so many Spark is fastest."""
+_HEADER: Final = StructType([StructField("key", StringType(), False), StructField("value", BinaryType())])
+_IN_SPARK: Final = {
+    "key": StructField("key", BinaryType()),
+    "value": StructField("value", BinaryType()),
+    "partition": StructField("partition", IntegerType(), False),
+    "offset": StructField("offset", LongType(), False),
+    "timestamp": StructField("timestamp", TimestampType(), False),
+    HEADERS: StructField(HEADERS, ArrayType(_HEADER, False)),
+}
+_IN_ARROW: Final = {
+    **{field.name: field for field in SCHEMA},
+    "partition": pa.field("partition", pa.int32(), False),
+    "offset": pa.field("offset", pa.int64(), False),
+}
+
+
+def row_schema(columns: Sequence[str]) -> StructType:
+    """These columns, as Spark is told of them."""
+    return StructType([_IN_SPARK[name] for name in columns])
+
+
+def arrow_schema(columns: Sequence[str]) -> pa.Schema:
+    """These columns, as tasks hand them over."""
+    return pa.schema([_IN_ARROW[name] for name in columns])

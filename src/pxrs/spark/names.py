@@ -1,0 +1,52 @@
+"""What the option `topic` names: a topic of the hub, or else a registered source. No Spark in here.
+
+Spark reads both as batches. Streams, pipelines and writes take topics alone, and say what to use instead of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pxrs.errors import InvalidOption, UnknownTopic
+from pxrs.hub import Hub, TopicHandle
+
+if TYPE_CHECKING:
+    from pxrs.sources.catalog import RegisteredSource
+
+
+def find_source(hub: Hub, name: str) -> RegisteredSource | None:
+    """The registered source of this name. A topic of the same name comes before it: ask for that first."""
+    return next((each for each in hub.sources() if each.name == name), None)
+
+
+def topic_to_stream(hub: Hub, name: str) -> TopicHandle:
+    """Raises UnknownTopic; InvalidOption if it is a registered source."""
+    return _topic(hub, name, no_stream(name))
+
+
+def topic_to_write(hub: Hub, name: str) -> TopicHandle:
+    """Raises UnknownTopic; InvalidOption if it is a registered source."""
+    return _topic(
+        hub,
+        name,
+        f"{name} is a registered source: a table that pxrs only reads. Write to a topic; or to the table itself, with "
+        "what your database offers, such as Spark's format('jdbc')",
+    )
+
+
+def no_stream(name: str) -> str:
+    """Why a registered source is not streamed, and what to use instead."""
+    return (
+        f"{name} is a registered source: a table, which Spark reads as a batch (spark.read) and not as a stream. To "
+        f"handle rows as they come, use a consumer group: hub.consumer({name!r}, group=...), or `pxrs worker HANDLER "
+        f"--topic {name} --group GROUP`"
+    )
+
+
+def _topic(hub: Hub, name: str, refusal: str) -> TopicHandle:
+    try:
+        return hub.topic(name)
+    except UnknownTopic:
+        if find_source(hub, name) is None:
+            raise
+    raise InvalidOption("topic", refusal)

@@ -1,0 +1,164 @@
+"""A registered source, somebody else's table, in a batch of Spark.
+
+The driver plans ranges of ids, one for each task, up to the end of what is final at that moment: no row with a smaller
+id can be committed any more, so rows that are inserted later are not read. The table is read once for all its virtual
+partitions: a task reads its range of ids, a page at a time, and computes the partition of each row from its key.
+
+A task opens the database by itself. It has the registered settings, which hold no credentials. It takes the address
+from the option `sourceUrl` if the user gave that, which is sent to the tasks of this table and nowhere else; else from
+the environment of its own process, as every process does (`pxrs.sources.catalog`).
+
+Rows that are updated or deleted while the job runs are seen as they are when their page is read. A table that was
+emptied and counts its ids anew since the planning is an error (OffsetOutOfRange), as long as its new ids are below the
+planned end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+
+from pxrs.clock import boot_id
+from pxrs.errors import CheckpointOutOfRange, ReadFailed
+from pxrs.group.foreign import changed, check_meaning, foreign_of, other_ids
+from pxrs.group.records import Checkpoint, Keys, SourceRead, partition_of
+from pxrs.hub import Hub
+from pxrs.spark.columns import BATCH_ROWS, arrow_schema
+from pxrs.spark.options import ReadOptions
+from pxrs.spark.planning import IdRange, Range, resolve_within, split_ids
+
+if TYPE_CHECKING:
+    from pxrs.sources.catalog import RegisteredSource
+    from pxrs.sources.sql_table import SqlTable
+    from pxrs.sources.sql_table.pages import Stretch
+
+
+@dataclass(frozen=True)
+class TableSlice(InputPartition):  # type: ignore[misc]
+    """One task: a range of ids, and all that is needed to read it."""
+
+    record: RegisteredSource
+    machine: str
+    ids: IdRange
+    starts: tuple[int, ...]
+    """By partition: rows with smaller ids are left out."""
+    ends: tuple[int, ...]
+    """By partition: rows with these and larger ids are left out."""
+    columns: tuple[str, ...]
+    address: str | None = field(default=None, repr=False)
+    """The option `sourceUrl`, which may hold a password: neither shown nor logged."""
+
+
+def table_slices(hub: Hub, record: RegisteredSource, options: ReadOptions) -> list[TableSlice]:
+    """The tasks of a batch. Raises InvalidOption, what opening the table raises, and ReadFailed if a transaction that
+    writes to the table stays open, so that nobody can tell which rows are final."""
+    with _open(record, options.source_url) as table:
+        # Asked once, for all partitions: a later answer could be another one.
+        end = table.end(0)
+        first = min(table.start(0), end)
+        extents = [(first, end)] * table.partitions
+        if options.starting_us is not None:
+            starts = dict.fromkeys(range(table.partitions), table.offset_at(0, options.starting_us))
+        elif options.starting == "committed":
+            starts = _committed(hub, table, options.group or "", first)
+        else:
+            # A start behind the end is allowed where rows were deleted since: a job that goes on where its last run
+            # ended reads nothing then.
+            starts = resolve_within(
+                table.name,
+                extents,
+                options.starting or "earliest",
+                "startingOffsets",
+                lambda offset: table.was_given_out(0, offset),
+            )
+        if options.ending_us is not None:
+            ends = dict.fromkeys(range(table.partitions), min(end, table.offset_at(0, options.ending_us)))
+        else:
+            ends = resolve_within(table.name, extents, options.ending, "endingOffsets")
+    # A start may lie before the first row: unlike in a topic, ids without a row are no sign of a loss.
+    ranges = [Range(number, max(starts[number], first), ends[number]) for number in sorted(starts)]
+    lows, highs = tuple(each.start for each in ranges), tuple(each.end for each in ranges)
+    machine = boot_id()
+    return [
+        TableSlice(record, machine, ids, lows, highs, options.columns, options.source_url)
+        for ids in split_ids(ranges, options.partitions_min)
+    ]
+
+
+def read_table(part: TableSlice) -> Iterator[pa.RecordBatch]:
+    """The rows of a task, in the order of their ids."""
+    schema = arrow_schema(part.columns)
+    with _open(part.record, part.address) as table:
+        for page in table.scan(*part.ids, final_end=max(part.ends)):
+            page = _within(page, part)
+            for at in range(0, len(page.offsets), BATCH_ROWS):
+                arrays = [_column(page, name).slice(at, BATCH_ROWS) for name in part.columns]
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _open(record: RegisteredSource, address: str | None) -> SqlTable:
+    from pxrs.sources.catalog import open_record
+
+    try:
+        return open_record(record, address, "the option sourceUrl")
+    except ReadFailed as error:
+        if address is not None or os.environ.get(record.variable):
+            raise
+        raise ReadFailed(
+            f"{error}. Spark's processes have the environment of the program that started Spark, as it was then; the "
+            "option sourceUrl takes the whole address too"
+        ) from None
+
+
+def _committed(hub: Hub, table: SqlTable, group: str, first: int) -> dict[int, int]:
+    """The group's checkpoints; where it has none, the first id. Raises CheckpointOutOfRange, and IdentityChanged or
+    SourceChanged as a member of the group would: with other checkpoints, rows would be read again or passed over."""
+    keys, registry = Keys(group), hub.registry
+    found = {
+        partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value)
+        for entry in registry.scan(f"{keys.checkpoints}{table.id}/")
+    }
+    known = {entry.key: SourceRead.load(entry.key, entry.value) for entry in registry.scan(keys.sources)}
+    ours = foreign_of(keys, table)
+    assert ours is not None
+    check_meaning(group, ours, known.values(), found)
+    if not found:
+        for id, address in other_ids(ours, known.get(ours.key)):
+            if registry.scan(f"{keys.checkpoints}{id}/", limit=1):
+                raise changed(group, ours, id, address)
+    for number, checkpoint in sorted(found.items()):
+        if not table.was_given_out(number, checkpoint.offset):
+            raise CheckpointOutOfRange(
+                f"group {group} is at offset {checkpoint.offset} of {table.name}/{number}, an id that the table has "
+                "not given out: it counts anew, or is an older copy than the checkpoint. If it is the right table, "
+                "reset the group"
+            )
+    return {number: found[number].offset if number in found else first for number in range(table.partitions)}
+
+
+def _within(page: Stretch, part: TableSlice) -> Stretch:
+    """The rows that lie between the bounds of their partitions."""
+    if max(part.starts) <= part.ids.start and min(part.ends) >= part.ids.end:
+        return page
+    # Here, because the process that plans a stream loads this module, has no use for it, and waits for its imports.
+    import pyarrow.compute as pc
+
+    starts = pc.take(pa.array(part.starts, pa.int64()), page.partitions)
+    ends = pc.take(pa.array(part.ends, pa.int64()), page.partitions)
+    is_within = pc.and_(pc.greater_equal(page.offsets, starts), pc.less(page.offsets, ends))
+    return page._replace(
+        partitions=page.partitions.filter(is_within),
+        offsets=page.offsets.filter(is_within),
+        records=page.records.filter(is_within),
+    )
+
+
+def _column(page: Stretch, name: str) -> pa.Array:
+    if name == "partition":
+        return page.partitions
+    return page.offsets if name == "offset" else page.records.column(name)
