@@ -24,7 +24,7 @@ from pxrs.sources import sql_table
 from pxrs.testing.accounting import Account, Worker, account, read_journals
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
-EVENTS = 200 if os.environ.get("PXRS_SOAK") else 15
+EVENTS = 200 if os.environ.get("PXRS_SOAK") else 10
 PARTITIONS = 8
 TTL_S = 1.5
 PATIENCE_S = 60.0
