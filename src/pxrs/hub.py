@@ -340,10 +340,12 @@ class Hub:
             keep_unread,
             segment_s,
         )
-        return TopicHandle(self._create_or_open(topic) if exist_ok else self._create(topic), self)
+        if exist_ok:
+            return TopicHandle(self._create_or_open(topic), self)
+        self._refuse_name_of_source(topic.name)
+        return TopicHandle(self._create(topic), self)
 
     def _create(self, topic: Topic) -> TopicLog:
-        self._refuse_name_of_source(topic.name)
         if self._belonging is not None:
             self._belonging.begin(keeps_unread=topic.keeps_unread)
         return self._log.create_topic(topic)
@@ -358,6 +360,8 @@ class Hub:
             try:
                 found = self._log.topic(asked.name)
             except UnknownTopic:
+                # Outside the inner `try`, which takes TopicExists for a race with another process and tries again.
+                self._refuse_name_of_source(asked.name)
                 try:
                     return self._create(asked)
                 except TopicExists:

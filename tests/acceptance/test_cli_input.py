@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
@@ -66,8 +67,10 @@ def command(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def command(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["pxrs", *arguments, "--at", str(data)])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "_exit", sys.exit)  # after a second Ctrl-C
+            with pytest.raises(SystemExit) as ended:
+                app.main()
         code = ended.value.code
         shown = capsys.readouterr()
         return code if isinstance(code, int) else 0, shown.out, shown.err
@@ -193,6 +196,68 @@ def test_after_a_second_ctrl_c_items_are_counted_that_are_put_for_certain(
     code, out, errors = command("queue", "put", "q")
     assert (code, out) == (INTERRUPTED, "")
     assert errors == "interrupted again: put 2 items into q; whether the items after them were put is not known\n"
+
+
+SEND_AND_TELL = """
+import sys
+from pxrs.cli import app, input
+enter, note = input.Interrupts.__enter__, input.Interrupts._note
+input.Interrupts.__enter__ = lambda self: (enter(self), print("ready", flush=True))[0]
+def told(self, number, frame):
+    print("noted", flush=True)
+    note(self, number, frame)
+input.Interrupts._note = told
+app.main()
+"""
+
+
+def test_a_second_ctrl_c_does_not_wait_for_an_append_that_is_blocked(data: Path) -> None:
+    with pxrs.open(data) as hub:
+        folder = Path(hub.topic("t").log.partition_folder(0))  # type: ignore[attr-defined]
+        with hub.producer("t") as out:
+            out.send("zero")
+    arguments = [sys.executable, "-c", SEND_AND_TELL, "send", "t", "--at", str(data)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with (
+        open(folder / "lock", "rb+") as lock,
+        subprocess.Popen(arguments, text=True, **pipes) as process,  # type: ignore[call-overload]
+    ):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # as a process does that was stopped within an append
+            process.stdin.write("one\n")
+            process.stdin.close()
+            process.stdin = None
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == "noted\n"
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=30)  # the append is tried for longer than a minute
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (INTERRUPTED, "noted\n")
+    assert errors.startswith("interrupted again: how many of ")
+    assert errors.count("\n") == 1
+
+
+def test_a_second_ctrl_c_does_not_wait_until_the_hub_is_closed(
+    data: Path, command: Command, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, leave, done = pxrs.Hub.close, sys.exit, list[str]()
+
+    def interrupted(self: Transaction) -> None:
+        interrupt()
+        interrupt()
+
+    def left(code: int) -> None:
+        done.append("left")
+        leave(code)
+
+    monkeypatch.setattr(Transaction, "commit", interrupted)
+    monkeypatch.setattr(pxrs.Hub, "close", lambda self: (done.append("closed"), close(self))[1])
+    monkeypatch.setattr(sys, "exit", left)
+    keyboard(b"one\n")
+    assert command("queue", "put", "q")[0] == INTERRUPTED
+    assert done[0] == "left"
 
 
 def test_ctrl_c_stays_ignored_where_the_shell_has_said_so(

@@ -357,6 +357,51 @@ def test_two_who_make_a_topic_whose_folder_was_removed_by_hand_leave_one_that_st
         log.close()
 
 
+def test_an_interrupt_of_create_topic_takes_no_message_that_another_process_has_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    symlink = os.symlink
+
+    def interrupted(*arguments: Any) -> None:
+        symlink(*arguments)
+        other = DirectoryLog(tmp_path)
+        other.topic("t").append(one(b"acknowledged"))
+        other.close()
+        raise KeyboardInterrupt
+
+    log = DirectoryLog(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "symlink", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            log.create_topic(described())
+    assert [batch.records["value"].to_pylist() for batch in log.topic("t").read(0, 0)] == [[b"acknowledged"]]
+    with pytest.raises(TopicExists):
+        log.create_topic(described())
+
+
+def test_an_interrupt_at_any_moment_of_create_topic_leaves_a_whole_topic_or_nothing(tmp_path: Path) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    at, is_over, kept = 0, False, set()
+    while not is_over:
+        at += 1
+        path = tmp_path / str(at)
+        make(path, "other")
+        log = DirectoryLog(path)
+        with faults.counted(faults.Steps(at, interrupt)) as steps, contextlib.suppress(KeyboardInterrupt):
+            log.create_topic(described())
+        is_over = steps.count < at
+        names = [topic.name for topic in log.topics()]
+        kept.add("t" in names)
+        if "t" in names:
+            assert log.topic("t").append(one()) == [0]
+        assert len(os.listdir(path / "logs")) == len(names), "no folder is left over"
+        assert log.damaged_topics() == []
+        log.close()
+    assert kept == {False, True}
+
+
 def test_a_topic_that_appears_during_a_look_up_is_whole(tmp_path: Path) -> None:
     at, is_over = 0, False
     while not is_over:

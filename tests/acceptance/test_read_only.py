@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import select
 import shutil
 import stat
+import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-# The unprivileged user may not be allowed to read the interpreter's own library: what is imported late is loaded now.
 import pxrs
-import pxrs.consumer
-import pxrs.group.admin
-import pxrs.log.check
-import pxrs.producer
-import pxrs.queue.handle
-import pxrs.queue.transaction
-import pxrs.registry.file.store
 import pxrs.registry.sql.sqlite
 from pxrs import registry as registries
 from pxrs.cli import group as command_group
@@ -53,6 +49,33 @@ as_root = pytest.mark.skipif(not IS_ROOT, reason="one user has to write while an
 
 
 @contextlib.contextmanager
+def importing_as_root() -> Iterator[None]:
+    """Within the block, this process takes the effective uid 0 for each import of a module that is not loaded yet.
+
+    The unprivileged user may not be allowed to enter the checkout or the virtual environment, as after `git clone .
+    "$(mktemp -d)"`: modules that are imported late, such as those of `rich`, could not be found then. `import` and
+    `importlib.import_module` both look `_find_and_load` up in this module at each call."""
+    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    find_and_load = bootstrap._find_and_load
+    lock = threading.RLock()  # the uid is that of all threads
+
+    def load(*arguments: Any) -> Any:
+        with lock:
+            before = os.geteuid()
+            os.setresuid(-1, 0, -1)
+            try:
+                return find_and_load(*arguments)
+            finally:
+                os.setresuid(-1, before, -1)
+
+    bootstrap._find_and_load = load
+    try:
+        yield
+    finally:
+        bootstrap._find_and_load = find_and_load
+
+
+@contextlib.contextmanager
 def reading_only(folder: Path) -> Iterator[None]:
     """This process may read what is in the folder, and not write there."""
     if IS_ROOT:
@@ -61,7 +84,8 @@ def reading_only(folder: Path) -> Iterator[None]:
         os.setresgid(NOBODY, NOBODY, 0)
         os.setresuid(NOBODY, NOBODY, 0)
         try:
-            yield
+            with importing_as_root():
+                yield
         finally:
             os.setresuid(0, 0, 0)
             os.setresgid(0, 0, 0)
@@ -139,6 +163,24 @@ def look(data: Path) -> None:
         with hub.registry.watch("groups/") as watch:
             assert hub.group("billing").describe().members == ()
             assert not watch.wait(0.01)
+
+
+@as_root
+def test_v5_a_reader_imports_modules_that_only_root_may_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So this file passes in a checkout that other users may not enter."""
+    checkout = place / "checkout"
+    checkout.mkdir(mode=0o700)
+    for name in ("imported_late", "imported_by_name"):
+        (checkout / f"{name}.py").write_text("VALUE = 1")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(checkout))
+    with reading_only(place):
+        import imported_late  # type: ignore[import-not-found]
+
+        assert imported_late.VALUE == importlib.import_module("imported_by_name").VALUE == 1
+        assert os.geteuid() == NOBODY
+        with pytest.raises(PermissionError):
+            (checkout / "imported_late.py").read_text()
 
 
 def test_v5_who_may_only_read_a_hub_looks_at_all_of_it_and_changes_nothing(data: Path) -> None:
@@ -334,10 +376,7 @@ def test_v5_a_reader_follows_processes_that_send_commit_and_compact(
     commits = 60
 
     def read(me: Child) -> None:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        with pxrs.open(data) as hub, hub.registry.watch("n/") as watch:
+        with reading_only(data), pxrs.open(data) as hub, hub.registry.watch("n/") as watch:
             orders = hub.topic("orders")
             assert orders.log.ends() == [5, 5, 0]
             me.tell()

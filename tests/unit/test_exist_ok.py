@@ -196,6 +196,47 @@ def test_who_appends_first_makes_the_name_durable_if_the_creator_could_not(
     assert synced[0] == names, "before anything is stored"
 
 
+@pytest.mark.parametrize("acts", ["append", "create_topic"])
+def test_folders_whose_maker_has_not_synced_them_are_durable_before_a_message_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, acts: str
+) -> None:
+    """Another process has made the hub's directory and `topics`, and has yet to sync the folders that hold them."""
+    data, sync, synced = tmp_path / "data", disk.sync_folder, list[Any]()
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "sync_folder", lambda folder: None)
+        if acts == "append":
+            with pxrs.open(data) as maker:
+                maker.create_topic("orders")
+        else:
+            (data / "topics").mkdir(parents=True)
+    monkeypatch.setattr(disk, "sync_folder", lambda folder: (synced.append(folder), sync(folder))[1])
+    with pxrs.open(data) as hub:
+        topic = hub.create_topic("orders", exist_ok=True)
+        with hub.producer("orders") as out:
+            out.send(b"paid", partition=0)
+            out.flush()
+        assert topic.end(0) == 1
+    assert {data / "topics", data, tmp_path} <= set(synced)
+
+
+def test_a_hub_below_a_folder_that_may_not_be_read_takes_appends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = disk.sync_folder
+
+    def refused(folder: Any) -> None:
+        if folder == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        sync(folder)
+
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(disk, "sync_folder", refused)
+    with pxrs.open(tmp_path / "data") as hub:
+        hub.create_topic("orders")
+        with hub.producer("orders") as out:
+            assert out.send(b"paid", partition=0).result(30) == (0, 0)
+
+
 def test_threads_that_create_at_once_get_one_topic_and_one_queue(tmp_path: Path) -> None:
     count = 6
     barrier, found, errors = threading.Barrier(count), set(), []

@@ -32,6 +32,7 @@ from pxrs.group.lag import Seen
 from pxrs.group.records import Checkpoint, Keys, Paused
 from pxrs.partitioner import xxh64
 from pxrs.sources import SqlTable, sql_table
+from pxrs.sources.catalog import Catalog
 from pxrs.sources.sql_table.identity import Meaning, Resolved, identify, public_url, shown_url, without_secrets
 
 PARTITIONS = 6
@@ -135,6 +136,17 @@ class TestCatalog:
         with pytest.raises(InvalidUrl):
             hub.add_source("events", "nonsense", table="events", value_column="body")
         assert hub.sources() == []
+
+    def test_create_topic_with_exist_ok_asks_once_whether_a_source_has_the_name(
+        self, shop: Shop, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shop.add(hub)
+        hub.create_topic("orders")
+        find, asked = Catalog.find, list[str]()
+        monkeypatch.setattr(Catalog, "find", lambda self, name: (asked.append(name), find(self, name))[1])
+        with pytest.raises(TopicExists, match="registered source"):
+            hub.create_topic("events", exist_ok=True)
+        assert asked == ["events"]
 
     def test_a_name_is_a_topics_or_a_sources(self, shop: Shop, hub: pxrs.Hub) -> None:
         shop.add(hub)

@@ -6,12 +6,21 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
 import pxrs
 from pxrs.clock import ManualClock, SystemClock
-from pxrs.errors import Closed, DrainLimitReached, InvalidArgument, InvalidQueue, UnknownQueue
+from pxrs.errors import (
+    Closed,
+    DrainLimitReached,
+    HandlerFailed,
+    InvalidArgument,
+    InvalidGroup,
+    InvalidQueue,
+    UnknownQueue,
+)
 from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.queue.items import Item
@@ -428,3 +437,53 @@ def test_what_cannot_be_made_is_refused() -> None:
     ):
         with pytest.raises(InvalidArgument):
             make()
+
+
+# Handlers that would do nothing, and items whose taker is gone.
+
+
+class LazyCall:
+    async def __call__(self, message: Message) -> None:
+        raise AssertionError("nobody awaits it")
+
+
+async def lazy(message: Message) -> None:
+    raise AssertionError("nobody awaits it")
+
+
+def generator(message: Message) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("handler", [lazy, generator, LazyCall(), lambda: None])
+def test_drain_refuses_a_handler_that_does_nothing_when_it_is_called(hub: Hub, handler: Any) -> None:
+    hub.create_topic("orders", partitions=1)
+    with hub.producer("orders") as out:
+        out.send("a")
+    with pytest.raises(InvalidGroup, match=r"does nothing when it is called|cannot be called"):
+        drain(hub, "orders", handler)
+    assert hub.groups() == [], "it is refused before the group is joined"
+
+
+@pytest.mark.parametrize("function", [lazy, generator])
+def test_drain_counts_no_message_whose_handler_returned_work_that_nobody_does(hub: Hub, function: Any) -> None:
+    hub.create_topic("orders", partitions=1)
+    with hub.producer("orders") as out:
+        out.send("a")
+    with pytest.raises(HandlerFailed, match="has done nothing"):
+        drain(hub, "orders", lambda message: function(message))
+    assert drain(hub, "orders", lambda message: None) == 1, "it comes again"
+
+
+@pytest.mark.parametrize("fifo", [False, True])
+def test_drain_queue_delivers_what_an_ended_lease_held(hub: Hub, clock: ManualClock, fifo: bool) -> None:
+    """20 times: the thread that sweeps for this process may be first in some of them."""
+    for number in range(20):
+        queue = hub.create_queue(f"mail-{number}", fifo=fifo)
+        queue.put("hello")
+        with hub.transaction() as tx:
+            assert tx.take(queue) is not None
+            clock.advance(2 * hub.queue(queue.name).store.lease_ttl + 1)
+            drained = drain_queue(hub, queue.name, nothing, advance=True)
+            assert values(drained.done) == [b"hello"]
+            tx.rollback()

@@ -2,17 +2,18 @@
 
 Ctrl-C must not leave open how much was done. It ends the wait for more input at once. What was read before is finished,
 made durable and counted: while a command works on that, the first Ctrl-C is only noted. A second one raises
-KeyboardInterrupt wherever the command is, which must then say that the outcome is not known.
+KeyboardInterrupt wherever the command is, which must then say that the outcome is not known, and end without waiting.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 import typer
 
@@ -39,10 +40,19 @@ def interrupted(what: str) -> typer.Exit:
     return typer.Exit(EXIT_INTERRUPTED)
 
 
-def interrupted_again(what: str) -> typer.Exit:
-    """The same of a second Ctrl-C, which left something unfinished."""
-    typer.echo(f"interrupted again: {what}", err=True)
-    return typer.Exit(EXIT_INTERRUPTED)
+def end_after_second_interrupt(what: str) -> NoReturn:
+    """Say what a second Ctrl-C has left unfinished, and end the process at once.
+
+    No `finally`, `with` block or exit handler is run: closing a producer or a hub waits for the disk or the registry,
+    and what they do not answer may be why Ctrl-C was pressed again. The leases of this process end at their deadline.
+    Stop a progress bar before, or the terminal's cursor stays hidden."""
+    try:
+        typer.echo(f"interrupted again: {what}", err=True)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    finally:
+        os._exit(EXIT_INTERRUPTED)
 
 
 class Interrupts:

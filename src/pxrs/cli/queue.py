@@ -18,7 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pxrs
-from pxrs.cli.input import Interrupts, interrupted, interrupted_again, is_typed, tell_typist
+from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
 from pxrs.cli.options import ExistOk, Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
 from pxrs.cli.terminal import (
     cell,
@@ -209,7 +209,8 @@ def put(
                 done = f"put {counted(putter.count, 'item')} into {queue}"
                 if interrupts.count > 1:
                     unknown = "whether the items after them were put is not known"
-                    raise interrupted_again(f"{done}; {unknown}") from None
+                    bar.stop()
+                    end_after_second_interrupt(f"{done}; {unknown}")
                 raise interrupted(f"{done}; what was put is durable") from None
     typer.echo(f"put {counted(putter.count, 'item')} into {queue}")
 

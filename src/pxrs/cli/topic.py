@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pxrs
-from pxrs.cli.input import Interrupts, interrupted, interrupted_again, is_typed, tell_typist
+from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
 from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
 from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicExists, UnknownTopic
@@ -223,7 +223,8 @@ def send(
                 out.flush()
         except KeyboardInterrupt:
             read = counted(lines.count, "message")
-            raise interrupted_again(f"how many of {read} are stored in {topic} is not known") from None
+            bar.stop()
+            end_after_second_interrupt(f"how many of {read} are stored in {topic} is not known")
         bar.update(task, completed=lines.count)
     sent = f"sent {counted(lines.count, 'message')} to {topic}"
     if interrupts.count:

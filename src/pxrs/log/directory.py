@@ -1,7 +1,8 @@
 """The log in a local directory: `logs/<id>/topic.json`, a folder for each partition, and `topics/<name>`, a link to it.
 
 A topic appears whole or not at all: its folder is prepared and synced before the link is made, which claims the name.
-A process that finds the link syncs it before its first append, in case the process that made it has not.
+From then on the topic stays until it is deleted, even if `create_topic` is interrupted or fails. A process that finds
+the link syncs it before its first append, in case the process that made it has not.
 Deleting moves the link away, then the folder. No folder is ever used again: who has a deleted topic open finds its
 files gone, and can never reach into a later topic of the same name (G7). Processes of one machine share the directory;
 network file systems are refused, because their locks are not safe (F8).
@@ -107,14 +108,14 @@ class DirectoryLog(Log):
                             os.unlink(target)
                 os.symlink(link, target)
             except BaseException as error:
-                with contextlib.suppress(OSError, LogBusy), self._naming():
-                    if os.readlink(target) == link:  # an interrupt came right behind it
-                        self._take_link(target)
-                shutil.rmtree(folder, ignore_errors=True)
+                if not _may_lead_to(target, link):
+                    shutil.rmtree(folder, ignore_errors=True)
+                # Otherwise an interrupt was raised as `symlink` returned. The topic is whole and other processes may
+                # have stored messages in it already, so it stays.
                 if isinstance(error, FileExistsError):
                     raise self._exists(topic.name) from error
                 raise
-            disk.sync_folder(self._topics)
+            _sync_names(self._root)
         created = self._opened(topic)  # by its id: the name may be another topic's by now
         created.is_name_durable = True
         return created
@@ -275,6 +276,34 @@ def _tell_left_over(error: BaseException) -> None:
     _logger.warning("files of a deleted topic are left over: %s; the next deletion tries again", what)
 
 
+def _may_lead_to(path: Path, target: str) -> bool:
+    """Whether there is a symbolic link at this path with this target. True, and logged, if that cannot be told."""
+    try:
+        return os.readlink(path) == target
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # it is no link
+            return False
+        _logger.warning("%s: what was prepared for a topic is kept, since it may be in use", disk.explain(error, path))
+        return True
+
+
+def _sync_names(root: Path) -> None:
+    """Sync every folder that the name of a topic depends on: `topics`, the directory of the log, the one above it.
+
+    The process that made one of these folders, or the link in `topics`, may have died before it synced the folder
+    above, or may not have come to it yet; `disk.make_folders` of another process passes over what is there."""
+    disk.sync_folder(root / "topics")
+    disk.sync_folder(root)
+    try:
+        disk.sync_folder(root.parent)
+    except PermissionError as error:
+        # Syncing needs the permission to read. The process that made `root` has synced the folder above it, unless it
+        # died just then.
+        _logger.info("%s is not synced before the first append: %s", root.parent, disk.explain(error))
+
+
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -315,7 +344,7 @@ class DirectoryTopic(TopicLog):
         self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
         self.is_name_durable = False
-        """Whether this process knows that the topic's link in the folder `topics` is on the medium."""
+        """Whether this process knows that the topic's link, and the folders that hold it, are on the medium."""
         self._folder, self._timeout, self._place = folder, timeout, place
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
@@ -443,14 +472,13 @@ class DirectoryTopic(TopicLog):
         return [next(offsets[append.partition]) for append in appends]
 
     def _make_name_durable(self) -> None:
-        """Before the first append of this process, sync the folder that holds the topic's link.
+        """Before the first append of this process, sync the folders that hold the topic's link.
 
-        The process that made the link may have died before it synced the folder, or may not have come to it yet. A
-        power loss would then take the link, and with it the messages that were acknowledged here."""
+        A power loss could otherwise take the link, and with it the messages that were acknowledged here."""
         if self.is_name_durable:
             return
         try:
-            disk.sync_folder(self._place.path / "topics")
+            _sync_names(self._place.path)
         except OSError as error:
             raise AppendFailed(f"{self.name}: the topic's name could not be synced: {disk.explain(error)}") from error
         self.is_name_durable = True

@@ -268,6 +268,19 @@ class Keeper:
                 self._deaths.wake()  # it is not done
             raise
 
+    def return_items_of_dead(self, queue: Queue) -> None:
+        """Give back the items of a queue that takers hold whose lease has ended.
+
+        Any thread of any process may call it: each commit expects the items as they were read, and the taker's key
+        ABSENT."""
+        registry = self._store.registry
+        held = registry.scan(queue.inflight)  # before the takers: a taker's key is there before it holds an item
+        turn = registry.get(queue.turn) if queue.is_fifo else None
+        if held or turn is not None:
+            alive = {entry.key[len(TAKERS) :] for entry in registry.scan(TAKERS)}
+            with _apart(queue):
+                self._bury_all(queue, held, turn, alive)
+
     def _bury_all(self, queue: Queue, held: list[Entry], turn: Entry | None, alive: set[str]) -> None:
         holders = {taker_in(entry.key) for entry in held}
         if turn is not None and (holder := Turn.load(turn.key, turn.value).holder):

@@ -114,7 +114,8 @@ class QueueListener:
         """Handle one item that can be taken now, on the calling thread; None if there is none. It does not wait, nor
         slow down after failures.
 
-        Delayed items that are due are made ready first. A handler's exception is returned and logged, not raised.
+        Delayed items that are due are made ready first. If no item is ready, those of takers whose lease has ended are
+        given back, as the queue's policy says. A handler's exception is returned and logged, not raised.
         Raises UnknownQueue; RegistryUnavailable, also if the reply to the commit was lost and the store cannot tell now
         whether it happened; Closed if this listener was stopped, and InvalidQueue if it was started."""
         with self._lock:
@@ -123,8 +124,15 @@ class QueueListener:
             if self._threads:
                 raise InvalidQueue(f"the listener of queue {self.queue.name} was started: its threads handle the items")
         store = self.queue.store
-        store.keeper.end_delays(store.queue(self.queue.name))
-        return self._handle_one(_Delivery(self, waits=False))
+        queue = store.queue(self.queue.name)
+        store.keeper.end_delays(queue)
+        handled = self._handle_one(_Delivery(self, waits=False))
+        if handled is None:
+            store.keeper.return_items_of_dead(queue)
+            store.keeper.end_delays(queue)
+            # In any case once more: another thread or process may have given items back just before.
+            handled = self._handle_one(_Delivery(self, waits=False))
+        return handled
 
     def stop(self) -> None:
         """Take nothing more. What is in hand is finished; `close` waits for that. Only a handler that waits for another

@@ -308,7 +308,8 @@ class QueueStore:
 
     def next_due_at(self, queue: Queue) -> float | None:
         """When an item that waits for its delay or backoff may be taken, in seconds since 1970; None if none waits.
-        Delayed items that are due are made ready."""
+        Items of takers whose lease has ended are given back, and delayed items that are due are made ready."""
+        self.keeper.return_items_of_dead(queue)
         due_at = self.keeper.end_delays(queue)
         if not queue.is_fifo:
             return due_at

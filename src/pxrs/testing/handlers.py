@@ -21,6 +21,7 @@ from typing import Final, Unpack
 from pxrs import arguments
 from pxrs.clock import Clock, ManualClock, wall_time_us
 from pxrs.errors import DrainLimitReached, InvalidArgument, InvalidGroup
+from pxrs.handler import OF_A_MESSAGE, check_result, fault_of
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Message, microseconds_of
@@ -136,9 +137,12 @@ def drain(
     options["retry_pause"] = 0
     count = 0
 
+    if fault := fault_of("the handler", handler, OF_A_MESSAGE):  # `run` sees only the function below
+        raise InvalidGroup(fault)
+
     def counted(message: Message) -> None:
         nonlocal count
-        handler(message)
+        check_result(handler(message))
         count += 1
 
     with hub.consumer(topic, group, dead_letters=dead_letters, **options) as inbox:
