@@ -7,7 +7,7 @@ import logging
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import pxrs
 from pxrs.cli.app import app
 from pxrs.errors import (
+    Conflict,
     GroupActive,
     GroupError,
     IdentityChanged,
@@ -24,13 +25,17 @@ from pxrs.errors import (
     SourceChanged,
     SourceExists,
     TopicExists,
+    UnknownGroup,
     UnknownSource,
     UnknownTopic,
     WrongSource,
 )
+from pxrs.group.foreign import foreign_of
 from pxrs.group.lag import Seen
-from pxrs.group.records import Checkpoint, Keys, Paused
+from pxrs.group.protocol import Hooks, MemberProtocol, Write, perform
+from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.partitioner import xxh64
+from pxrs.registry.contract import Registry
 from pxrs.sources import SqlTable, sql_table
 from pxrs.sources.sql_table.identity import Meaning, Resolved, identify, public_url, shown_url, without_secrets
 
@@ -383,6 +388,126 @@ class TestIdentity:
         hub.group("g").delete()
         with shop.table() as table:
             assert handle_all(hub, table) == [1]
+
+
+class TestChangedSettings:
+    """A group that has checkpoints of a table goes on only with the settings that they were written with."""
+
+    CHANGES: tuple[dict[str, Any], ...] = (
+        {"partitions": 8},
+        {"key_column": None},
+        {"partitioner": "murmur2"},
+        {"id_column": "number"},
+    )
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_x21_a_group_is_not_restarted_when_a_source_is_registered_with_other_settings(
+        self, shop: Shop, hub: pxrs.Hub, change: dict[str, Any]
+    ) -> None:
+        shop.do("ALTER TABLE events ADD COLUMN number INTEGER")
+        shop.insert(*(f"account-{i}" for i in range(12)))
+        former = shop.add(hub)
+        assert len(handle_all(hub, "events")) == 12
+        hub.remove_source("events")
+        shop.add(hub, **change)
+        with pytest.raises(SourceChanged, match=f"pxrs group delete g --topic {former.id}") as refused:
+            handle_all(hub, "events")
+        assert "6 partitions by xxh64, the key column account" in str(refused.value)
+        assert hub.group("g").describe().members == ()
+        with pytest.raises(SourceChanged), shop.table(**change) as table:
+            hub.consumer(table, "g")
+
+    def test_of_two_members_that_join_with_different_settings_only_one_begins(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a", "b")
+        shop.add(hub)
+        first = hub.readable("events")
+        hub.remove_source("events")
+        shop.add(hub, partitions=8)
+        second = hub.readable("events")
+        keys = Keys("g")
+        protocols = [protocol_of(keys, source) for source in (first, second)]
+        # Both read the group's records before either of them writes its first checkpoints.
+        steps = [protocol._pin() for protocol in protocols]
+        writes = [until_write(each, hub.registry) for each in steps]
+        perform(writes[0], hub.registry, None)
+        with pytest.raises(Conflict) as refused:
+            perform(writes[1], hub.registry, None)
+        with pytest.raises(SourceChanged):
+            until_write(steps[1], hub.registry, refused.value)
+
+    def test_a_member_with_the_former_settings_is_refused_once_a_checkpoint_was_imported_for_the_new_ones(
+        self, shop: Shop, hub: pxrs.Hub
+    ) -> None:
+        shop.insert("a", "b", "c")
+        with shop.table() as former, shop.table(partitions=8) as table:
+            assert handle_all(hub, former) == [1, 2, 3]
+            hub.group("g", table).import_checkpoint(3, "events")
+            assert handle_all(hub, table) == [3]
+            with pytest.raises(SourceChanged):
+                hub.consumer(former, "g")
+
+    def test_a_group_forgets_one_of_its_sources(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a", "b")
+        former = shop.add(hub)
+        hub.create_topic("orders", partitions=2)
+        handle_all(hub, "events")
+        handle_all(hub, "orders")
+        hub.remove_source("events")
+        shop.add(hub, partitions=8)
+        assert hub.group("g").describe().lag is None
+        assert f"removed the checkpoints of {former.id}" in shop.run(
+            "group", "delete", "g", "--topic", former.id, "--yes"
+        )
+        found = hub.group("g").describe()
+        assert {row.topic for row in found.partitions} == {"orders"}
+        assert found.lag == 0
+        assert handle_all(hub, "events") == [1, 2]
+        hub.group("g").delete(topic="events")
+        hub.group("g").delete(topic="orders")
+        with pytest.raises(UnknownGroup):
+            hub.group("g").describe()
+
+    def test_a_topic_that_is_read_or_not_known_is_not_forgotten(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a")
+        shop.add(hub)
+        hub.create_topic("orders", partitions=1)
+        handle_all(hub, "orders")
+        with hub.consumer("events", "g") as inbox:
+            with pytest.raises(GroupActive):
+                hub.group("g").delete(topic="events")
+            hub.group("g").delete(topic="orders")
+            assert inbox.poll(timeout=PATIENCE_S), "the members of other topics stay"
+            hub.group("g").delete(force=True, topic="events")
+            (again,) = inbox.poll(timeout=PATIENCE_S)
+            assert again.offset == 1, "the member has joined again and starts afresh"
+        hub.group("g").delete(topic="events")
+        with pytest.raises(UnknownGroup):
+            hub.group("g").delete(topic="events")
+        handle_all(hub, "orders")
+        with pytest.raises(GroupError, match="nothing that is called events"):
+            hub.group("g").delete(topic="events")
+
+
+def protocol_of(keys: Keys, source: Any) -> MemberProtocol:
+    return MemberProtocol(
+        keys,
+        "incarnation",
+        Member("m", source.id, source.name, source.partitions),
+        hooks=cast(Hooks, None),
+        start_of=lambda _number, _start: 0,
+        wall=lambda: 0.0,
+        keys_max=1000,
+        handover_s=1.0,
+        foreign=foreign_of(keys, source),
+    )
+
+
+def until_write(steps: Any, registry: Registry, error: Exception | None = None) -> Write:
+    """Perform what is read until the next write, which is not performed."""
+    operation = next(steps) if error is None else steps.throw(error)
+    while not isinstance(operation, Write):
+        operation = steps.send(perform(operation, registry, None))
+    return operation
 
 
 class TestLag:
