@@ -6,6 +6,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.partitioner import xxh64
 from pxrs.registry.contract import Registry
 from pxrs.sources import SqlTable, sql_table
+from pxrs.sources.catalog import _check_place, open_record
 from pxrs.sources.sql_table.identity import Meaning, Resolved, identify, public_url, shown_url, without_secrets
 
 PARTITIONS = 6
@@ -241,6 +243,30 @@ class TestAddresses:
         assert shown_url(url) == f"postgresql{driver}://anna@db.example:5433/shop?sslmode=require"
         assert without_secrets("s@crt s%40crt hidden key other", url) == "*** *** *** *** other"
 
+    def test_another_server_at_the_registered_address_is_refused(self, shop: Shop, hub: pxrs.Hub) -> None:
+        """If both databases tell which one they are, the address does not count."""
+        record = shop.add(hub)
+        with shop.table(id=record.id) as table:
+            _check_place(record, table, "the url")
+            _check_place(replace(record, fingerprint=None), table, "the url")
+            with pytest.raises(WrongSource, match=f"--id {record.id}"):
+                _check_place(replace(record, fingerprint="of another server"), table, "the url")
+
+    @pytest.mark.parametrize("name", ["anna:s3cret@db.example/shop", "anna:s3cret", "s3cret@db.example"])
+    def test_a_password_that_a_typing_error_puts_into_the_database_name_is_not_shown(
+        self, shop: Shop, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        shop.add(hub)
+        record = replace(hub.sources()[0], address="postgresql://db.example/shop")
+        for call in (
+            lambda: sql_table(f"postgresql:///{name}", "events", value_column="body"),
+            lambda: hub.source("events", f"postgresql:///{name}"),
+            lambda: open_record(record, f"postgresql:///{name}"),
+        ):
+            with pytest.raises(InvalidUrl) as refused:
+                call()
+            assert "s3cret" not in str(refused.value)
+
     def test_options_that_are_not_stored_are_named(
         self, shop: Shop, hub: pxrs.Hub, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -278,6 +304,25 @@ class TestIdentity:
         ]
         ids += [self.ids("postgresql:///shop?host=db2", "events")[0], self.ids("postgresql:///shop", "events")[0]]
         assert len(set(ids)) == 8
+
+    def test_other_services_and_sockets_are_other_places(self) -> None:
+        urls = [
+            *("postgresql:///?service=a", "postgresql:///?service=b"),
+            *("postgresql:///shop?host=/run/a", "postgresql:///shop?host=/run/b", "postgresql:///shop"),
+        ]
+        ids = [self.ids(url, "events") for url in urls]
+        assert len({id for id, _ in ids}) == 5
+        # Version 0.1 computed one id for all services, and one for all folders of sockets.
+        assert self.ids("postgresql:///", "events")[0] in ids[0][1]
+        assert self.ids("postgresql:///shop", "events")[0] in ids[2][1]
+        assert not {id for id, _ in ids[:2]} & {*ids[0][1], *ids[1][1]}
+
+    def test_the_id_that_version_0_1_computed_for_a_port_among_the_options_is_known(self) -> None:
+        by_0_1 = self.ids("postgresql://db/shop", "events")[0]  # it took this address for one with the port 5432
+        id, former = self.ids("postgresql://db/shop?port=5433", "events")
+        assert id == self.ids("postgresql://db:5433/shop", "events")[0]
+        assert by_0_1 in former
+        assert by_0_1 not in self.ids("postgresql://db:5433/shop", "events")[1]
 
     def test_the_ids_of_other_spellings_in_version_0_1_are_known(self) -> None:
         spelled = {

@@ -86,9 +86,16 @@ def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | Non
     fingerprint = None if resolved.fingerprint is None else _hash([resolved.fingerprint])
     dialect, host, port, database = place_of(url)
     spelled = [url.host] if url.host != host else []
-    is_local = dialect != "sqlite" and host in (None, "localhost")
+    is_local = dialect != "sqlite" and (host in (None, "localhost") or str(host).startswith("/"))
     hosts = [host, *spelled, *((*_LOOPBACK, None) if is_local else ())]
-    ids = [_hash([dialect, each, port, database, name], meaning) for each in hosts for name in resolved.names]
+    # Version 0.1 did not see a port among the options.
+    ports = dict.fromkeys([port, url.port or _PORTS.get(dialect)])
+    ids = [
+        _hash([dialect, each, number, database, name], meaning)
+        for number in ports
+        for each in hosts
+        for name in resolved.names
+    ]
     if identity is not None:
         ids.insert(0, _hash(["identity", identity], meaning))
     if id is not None:
@@ -99,17 +106,26 @@ def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | Non
 
 
 def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
-    """Dialect, host, port and database of an address in the canonical spelling."""
+    """Dialect, host, port and database of an address in the canonical spelling. The host may be the folder of a socket,
+    or name a service of libpq. Version 0.1 left out both, and options for host and port: see `identify`."""
     dialect, database = url.get_backend_name(), url.database
     if dialect == "sqlite" and database not in (None, "", ":memory:"):
         database = str(Path(str(database)).resolve())
     host, port = url.host or _option(url, "host"), url.port or _option(url, "port")
     if host is not None:
-        host = host.strip("[]").lower()
-        # A folder is where a server on this machine has its socket; version 0.1 took such an address for one without a
-        # host.
-        host = None if host.startswith("/") else "localhost" if host in _LOOPBACK else host
+        # A folder is where a server on this machine has its socket.
+        host = host if host.startswith("/") else host.strip("[]").lower()
+        host = "localhost" if host in _LOOPBACK else host
+    if (service := _option(url, "service")) is not None:  # libpq takes what the address leaves out from that service
+        host = f"service={service} {host or ''}".rstrip()
     return dialect, host, int(port) if port and str(port).isdecimal() else _PORTS.get(dialect), database
+
+
+def has_misplaced_secret(url: URL) -> bool:
+    """Whether a part of the password was probably taken for the host or the database, because of a '@' in the password
+    or a slash too many before it. Then neither may be shown."""
+    is_in_database = url.get_backend_name() != "sqlite" and any(each in (url.database or "") for each in "@:")
+    return "@" in (url.host or "") or is_in_database
 
 
 def checked_id(id: str) -> str:
