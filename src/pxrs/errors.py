@@ -480,17 +480,18 @@ class GroupElsewhere(GroupError):
 
 
 class IdentityChanged(GroupError):
-    """The group has checkpoints of this table under another id, `former`, and none under the id that it has now: the
-    group would start again from the beginning. Nothing was written; the message says how to go on."""
+    """The group reads this table under another id, `former`, than the one that the table has now: under that it would
+    start again from the beginning. Nothing was written; the message says how to go on."""
 
     def __init__(self, group: str, source: str, id: str, former: str, address: str = "") -> None:
         self.group, self.source, self.id, self.former, self.address = group, source, id, former, address
         spelled = f", when it was addressed as {address}" if address else ""
         super().__init__(
-            f"group {group} has checkpoints of {source} under the id {former}{spelled}, and none under {id}, which the "
-            f"table has as it is addressed now: it would start again from the beginning. To go on where the group was, "
-            f"keep the former id, by `pxrs source add {source} --id {former} ...` or sql_table(..., id={former!r}); to "
-            "start anew, use another group"
+            f"group {group} has checkpoints of {source} under the id {former}{spelled}, and does not go on from them "
+            f"under {id}, which the table has as it is addressed now: messages would be handled again. To go on where "
+            f"the group was, keep the former id, by `pxrs source add {source} --id {former} ...` or "
+            f"sql_table(..., id={former!r}); to start anew, use another group, or remove the group's checkpoints under "
+            f"the former id with `pxrs group delete {group} --topic {former}`"
         )
 
     def __reduce__(self) -> tuple[type[IdentityChanged], tuple[str, str, str, str, str]]:
@@ -498,19 +499,21 @@ class IdentityChanged(GroupError):
 
 
 class SourceChanged(GroupError):
-    """The group has checkpoints of this source that were written for other partitions or keys, so they would not mean
-    the same rows now. Nothing was written. Read it with the former settings, or under another id or group."""
+    """The group has checkpoints of this source that were written for other partitions or columns, so they would not
+    mean the same rows now. They are kept under the id `former_id`. Nothing was written. Read the source with the former
+    settings, or in another group, or have the group forget those checkpoints."""
 
-    def __init__(self, group: str, source: str, former: str, now: str) -> None:
-        self.group, self.source, self.former, self.now = group, source, former, now
+    def __init__(self, group: str, source: str, former: str, now: str, former_id: str) -> None:
+        self.group, self.source, self.former, self.now, self.former_id = group, source, former, now, former_id
         super().__init__(
             f"group {group} has checkpoints of {source} with {former}, and it is read with {now} now: a checkpoint "
-            "would not mean the same rows. Register it with the former settings; or, to start anew or from an imported "
-            "checkpoint, use another group, or register it under an id of its own"
+            "would not mean the same rows. Read it with the former settings; or, to start anew or from an imported "
+            "checkpoint, use another group, or remove these checkpoints with "
+            f"`pxrs group delete {group} --topic {former_id}`"
         )
 
-    def __reduce__(self) -> tuple[type[SourceChanged], tuple[str, str, str, str]]:
-        return type(self), (self.group, self.source, self.former, self.now)
+    def __reduce__(self) -> tuple[type[SourceChanged], tuple[str, str, str, str, str]]:
+        return type(self), (self.group, self.source, self.former, self.now, self.former_id)
 
 
 class PartitionLost(GroupError):

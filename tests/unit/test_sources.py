@@ -6,8 +6,9 @@ import json
 import logging
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import pxrs
 from pxrs.cli.app import app
 from pxrs.errors import (
+    Conflict,
     GroupActive,
     GroupError,
     IdentityChanged,
@@ -24,15 +26,19 @@ from pxrs.errors import (
     SourceChanged,
     SourceExists,
     TopicExists,
+    UnknownGroup,
     UnknownSource,
     UnknownTopic,
     WrongSource,
 )
+from pxrs.group.foreign import foreign_of
 from pxrs.group.lag import Seen
-from pxrs.group.records import Checkpoint, Keys, Paused
+from pxrs.group.protocol import Hooks, MemberProtocol, Write, perform
+from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.partitioner import xxh64
+from pxrs.registry.contract import Registry
 from pxrs.sources import SqlTable, sql_table
-from pxrs.sources.catalog import Catalog
+from pxrs.sources.catalog import Catalog, _check_place, open_record
 from pxrs.sources.sql_table.identity import Meaning, Resolved, identify, public_url, shown_url, without_secrets
 
 PARTITIONS = 6
@@ -248,6 +254,30 @@ class TestAddresses:
         assert shown_url(url) == f"postgresql{driver}://anna@db.example:5433/shop?sslmode=require"
         assert without_secrets("s@crt s%40crt hidden key other", url) == "*** *** *** *** other"
 
+    def test_another_server_at_the_registered_address_is_refused(self, shop: Shop, hub: pxrs.Hub) -> None:
+        """If both databases tell which one they are, the address does not count."""
+        record = shop.add(hub)
+        with shop.table(id=record.id) as table:
+            _check_place(record, table, "the url")
+            _check_place(replace(record, fingerprint=None), table, "the url")
+            with pytest.raises(WrongSource, match=f"--id {record.id}"):
+                _check_place(replace(record, fingerprint="of another server"), table, "the url")
+
+    @pytest.mark.parametrize("name", ["anna:s3cret@db.example/shop", "anna:s3cret", "s3cret@db.example"])
+    def test_a_password_that_a_typing_error_puts_into_the_database_name_is_not_shown(
+        self, shop: Shop, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        shop.add(hub)
+        record = replace(hub.sources()[0], address="postgresql://db.example/shop")
+        for call in (
+            lambda: sql_table(f"postgresql:///{name}", "events", value_column="body"),
+            lambda: hub.source("events", f"postgresql:///{name}"),
+            lambda: open_record(record, f"postgresql:///{name}"),
+        ):
+            with pytest.raises(InvalidUrl) as refused:
+                call()
+            assert "s3cret" not in str(refused.value)
+
     def test_options_that_are_not_stored_are_named(
         self, shop: Shop, hub: pxrs.Hub, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -285,6 +315,25 @@ class TestIdentity:
         ]
         ids += [self.ids("postgresql:///shop?host=db2", "events")[0], self.ids("postgresql:///shop", "events")[0]]
         assert len(set(ids)) == 8
+
+    def test_other_services_and_sockets_are_other_places(self) -> None:
+        urls = [
+            *("postgresql:///?service=a", "postgresql:///?service=b"),
+            *("postgresql:///shop?host=/run/a", "postgresql:///shop?host=/run/b", "postgresql:///shop"),
+        ]
+        ids = [self.ids(url, "events") for url in urls]
+        assert len({id for id, _ in ids}) == 5
+        # Version 0.1 computed one id for all services, and one for all folders of sockets.
+        assert self.ids("postgresql:///", "events")[0] in ids[0][1]
+        assert self.ids("postgresql:///shop", "events")[0] in ids[2][1]
+        assert not {id for id, _ in ids[:2]} & {*ids[0][1], *ids[1][1]}
+
+    def test_the_id_that_version_0_1_computed_for_a_port_among_the_options_is_known(self) -> None:
+        by_0_1 = self.ids("postgresql://db/shop", "events")[0]  # it took this address for one with the port 5432
+        id, former = self.ids("postgresql://db/shop?port=5433", "events")
+        assert id == self.ids("postgresql://db:5433/shop", "events")[0]
+        assert by_0_1 in former
+        assert by_0_1 not in self.ids("postgresql://db:5433/shop", "events")[1]
 
     def test_the_ids_of_other_spellings_in_version_0_1_are_known(self) -> None:
         spelled = {
@@ -395,6 +444,126 @@ class TestIdentity:
         hub.group("g").delete()
         with shop.table() as table:
             assert handle_all(hub, table) == [1]
+
+
+class TestChangedSettings:
+    """A group that has checkpoints of a table goes on only with the settings that they were written with."""
+
+    CHANGES: tuple[dict[str, Any], ...] = (
+        {"partitions": 8},
+        {"key_column": None},
+        {"partitioner": "murmur2"},
+        {"id_column": "number"},
+    )
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_x21_a_group_is_not_restarted_when_a_source_is_registered_with_other_settings(
+        self, shop: Shop, hub: pxrs.Hub, change: dict[str, Any]
+    ) -> None:
+        shop.do("ALTER TABLE events ADD COLUMN number INTEGER")
+        shop.insert(*(f"account-{i}" for i in range(12)))
+        former = shop.add(hub)
+        assert len(handle_all(hub, "events")) == 12
+        hub.remove_source("events")
+        shop.add(hub, **change)
+        with pytest.raises(SourceChanged, match=f"pxrs group delete g --topic {former.id}") as refused:
+            handle_all(hub, "events")
+        assert "6 partitions by xxh64, the key column account" in str(refused.value)
+        assert hub.group("g").describe().members == ()
+        with pytest.raises(SourceChanged), shop.table(**change) as table:
+            hub.consumer(table, "g")
+
+    def test_of_two_members_that_join_with_different_settings_only_one_begins(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a", "b")
+        shop.add(hub)
+        first = hub.readable("events")
+        hub.remove_source("events")
+        shop.add(hub, partitions=8)
+        second = hub.readable("events")
+        keys = Keys("g")
+        protocols = [protocol_of(keys, source) for source in (first, second)]
+        # Both read the group's records before either of them writes its first checkpoints.
+        steps = [protocol._pin() for protocol in protocols]
+        writes = [until_write(each, hub.registry) for each in steps]
+        perform(writes[0], hub.registry, None)
+        with pytest.raises(Conflict) as refused:
+            perform(writes[1], hub.registry, None)
+        with pytest.raises(SourceChanged):
+            until_write(steps[1], hub.registry, refused.value)
+
+    def test_a_member_with_the_former_settings_is_refused_once_a_checkpoint_was_imported_for_the_new_ones(
+        self, shop: Shop, hub: pxrs.Hub
+    ) -> None:
+        shop.insert("a", "b", "c")
+        with shop.table() as former, shop.table(partitions=8) as table:
+            assert handle_all(hub, former) == [1, 2, 3]
+            hub.group("g", table).import_checkpoint(3, "events")
+            assert handle_all(hub, table) == [3]
+            with pytest.raises(SourceChanged):
+                hub.consumer(former, "g")
+
+    def test_a_group_forgets_one_of_its_sources(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a", "b")
+        former = shop.add(hub)
+        hub.create_topic("orders", partitions=2)
+        handle_all(hub, "events")
+        handle_all(hub, "orders")
+        hub.remove_source("events")
+        shop.add(hub, partitions=8)
+        assert hub.group("g").describe().lag is None
+        assert f"removed the checkpoints of {former.id}" in shop.run(
+            "group", "delete", "g", "--topic", former.id, "--yes"
+        )
+        found = hub.group("g").describe()
+        assert {row.topic for row in found.partitions} == {"orders"}
+        assert found.lag == 0
+        assert handle_all(hub, "events") == [1, 2]
+        hub.group("g").delete(topic="events")
+        hub.group("g").delete(topic="orders")
+        with pytest.raises(UnknownGroup):
+            hub.group("g").describe()
+
+    def test_a_topic_that_is_read_or_not_known_is_not_forgotten(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a")
+        shop.add(hub)
+        hub.create_topic("orders", partitions=1)
+        handle_all(hub, "orders")
+        with hub.consumer("events", "g") as inbox:
+            with pytest.raises(GroupActive):
+                hub.group("g").delete(topic="events")
+            hub.group("g").delete(topic="orders")
+            assert inbox.poll(timeout=PATIENCE_S), "the members of other topics stay"
+            hub.group("g").delete(force=True, topic="events")
+            (again,) = inbox.poll(timeout=PATIENCE_S)
+            assert again.offset == 1, "the member has joined again and starts afresh"
+        hub.group("g").delete(topic="events")
+        with pytest.raises(UnknownGroup):
+            hub.group("g").delete(topic="events")
+        handle_all(hub, "orders")
+        with pytest.raises(GroupError, match="nothing that is called events"):
+            hub.group("g").delete(topic="events")
+
+
+def protocol_of(keys: Keys, source: Any) -> MemberProtocol:
+    return MemberProtocol(
+        keys,
+        "incarnation",
+        Member("m", source.id, source.name, source.partitions),
+        hooks=cast(Hooks, None),
+        start_of=lambda _number, _start: 0,
+        wall=lambda: 0.0,
+        keys_max=1000,
+        handover_s=1.0,
+        foreign=foreign_of(keys, source),
+    )
+
+
+def until_write(steps: Any, registry: Registry, error: Exception | None = None) -> Write:
+    """Perform what is read until the next write, which is not performed."""
+    operation = next(steps) if error is None else steps.throw(error)
+    while not isinstance(operation, Write):
+        operation = steps.send(perform(operation, registry, None))
+    return operation
 
 
 class TestLag:

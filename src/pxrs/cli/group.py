@@ -134,17 +134,25 @@ def reset(
 def delete(
     group: Name,
     at: At,
+    topic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_ID", help="Forget only what the group has of this topic or source; by default everything."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Also while members are there: they start afresh.")] = False,
     yes: Yes = False,
     registry: RegistryUrl = None,
 ) -> None:
-    """Forget a group and its checkpoints. Who consumes under its name later starts afresh."""
+    """Forget a group and its checkpoints, or with --topic those of one topic. Who consumes later starts afresh."""
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
         count = len(handle.describe().partitions)
-        confirm(f"Forget group {group} and its checkpoints of {counted(count, 'partition')} for good?", yes)
-        handle.delete(force)
-    typer.echo(f"removed group {group}")
+        of = counted(count, "partition") if topic is None else topic
+        what = f"group {group} and its checkpoints" if topic is None else f"the checkpoints of group {group}"
+        confirm(f"Forget {what} of {of} for good?", yes)
+        handle.delete(force, topic)
+    typer.echo(f"removed group {group}" if topic is None else f"removed the checkpoints of {topic} from group {group}")
 
 
 @app.command("import-checkpoint")

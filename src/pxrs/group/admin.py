@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
@@ -216,8 +216,10 @@ class _State:
     paused: dict[Place, tuple[Paused, int]] = field(default_factory=dict)
     sources: dict[str, SourceRead] = field(default_factory=dict)
     """What the group reads that is no topic of a hub, by id, as members have called it."""
+    source_keys: dict[str, SourceRead] = field(default_factory=dict)
+    """The same records by key."""
     source_versions: dict[str, int] = field(default_factory=dict)
-    """Of the keys of these."""
+    """Of these keys."""
     home: Home = field(default_factory=Home)
     """The hub whose topics the group reads."""
 
@@ -225,6 +227,21 @@ class _State:
     def is_there(self) -> bool:
         """A leader and owners alone are what a deleted group leaves behind."""
         return bool(self.members or self.checkpoints)
+
+    def only(self, ids: Collection[str] | None) -> _State:
+        """What concerns the topics with these ids; everything if that is None."""
+        if ids is None:
+            return self
+        keys = {key: read for key, read in self.source_keys.items() if read.id in ids}
+        return replace(
+            self,
+            members={name: member for name, member in self.members.items() if member.topic in ids},
+            owners={place: each for place, each in self.owners.items() if place[0] in ids},
+            checkpoints={place: each for place, each in self.checkpoints.items() if place[0] in ids},
+            paused={place: each for place, each in self.paused.items() if place[0] in ids},
+            sources={read.id: read for read in keys.values()},
+            source_keys=keys,
+        )
 
     def of(self, topic: str) -> dict[int, Checkpoint]:
         """The checkpoints of one topic or source, by partition."""
@@ -410,8 +427,11 @@ class GroupHandle:
         written = self._set([source], resolve, "import", replaces=force)
         return {number: each for (_, number), each in sorted(written.items())}
 
-    def delete(self, force: bool = False) -> None:
+    def delete(self, force: bool = False, topic: str | None = None) -> None:
         """Forget the group: whoever consumes under its name later starts afresh.
+
+        topic: forget only the checkpoints and pauses of this topic or source, given by its name or id; it need not be
+               there any more. The members that read other topics stay, as do their checkpoints.
 
         Its checkpoints, pauses and assignment are removed. Its owner keys and its leader key stay, free and with a new
         epoch and term: they are the guards of all other writes, and a guard that is deleted and made again may get an
@@ -420,27 +440,31 @@ class GroupHandle:
         what an administrator writes expects the owner too. A partition that nobody has owned gets its owner key now.
 
         force: also while members are there. They are sent away, join again as new members and start afresh; so is one
-        that joins in just this moment. Raises UnknownGroup, GroupActive.
+        that joins in just this moment. Raises UnknownGroup, GroupActive, and GroupError if the group does not read the
+        topic.
         """
         arguments.flag(InvalidGroup, "force", force)
         self._check_hub()
         state = self._read()
         if not state.is_there:
             raise UnknownGroup(self.name)
-        self._check_registry(topic for topic, _ in _places(state))
+        ids = None if topic is None else self._ids_to_forget(state, topic)
+        state = state.only(ids)
+        self._check_registry(id for id, _ in _places(state))
         self._check_idle(state, force)
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
         self._change(_Guard, lambda _: gone, "delete", force=True)
         # Only now: a member that joined before the last checkpoint was removed may miss one, and must join again. One
         # that joins after this look has seen all of them gone.
-        state = self._read()
+        state = self._read().only(ids)
         members = [self._keys.member(incarnation) for incarnation in state.members]
         size = self._registry.limits.commit_keys_max
         for at in range(0, len(members), size):
             self._registry.commit(delete=members[at : at + size])
-        self._retire_leader(state)
         self._retire_sources(state)
+        if ids is None or not (left := self._read()).is_there:
+            self._retire_leader(state if ids is None else left)
         self._project()
 
     def retry(self, topic: str, partition: int) -> None:
@@ -501,7 +525,8 @@ class GroupHandle:
             elif key.startswith(keys.sources):
                 read = SourceRead.load(key, value)
                 if read.id:
-                    state.sources[read.id], state.source_versions[key] = read, version
+                    state.sources[read.id] = state.source_keys[key] = read
+                    state.source_versions[key] = version
             elif key == keys.home:
                 state.home = Home.load(key, value)
         return state
@@ -518,7 +543,16 @@ class GroupHandle:
         seen = self._readables.look(id, name, state.offsets(id))
         if seen is not None:
             return seen
-        return Seen(is_source=True, is_deleted=self._is_deleted_topic(state, id), problem=_missing(name, id, state))
+        return Seen(
+            is_source=True, is_deleted=self._is_deleted_topic(state, id), problem=self._missing(name, id, state)
+        )
+
+    def _missing(self, name: str, id: str, state: _State) -> str:
+        """What is to be done about something that the group reads and that is not known here."""
+        read = state.sources.get(id)
+        if read is None and is_topic_id(id) and state.home.place:
+            return f"{name} is no topic of this hub: the group reads the hub at {state.home.place}"
+        return advice(self.name, name, id, read)
 
     def _is_deleted_topic(self, state: _State, id: str) -> bool:
         """Whether what has this id was a topic of this hub, and nothing else that cannot be looked at from here."""
@@ -537,7 +571,7 @@ class GroupHandle:
         except UnknownTopic:
             for id, read in self._read().sources.items():
                 if name in (id, read.name):
-                    raise GroupError(advice(read.name, id, read)) from None
+                    raise GroupError(advice(self.name, read.name, id, read)) from None
             raise
 
     def _read_sources(self, state: _State) -> list[Offsets]:
@@ -550,10 +584,26 @@ class GroupHandle:
             if (source := self._readables.find(id)) is not None:
                 sources.append(source)
             elif not self._is_deleted_topic(state, id):
-                raise GroupError(f"{_missing(names.get(id, id), id, state)}; or name the topic that is meant")
+                raise GroupError(f"{self._missing(names.get(id, id), id, state)}; or name the topic that is meant")
         if not sources:
             raise GroupError(f"group {self.name} reads no topic that is still there; name one, or delete the group")
         return sorted(sources, key=lambda source: source.name)
+
+    def _ids_to_forget(self, state: _State, topic: str) -> set[str]:
+        """The ids of what is called so, or has this id, and of which the group has anything."""
+        arguments.text(InvalidGroup, "topic", topic, "its name or id")
+        there = {id for id, _ in _places(state)} | {member.topic for member in state.members.values()}
+        ids = there & self._ids_named(state, topic)
+        if not ids:
+            raise GroupError(f"group {self.name} reads nothing that is called {topic}")
+        return ids
+
+    def _ids_named(self, state: _State, name: str) -> set[str]:
+        """All ids that have this name here, in the group's records or in those of its members; and the name itself,
+        which may be an id."""
+        ids = {id for id, read in state.sources.items() if read.name == name}
+        ids |= {member.topic for member in state.members.values() if member.topic_name == name}
+        return ids | self._readables.ids_named(name) | {name}
 
     def _pause(self, topic: str, partition: int) -> tuple[str, Paused, int]:
         arguments.text(InvalidGroup, "topic", topic, "its name")
@@ -570,7 +620,8 @@ class GroupHandle:
         if ids == [topic] and nameless:
             raise GroupError(
                 f"group {self.name} reads nothing that is called {topic}, and has paused partition {partition} of a "
-                f"source that is not registered: {_missing(nameless[0], nameless[0], state)}; or give its id as TOPIC"
+                f"source that is not registered: {self._missing(nameless[0], nameless[0], state)}; or give its id as "
+                "TOPIC"
             )
         raise GroupError(
             f"group {self.name} has not paused partition {partition} of {topic}: there is nothing to decide"
@@ -741,9 +792,9 @@ class GroupHandle:
 
     def _retire_sources(self, state: _State) -> None:
         """Forget under which ids the group has read its sources: it may begin under others."""
-        for key, version in state.source_versions.items():
+        for key in state.source_keys:
             try:
-                self._registry.commit({key: version}, {key: SourceRead().dump()})
+                self._registry.commit({key: state.source_versions[key]}, {key: SourceRead().dump()})
             except Conflict:
                 continue  # a member has joined since, and has written what it reads
 
@@ -766,14 +817,6 @@ def _places(state: _State) -> set[Place]:
     """The partitions that concern anybody: an owner key alone is what a deleted group left behind."""
     owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation in state.members}
     return {*state.checkpoints, *state.paused, *owned}
-
-
-def _missing(name: str, id: str, state: _State) -> str:
-    """What is to be done about something that the group reads and that is not known here."""
-    read = state.sources.get(id)
-    if read is None and is_topic_id(id) and state.home.place:
-        return f"{name} is no topic of this hub: the group reads the hub at {state.home.place}"
-    return advice(name, id, read)
 
 
 def _describe(state: _State, assignment: Assignment, place: Place, name: str, seen: Seen) -> PartitionDescription:

@@ -1,17 +1,21 @@
 """What a group reads that is no topic of a hub, such as somebody else's table, and when its checkpoints do not fit.
 
-A topic has an id of its own. The id of a table comes from its address, or from the user. So two things can go wrong
-when a member joins, and both are refused before anything is written:
+A topic has an id of its own. The id of a table comes from the user, or is computed from its address, its columns and
+its partitions. So two things can go wrong when a member joins, and both are refused before anything is written:
 
-- The group has checkpoints of the table under another id, and none under this one: it would start again from the
-  beginning (`IdentityChanged`).
-- It has checkpoints under this id that were written for other partitions: rows between the checkpoints of two
-  partitions would be passed over, or handled again, when they change places (`SourceChanged`).
+- The group reads the table under another id, with the same columns and partitions: under this id it would start again
+  from the beginning (`IdentityChanged`).
+- The group reads the table with other columns, partitions or another partitioner, under this id or another one: rows
+  that change their partition would be passed over or handled again (`SourceChanged`).
 
-The group keeps a `SourceRead` for each such source, written in one commit with the first checkpoints under its id and
-expecting its version. So of two members that begin at the same moment under two ids, one finds the other's record.
-Version 0.1 wrote no such record; what can be seen of its checkpoints is checked. A deleted group's records stay, as all
-guards do (R4), with an empty id.
+The group keeps a `SourceRead` for each such source, under a key that depends on the table alone (`Source.mark`). It is
+written in one commit with the first checkpoints under its id, and the commit expects its version. So of two members
+that begin at the same moment under two ids, the second one's commit is refused, and it then reads the first one's
+record. An administrator who imports or resets checkpoints under another id replaces the record: from then on the group
+reads the table under that id, and members with the former one are refused.
+
+Version 0.1 wrote no such record; what can be seen of its checkpoints is checked: see `former_reads` and
+`check_meaning`. The record of a source that a group has forgotten stays, as all guards do (R4), with an empty id.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class Foreign:
     """A source that a group is about to read."""
 
     key: str
-    """Where the group keeps its `SourceRead`: by the fingerprint, which is the same however the table is addressed."""
+    """Where the group keeps its `SourceRead`: see `Source.mark`."""
     read: SourceRead
     partitions: int
     former_ids: tuple[str, ...] = ()
@@ -41,11 +45,11 @@ class Foreign:
 
 
 def foreign_of(keys: Keys, source: Source) -> Foreign | None:
-    """None of a topic. A source whose fingerprint is not known is only known by its id."""
+    """None of a topic."""
     if isinstance(source, TopicLog):
         return None
     read = SourceRead(source.id, source.name, source.address, source.meaning)
-    return Foreign(f"{keys.sources}{source.fingerprint or source.id}", read, source.partitions, source.former_ids)
+    return Foreign(f"{keys.sources}{source.mark or source.id}", read, source.partitions, source.former_ids)
 
 
 def check_meaning(
@@ -59,24 +63,30 @@ def check_meaning(
     records = [read for read in known if read.id == ours.read.id]
     for read in records:
         if read.meaning not in ("", ours.read.meaning):
-            raise SourceChanged(group, ours.read.name, read.meaning, ours.read.meaning)
+            raise changed(group, ours, read)
     has_run = any(checkpoint.by not in _NOT_RUN for checkpoint in checkpoints.values())
     count = max(checkpoints) + 1
     if count > ours.partitions or (has_run and not records and len(checkpoints) < ours.partitions):
-        raise SourceChanged(group, ours.read.name, f"{count} partitions", ours.read.meaning)
+        raise changed(group, ours, SourceRead(ours.read.id, meaning=f"{count} partitions"))
 
 
-def other_ids(ours: Foreign, known: SourceRead | None) -> Iterator[tuple[str, str]]:
-    """Ids under which the group may have checkpoints of the same source, and how it was addressed, as far as known.
+def former_reads(ours: Foreign, known: Mapping[str, SourceRead], has_checkpoints: bool) -> Iterator[SourceRead]:
+    """How the group may have read the same table under another id. If it has a checkpoint under one of these ids, the
+    member is refused with `changed`.
 
-    known: what is on record under the source's key."""
-    former = dict.fromkeys(ours.former_ids, "")
-    if known is not None and known.id:
-        former[known.id] = known.address
-    for id, address in former.items():
-        if id != ours.read.id:
-            yield id, address
+    known: the group's records by key; has_checkpoints: whether the group has any under the id that is read now. Then
+    the ids of version 0.1, of which there is no record, do not count: somebody has imported checkpoints since."""
+    for key, read in known.items():
+        # Also by the address: of two roles, the database may tell the fingerprint to only one.
+        if read.id not in ("", ours.read.id) and (key == ours.key or read.address == ours.read.address):
+            yield read
+    if not has_checkpoints:
+        yield from (SourceRead(id) for id in ours.former_ids if id != ours.read.id)
 
 
-def changed(group: str, ours: Foreign, former: str, address: str) -> IdentityChanged:
-    return IdentityChanged(group, ours.read.name, ours.read.id, former, address)
+def changed(group: str, ours: Foreign, former: SourceRead) -> IdentityChanged | SourceChanged:
+    """The error for a group that has checkpoints of the source as `former` says."""
+    now = ours.read
+    if former.meaning not in ("", now.meaning):
+        return SourceChanged(group, now.name, former.meaning, now.meaning, former.id)
+    return IdentityChanged(group, now.name, now.id, former.id, former.address)

@@ -36,7 +36,7 @@ from pxrs.errors import (
     PartitionLost,
     RegistryUnavailable,
 )
-from pxrs.group.foreign import Foreign, changed, check_meaning, other_ids
+from pxrs.group.foreign import Foreign, changed, check_meaning, former_reads
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
     Asked,
@@ -335,10 +335,9 @@ class MemberProtocol:
         known = {entry.key: SourceRead.load(entry.key, entry.value) for entry in entries}
         checkpoints = {partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value) for entry in found}
         check_meaning(self.keys.group, ours, known.values(), checkpoints)
-        if not checkpoints:
-            for id, address in other_ids(ours, known.get(ours.key)):
-                if (yield Scan(f"{self.keys.checkpoints}{id}/", limit=1)):
-                    raise changed(self.keys.group, ours, id, address)
+        for former in former_reads(ours, known, bool(checkpoints)):
+            if (yield Scan(f"{self.keys.checkpoints}{former.id}/", limit=1)):
+                raise changed(self.keys.group, ours, former)
         versions = {entry.key: entry.version for entry in entries}
         return known.get(ours.key) == ours.read, versions.get(ours.key, ABSENT)
 

@@ -60,6 +60,13 @@ class Readables:
         names |= {damaged.id: damaged.name for damaged in self._topics.damaged_topics() if damaged.id is not None}
         return names | {topic.id: topic.name for topic in self._topics.topics()}
 
+    def ids_named(self, name: str) -> set[str]:
+        """The ids of everything that has this name; one table may be known by several names."""
+        ids = {record.id for record in self._records() if record.name == name}
+        ids |= {source.id for source in self.sources if source.name == name}
+        ids |= {each.id for each in self._topics.damaged_topics() if each.name == name and each.id is not None}
+        return ids | {topic.id for topic in self._topics.topics() if topic.name == name}
+
     def foreign_ids(self) -> set[str]:
         """Of what is known here and is no topic of the hub."""
         return {source.id for source in self.sources} | {record.id for record in self._records()}
@@ -145,13 +152,14 @@ def is_topic_id(id: str) -> bool:
         return False
 
 
-def advice(name: str, id: str, read: SourceRead | None) -> str:
+def advice(group: str, name: str, id: str, read: SourceRead | None) -> str:
     """What to do about a source that is not registered. read: what the group has on record of it."""
     where = f" ({read.address})" if read is not None and read.address else ""
     called = f"{name}{where} is" if name != id else f"what has the id {id} is"
     return (
         f"{called} neither a topic of this hub nor a registered source: if it is a table, register it with "
-        f"`pxrs source add {name if name != id else 'NAME'} --id {id} --sql-table URL --table TABLE ...`"
+        f"`pxrs source add {name if name != id else 'NAME'} --id {id} --sql-table URL --table TABLE ...`; if the group "
+        f"is not to read it any more, `pxrs group delete {group} --topic {id}` removes its checkpoints"
     )
 
 

@@ -8,7 +8,7 @@
     groups/<group>/paused/<topic id>/<partition>    a message that could not be handled, and why
     groups/<group>/hub                              the hub whose topics the group reads (G7)
     groups/<group>/assignor                         the assignor of the members that are there
-    groups/<group>/sources/<fingerprint or id>      a source that is no topic: its name, and the id of its checkpoints
+    groups/<group>/sources/<mark of the source>     a source that is no topic: its name, and the id of its checkpoints
 
 and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
 
@@ -142,7 +142,7 @@ class SourceRead(_Record):
     keeps the name for when no member is there."""
 
     id: str = ""
-    """Empty once the group is deleted."""
+    """Empty once the group has forgotten the source."""
     name: str = ""
     address: str = ""
     """Where it is, without credentials, to be shown."""

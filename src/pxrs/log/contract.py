@@ -67,8 +67,10 @@ class Source(ABC):
 
     # Of sources that are no topics of a hub. See `pxrs.sources.sql_table.identity` for what they protect from.
     fingerprint: str | None = None
-    """Names what is read, and what its offsets mean, however it is addressed; None if that is not known. A group reads
-    one fingerprint under one id."""
+    """Names what is read, however it is addressed; None if that is not known."""
+    mark: str = ""
+    """The fingerprint, or the best name that there is without one; empty if there is only the id. A group reads what
+    has one mark under one id and with one meaning."""
     former_ids: tuple[str, ...] = ()
     """Other ids that earlier versions may have given to the same source."""
     address: str = ""

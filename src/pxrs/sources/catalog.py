@@ -10,8 +10,8 @@ Credentials are never stored. A process takes the address, the first that is the
 3. the record, which has neither user nor password: libpq then takes PGUSER, PGPASSWORD and PGPASSFILE.
 
 An address that leads to another database than the registered one is refused (`WrongSource`): its ids would be taken
-for those of the registered table. On PostgreSQL the server says which database it is, so that another name of the same
-host is accepted; elsewhere, and if the server does not say, the addresses are compared.
+for those of the registered table. PostgreSQL says which server, database and table it is: another name of the same host
+is accepted, and another server at the same address is refused. If the server does not say, the addresses are compared.
 
 On failure nothing here is retried: ReadFailed says that the database cannot be reached now.
 """
@@ -179,7 +179,9 @@ class Catalog:
         there = self.get(wanted.name)
         differing = [name for name in _COMPARED if getattr(there, name) != getattr(wanted, name)]
         if not _is_same_table(there, wanted):
-            differing += [name for name in ("table", "address") if getattr(there, name) != getattr(wanted, name)]
+            differing += [
+                name for name in ("table", "address", "fingerprint") if getattr(there, name) != getattr(wanted, name)
+            ]
         if exist_ok and not differing:
             return there
         how = ", ".join(f"{name} is {getattr(there, name)!r}, not {getattr(wanted, name)!r}" for name in differing)
@@ -300,31 +302,32 @@ def _open(record: RegisteredSource, url: str, identity: str | None) -> SqlTable:
 
 
 def _is_same_table(one: RegisteredSource, other: RegisteredSource) -> bool:
-    """By what the database says, or else by address and name."""
+    """By what the databases say; if one of them says nothing, by address and name."""
     from sqlalchemy import make_url
 
     from pxrs.sources.sql_table.identity import place_of
 
-    if one.fingerprint is not None and one.fingerprint == other.fingerprint:
-        return True
+    if one.fingerprint is not None and other.fingerprint is not None:
+        return one.fingerprint == other.fingerprint
     return one.table == other.table and place_of(make_url(one.address)) == place_of(make_url(other.address))
 
 
 def _check_database(record: RegisteredSource, url: str, given_by: str) -> None:
     """Raise WrongSource, before anything is connected to, if the address names another kind of database, or a database
-    of another name. An address that cannot be read, and a missing driver, are left to `sql_table` to refuse."""
+    of another name. An address that cannot be read or seems to show a password, and a missing driver, are left to
+    `sql_table` to refuse."""
     try:
         from sqlalchemy import make_url
         from sqlalchemy.exc import ArgumentError
     except ImportError:
         return
-    from pxrs.sources.sql_table.identity import place_of
+    from pxrs.sources.sql_table.identity import has_misplaced_secret, place_of
 
     try:
         given = make_url(url)
     except (ArgumentError, ValueError):
         return
-    if "@" in (given.host or ""):  # a part of the password is taken for the host: not to be shown
+    if has_misplaced_secret(given):  # not to be shown
         return
     (kind, *_, database), (known_kind, *_, known) = place_of(given), place_of(make_url(record.address))
     if (kind, database) != (known_kind, known):
@@ -345,8 +348,9 @@ def _wrong(record: RegisteredSource, url: URL, given_by: str) -> WrongSource:
 
     return WrongSource(
         f"source {record.name} is registered for {record.address}, and this process was given {shown_url(url)}, which "
-        f"is another database: correct {given_by}; or, if the table has moved there, run `pxrs source remove "
-        f"{record.name}` and `pxrs source add {record.name} --id {record.id} ...` with its address"
+        f"is another database: correct {given_by}; or, if the table has moved there, or the database was restored from "
+        f"a dump or upgraded by pg_upgrade, run `pxrs source remove {record.name}` and `pxrs source add {record.name} "
+        f"--id {record.id} ...` with its address"
     )
 
 

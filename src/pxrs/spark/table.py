@@ -25,7 +25,7 @@ from pyspark.sql.datasource import InputPartition
 
 from pxrs.clock import boot_id
 from pxrs.errors import CheckpointOutOfRange, ReadFailed
-from pxrs.group.foreign import changed, check_meaning, foreign_of, other_ids
+from pxrs.group.foreign import changed, check_meaning, foreign_of, former_reads
 from pxrs.group.records import Checkpoint, Keys, SourceRead, partition_of
 from pxrs.hub import Hub
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
@@ -127,10 +127,9 @@ def _committed(hub: Hub, table: SqlTable, group: str, first: int) -> dict[int, i
     ours = foreign_of(keys, table)
     assert ours is not None
     check_meaning(group, ours, known.values(), found)
-    if not found:
-        for id, address in other_ids(ours, known.get(ours.key)):
-            if registry.scan(f"{keys.checkpoints}{id}/", limit=1):
-                raise changed(group, ours, id, address)
+    for former in former_reads(ours, known, bool(found)):
+        if registry.scan(f"{keys.checkpoints}{former.id}/", limit=1):
+            raise changed(group, ours, former)
     for number, checkpoint in sorted(found.items()):
         if not table.was_given_out(number, checkpoint.offset):
             raise CheckpointOutOfRange(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
 from pxrs.model import PARTITIONS_DEFAULT, Topic
-from pxrs.sources.sql_table.identity import Meaning, checked_id
+from pxrs.sources.sql_table.identity import Meaning, checked_id, has_misplaced_secret
 from pxrs.sources.sql_table.pages import Stretch
 from pxrs.sources.sql_table.settling import Settling
 from pxrs.sources.sql_table.source import SqlTable
@@ -128,8 +128,11 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
     except (sqlalchemy.exc.ArgumentError, ValueError):
         # Without the text and without the cause: there may be a password in both.
         raise InvalidUrl("the table's address cannot be read; write postgresql://USER@HOST/DATABASE") from None
-    if "@" in (url.host or ""):  # and so a part of the password is taken for the host, which is shown and stored
-        raise InvalidUrl("the table's address has more than one '@': write '@' in a user name or password as %40")
+    if has_misplaced_secret(url):  # not shown: host and database are, and are stored
+        raise InvalidUrl(
+            "the host or the database in the table's address has '@' or ':' in it, which is probably a part of the "
+            "password: write postgresql://USER:PASSWORD@HOST/DATABASE, and '@' in a user name or password as %40"
+        )
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise InvalidUrl("a table in SQLite's memory has no address; give the engine")
     url = url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))

@@ -9,13 +9,15 @@ id is a hash of the address and the table in one canonical spelling:
 Version 0.1 hashed what was written. `former_ids` are the ids that it gave to the spellings of the same table, as far as
 they are not the id itself: a group that has checkpoints under one of them, and none under the id, is refused instead of
 restarted (`IdentityChanged`), also if the id was given by the user. The `fingerprint` names the table as the database
-itself does, so that two host names of one server are noticed too.
+itself does, so that two host names of one server are noticed too. Neither the `fingerprint` nor the `mark` depends on
+the columns and partitions, so that a group which has read the table with other ones is noticed (`SourceChanged`).
 """
 
 from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -50,7 +52,10 @@ class Identity:
     former_ids: tuple[str, ...]
     """Other ids that the same table may have had: those of its spellings in version 0.1."""
     fingerprint: str | None
-    """Names the table and the meaning of its offsets as the database knows it; None if the database does not tell."""
+    """Names the table as the database knows it; None if the database does not tell."""
+    mark: str
+    """Names the table for the record that a group keeps of it: the fingerprint, or, if that is not known, the
+    `identity` that was given, or the address and the table's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +83,49 @@ class Resolved:
 
 def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | None, id: str | None) -> Identity:
     """identity: stands for the address and the table, if given; id: stands for everything."""
-    mark = None if resolved.fingerprint is None else _hash([resolved.fingerprint], meaning)
+    fingerprint = None if resolved.fingerprint is None else _hash([resolved.fingerprint])
     dialect, host, port, database = place_of(url)
     spelled = [url.host] if url.host != host else []
-    is_local = dialect != "sqlite" and host in (None, "localhost")
+    is_local = dialect != "sqlite" and (host in (None, "localhost") or str(host).startswith("/"))
     hosts = [host, *spelled, *((*_LOOPBACK, None) if is_local else ())]
-    ids = [_hash([dialect, each, port, database, name], meaning) for each in hosts for name in resolved.names]
+    # Version 0.1 did not see a port among the options.
+    ports = dict.fromkeys([port, url.port or _PORTS.get(dialect)])
+    ids = [
+        _hash([dialect, each, number, database, name], meaning)
+        for number in ports
+        for each in hosts
+        for name in resolved.names
+    ]
     if identity is not None:
         ids.insert(0, _hash(["identity", identity], meaning))
     if id is not None:
         ids.insert(0, checked_id(id))
     first, *others = dict.fromkeys(ids)
-    return Identity(first, tuple(others), mark)
+    where = [dialect, host, port, database, resolved.names[0]] if identity is None else ["identity", identity]
+    return Identity(first, tuple(others), fingerprint, fingerprint or _hash(where))
 
 
 def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
-    """Dialect, host, port and database of an address in the canonical spelling."""
+    """Dialect, host, port and database of an address in the canonical spelling. The host may be the folder of a socket,
+    or name a service of libpq. Version 0.1 left out both, and options for host and port: see `identify`."""
     dialect, database = url.get_backend_name(), url.database
     if dialect == "sqlite" and database not in (None, "", ":memory:"):
         database = str(Path(str(database)).resolve())
     host, port = url.host or _option(url, "host"), url.port or _option(url, "port")
     if host is not None:
-        host = host.strip("[]").lower()
-        # A folder is where a server on this machine has its socket; version 0.1 took such an address for one without a
-        # host.
-        host = None if host.startswith("/") else "localhost" if host in _LOOPBACK else host
+        # A folder is where a server on this machine has its socket.
+        host = host if host.startswith("/") else host.strip("[]").lower()
+        host = "localhost" if host in _LOOPBACK else host
+    if (service := _option(url, "service")) is not None:  # libpq takes what the address leaves out from that service
+        host = f"service={service} {host or ''}".rstrip()
     return dialect, host, int(port) if port and str(port).isdecimal() else _PORTS.get(dialect), database
+
+
+def has_misplaced_secret(url: URL) -> bool:
+    """Whether a part of the password was probably taken for the host or the database, because of a '@' in the password
+    or a slash too many before it. Then neither may be shown."""
+    is_in_database = url.get_backend_name() != "sqlite" and any(each in (url.database or "") for each in "@:")
+    return "@" in (url.host or "") or is_in_database
 
 
 def checked_id(id: str) -> str:
@@ -149,7 +171,9 @@ def _option(url: URL, name: str) -> str | None:
     return value if value is None or isinstance(value, str) else value[0]
 
 
-def _hash(where: list[str | int | None], meaning: Meaning) -> str:
-    """As version 0.1 made it: its ids must stay."""
-    means = [meaning.id_column, meaning.key_column, meaning.partitions, meaning.partitioner]
+def _hash(where: Sequence[str | int | None], meaning: Meaning | None = None) -> str:
+    """With a meaning, as version 0.1 made it: its ids must stay."""
+    means: list[str | int | None] = []
+    if meaning is not None:
+        means = [meaning.id_column, meaning.key_column, meaning.partitions, meaning.partitioner]
     return uuid.uuid5(_NAMESPACE, json.dumps([*where, *means])).hex

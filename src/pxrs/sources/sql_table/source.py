@@ -67,7 +67,8 @@ class SqlTable(Source):
         self._table = Table(engine, table, columns, self.name)
         tells_writers, resolved = self._table.check(settle_s)
         known = identify(engine.url, resolved, meaning, identity, topic.id or None)
-        self.id, self.former_ids, self.fingerprint = known.id, known.former_ids, known.fingerprint
+        self.id, self.former_ids = known.id, known.former_ids
+        self.fingerprint, self.mark = known.fingerprint, known.mark
         self.meaning = str(meaning)
         self.address = f"{resolved.names[0]} of {public_url(engine.url)}"
         if settle_s is None:
