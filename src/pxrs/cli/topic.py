@@ -149,7 +149,7 @@ def _rows(hub: pxrs.Hub) -> list[_Row]:
 def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show a topic's settings, the first and next offset of each partition, what holds its retention up, if anything
     does, and why there may be messages that this process cannot show, if that is so."""
-    with pxrs.open(at, registry) as hub:
+    with open_hub(at, registry, needs_log=True) as hub:
         handle = hub.topic(name)
         topic = handle.topic
         ends_problem = handle.log.ends_problem()  # before the ends are read
