@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 import pxrs
 import pxrs.registry.sql.sqlite
+import pxrs.registry.sql.store
 from pxrs import registry as registries
 from pxrs.cli import group as command_group
 from pxrs.cli.app import app
@@ -439,6 +440,31 @@ def test_v5_a_reader_leaves_out_what_a_dead_process_held(place: Path, store: str
         assert picture(folder / "pxrs" / "generations") == before, "it was not the reader that ended the lease"
     with registries.open(url) as registry:
         assert registry.get("a/held") is None
+
+
+def test_v5_a_reader_is_told_of_a_dead_lease_however_many_others_are_left_behind(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pxrs.registry.sql.store, "DUE_LEASES_MAX", 2)
+    folder = place / "registry"
+    folder.mkdir(mode=0o755)
+    url = f"sqlite:///{folder}/registry.db"
+
+    def hold(me: Child) -> None:
+        registry = registries.open(url)
+        for number in range(5):
+            registry.commit(ephemeral={f"a/early-{number}": b""}, lease=registry.lease(1.5))
+        registry.commit(ephemeral={"a/late": b""}, lease=registry.lease(4))
+        me.tell()
+        me.await_end()
+
+    with child(hold) as holder:
+        holder.hear()
+        with reading_only(folder), registries.open(url) as registry, registry.watch("a/") as watch:
+            assert len(registry.scan("a/")) == 6
+            holder.die()
+            while registry.get("a/late") is not None:
+                assert watch.wait(30), "that the last one is gone is told too"
 
 
 def test_v5_a_sqlite_file_that_nobody_has_open_needs_write_permission(place: Path) -> None:
