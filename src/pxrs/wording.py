@@ -36,7 +36,10 @@ def time_text(seconds: float | None) -> str:
 def microseconds(seconds: float | None) -> int | None:
     """Wall-clock seconds since 1970 as whole microseconds. None for 0, which records of version 0.1 have where no time
     was written down, and for what is no number."""
-    return round(seconds * 1e6) if seconds and math.isfinite(seconds) else None
+    if not seconds or not math.isfinite(seconds):
+        return None
+    time_us = seconds * 1e6
+    return round(time_us) if math.isfinite(time_us) else int(seconds) * 1_000_000  # more than a float can hold
 
 
 def rfc3339(time_us: int) -> str | None:

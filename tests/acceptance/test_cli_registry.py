@@ -14,6 +14,7 @@ import typer.main
 
 import pxrs
 from pxrs import clock
+from pxrs import registry as registries
 from pxrs.cli.app import app
 from pxrs.testing import forked
 
@@ -99,7 +100,10 @@ def test_send_with_the_hubs_registry_removes_what_is_read(data: str, tmp_path: P
 
 def test_an_operator_gives_a_hub_to_another_registry(data: str, tmp_path: Path) -> None:
     own, new = registry_of(tmp_path), f"sqlite:///{tmp_path}/new.db"
-    refused = run("group", "reset", "slow", "--to", "latest", "--yes", "--at", data, registry=new)
+    reset = ("group", "reset", "slow", "--to", "latest", "--yes", "--at", data)
+    assert "make it with `pxrs queue create` or `pxrs registry adopt` (InvalidUrl)" in run(*reset, registry=new).stderr
+    registries.open(new).close()
+    refused = run(*reset, registry=new)
     assert refused.returncode == 1
     assert refused.stderr.endswith("(WrongRegistry)\n"), refused.stderr
     adopted = run("registry", "adopt", "--at", data, "--registry", new)

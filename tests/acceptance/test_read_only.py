@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 import pxrs
 import pxrs.registry.sql.sqlite
+import pxrs.registry.sql.store
 from pxrs import registry as registries
 from pxrs.cli import group as command_group
 from pxrs.cli.app import app
@@ -441,6 +442,31 @@ def test_v5_a_reader_leaves_out_what_a_dead_process_held(place: Path, store: str
         assert registry.get("a/held") is None
 
 
+def test_v5_a_reader_is_told_of_a_dead_lease_however_many_others_are_left_behind(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pxrs.registry.sql.store, "DUE_LEASES_MAX", 2)
+    folder = place / "registry"
+    folder.mkdir(mode=0o755)
+    url = f"sqlite:///{folder}/registry.db"
+
+    def hold(me: Child) -> None:
+        registry = registries.open(url)
+        for number in range(5):
+            registry.commit(ephemeral={f"a/early-{number}": b""}, lease=registry.lease(1.5))
+        registry.commit(ephemeral={"a/late": b""}, lease=registry.lease(4))
+        me.tell()
+        me.await_end()
+
+    with child(hold) as holder:
+        holder.hear()
+        with reading_only(folder), registries.open(url) as registry, registry.watch("a/") as watch:
+            assert len(registry.scan("a/")) == 6
+            holder.die()
+            while registry.get("a/late") is not None:
+                assert watch.wait(30), "that the last one is gone is told too"
+
+
 def test_v5_a_sqlite_file_that_nobody_has_open_needs_write_permission(place: Path) -> None:
     folder = place / "registry"
     folder.mkdir(mode=0o755)
@@ -550,6 +576,51 @@ def test_l1_after_a_boot_a_reader_sees_what_was_published_before_and_more_once_a
         orders.end(0)
     with reading_only(data), pxrs.open(data) as reader:
         assert reader.topic("orders").end(0) == 7
+
+
+@pytest.mark.parametrize("durability", ["os", "disk"])
+def test_l1_the_lag_is_not_known_to_a_reader_while_messages_are_not_shown(
+    data: Path, boot: Callable[[], None], durability: str
+) -> None:
+    with pxrs.open(data) as hub:
+        hub.create_topic("loose", partitions=1, durability=durability)
+        file = Path(hub.topic("loose").log.partition_folder(0)) / PUBLISHED  # type: ignore[attr-defined]
+        with hub.producer("loose") as out:
+            for _ in range(5):
+                out.send("x", partition=0)
+        older = file.read_bytes()
+        with hub.producer("loose") as out:
+            out.send("y", partition=0)
+        hub.group("follower").import_checkpoint({0: 6}, "loose")
+        hub.group("slow").import_checkpoint({0: 0}, "loose")
+    boot()
+    if durability == "disk":  # a power loss took what was written to `published` last
+        file.write_bytes(older)
+    shown = 0 if durability == "os" else 5
+    command = ["topic", "describe", "loose", "--at", str(data)]
+    with reading_only(data), pxrs.open(data) as reader:
+        assert reader.topic("loose").end(0) == shown
+        for group in ("follower", "slow"):
+            found = reader.group(group).describe()
+            (lag,) = found.topics
+            assert (found.lag, lag.lag, lag.is_exact) == (None, None, False), group
+            assert f"messages from offset {shown} on are not shown yet" in str(lag.problem)
+        assert reader.group("billing").describe().lag == 6, "of a topic whose ends are known"
+        described = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+        assert "are not shown yet" in described["ends_problem"]
+        assert "are not shown yet" in CliRunner().invoke(app, command).stdout
+        listed = CliRunner().invoke(app, ["topic", "list", "--json", "--at", str(data)])
+        rows = [json.loads(line) for line in listed.stdout.splitlines() if line.startswith("{")]
+        problems = {row["topic"]: row.get("ends_problem", "") for row in rows}
+        assert "are not shown yet" in problems["loose"]
+        assert problems["orders"] == ""
+        assert listed.exit_code == 0, "nothing is damaged"
+        assert "at least" in CliRunner().invoke(app, ["topic", "list", "--at", str(data)]).stdout
+    with pxrs.open(data) as hub:
+        assert hub.topic("loose").end(0) >= 6
+    with reading_only(data), pxrs.open(data) as reader:
+        assert reader.group("slow").describe().lag == reader.topic("loose").end(0), "exact again"
+        assert json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)["ends_problem"] is None
 
 
 def test_l1_an_open_reader_goes_on_when_a_writer_has_found_the_end_again(data: Path, boot: Callable[[], None]) -> None:

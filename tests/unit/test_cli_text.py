@@ -312,3 +312,10 @@ def test_what_ends_a_worker_is_told_before_its_class(capfd: pytest.CaptureFixtur
     assert event["text"].startswith("worker 3: no topic 't'; create it")
     assert event["text"].endswith("(UnknownTopic)")
     assert event["error_type"] == "UnknownTopic"
+
+
+def test_a_time_that_no_calendar_has_is_shown_as_a_number() -> None:
+    for seconds in (1e305, -1e305, sys.float_info.max):
+        assert wording.microseconds(seconds) == int(seconds) * 1_000_000
+        assert wording.time_text(seconds) == f"{int(seconds) * 1_000_000}us"
+    assert wording.microseconds(float("inf")) is None

@@ -228,6 +228,39 @@ def test_a_wrong_path_of_a_registry_is_an_error_and_leaves_nothing_behind(call: 
     assert os.listdir() == []
 
 
+def test_a_wrong_path_of_a_registry_is_an_error_also_where_the_directory_is_given(call: Call) -> None:
+    with pxrs.open("hub") as hub:
+        hub.create_topic("orders")
+    before = sorted(os.listdir()), sorted(os.listdir("hub"))
+    commands = (
+        ("group", "list"),
+        ("group", "describe", "g"),
+        ("queue", "list"),
+        ("source", "list"),
+        ("tail", "orders"),
+        ("topic", "list"),
+        ("topic", "describe", "orders"),
+    )
+    for wrong in ("file:typo", "sqlite:///typo.db"):
+        looks = [(*command, "--at", "hub", "--registry", wrong) for command in commands]
+        looks += [("registry", "scan", wrong), ("registry", "get", wrong, "groups/g")]
+        for arguments in looks:
+            result = call(*arguments)
+            assert result.code == 1, arguments
+            assert result.errors.startswith(f"there is no registry at {wrong}: correct "), arguments
+    assert (sorted(os.listdir()), sorted(os.listdir("hub"))) == before
+
+
+def test_commands_that_begin_in_a_new_registry_make_it(call: Call) -> None:
+    imports = ("group", "import-checkpoint", "g", "0", "--topic", "orders")
+    for number, command in enumerate((("registry", "adopt"), imports)):
+        with pxrs.open(f"hub{number}") as hub:
+            hub.create_topic("orders", partitions=1)
+        result = call(*command, "--at", f"hub{number}", "--registry", f"sqlite:///new{number}.db")
+        assert (result.code, result.errors) == (0, ""), command
+        assert os.path.isfile(f"new{number}.db")
+
+
 def test_a_worker_of_a_queue_needs_no_directory_and_one_of_a_topic_does(
     registry: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

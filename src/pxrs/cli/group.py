@@ -178,7 +178,7 @@ def import_checkpoint(
     """
     if (offset is None) == (not partition):
         raise typer.BadParameter("give either OFFSET or --partition")
-    with open_hub(at, registry) as hub:
+    with open_hub(at, registry, makes_registry=True) as hub:
         if force:
             confirm(f"Replace the checkpoints that group {group} has of {topic}?", yes)
         source = offset if offset is not None else _pairs(partition or [])

@@ -35,20 +35,21 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 @contextmanager
-def open_hub(at: str | None, registry: str | None, *, needs_log: bool = False) -> Iterator[pxrs.Hub]:
+def open_hub(
+    at: str | None, registry: str | None, *, needs_log: bool = False, makes_registry: bool = False
+) -> Iterator[pxrs.Hub]:
     """Open a hub that is there. Opening another one would make an empty registry at a path that was mistyped.
 
-    needs_log: the directory must be there although the registry is elsewhere, because messages are asked for."""
+    needs_log:      the directory must be there although the registry is elsewhere, because messages are asked for.
+    makes_registry: a registry that is given need not be there: the command may be the first one that writes to it."""
     check_given(at, registry)
     if at is not None:
         address = parse(at)
         if (registry is None or needs_log) and address.scheme == "file" and not address.directory().is_dir():
             raise InvalidUrl(f"there is no directory {at}: correct --at or PXRS_AT")
-    elif registry is not None and not _is_there(address := parse(registry)):
-        raise InvalidUrl(
-            f"there is no registry at {address.text}: correct --registry or PXRS_REGISTRY, or make it with "
-            "`pxrs queue create`"
-        )
+    if registry is not None and not makes_registry:
+        makers = "`pxrs queue create`" if at is None else "`pxrs queue create` or `pxrs registry adopt`"
+        check_is_there(registry, "--registry or PXRS_REGISTRY", makers)
     with pxrs.open(at, registry) as hub:
         yield hub
 
@@ -57,6 +58,13 @@ def check_given(at: str | None, registry: str | None) -> None:
     """Refuse a command that names no place at all."""
     if at is None and registry is None:
         raise typer.BadParameter("give --registry URL or PXRS_REGISTRY, or --at DIRECTORY or PXRS_AT")
+
+
+def check_is_there(registry: str, given_as: str, makers: str = "`pxrs queue create`") -> None:
+    """Raise InvalidUrl if there is no such registry. given_as: what the user has to correct then. makers: the commands
+    that make a registry."""
+    if not _is_there(address := parse(registry)):
+        raise InvalidUrl(f"there is no registry at {address.text}: correct {given_as}, or make it with {makers}")
 
 
 def _is_there(registry: Address) -> bool:

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from pxrs import registry
-from pxrs.cli.options import At, RegistryUrl, open_hub
+from pxrs.cli.options import At, RegistryUrl, check_is_there, open_hub
 from pxrs.cli.terminal import cell, data_text, is_terminal, show
 from pxrs.registry import Entry
 
@@ -50,6 +50,7 @@ def scan(
     as_json: Json = False,
 ) -> None:
     """List keys, versions and values; on a terminal the first characters of each value, elsewhere all of it."""
+    check_is_there(url, "URL")
     with registry.open(url) as handle:
         entries = handle.scan(prefix, limit=limit)
     if as_json:
@@ -68,6 +69,7 @@ def scan(
 @app.command()
 def get(url: Url, key: str, as_json: Json = False) -> None:
     """Print one key's value; exit code 1 if there is no such key."""
+    check_is_there(url, "URL")
     with registry.open(url) as handle:
         entry = handle.get(key)
     if entry is None:
@@ -87,7 +89,7 @@ def adopt(at: At, url: RegistryUrl = None) -> None:
     Stop the members of its groups first. Nothing is copied: groups begin in this registry anew, or where they were in
     it, and messages that only a group of the old registry has yet to read are not kept any more.
     """
-    with open_hub(at, url, needs_log=True) as hub:
+    with open_hub(at, url, needs_log=True, makes_registry=True) as hub:
         before, after = hub.adopt_registry()
         was = f"; before, to {before}" if before else ""
         typer.echo(f"the hub {hub.url} belongs to the registry {after}{was}")

@@ -90,7 +90,8 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
     if as_json:
         for row in rows:
             plain = {"topic": row.name, "partitions": row.partitions, "messages": row.messages}
-            typer.echo(json.dumps(plain if row.damage is None else {**plain, "damage": row.damage}))
+            told = {"damage": row.damage, "ends_problem": row.ends_problem}
+            typer.echo(json.dumps(plain | {field: text for field, text in told.items() if text is not None}))
     else:
         table = Table("topic", box=None, header_style="bold")
         table.add_column("partitions", justify="right")
@@ -100,6 +101,8 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
             table.add_column("damage")
         for row in rows:
             counts = ["-" if count is None else f"{count:,}" for count in (row.partitions, row.messages)]
+            if row.ends_problem is not None:
+                counts[1] = f"at least {counts[1]}"
             table.add_row(row.name, *counts, *([cell(row.damage or "")] if is_damaged else []))
         show(table)
         if sources:
@@ -124,6 +127,8 @@ class _Row(NamedTuple):
     partitions: int | None
     messages: int | None
     damage: str | None = None
+    ends_problem: str | None = None
+    """Why `messages` is only a lower bound."""
 
 
 def _rows(hub: pxrs.Hub) -> list[_Row]:
@@ -131,21 +136,23 @@ def _rows(hub: pxrs.Hub) -> list[_Row]:
     rows = [_Row(each.name, None, None, f"{each.error}; {advice}") for each in hub.damaged_topics()]
     for topic in hub.topics():
         try:
-            rows.append(_Row(topic.name, topic.partitions, _count(hub, topic)))
+            problem = hub.topic(topic.name).log.ends_problem()  # before the ends are read
+            rows.append(_Row(topic.name, topic.partitions, _count(hub, topic), ends_problem=problem))
         except UnknownTopic:  # deleted just now
             continue
         except LogError as error:
             rows.append(_Row(topic.name, topic.partitions, None, str(error)))
-    return sorted(rows)
+    return sorted(rows, key=lambda row: row.name)
 
 
 @app.command()
 def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """Show a topic's settings, the first and next offset of each partition, and what holds its retention up, if
-    anything does."""
-    with pxrs.open(at, registry) as hub:
+    """Show a topic's settings, the first and next offset of each partition, what holds its retention up, if anything
+    does, and why there may be messages that this process cannot show, if that is so."""
+    with open_hub(at, registry, needs_log=True) as hub:
         handle = hub.topic(name)
         topic = handle.topic
+        ends_problem = handle.log.ends_problem()  # before the ends are read
         ends = [(p, handle.start(p), handle.end(p)) for p in range(topic.partitions)]
         problem = handle.retention_problem()
     settings: dict[str, Any] = {
@@ -160,15 +167,17 @@ def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = Fa
     settings["keep_unread"] = topic.keep_unread
     if as_json:
         offsets = [{"partition": p, "start": start, "end": end} for p, start, end in ends]
-        typer.echo(json.dumps({**settings, "retention_problem": problem, "partitions": offsets}))
+        problems = {"retention_problem": problem, "ends_problem": ends_problem}
+        typer.echo(json.dumps({**settings, **problems, "partitions": offsets}))
         return
-    held = [] if problem is None else [Text.assemble(("retention is held up: ", "bold red"), printable(problem))]
+    told = {"retention is held up": problem, "there may be more messages": ends_problem}
+    lines = [Text.assemble((f"{what}: ", "bold red"), printable(why)) for what, why in told.items() if why is not None]
     table = Table(box=None, header_style="bold")
     for column in ("partition", "start", "end", "messages"):
         table.add_column(column, justify="right")
     for p, start, end in ends:
         table.add_row(str(p), f"{start:,}", f"{end:,}", f"{end - start:,}")
-    show(facts(settings), *held, table)
+    show(facts(settings), *lines, table)
 
 
 @app.command()

@@ -6,7 +6,8 @@
   counts each id once, from the lowest checkpoint on: an upper bound too. Both are exactly 0 when every checkpoint has
   passed the last row, and not before.
 - What cannot be looked at, because the database cannot be reached or nobody has registered the table, has a lag that is
-  not known. It is never shown as 0.
+  not known. It is never shown as 0. Nor is it known in a topic that has messages which this process cannot show yet,
+  because it may not write there (`Source.ends_problem`).
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ class Readables:
                 found = self._open(id, lambda sources, name: sources.open_to_look(name))
             if found is None:
                 return None
+            problem = found.ends_problem() if isinstance(found, Source) else None  # before the ends are read
             seen, was_given_out = _look_at(found, is_source)
+            if problem is not None:
+                return replace(seen, problem=f"the lag in {name} is not known: {problem}")
             wrong = beyond(seen, checkpoints, was_given_out)
         except HubMoved:
             raise

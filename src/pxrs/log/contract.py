@@ -91,6 +91,11 @@ class Source(ABC):
         make this cheaper than so many calls of `end`."""
         return [self.end(partition) for partition in range(self.partitions)]
 
+    def ends_problem(self) -> str | None:
+        """Why the end of a partition is only a lower bound: it has messages, or may have, that this process cannot show
+        yet. None if all ends are exact. Ask before the ends are read: a bound may become exact at any moment."""
+        return None
+
     def extents(self) -> list[tuple[int, int]]:
         """Of each partition the first offset, and the one behind the last message that can be seen: for the lag of a
         group. Of a table this includes rows that are not final, which `read` does not hand out yet."""

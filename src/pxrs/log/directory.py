@@ -373,6 +373,13 @@ class DirectoryTopic(TopicLog):
         self._check_listed()  # a deletion moves the folder away first: its files may tell of that much later
         return found
 
+    def ends_problem(self) -> str | None:
+        for number in range(self.partitions):
+            with self._reading(number) as opened:
+                if (problem := opened.end_problem()) is not None:
+                    return problem
+        return None
+
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         with self._reading(partition) as opened:
             return opened.reader.read(offset, max_bytes)

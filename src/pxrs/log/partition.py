@@ -150,6 +150,13 @@ class Partition:
             self._refusal = error
         return UnwritablePublished(self.folder, path, self.place, self._place_id, is_synced=self._is_synced), -1
 
+    def end_problem(self) -> str | None:
+        """Why the end that `published` tells is only a lower bound; None if it is exact."""
+        if not isinstance(self._published, UnwritablePublished):
+            return None
+        self.published()
+        return self._published.problem
+
     def published(self) -> Published:
         """What may be read; rebuilt first if nothing was published since the machine started, or if not all of it is
         there. A process that may not write cannot rebuild it: see `unwritable.py`."""

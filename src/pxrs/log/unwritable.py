@@ -10,7 +10,8 @@ it shows only messages that are known to be on disk (L1):
   "os" a power loss may have taken any of that.
 - All before the last segment: a segment is synced before the next one is made, with either durability.
 
-It never waits for a writer. What it leaves out is logged once for each open partition.
+It never waits for a writer. What it leaves out is logged once for each open partition, and is the `problem` of the end
+that it shows: that end is a lower bound then, and the lag of a group is not known.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class UnwritablePublished(PublishedFile):
         self._damaged: bytes | None = None
         """The content of the file when a slot of it was found damaged, and no writer was at it."""
         self._is_told = False
+        """Whether `problem` was logged."""
+        self.problem: str | None = None
+        """Why there may be messages behind the end that was read last; None if that end is exact."""
         self.path = path
         self._descriptor = -1
         self._open()
@@ -74,7 +78,11 @@ class UnwritablePublished(PublishedFile):
         if published is None and self._is_open:
             published = self._look_again()
         if published is None:
-            published = max(self._known(), self._best, key=lambda each: each.end)
+            bases, known = self._known()
+            published = max(known, self._best, key=lambda each: each.end)
+            self.problem = self._hidden(bases, published)
+        else:
+            self.problem = None
         self._best = max(published, self._best, key=lambda each: each.end)
         return published
 
@@ -89,28 +97,34 @@ class UnwritablePublished(PublishedFile):
         self._damaged = self._bytes()
         return None
 
-    def _known(self) -> Published:
-        """Up to where messages are known to be on disk, although nothing is published, or not all of it is whole."""
+    def _known(self) -> tuple[list[int], Published]:
+        """The segments, and up to where messages are known to be on disk, although nothing is published, or not all of
+        it is whole."""
         bases = segment_bases(self._folder)  # first: what is published meanwhile then only adds to it
         published = NOTHING
         if self._open():
             published = self.whole() or (self.last() if self._is_synced else NOTHING)
         if bases and bases[-1] > published.end:
             published = Published(0, bases[-1], 0, bases[-1])
-        if bases and not self._is_told:
-            shown = published.segment_bytes if published.segment == bases[-1] else 0
-            if os.stat(segment_path(self._folder, bases[-1])).st_size > shown:
-                self._is_told = True
-                _logger.warning(
-                    "%s: messages from offset %d on are not shown yet. %s does not tell where the partition ends, as "
-                    "after a start of the machine; a process that may write to %s has to open the topic, and this one "
-                    "may not",
-                    self._name,
-                    published.end,
-                    self.path,
-                    self._folder,
-                )
-        return published
+        return bases, published
+
+    def _hidden(self, bases: list[int], published: Published) -> str | None:
+        """Why messages may be left out if only those before this end are shown; logged the first time. None if the
+        files hold no more than that."""
+        if not bases or published.segment > bases[-1]:
+            return None
+        shown = published.segment_bytes if published.segment == bases[-1] else 0
+        if os.stat(segment_path(self._folder, bases[-1])).st_size <= shown:
+            return None
+        problem = (
+            f"{self._name}: messages from offset {published.end} on are not shown yet. {self.path} does not tell where "
+            f"the partition ends, as after a start of the machine; a process that may write to {self._folder} has to "
+            "open the topic, and this one may not"
+        )
+        if not self._is_told:
+            self._is_told = True
+            _logger.warning("%s", problem)
+        return problem
 
     def close(self) -> None:
         """Takes no lock: in a forked child, a thread that is not there may hold it."""

@@ -305,7 +305,9 @@ class SqlRegistry(Registry):
     def sweep(self) -> float | None:
         """End the leases that are due, correct those that expire too far ahead; returns in how many seconds the next
         one is due, None if there is none."""
-        due = self._call(self._statements.due_leases, limit=DUE_LEASES_MAX)
+        # Those in `_over` stay and are the oldest: the new ones are behind them.
+        limit = DUE_LEASES_MAX + len(self._over)
+        due = self._call(self._statements.due_leases, limit=limit)
         nearest = self._call(self._statements.nearest_expiry)
 
         def attempt(deadline: float) -> float | None:
@@ -316,11 +318,10 @@ class SqlRegistry(Registry):
                         self._try_end(lease, deadline, even_if_alive=False)
                 except AccessDenied as error:
                     self._leave_leases(error)
-                else:
-                    if len(leases) == DUE_LEASES_MAX:
-                        return 0.0
             if not self._may_end_leases:
                 self._wake_for(leases)
+            if len(leases) == limit:
+                return 0.0
             ((left_ms,),) = self._read(nearest, deadline)
             left = None if left_ms is None else max(float(left_ms), 0.0) / 1000
             # Those that are over stay the nearest until somebody else has ended them.
