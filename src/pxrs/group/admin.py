@@ -127,11 +127,11 @@ class PartitionDescription:
     start: int | None
     end: int | None
     lag: int | None
-    """How many messages are there to be handled, or at most so many; None if the topic or the checkpoint is not there
-    or cannot be looked at."""
+    """How many messages are there to be handled, or at most so many; None if the topic is not there or cannot be looked
+    at."""
     is_lag_exact: bool
-    """False if `lag` is an upper bound, as of a table, where it counts the ids of other partitions too; or if it is
-    None."""
+    """False if `lag` is an upper bound, or None. It is a bound of a table, where it counts the ids of other partitions
+    too, and of a partition without a checkpoint, where it counts from the partition's start."""
     paused: Paused | None
     """The message that holds the partition up, and why."""
 
@@ -348,6 +348,7 @@ class GroupHandle:
         seen = {
             topic: self._look(state, topic, names.get(topic, topic)) for topic in sorted({topic for topic, _ in places})
         }
+        places |= {(topic, number) for topic, each in seen.items() for number in range(each.count)}
         return GroupDescription(
             self.name,
             assignment.generation,
@@ -814,16 +815,18 @@ class GroupHandle:
 
 
 def _places(state: _State) -> set[Place]:
-    """The partitions that concern anybody: an owner key alone is what a deleted group left behind."""
-    owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation in state.members}
-    return {*state.checkpoints, *state.paused, *owned}
+    """The partitions that members read, or that have a checkpoint or a pause. An owner key alone is what a deleted
+    group left behind."""
+    read = {(member.topic, number) for member in state.members.values() for number in range(member.partitions)}
+    return {*state.checkpoints, *state.paused, *read}
 
 
 def _describe(state: _State, assignment: Assignment, place: Place, name: str, seen: Seen) -> PartitionDescription:
     owner, _ = state.owners.get(place, (NOBODY, ABSENT))
     checkpoint = state.checkpoints[place][0] if place in state.checkpoints else None
     start, end = seen.extents[place[1]] if place[1] < seen.count else (None, None)
-    lag = seen.partition_lag(place[1], None if checkpoint is None else checkpoint.offset)
+    offset = None if checkpoint is None else checkpoint.offset
+    lag = seen.partition_lag(place[1], offset)
     return PartitionDescription(
         name,
         *place,
@@ -838,6 +841,6 @@ def _describe(state: _State, assignment: Assignment, place: Place, name: str, se
         start=start,
         end=end,
         lag=lag,
-        is_lag_exact=lag is not None and (lag == 0 or not seen.has_gaps),
+        is_lag_exact=seen.is_partition_exact(lag, offset),
         paused=state.paused[place][0] if place in state.paused else None,
     )

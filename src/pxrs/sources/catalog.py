@@ -208,6 +208,7 @@ class Catalog:
             if not self._is_closed:
                 if (former := self._opened.get(name)) is not None:
                     self._replaced.append(former.table)
+                table.share()
                 self._opened[name] = _Opened(record, table, wanted)
                 return table
         table.close()
@@ -231,7 +232,7 @@ class Catalog:
             self._is_closed = True
             tables = [*(each.table for each in self._opened.values()), *self._replaced]
         for table in tables:
-            table.close()
+            table.close_shared()
 
 
 def open_record(record: RegisteredSource, url: str | None = None, given_by: str = "the url") -> SqlTable:
