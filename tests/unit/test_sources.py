@@ -129,7 +129,8 @@ class TestCatalog:
     def test_the_id_may_be_given(self, shop: Shop, hub: pxrs.Hub) -> None:
         with shop.table(identity="the shop") as table:
             assert shop.add(hub, id=table.id).id == table.id
-            assert shop.add(hub, "again", identity="the shop").id == table.id
+            with pytest.raises(SourceExists, match="under the name events"):
+                shop.add(hub, "again", identity="the shop")
         with pytest.raises(InvalidTopic, match="one of them"):
             shop.add(hub, "both", identity="a", id="b")
         with pytest.raises(InvalidTopic, match="letters and digits"):
@@ -202,6 +203,30 @@ class TestCatalog:
         shop.insert("c")
         shop.add(hub, "renamed")
         assert handle_all(hub, "renamed") == [3]
+
+    def test_only_the_source_that_was_looked_at_is_removed(
+        self, shop: Shop, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another process removes it and adds another one of the name, which a member then reads."""
+        shop.add(hub)
+        looks: list[str] = []
+
+        def look(_registry: Registry, id: str) -> list[tuple[str, str]]:
+            looks.append(id)
+            if len(looks) > 1:
+                return [("g", "anna")]
+            with pxrs.open(shop.at) as other:
+                other.remove_source("events")
+                shop.add(other, partitions=8)
+            return []
+
+        with monkeypatch.context() as patched:
+            real = pxrs.group.admin.members_of
+            looking = iter([look, real])
+            patched.setattr("pxrs.group.admin.members_of", lambda *args: next(looking, look)(*args))
+            with pytest.raises(GroupActive):
+                hub.remove_source("events")
+        assert [each.partitions for each in hub.sources()] == [8]
 
     def test_the_hub_opens_a_source_once_and_closes_it(self, shop: Shop) -> None:
         with pxrs.open(shop.at) as hub:
@@ -794,6 +819,30 @@ class TestAdministration:
         lines = shop.run("group", "import-checkpoint", "g", "3", "--topic", "events", "--json").splitlines()
         assert [json.loads(line)["offset"] for line in lines] == [3] * PARTITIONS
         assert handle_all(hub, "events") == [3]
+
+    def test_a_pause_is_found_by_every_name_of_the_table(self, shop: Shop, hub: pxrs.Hub) -> None:
+        with shop.table(name="mine") as table:
+            number = self.paused(shop, hub, table)
+        shop.add(hub)
+        for name in ("mine", "events", table.id):
+            assert hub.group("g").paused(name, number).offset == 2
+        hub.group("g").retry("mine", number)
+
+    def test_without_a_directory_groups_of_registered_sources_are_changed(self, shop: Shop) -> None:
+        with pxrs.open(registry=f"sqlite:///{shop.folder}/registry.db") as hub:
+            shop.add(hub)
+            number = self.paused(shop, hub)
+            group = hub.group("g")
+            group.retry("events", number)
+            assert group.reset("earliest") == {"events": dict.fromkeys(range(PARTITIONS), 1)}
+            group.import_checkpoint(2, "events", force=True)
+            hub.registry.commit(put={Keys("g").pause(hub.sources()[0].id, 0): Paused(2, "ValueError: no").dump()})
+            assert group.skip("events", 0) == 2
+            group.delete()
+            assert hub.groups() == []
+            for call in (group.delete, lambda: group.reset("earliest"), lambda: group.retry("events", 0)):
+                with pytest.raises(UnknownGroup):
+                    call()
 
     def test_an_id_that_the_table_has_not_given_out_is_no_checkpoint(self, shop: Shop, hub: pxrs.Hub) -> None:
         shop.insert("a", "b", "c")
