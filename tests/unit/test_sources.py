@@ -935,6 +935,27 @@ class TestCommands:
             assert handle_all(hub, "events") == [2]
         assert not Path(shop.at).exists()
 
+    def test_commands_for_sources_and_groups_need_a_registry_alone(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PXRS_REGISTRY", f"sqlite:///{shop.folder}/registry.db")
+        monkeypatch.setenv("PXRS_SOURCE_EVENTS", shop.url)
+        monkeypatch.delenv("PXRS_AT", raising=False)
+        shop.insert("a", "b")
+        for line in (
+            "source add events --table events --value-column body --partitions 2",
+            "source list",
+            "source describe events",
+            "group import-checkpoint g 2 --topic events",
+            "group list",
+            "group describe g",
+            "group reset g --to earliest --yes",
+            "group delete g --yes",
+            "source remove events --yes",
+        ):
+            done = CliRunner().invoke(app, line.split())
+            assert done.exit_code == 0, (line, done.output, done.exception)
+
     def test_every_command_has_a_help(self, shop: Shop) -> None:
         shown = CliRunner().invoke(app, ["source", "--help"]).output
         for command in ("add", "list", "describe", "remove"):
