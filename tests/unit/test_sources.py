@@ -946,6 +946,7 @@ class TestCommands:
             "source add events --table events --value-column body --partitions 2",
             "source list",
             "source describe events",
+            "tail events",
             "group import-checkpoint g 2 --topic events",
             "group list",
             "group describe g",
