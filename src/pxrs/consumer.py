@@ -594,11 +594,12 @@ class Consumer:
         """How many messages are not done yet, by partition: those in hand, and those up to the end of the topic. It has
         the partitions of `position`. What `describe` shows is larger by what is done and not committed yet.
 
-        Asks the log for its end, which is cheap; for a table in a database it is a query for each partition. Of a
-        source with gaps, such as a table, it is an upper bound: ids that are not there, and those of other partitions,
-        are counted too. Raises what the source raises, such as TopicDeleted."""
+        Asks the log for its end, which is cheap; for a table in a database it is two queries. Of a source with gaps,
+        such as a table, it is an upper bound: ids that are not there, and those of other partitions, are counted too,
+        and so are rows that can be seen and are not final yet. Raises what the source raises, such as TopicDeleted."""
         done = [(lane.partition, lane.done) for lane in self._owned()]
-        return {number: max(0, self._source.end(number) - offset) for number, offset in done}
+        extents = self._source.extents() if done else []
+        return {number: max(0, extents[number][1] - offset) for number, offset in done}
 
     def _owned(self) -> list[Lane]:
         self._check_process()

@@ -26,6 +26,7 @@ from pxrs import registry as registries
 from pxrs.belonging import Belonging, retain_unread
 from pxrs.errors import (
     Closed,
+    Conflict,
     GroupActive,
     InvalidGroup,
     InvalidQueue,
@@ -54,6 +55,8 @@ from pxrs.wording import counted
 
 _logger = logging.getLogger(__name__)
 
+REMOVE_ATTEMPTS_MAX: Final = 10
+"""How often `remove_source` looks again because the source was registered anew meanwhile."""
 LEASE_TTL_DEFAULT: Final = 10.0
 CREATE_ATTEMPTS_MAX: Final = 100
 """How often `create_topic(exist_ok=True)` tries to create a topic that others create and delete at the same time."""
@@ -497,11 +500,17 @@ class Hub:
         self.check_registry()
         arguments.text(InvalidTopic, "source", name, "its name")
         catalog = self._catalog()
-        record = catalog.get(name)
-        if readers := members_of(self.registry, record.id):
-            group, member = readers[0]
-            raise GroupActive(f"source {name} is read by {member} of group {group}: stop its members first")
-        catalog.remove(record)
+        for attempt in range(REMOVE_ATTEMPTS_MAX):
+            record = catalog.get(name)
+            if readers := members_of(self.registry, record.id):
+                group, member = readers[0]
+                raise GroupActive(f"source {name} is read by {member} of group {group}: stop its members first")
+            try:
+                catalog.remove(record)
+                return
+            except Conflict:  # another process has registered it anew, and members may read that: look again
+                if attempt == REMOVE_ATTEMPTS_MAX - 1:
+                    raise
 
     def readable(self, name: str) -> Source:
         """A topic, or else a registered source, as groups read it. Raises UnknownTopic, and what `source` raises."""

@@ -84,7 +84,7 @@ def test_an_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
         command, cwd=ROOT, env={**os.environ, **SHORT_LIVED}, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert run.returncode == 0, run.stderr
-    assert re.fullmatch(r"4 partitions: Spark did \d+ jobs, the worker \d+\n", run.stdout)
+    assert run.stdout.startswith("298 orders are charged, each once, though a worker died; 2 were given up:\n")
 
 
 def test_the_walkthrough_goes_as_it_is_printed(tmp_path: Path) -> None:

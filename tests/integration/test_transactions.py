@@ -288,7 +288,7 @@ class TestOneTransaction:
         first = place.consumer(until=None)
         loop = transactions(first, place.engine, max_messages=10)
         revoked = threading.Event()
-        first._callbacks["revoked"] = lambda partitions: revoked.set()
+        first._on_revoked = lambda partitions: revoked.set()
         batch, db = next(loop)
         book(batch, db, "first")
         second = place.consumer(until=None)

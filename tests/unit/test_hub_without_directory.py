@@ -261,7 +261,7 @@ def test_commands_that_begin_in_a_new_registry_make_it(call: Call) -> None:
         assert os.path.isfile(f"new{number}.db")
 
 
-def test_a_worker_of_a_queue_needs_no_directory_and_one_of_a_topic_does(
+def test_a_worker_of_a_queue_or_a_registered_source_needs_no_directory(
     registry: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
@@ -277,6 +277,8 @@ def test_a_worker_of_a_queue_needs_no_directory_and_one_of_a_topic_does(
     call("queue", "create", "q", "--registry", registry)
     assert call("worker", "m:h", "--queue", "q", "--registry", registry).code == 0
     assert [(settings.at, settings.registry, settings.queue) for settings in started] == [(None, registry, "q")]
-    result = call("worker", "m:h", "--topic", "t", "--group", "g", "--registry", registry)
+    assert call("worker", "m:h", "--topic", "t", "--group", "g", "--registry", registry).code == 0
+    assert (started[1].at, started[1].registry, started[1].topic) == (None, registry, "t")
+    result = call("worker", "m:h", "--topic", "t", "--group", "g")
     assert result.code == 2
-    assert "give --at or PXRS_AT: the directory that holds the topic" in result.errors
+    assert "give --registry URL or PXRS_REGISTRY, or --at" in result.errors

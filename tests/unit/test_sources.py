@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from pxrs.errors import (
     IdentityChanged,
     InvalidTopic,
     InvalidUrl,
+    OffsetOutOfRange,
     ReadFailed,
     SourceChanged,
     SourceExists,
@@ -40,6 +42,7 @@ from pxrs.registry.contract import Registry
 from pxrs.sources import SqlTable, sql_table
 from pxrs.sources.catalog import Catalog, _check_place, open_record
 from pxrs.sources.sql_table.identity import Meaning, Resolved, identify, public_url, shown_url, without_secrets
+from pxrs.sources.sql_table.source import PASSABLE_MAX
 
 PARTITIONS = 6
 PATIENCE_S = 30.0
@@ -92,6 +95,13 @@ def hub(shop: Shop) -> Iterator[pxrs.Hub]:
         yield hub
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def handle_all(hub: pxrs.Hub, topic: str | SqlTable, group: str = "g") -> list[int]:
     with hub.consumer(topic, group, until="end") as inbox:
         return sorted(message.offset for message in inbox)
@@ -119,7 +129,8 @@ class TestCatalog:
     def test_the_id_may_be_given(self, shop: Shop, hub: pxrs.Hub) -> None:
         with shop.table(identity="the shop") as table:
             assert shop.add(hub, id=table.id).id == table.id
-            assert shop.add(hub, "again", identity="the shop").id == table.id
+            with pytest.raises(SourceExists, match="under the name events"):
+                shop.add(hub, "again", identity="the shop")
         with pytest.raises(InvalidTopic, match="one of them"):
             shop.add(hub, "both", identity="a", id="b")
         with pytest.raises(InvalidTopic, match="letters and digits"):
@@ -204,16 +215,42 @@ class TestCatalog:
         shop.add(hub, "renamed")
         assert handle_all(hub, "renamed") == [3]
 
+    def test_only_the_source_that_was_looked_at_is_removed(
+        self, shop: Shop, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another process removes it and adds another one of the name, which a member then reads."""
+        shop.add(hub)
+        looks: list[str] = []
+
+        def look(_registry: Registry, id: str) -> list[tuple[str, str]]:
+            looks.append(id)
+            if len(looks) > 1:
+                return [("g", "anna")]
+            with pxrs.open(shop.at) as other:
+                other.remove_source("events")
+                shop.add(other, partitions=8)
+            return []
+
+        with monkeypatch.context() as patched:
+            real = pxrs.group.admin.members_of
+            looking = iter([look, real])
+            patched.setattr("pxrs.group.admin.members_of", lambda *args: next(looking, look)(*args))
+            with pytest.raises(GroupActive):
+                hub.remove_source("events")
+        assert [each.partitions for each in hub.sources()] == [8]
+
     def test_the_hub_opens_a_source_once_and_closes_it(self, shop: Shop) -> None:
         with pxrs.open(shop.at) as hub:
             shop.add(hub)
             first = hub.source("events")
             assert hub.source("events") is first
             assert hub.readable("events") is first
+            with hub.source("events") as again:
+                assert again is first
             first.close()
-            second = hub.source("events")
-            assert not second.is_closed
-        assert second.is_closed
+            assert not first.is_closed, "others may be reading it"
+            assert hub.source("events") is first
+        assert first.is_closed
 
 
 class TestAddresses:
@@ -374,8 +411,8 @@ class TestIdentity:
             hub.registry.commit(put={keys.checkpoint("spelled", p): Checkpoint(2).dump() for p in range(PARTITIONS)})
             with pytest.raises(IdentityChanged, match="spelled"):
                 hub.consumer(table, "g")
-            hub.group("g", table).import_checkpoint(2, "events")  # that is a word from the user
             shop.insert("a", "b", "c")
+            hub.group("g", table).import_checkpoint(2, "events")  # that is a word from the user
             assert handle_all(hub, table) == [2, 3]
 
     def test_a_group_of_version_0_1_learns_the_name_of_its_table_when_a_member_joins(
@@ -658,6 +695,61 @@ class TestLag:
         assert seen.total("t", "i", {0: 11, 1: 12, 2: 21}).lag == 10
         assert seen.total("t", "i", {0: 21, 1: 22, 2: 21}) == seen.total("t", "i", dict.fromkeys(range(3), 21))
 
+    def test_a_member_that_has_written_no_checkpoint_yet_leaves_a_lag(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a", "b")
+        record = shop.add(hub)
+        topic = hub.create_topic("orders", partitions=2)
+        with hub.producer("orders") as out:
+            for _ in range(3):
+                out.send(b"x", partition=1)
+        keys = Keys("g")
+        members = {
+            keys.member("one"): Member("one", record.id, "events", PARTITIONS),
+            keys.member("two"): Member("two", topic.id, "orders", 2),
+        }
+        hub.registry.commit(put={key: member.dump() for key, member in members.items()})
+        found = hub.group("g").describe()
+        assert [(each.topic, each.lag, each.is_exact) for each in found.topics] == [
+            ("events", 2, False),
+            ("orders", 3, False),
+        ]
+        assert len(found.partitions) == PARTITIONS + 2
+        assert (found.partitions[-1].checkpoint, found.partitions[-1].lag) == (None, 3)
+
+    def test_partitions_of_a_topic_without_a_checkpoint_count_from_their_start(self, hub: pxrs.Hub) -> None:
+        hub.create_topic("orders", partitions=4)
+        with hub.producer("orders") as out:
+            for number in range(8):
+                out.send(b"x", partition=number % 4)
+        hub.group("g").import_checkpoint({0: 2}, "orders")
+        found = hub.group("g").describe()
+        assert (found.lag, found.is_lag_exact, found.lag_text) == (6, False, "<= 6")
+        assert [(row.checkpoint, row.lag, row.is_lag_exact) for row in found.partitions] == [
+            (2, 0, True),
+            *[(None, 2, False)] * 3,
+        ]
+
+    def test_a_consumer_counts_rows_that_are_not_final(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a")
+        shop.add(hub, settle_s=600.0)
+        hub.group("g").import_checkpoint(1, "events")
+        with hub.consumer("events", "g") as inbox:
+            wait_until(lambda: len(inbox.assignment) == PARTITIONS)
+            assert inbox.lag == dict.fromkeys(range(PARTITIONS), 1)
+
+    def test_two_readers_at_different_positions_do_not_keep_a_quiet_partition_back(self, shop: Shop) -> None:
+        shop.insert("busy", "busy", "busy")
+        with shop.table(poll_s=0.01) as table:
+            quiet = (xxh64(b"busy") + 1) % PARTITIONS
+            until = time.monotonic() + PATIENCE_S
+            ready: set[int] = set()
+            while not ready and time.monotonic() < until:
+                ready = table.wait({quiet: 1}, 0) & table.wait({quiet: 2}, 0.01)
+            assert ready == {quiet}
+            for offset in range(2000):
+                table._has_been_passable(quiet, offset, 10_000)
+            assert len(table._passable) <= PASSABLE_MAX
+
     def test_a_group_of_another_hub_has_no_lag_of_0(self, shop: Shop, tmp_path: Path) -> None:
         registry = f"sqlite:///{tmp_path}/registry.db"
         with pxrs.open(shop.at, registry) as hub:
@@ -739,6 +831,48 @@ class TestAdministration:
         assert [json.loads(line)["offset"] for line in lines] == [3] * PARTITIONS
         assert handle_all(hub, "events") == [3]
 
+    def test_a_pause_is_found_by_every_name_of_the_table(self, shop: Shop, hub: pxrs.Hub) -> None:
+        with shop.table(name="mine") as table:
+            number = self.paused(shop, hub, table)
+        shop.add(hub)
+        for name in ("mine", "events", table.id):
+            assert hub.group("g").paused(name, number).offset == 2
+        hub.group("g").retry("mine", number)
+
+    def test_without_a_directory_groups_of_registered_sources_are_changed(self, shop: Shop) -> None:
+        with pxrs.open(registry=f"sqlite:///{shop.folder}/registry.db") as hub:
+            shop.add(hub)
+            number = self.paused(shop, hub)
+            group = hub.group("g")
+            group.retry("events", number)
+            assert group.reset("earliest") == {"events": dict.fromkeys(range(PARTITIONS), 1)}
+            group.import_checkpoint(2, "events", force=True)
+            hub.registry.commit(put={Keys("g").pause(hub.sources()[0].id, 0): Paused(2, "ValueError: no").dump()})
+            assert group.skip("events", 0) == 2
+            group.delete()
+            assert hub.groups() == []
+            for call in (group.delete, lambda: group.reset("earliest"), lambda: group.retry("events", 0)):
+                with pytest.raises(UnknownGroup):
+                    call()
+
+    def test_an_id_that_the_table_has_not_given_out_is_no_checkpoint(self, shop: Shop, hub: pxrs.Hub) -> None:
+        shop.insert("a", "b", "c")
+        shop.add(hub)
+        group = hub.group("g")
+        calls = (lambda: group.import_checkpoint(5, "events"), lambda: group.import_checkpoint({0: 5}, "events"))
+        for call in calls:
+            with pytest.raises(OffsetOutOfRange):
+                call()
+        assert hub.groups() == []
+        group.import_checkpoint(1, "events")
+        for to in (5, {0: 5}):
+            with pytest.raises(OffsetOutOfRange):
+                group.reset(to)
+        shop.do("DELETE FROM events")
+        with pxrs.open(shop.at) as other:
+            other.group("g").reset(4)  # the table has given out 3, though its row is gone
+        assert set(group.describe().to_arrow()["checkpoint"].to_pylist()) == {4}
+
 
 class TestCommands:
     def test_v6_a_source_is_added_listed_described_and_removed(self, shop: Shop) -> None:
@@ -811,6 +945,28 @@ class TestCommands:
         with pxrs.open(shop.at, f"sqlite:///{shop.folder}/registry.db") as hub:
             assert handle_all(hub, "events") == [2]
         assert not Path(shop.at).exists()
+
+    def test_commands_for_sources_and_groups_need_a_registry_alone(
+        self, shop: Shop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PXRS_REGISTRY", f"sqlite:///{shop.folder}/registry.db")
+        monkeypatch.setenv("PXRS_SOURCE_EVENTS", shop.url)
+        monkeypatch.delenv("PXRS_AT", raising=False)
+        shop.insert("a", "b")
+        for line in (
+            "source add events --table events --value-column body --partitions 2",
+            "source list",
+            "source describe events",
+            "tail events",
+            "group import-checkpoint g 2 --topic events",
+            "group list",
+            "group describe g",
+            "group reset g --to earliest --yes",
+            "group delete g --yes",
+            "source remove events --yes",
+        ):
+            done = CliRunner().invoke(app, line.split())
+            assert done.exit_code == 0, (line, done.output, done.exception)
 
     def test_every_command_has_a_help(self, shop: Shop) -> None:
         shown = CliRunner().invoke(app, ["source", "--help"]).output

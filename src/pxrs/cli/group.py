@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pxrs
-from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupDescription, GroupHandle, groups
@@ -47,7 +47,7 @@ PAUSE_S: Final = 0.1
 
 
 @app.command("list")
-def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the groups, how many members each has, and how far behind they are.
 
     A lag such as `<= 12` is an upper bound, as of tables; one that is `unknown` is explained below the list.
@@ -73,7 +73,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
 @app.command()
 def describe(
     group: Name,
-    at: At,
+    at: MaybeAt = None,
     registry: RegistryUrl = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Stay, and show each change, until interrupted.")
@@ -97,7 +97,7 @@ def describe(
 @app.command()
 def reset(
     group: Name,
-    at: At,
+    at: MaybeAt = None,
     to: Annotated[
         str | None,
         typer.Option(
@@ -133,7 +133,7 @@ def reset(
 @app.command()
 def delete(
     group: Name,
-    at: At,
+    at: MaybeAt = None,
     topic: Annotated[
         str | None,
         typer.Option(
@@ -158,8 +158,8 @@ def delete(
 @app.command("import-checkpoint")
 def import_checkpoint(
     group: Name,
-    at: At,
     topic: Annotated[str, typer.Option(help="What the group will read.")],
+    at: MaybeAt = None,
     offset: Annotated[
         int | None,
         typer.Argument(min=0, help="The next message to read, of a table or of a topic with one partition."),
@@ -187,7 +187,7 @@ def import_checkpoint(
 
 
 @app.command()
-def retry(group: Name, topic: str, partition: int, at: At, registry: RegistryUrl = None) -> None:
+def retry(group: Name, topic: str, partition: int, at: MaybeAt = None, registry: RegistryUrl = None) -> None:
     """Have a paused partition try its message again."""
     with open_hub(at, registry) as hub:
         hub.group(group).retry(topic, partition)
@@ -195,7 +195,9 @@ def retry(group: Name, topic: str, partition: int, at: At, registry: RegistryUrl
 
 
 @app.command()
-def skip(group: Name, topic: str, partition: int, at: At, yes: Yes = False, registry: RegistryUrl = None) -> None:
+def skip(
+    group: Name, topic: str, partition: int, at: MaybeAt = None, yes: Yes = False, registry: RegistryUrl = None
+) -> None:
     """Have a paused partition go on behind its message, which is never handled then."""
     with open_hub(at, registry) as hub:
         handle = hub.group(group)

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 import pxrs
-from pxrs.cli.options import At, Json, RegistryUrl, Yes, confirm, open_hub
+from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
 from pxrs.cli.terminal import cell, echo, seconds_field, show
 from pxrs.errors import LogError, PxrsError
 from pxrs.model import PARTITIONERS, PARTITIONS_DEFAULT
@@ -25,8 +25,8 @@ Name = Annotated[str, typer.Argument(metavar="SOURCE", help="The source's name."
 @app.command()
 def add(
     name: Name,
-    at: At,
     table: Annotated[str, typer.Option(help="The table, NAME or SCHEMA.NAME.")],
+    at: MaybeAt = None,
     sql_table: Annotated[
         str | None,
         typer.Option(
@@ -78,6 +78,7 @@ def add(
     columns = value_column or []
     if not columns:
         raise typer.BadParameter("give at least one", param_hint="--value-column")
+    check_given(at, registry)
     with pxrs.open(at, registry) as hub:
         record = hub.add_source(
             name,
@@ -103,7 +104,7 @@ def add(
 
 
 @app.command("list")
-def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """List the registered sources. No database is asked."""
     with open_hub(at, registry) as hub:
         found = hub.sources()
@@ -119,7 +120,7 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def describe(name: Name, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def describe(name: Name, at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
     """Show a source's settings, the lowest and the next id of its table, and whether it can be read from here."""
     with open_hub(at, registry) as hub:
         record = next((each for each in hub.sources() if each.name == name), None)
@@ -147,7 +148,9 @@ def describe(name: Name, at: At, registry: RegistryUrl = None, as_json: Json = F
 
 
 @app.command()
-def remove(name: Name, at: At, yes: Yes = False, registry: RegistryUrl = None, as_json: Json = False) -> None:
+def remove(
+    name: Name, at: MaybeAt = None, yes: Yes = False, registry: RegistryUrl = None, as_json: Json = False
+) -> None:
     """Forget a registered source. The table stays as it is; refused while a group has members that read it.
 
     The checkpoints of groups stay too, under the source's id: registered again with the same settings, or with that

@@ -17,7 +17,7 @@ from rich.text import Text
 
 import pxrs
 from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
-from pxrs.cli.options import At, ExistOk, Json, RegistryUrl, open_hub
+from pxrs.cli.options import At, ExistOk, Json, MaybeAt, RegistryUrl, open_hub
 from pxrs.cli.terminal import cell, data_field, echo, echo_data, error_text, facts, show, tell_error, time_field
 from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicExists, UnknownTopic
 from pxrs.log.contract import Source
@@ -280,7 +280,7 @@ def key_in(line: bytes, field: str) -> bytes | None:
 
 def tail(
     topic: str,
-    at: At,
+    at: MaybeAt = None,
     last: Annotated[int, typer.Option("-n", "--last", min=0, help="Begin so many messages before the end.")] = 10,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more, until interrupted.")] = False,
     registry: RegistryUrl = None,

@@ -96,7 +96,7 @@ def worker(
             "--at",
             envvar="PXRS_AT",
             metavar="URL",
-            help="The directory of the hub; a queue needs none where --registry is given.",
+            help="The directory of the hub; queues and registered sources need none where --registry is given.",
         ),
     ] = None,
     topic: Annotated[
@@ -161,8 +161,9 @@ def worker(
         return
     if topic is None or group is None:
         raise typer.BadParameter("give --topic and --group, or --queue")
-    if at is None:
-        raise typer.BadParameter("give --at or PXRS_AT: the directory that holds the topic")
+    if at is None:  # a registered source needs none; of a topic the worker process says that it does
+        with open_hub(at, registry):
+            pass
     Timings(**given)
     Keys(group)
     assignor_named(assignor)

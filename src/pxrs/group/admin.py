@@ -127,11 +127,11 @@ class PartitionDescription:
     start: int | None
     end: int | None
     lag: int | None
-    """How many messages are there to be handled, or at most so many; None if the topic or the checkpoint is not there
-    or cannot be looked at."""
+    """How many messages are there to be handled, or at most so many; None if the topic is not there or cannot be looked
+    at."""
     is_lag_exact: bool
-    """False if `lag` is an upper bound, as of a table, where it counts the ids of other partitions too; or if it is
-    None."""
+    """False if `lag` is an upper bound, or None. It is a bound of a table, where it counts the ids of other partitions
+    too, and of a partition without a checkpoint, where it counts from the partition's start."""
     paused: Paused | None
     """The message that holds the partition up, and why."""
 
@@ -335,11 +335,7 @@ class GroupHandle:
 
     def describe(self) -> GroupDescription:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""
-        state = self._read()
-        if not state.is_there:
-            with contextlib.suppress(NoDirectory):  # a hub without a directory has no other registry to name
-                self._check_hub()
-            raise UnknownGroup(self.name)
+        state = self._read_there()
         assignment = state.assignment[0] if state.assignment else Assignment(0)
         leader = state.leader[0].incarnation if state.leader else None
         names = self._names(state)
@@ -348,6 +344,7 @@ class GroupHandle:
         seen = {
             topic: self._look(state, topic, names.get(topic, topic)) for topic in sorted({topic for topic, _ in places})
         }
+        places |= {(topic, number) for topic, each in seen.items() for number in range(each.count)}
         return GroupDescription(
             self.name,
             assignment.generation,
@@ -390,10 +387,9 @@ class GroupHandle:
         UnknownTopic, GroupActive.
         """
         arguments.flag(InvalidGroup, "force", force)
-        self._check_hub()
-        state = self._read()
-        if not state.is_there:
-            raise UnknownGroup(self.name)
+        state = self._read_there()
+        if topic is None:
+            self._check_registry((id for id, _ in _places(state)), state)
         sources = [self._source(topic)] if topic is not None else self._read_sources(state)
         if len(sources) > 1 and not isinstance(to, str | datetime):
             raise InvalidGroup(
@@ -444,13 +440,10 @@ class GroupHandle:
         topic.
         """
         arguments.flag(InvalidGroup, "force", force)
-        self._check_hub()
-        state = self._read()
-        if not state.is_there:
-            raise UnknownGroup(self.name)
+        state = self._read_there()
         ids = None if topic is None else self._ids_to_forget(state, topic)
         state = state.only(ids)
-        self._check_registry(id for id, _ in _places(state))
+        self._check_registry((id for id, _ in _places(state)), state)
         self._check_idle(state, force)
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
@@ -469,10 +462,8 @@ class GroupHandle:
 
     def retry(self, topic: str, partition: int) -> None:
         """Have a paused partition try its message again. Raises GroupError if it is not paused."""
-        self._check_hub()
         for _ in range(ATTEMPTS_MAX):
             key, _, version = self._pause(topic, partition)
-            self._check_registry([partition_of(key)[0]])
             try:
                 self._registry.commit({key: version}, delete=[key])
                 return
@@ -486,9 +477,7 @@ class GroupHandle:
         offset: only if it is this message. Raises GroupError if it is another one, or if nothing is paused.
         """
         offset = None if offset is None else arguments.whole(InvalidGroup, "offset", offset, 0)
-        self._check_hub()
         key, paused, version = self._pause(topic, partition)
-        self._check_registry([partition_of(key)[0]])
         is_other = offset is not None and paused.offset != offset
         if not is_other and not paused.skip:
             order = replace(paused, skip=True)
@@ -502,7 +491,7 @@ class GroupHandle:
 
     def paused(self, topic: str, partition: int) -> Paused:
         """The message that holds a partition up, and why. Raises GroupError if none does."""
-        return self._pause(topic, partition)[1]
+        return self._pause(topic, partition, is_changed=False)[1]
 
     # What is there.
 
@@ -605,16 +594,17 @@ class GroupHandle:
         ids |= {member.topic for member in state.members.values() if member.topic_name == name}
         return ids | self._readables.ids_named(name) | {name}
 
-    def _pause(self, topic: str, partition: int) -> tuple[str, Paused, int]:
+    def _pause(self, topic: str, partition: int, is_changed: bool = True) -> tuple[str, Paused, int]:
+        """The key, the record and the version of a pause. is_changed: raise WrongRegistry if it may not be."""
         arguments.text(InvalidGroup, "topic", topic, "its name")
         partition = arguments.whole(InvalidGroup, "partition", partition, 0)
-        state = self._read()
-        if not state.is_there:
-            raise UnknownGroup(self.name)
+        state = self._read_there()
         names = self._names(state)
-        ids = [id for id, name in names.items() if name == topic] or [topic]
+        ids = sorted(self._ids_named(state, topic))
         for id in ids:  # a deleted topic's name may be another one's now
             if (id, partition) in state.paused:
+                if is_changed:
+                    self._check_registry([id], state)
                 return self._keys.pause(id, partition), *state.paused[id, partition]
         nameless = sorted(id for id, number in state.paused if number == partition and id not in names)
         if ids == [topic] and nameless:
@@ -627,15 +617,20 @@ class GroupHandle:
             f"group {self.name} has not paused partition {partition} of {topic}: there is nothing to decide"
         )
 
-    def _check_hub(self) -> None:
-        """Raise WrongRegistry before anything else is said: of a group that is not in this registry but in the hub's,
-        it would be wrong to say that it is unknown. If there are sources of no hub, the change itself decides."""
+    def _read_there(self) -> _State:
+        """Raises UnknownGroup; or WrongRegistry if the hub has another registry, where the group may be."""
+        state = self._read()
+        if state.is_there:
+            return state
         if not self._readables.sources:
-            self._home()
+            with contextlib.suppress(NoDirectory):  # a hub without a directory has no other registry to name
+                self._home()
+        raise UnknownGroup(self.name)
 
-    def _check_registry(self, topics: Iterable[str]) -> Home | None:
-        """The identity of the hub, if any of the topics with these ids is of it; else None. Raises WrongRegistry."""
-        foreign = self._readables.foreign_ids()
+    def _check_registry(self, topics: Iterable[str], state: _State | None = None) -> Home | None:
+        """The identity of the hub, if any of the topics with these ids is of it; else None. Raises WrongRegistry, and
+        NoDirectory if there is no hub to ask. state: the group's, with its records of what is no topic of a hub."""
+        foreign = self._readables.foreign_ids() | (set() if state is None else state.sources.keys())
         return self._home() if any(topic not in foreign for topic in topics) else None
 
     def _check_idle(self, state: _State, force: bool) -> None:
@@ -814,16 +809,18 @@ class GroupHandle:
 
 
 def _places(state: _State) -> set[Place]:
-    """The partitions that concern anybody: an owner key alone is what a deleted group left behind."""
-    owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation in state.members}
-    return {*state.checkpoints, *state.paused, *owned}
+    """The partitions that members read, or that have a checkpoint or a pause. An owner key alone is what a deleted
+    group left behind."""
+    read = {(member.topic, number) for member in state.members.values() for number in range(member.partitions)}
+    return {*state.checkpoints, *state.paused, *read}
 
 
 def _describe(state: _State, assignment: Assignment, place: Place, name: str, seen: Seen) -> PartitionDescription:
     owner, _ = state.owners.get(place, (NOBODY, ABSENT))
     checkpoint = state.checkpoints[place][0] if place in state.checkpoints else None
     start, end = seen.extents[place[1]] if place[1] < seen.count else (None, None)
-    lag = seen.partition_lag(place[1], None if checkpoint is None else checkpoint.offset)
+    offset = None if checkpoint is None else checkpoint.offset
+    lag = seen.partition_lag(place[1], offset)
     return PartitionDescription(
         name,
         *place,
@@ -838,6 +835,6 @@ def _describe(state: _State, assignment: Assignment, place: Place, name: str, se
         start=start,
         end=end,
         lag=lag,
-        is_lag_exact=lag is not None and (lag == 0 or not seen.has_gaps),
+        is_lag_exact=seen.is_partition_exact(lag, offset),
         paused=state.paused[place][0] if place in state.paused else None,
     )

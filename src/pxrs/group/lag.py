@@ -1,6 +1,7 @@
 """How far a group is behind: what is exact, what is an upper bound, and what is not known.
 
-- A topic counts the offsets of each partition by itself and without gaps: its lag is exact.
+- A topic counts the offsets of each partition by itself and without gaps: its lag is exact. A partition without a
+  checkpoint, because a member has just joined or only some were imported, counts from its start: an upper bound.
 - A table's offsets are its ids, which all partitions share, and which have gaps. The lag of a partition counts all ids
   from its checkpoint on, also those of rows in other partitions: it is an upper bound. The lag of the whole table
   counts each id once, from the lowest checkpoint on: an upper bound too. Both are exactly 0 when every checkpoint has
@@ -48,9 +49,14 @@ class Seen:
     """A topic of this hub that is gone: there is nothing left to handle."""
 
     def partition_lag(self, partition: int, checkpoint: int | None) -> int | None:
-        if self.problem is not None or checkpoint is None or partition >= len(self.extents):
+        """checkpoint: None counts from the partition's start, which is an upper bound: see `is_partition_exact`."""
+        if self.problem is not None or partition >= self.count:
             return None
-        return _behind(checkpoint, self.extents[partition])
+        return _behind(0 if checkpoint is None else checkpoint, self.extents[partition])
+
+    def is_partition_exact(self, lag: int | None, checkpoint: int | None) -> bool:
+        """lag: what `partition_lag` gave for this checkpoint."""
+        return lag == 0 or (lag is not None and checkpoint is not None and not self.has_gaps)
 
     def total(self, topic: str, topic_id: str, checkpoints: Mapping[int, int]) -> TopicLag:
         """checkpoints: by partition."""
@@ -59,8 +65,10 @@ class Seen:
         if self.problem is not None:
             return TopicLag(topic, topic_id, self.is_source, None, False, self.problem)
         if not self.has_gaps:
-            lag = sum(_behind(at, self.extents[number]) for number, at in checkpoints.items() if number < self.count)
-            return TopicLag(topic, topic_id, self.is_source, lag, True)
+            at = [checkpoints.get(number) for number in range(self.count)]
+            lags = [self.partition_lag(number, each) for number, each in enumerate(at)]
+            is_exact = all(map(self.is_partition_exact, lags, at))
+            return TopicLag(topic, topic_id, self.is_source, sum(lag or 0 for lag in lags), is_exact)
         # A partition without a checkpoint has everything before it.
         lowest = min((checkpoints.get(number, 0) for number in range(self.count)), default=0)
         start, end = min(each[0] for each in self.extents), max(each[1] for each in self.extents)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from pxrs.errors import CheckpointOutOfRange, InvalidGroup, OffsetOutOfRange, OffsetTrimmed
 from pxrs.group.records import Starts
+from pxrs.log.contract import Source
 from pxrs.model import microseconds_of
 
 To = Literal["earliest", "latest"] | int | datetime | Mapping[int, int]
@@ -69,7 +70,7 @@ def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -
     if not _is_count(offset):
         raise InvalidGroup(f"{offset!r} is no offset: give a number from 0 on")
     if source.has_gaps:  # as it is: rows that were handled may be gone from the table, and say nothing of the others
-        return dict.fromkeys(range(source.partitions), offset)
+        return dict.fromkeys(range(source.partitions), _checked(offset, 0, source, starts))
     if source.partitions == 1:
         check_start(source, 0, starts.of(0))
         return {0: _checked(offset, 0, source, starts)}
@@ -103,6 +104,9 @@ def _checked(offset: int, partition: int, source: Offsets, starts: Starts) -> in
     if not _is_count(offset):
         raise InvalidGroup(f"{source.name}/{partition}: {offset!r} is no offset; give a number from 0 on")
     if source.has_gaps:
+        # Members would be refused there too, when they read.
+        if isinstance(source, Source) and not source.was_given_out(partition, offset):
+            raise OffsetOutOfRange(f"{source.name}/{partition}", offset, source.extents()[partition][1])
         return offset
     first, end = _first(partition, source, starts), source.end(partition)
     if offset > end:

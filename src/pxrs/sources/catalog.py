@@ -161,6 +161,13 @@ class Catalog:
                 fingerprint=table.fingerprint,
                 since=time.time(),
             )
+        # Where a group is shown, names are looked up by id, so one id has one name. Two processes that register one
+        # table under two names at the same moment are not noticed.
+        if others := [each.name for each in self.records() if each.id == record.id and each.name != record.name]:
+            raise SourceExists(
+                f"{record.table} of {record.address} is registered already, under the name {others[0]} and the same id "
+                f"{record.id}: use that name, or remove it first"
+            )
         try:
             self.registry.commit({PREFIX + record.name: ABSENT}, {PREFIX + record.name: record.dump()})
         except Conflict:
@@ -188,7 +195,12 @@ class Catalog:
         raise SourceExists(f"a source {wanted.name} is registered already" + (f": its {how}" if how else ""))
 
     def remove(self, record: RegisteredSource) -> None:
-        self.registry.commit(delete=[PREFIX + record.name])
+        """Raises Conflict if another record has taken the place of this one."""
+        key = PREFIX + record.name
+        entry = self.registry.get(key)
+        if entry is None or RegisteredSource.load(key, entry.value) != record:
+            raise Conflict([key])
+        self.registry.commit({key: entry.version}, delete=[key])
         with self._lock:
             opened = self._opened.pop(record.name, None)
             if opened is not None:
@@ -208,6 +220,7 @@ class Catalog:
             if not self._is_closed:
                 if (former := self._opened.get(name)) is not None:
                     self._replaced.append(former.table)
+                table.share()
                 self._opened[name] = _Opened(record, table, wanted)
                 return table
         table.close()
@@ -231,7 +244,7 @@ class Catalog:
             self._is_closed = True
             tables = [*(each.table for each in self._opened.values()), *self._replaced]
         for table in tables:
-            table.close()
+            table.close_shared()
 
 
 def open_record(record: RegisteredSource, url: str | None = None, given_by: str = "the url") -> SqlTable:

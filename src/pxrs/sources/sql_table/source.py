@@ -37,6 +37,8 @@ SKIP_IDS: Final = 10_000
 SKIP_S: Final = 1.0
 """`wait` names a partition whose position could pass any ids of other partitions for so long. So the checkpoint of a
 partition without messages follows the others, and a group that has handled everything has no lag."""
+PASSABLE_MAX: Final = 1024
+"""How many positions are remembered to measure `SKIP_S`; beyond, the oldest is forgotten and measured anew."""
 _PAGE_OVERHEAD: Final = 1024
 
 
@@ -82,11 +84,12 @@ class SqlTable(Source):
         self._drawn_end: int | None = None
         self._pages = Pages(cache_bytes)
         self._empty: dict[int, tuple[int, int]] = {}
-        self._passable: dict[int, tuple[int, float]] = {}
-        """By partition: a position that could pass ids of other partitions, and since when, on the monotonic clock."""
+        self._passable: dict[tuple[int, int], float] = {}
+        """By partition and offset: positions that could pass ids of other partitions, and since when, on the monotonic
+        clock. Several readers of one partition may be at different offsets. At most `PASSABLE_MAX`."""
         self._changed = threading.Condition()
         self._news = 0
-        self._is_closed = False
+        self._is_closed = self._is_shared = False
         self._listener = None if notify_channel is None else Listener(self._table, notify_channel, self.wake)
 
     def start(self, partition: int) -> int:
@@ -112,6 +115,8 @@ class SqlTable(Source):
     def was_given_out(self, partition: int, offset: int) -> bool:
         self._check_usable(partition)
         with self._lock:
+            if offset > self._visible_end:  # as it was when somebody last looked
+                self._visible_end, self._drawn_end = self._table.visible_end(), None
             return self._is_reachable(offset)
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
@@ -197,7 +202,17 @@ class SqlTable(Source):
         return end if found is None else found
 
     def close(self) -> None:
-        """Idempotent. Who waits gets Closed. An engine that was given stays open."""
+        """Idempotent. Who waits gets Closed. An engine that was given stays open. A table that a hub shares among all
+        who ask for it stays open until the hub is closed."""
+        if not self._is_shared:
+            self.close_shared()
+
+    def share(self) -> None:
+        """Make `close` do nothing: only `close_shared` closes the table from now on."""
+        self._is_shared = True
+
+    def close_shared(self) -> None:
+        """Close the table for all who use it. Idempotent."""
         if os.getpid() != self._pid:
             return  # it is the parent's
         self._is_closed = True
@@ -284,13 +299,15 @@ class SqlTable(Source):
     def _has_been_passable(self, partition: int, offset: int, end: int) -> bool:
         """Whether the position has been behind the end, with no message for it, for `SKIP_S`. Only under the lock."""
         if offset >= end:
-            self._passable.pop(partition, None)
+            self._passable.pop((partition, offset), None)
             return False
         now = time.monotonic()
-        known, since = self._passable.get(partition, (None, now))
-        if known == offset:
+        since = self._passable.get((partition, offset))
+        if since is not None:
             return now - since >= SKIP_S
-        self._passable[partition] = offset, now
+        while len(self._passable) >= max(PASSABLE_MAX, self.partitions):
+            del self._passable[next(iter(self._passable))]  # the oldest
+        self._passable[partition, offset] = now
         return False
 
     def _page_in_memory(self, partition: int, offset: int) -> Page | None:
@@ -328,7 +345,7 @@ class SqlTable(Source):
         is_told = self._listener is not None and self._listener.is_listening and not self._settling.is_waiting
         pause = max(NOTIFIED_POLL_S, self._poll_s) if is_told else self._poll_s
         with self._lock:
-            dues = [self._passable[each][1] + SKIP_S for each in positions if each in self._passable]
+            dues = [self._passable[each] + SKIP_S for each in positions.items() if each in self._passable]
         return min([pause, *(max(0.01, due - time.monotonic()) for due in dues)])
 
     def _check_usable(self, partition: int = 0) -> None:
