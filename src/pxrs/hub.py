@@ -47,7 +47,7 @@ from pxrs.hub_record import HubRecordFile
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, DamagedTopic, Log, Source, TopicLog
 from pxrs.log.messages import messages_of
-from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, Message, Topic
+from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, TABLE_POLL_S_DEFAULT, Message, Topic
 from pxrs.registry import Registry
 from pxrs.registry.address import Address, parse
 from pxrs.registry.lease import LEASE_TTL_MIN
@@ -424,7 +424,7 @@ class Hub:
         partitioner: str = "xxh64",
         notify_channel: str | None = None,
         settle_s: float | timedelta | None = None,
-        poll_s: float | timedelta = 0.2,
+        poll_s: float | timedelta = TABLE_POLL_S_DEFAULT,
         identity: str | None = None,
         id: str | None = None,
         exist_ok: bool = False,

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from pxrs.errors import InvalidTopic
 
 PARTITIONS_DEFAULT = 8
+TABLE_POLL_S_DEFAULT = 0.2
+"""How often a waiting reader of a SQL table asks for its highest id."""
 PARTITIONS_MAX = 10_000
 SEGMENT_BYTES_DEFAULT = 64 << 20
 PARTITIONERS = ("xxh64", "murmur2")

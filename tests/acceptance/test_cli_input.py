@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 import pxrs
-from pxrs.cli import app
 from pxrs.cli import queue as command_queue
 from pxrs.producer import Producer
 from pxrs.queue.transaction import Transaction
+from pxrs.testing.command import Call, Result, run_here
 from pxrs.testing.waiting import eventually
 
 INTERRUPTED = 130
@@ -58,22 +58,14 @@ def keyboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], None
         os.close(theirs)
 
 
-Command = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
-def command(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """A command in this process: its exit code, standard output and standard error."""
+def command(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """A command in this process."""
 
-    def command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["pxrs", *arguments, "--at", str(data)])
+    def command(*arguments: str) -> Result:
         with monkeypatch.context() as patched:
             patched.setattr(os, "_exit", sys.exit)  # after a second Ctrl-C
-            with pytest.raises(SystemExit) as ended:
-                app.main()
-        code = ended.value.code
-        shown = capsys.readouterr()
-        return code if isinstance(code, int) else 0, shown.out, shown.err
+            return run_here(monkeypatch, capsys, (*arguments, "--at", str(data)))
 
     return command
 
@@ -119,7 +111,7 @@ def test_at_a_terminal_it_says_that_it_reads_and_on_ctrl_c_how_much_is_stored(
 
 @pytest.mark.parametrize("what", COMMANDS)
 def test_in_a_pipe_it_says_nothing_of_that(
-    data: Path, command: Command, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    data: Path, command: Call, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "lines").write_bytes(b"one\n")
     with open(tmp_path / "lines") as lines:
@@ -130,7 +122,7 @@ def test_in_a_pipe_it_says_nothing_of_that(
 
 
 def test_a_line_that_is_being_sent_when_ctrl_c_comes_is_stored_and_counted(
-    data: Path, command: Command, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+    data: Path, command: Call, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Producer.send
 
@@ -148,7 +140,7 @@ def test_a_line_that_is_being_sent_when_ctrl_c_comes_is_stored_and_counted(
 
 
 def test_items_that_are_being_put_when_ctrl_c_comes_are_stored_and_counted(
-    data: Path, command: Command, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+    data: Path, command: Call, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = Transaction.commit
 
@@ -165,7 +157,7 @@ def test_items_that_are_being_put_when_ctrl_c_comes_are_stored_and_counted(
 
 
 def test_after_a_second_ctrl_c_nothing_is_called_sent_that_may_not_be(
-    data: Path, command: Command, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+    data: Path, command: Call, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(self: Producer) -> None:
         interrupt()
@@ -180,7 +172,7 @@ def test_after_a_second_ctrl_c_nothing_is_called_sent_that_may_not_be(
 
 
 def test_after_a_second_ctrl_c_items_are_counted_that_are_put_for_certain(
-    data: Path, command: Command, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+    data: Path, command: Call, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit, calls = Transaction.commit, iter([1, 2])
 
@@ -240,7 +232,7 @@ def test_a_second_ctrl_c_does_not_wait_for_an_append_that_is_blocked(data: Path)
 
 
 def test_a_second_ctrl_c_does_not_wait_until_the_hub_is_closed(
-    data: Path, command: Command, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+    data: Path, command: Call, keyboard: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close, leave, done = pxrs.Hub.close, sys.exit, list[str]()
 
@@ -261,7 +253,7 @@ def test_a_second_ctrl_c_does_not_wait_until_the_hub_is_closed(
 
 
 def test_ctrl_c_stays_ignored_where_the_shell_has_said_so(
-    data: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    data: Path, command: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Producer.send
 

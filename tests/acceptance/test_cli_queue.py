@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import pty
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import pxrs
 from pxrs import clock, wording
-from pxrs.cli import app
 from pxrs.cli import queue as command_queue
 from pxrs.errors import OutcomeUnknown, RegistryUnavailable, UnknownQueue
 from pxrs.queue.handle import QueueHandle
 from pxrs.registry import Registry
 from pxrs.testing import forked
+from pxrs.testing.command import Call, Result, run_here
 
 COMMAND = [sys.executable, "-m", "pxrs.cli", "queue"]
 PATIENCE_S = 60.0
@@ -88,32 +87,13 @@ def kill_letters(data: Path, *items: bytes | str, error: str = "no") -> list[str
         return [item.id for item in hub.queue("mail").dead_letters()]
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    errors: str
-
-    def rows(self) -> list[dict[str, Any]]:
-        assert self.code == 0, self.errors
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Call = Callable[..., Result]
-
-
 @pytest.fixture
 def call(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """The command without a process of its own, which takes longer than most of what is tested here."""
 
     def call(*arguments: str) -> Result:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["pxrs", "queue", *arguments])
         monkeypatch.setenv("PXRS_AT", str(data))
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        code = ended.value.code
-        shown = capsys.readouterr()
-        return Result(code if isinstance(code, int) else 0, shown.out, " ".join(shown.err.split()))
+        return run_here(monkeypatch, capsys, ("queue", *arguments)).unwrapped()
 
     return call
 

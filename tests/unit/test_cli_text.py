@@ -7,9 +7,9 @@ import os
 import re
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import typer.main
@@ -18,6 +18,7 @@ import pxrs
 from pxrs import wording
 from pxrs.cli import app, pipeline, worker_process
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
+from pxrs.testing.command import Call, Result, run_here
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 TIMES = {"since", "when", "put_at", "died_at", "created", "timestamp", "time"}
@@ -25,15 +26,6 @@ TIMES = {"since", "when", "put_at", "died_at", "created", "timestamp", "time"}
 T_US = 1_700_000_000_123_456
 T_TEXT = "2023-11-14T22:13:20.123456Z"
 LONG = "v" * 3_000
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    errors: str
-
-
-Call = Callable[..., Result]
 
 
 @pytest.fixture
@@ -44,13 +36,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         monkeypatch.delenv(name, raising=False)
 
     def call(*arguments: str) -> Result:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["pxrs", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        code = ended.value.code
-        shown = capfd.readouterr()
-        return Result(code if isinstance(code, int) else 0, shown.out, shown.err)
+        return run_here(monkeypatch, capfd, arguments)
 
     return call
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import pxrs
-from pxrs.cli import app, worker
+from pxrs.cli import worker
 from pxrs.errors import Closed, InvalidUrl, NoDirectory, UnknownGroup
 from pxrs.group.records import Keys, Paused
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
 from pxrs.producer import Producer
+from pxrs.testing.command import Call, Result, run_here
 
 
 @pytest.fixture
@@ -163,15 +163,6 @@ def test_a_password_is_not_shown() -> None:
 # From the command line.
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    errors: str
-
-
-Call = Callable[..., Result]
-
-
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
     """A command in this process, in an empty directory."""
@@ -181,13 +172,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     monkeypatch.chdir(tmp_path / "here")
 
     def call(*arguments: str) -> Result:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["pxrs", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        code = ended.value.code
-        shown = capsys.readouterr()
-        return Result(code if isinstance(code, int) else 0, shown.out, " ".join(shown.err.split()))
+        return run_here(monkeypatch, capsys, arguments).unwrapped()
 
     return call
 

@@ -38,7 +38,7 @@ from pxrs.errors import (
     UnknownSource,
     WrongSource,
 )
-from pxrs.model import PARTITIONS_DEFAULT, TOPIC_NAME
+from pxrs.model import PARTITIONS_DEFAULT, TABLE_POLL_S_DEFAULT, TOPIC_NAME
 from pxrs.registry.contract import ABSENT, Registry
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RegisteredSource:
     partitioner: str = "xxh64"
     notify_channel: str | None = None
     settle_s: float | None = None
-    poll_s: float = 0.2
+    poll_s: float = TABLE_POLL_S_DEFAULT
     fingerprint: str | None = None
     """What the database itself calls the table; None if it does not say."""
     since: float = 0.0

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
-from pxrs.model import PARTITIONS_DEFAULT, Topic
+from pxrs.model import PARTITIONS_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
 from pxrs.sources.sql_table.identity import Meaning, checked_id, has_misplaced_secret
 from pxrs.sources.sql_table.pages import Stretch
 from pxrs.sources.sql_table.settling import Settling
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Settling", "SqlTable", "Stretch", "sql_table"]
 
-POLL_S_DEFAULT: Final = 0.2
 PAGE_BYTES_DEFAULT: Final = 4 << 20
 CACHE_BYTES_DEFAULT: Final = 32 << 20
 CONNECT_S_MAX: Final = 10
@@ -59,7 +58,7 @@ def sql_table(
     identity: str | None = None,
     id: str | None = None,
     notify_channel: str | None = None,
-    poll_s: float = POLL_S_DEFAULT,
+    poll_s: float = TABLE_POLL_S_DEFAULT,
     settle_s: float | None = None,
     page_bytes: int = PAGE_BYTES_DEFAULT,
     cache_bytes: int = CACHE_BYTES_DEFAULT,
