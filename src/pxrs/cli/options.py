@@ -22,7 +22,7 @@ MaybeAt = Annotated[
         "--at", envvar="PXRS_AT", metavar="URL", help="The directory of the hub; not needed where --registry is given."
     ),
 ]
-"""Of commands that need the registry alone."""
+"""The option --at of commands that need no directory where --registry is given."""
 RegistryUrl = Annotated[
     str | None,
     typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),

@@ -60,7 +60,7 @@ class Settings:
     topic: str | None
     group: str | None
     at: str | None
-    """None of a queue that needs no directory; then there is a registry."""
+    """The hub's directory. None where a queue or a registered source needs none: then `registry` is given."""
     registry: str | None
     threads: int
     grace_s: float

@@ -214,14 +214,16 @@ class _State:
     owners: dict[Place, tuple[Owner, int]] = field(default_factory=dict)
     checkpoints: dict[Place, tuple[Checkpoint, int]] = field(default_factory=dict)
     paused: dict[Place, tuple[Paused, int]] = field(default_factory=dict)
-    sources: dict[str, SourceRead] = field(default_factory=dict)
-    """What the group reads that is no topic of a hub, by id, as members have called it."""
-    source_keys: dict[str, SourceRead] = field(default_factory=dict)
-    """The same records by key."""
-    source_versions: dict[str, int] = field(default_factory=dict)
-    """Of these keys."""
+    source_records: dict[str, tuple[SourceRead, int]] = field(default_factory=dict)
+    """By registry key: what the group has on record of each source that it reads and that is no topic of a hub. Records
+    of forgotten sources, whose id is empty, are left out."""
     home: Home = field(default_factory=Home)
     """The hub whose topics the group reads."""
+
+    @property
+    def sources(self) -> dict[str, SourceRead]:
+        """The records of `source_records` by the id of the source."""
+        return {read.id: read for read, _ in self.source_records.values()}
 
     @property
     def is_there(self) -> bool:
@@ -232,15 +234,13 @@ class _State:
         """What concerns the topics with these ids; everything if that is None."""
         if ids is None:
             return self
-        keys = {key: read for key, read in self.source_keys.items() if read.id in ids}
         return replace(
             self,
             members={name: member for name, member in self.members.items() if member.topic in ids},
             owners={place: each for place, each in self.owners.items() if place[0] in ids},
             checkpoints={place: each for place, each in self.checkpoints.items() if place[0] in ids},
             paused={place: each for place, each in self.paused.items() if place[0] in ids},
-            sources={read.id: read for read in keys.values()},
-            source_keys=keys,
+            source_records={key: each for key, each in self.source_records.items() if each[0].id in ids},
         )
 
     def of(self, topic: str) -> dict[int, Checkpoint]:
@@ -514,14 +514,14 @@ class GroupHandle:
             elif key.startswith(keys.sources):
                 read = SourceRead.load(key, value)
                 if read.id:
-                    state.sources[read.id] = state.source_keys[key] = read
-                    state.source_versions[key] = version
+                    state.source_records[key] = read, version
             elif key == keys.home:
                 state.home = Home.load(key, value)
         return state
 
     def _names(self, state: _State) -> dict[str, str]:
-        """Of topics and sources by id, also of those that only the group or a member still knows."""
+        """The names of topics and sources by their ids, also of those whose name only the group's or a member's record
+        holds."""
         names = {id: read.name for id, read in state.sources.items() if read.name}
         names |= {member.topic: member.topic_name for member in state.members.values()}
         return names | self._readables.names()
@@ -787,9 +787,9 @@ class GroupHandle:
 
     def _retire_sources(self, state: _State) -> None:
         """Forget under which ids the group has read its sources: it may begin under others."""
-        for key in state.source_keys:
+        for key, (_, version) in state.source_records.items():
             try:
-                self._registry.commit({key: state.source_versions[key]}, {key: SourceRead().dump()})
+                self._registry.commit({key: version}, {key: SourceRead().dump()})
             except Conflict:
                 continue  # a member has joined since, and has written what it reads
 

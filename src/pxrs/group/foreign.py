@@ -29,7 +29,7 @@ from pxrs.group.records import BY_HAND, Checkpoint, Keys, SourceRead
 from pxrs.log.contract import Source, TopicLog
 
 _NOT_RUN: Final = (*BY_HAND, "start")
-"""By whom a checkpoint was written if no member has handled anything."""
+"""Values of `Checkpoint.by` for checkpoints that were written before any member handled a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Foreign:
 
 
 def foreign_of(keys: Keys, source: Source) -> Foreign | None:
-    """None of a topic."""
+    """How the group keeps this source on record; None if it is a topic, which has a random id of its own."""
     if isinstance(source, TopicLog):
         return None
     read = SourceRead(source.id, source.name, source.address, source.meaning)

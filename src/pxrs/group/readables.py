@@ -54,7 +54,7 @@ class Readables:
         self._topics, self.sources, self._registered = topics, tuple(sources), registered
 
     def names(self) -> dict[str, str]:
-        """By id."""
+        """The names of all topics and sources that are known here, by their ids."""
         names = {record.id: record.name for record in self._records()}
         names |= {source.id: source.name for source in self.sources}
         names |= {damaged.id: damaged.name for damaged in self._topics.damaged_topics() if damaged.id is not None}
@@ -68,7 +68,7 @@ class Readables:
         return ids | {topic.id for topic in self._topics.topics() if topic.name == name}
 
     def foreign_ids(self) -> set[str]:
-        """Of what is known here and is no topic of the hub."""
+        """The ids of the given and the registered sources."""
         return {source.id for source in self.sources} | {record.id for record in self._records()}
 
     def find(self, id: str) -> Offsets | None:

@@ -333,5 +333,5 @@ class _Delivery(Transaction):
 
 
 def _is_over() -> bool:
-    """Of a take that does not wait."""
+    """Given to a take that must not wait: the wait is over before it begins."""
     return True

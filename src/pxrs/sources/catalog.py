@@ -122,7 +122,7 @@ class Catalog:
     registry: Registry
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _opened: dict[str, _Opened] = field(default_factory=dict)
-    """By name; used by everybody who asks for the source."""
+    """The tables that `open` has opened, by the source's name. All callers share them."""
     _replaced: list[SqlTable] = field(default_factory=list)
     """Opened for an address that is not used any more, and perhaps still read: closed with the catalog."""
     _failures: dict[str, tuple[float, PxrsError]] = field(default_factory=dict)
@@ -315,7 +315,7 @@ def _open(record: RegisteredSource, url: str, identity: str | None) -> SqlTable:
 
 
 def _is_same_table(one: RegisteredSource, other: RegisteredSource) -> bool:
-    """By what the databases say; if one of them says nothing, by address and name."""
+    """Compare the fingerprints that the databases gave; if one of them gave none, the addresses and table names."""
     from sqlalchemy import make_url
 
     from pxrs.sources.sql_table.identity import place_of

@@ -45,7 +45,7 @@ _ID_CHARACTERS_MAX: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a table is known by."""
+    """The ids of a table: the one it is read under, and those that version 0.1 may have used."""
 
     id: str
     """Checkpoints are kept under it."""
