@@ -12,7 +12,7 @@ import pxrs
 from benchmarks.log.workload import ROWS, Row, pairs, records
 from benchmarks.measure import compare
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.log import DirectoryLog
 
 READ_BATCHES = 20
 

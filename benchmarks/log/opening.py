@@ -19,7 +19,7 @@ from benchmarks.log.workload import Row, records
 from benchmarks.measure import Work, compare
 from pxrs.log.batch import encode
 from pxrs.log.contract import Append, TopicLog
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.model import SEGMENT_BYTES_DEFAULT
 
 SMALL_GB = 0.1

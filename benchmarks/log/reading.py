@@ -13,7 +13,7 @@ from benchmarks.log.workload import ROWS, Row, pairs, records
 from benchmarks.measure import compare
 from pxrs.hub import TopicHandle
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.model import Message
 
 BATCHES = 150

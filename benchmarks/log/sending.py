@@ -17,8 +17,8 @@ from benchmarks.log.workload import PARTITIONS, ROWS, Row, pairs, records
 from benchmarks.measure import compare
 from pxrs.log.batch import encode
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog
-from pxrs.log.segment import frames
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.segment import frames
 
 MESSAGES = 1_000_000
 FEW_MESSAGES = 200_000

@@ -15,7 +15,7 @@ from benchmarks.log.workload import Row, records
 from benchmarks.measure import Figure, Work
 from pxrs.log.batch import encode
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.log import DirectoryLog
 
 ARRIVALS = 500
 SETTLE_S = 0.002

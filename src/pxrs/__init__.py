@@ -22,14 +22,14 @@ from pxrs.queue.policy import (
 from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
 
 if TYPE_CHECKING:
-    from pxrs.consumer import ConsumedBatch, Consumer
+    from pxrs.consumer.consumer import ConsumedBatch, Consumer
     from pxrs.group.admin import GroupDescription, GroupHandle, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
     from pxrs.group.member import Timings
     from pxrs.group.records import Home, Paused
     from pxrs.options import ConsumerOptions, ProducerOptions
-    from pxrs.outgoing import Receipt, Stored, TableReceipt
-    from pxrs.producer import Producer
+    from pxrs.producer.outgoing import Receipt, Stored, TableReceipt
+    from pxrs.producer.producer import Producer
     from pxrs.queue.handle import DeadLetters, Depth, QueueHandle
     from pxrs.queue.items import Item
     from pxrs.queue.listener import Handled, QueueListener
@@ -99,8 +99,8 @@ __all__ = [
 # modules below. The type checker reads the imports above instead and does not see `__getattr__`, which would let it
 # take a misspelt name for an attribute of unknown type. A test compares this table with those imports.
 _LAZY: Final = {
-    "ConsumedBatch": "pxrs.consumer",
-    "Consumer": "pxrs.consumer",
+    "ConsumedBatch": "pxrs.consumer.consumer",
+    "Consumer": "pxrs.consumer.consumer",
     "ConsumerOptions": "pxrs.options",
     "DeadLetters": "pxrs.queue.handle",
     "Depth": "pxrs.queue.handle",
@@ -111,15 +111,15 @@ _LAZY: Final = {
     "MemberDescription": "pxrs.group.admin",
     "PartitionDescription": "pxrs.group.admin",
     "Paused": "pxrs.group.records",
-    "Producer": "pxrs.producer",
+    "Producer": "pxrs.producer.producer",
     "ProducerOptions": "pxrs.options",
     "QueueHandle": "pxrs.queue.handle",
     "Handled": "pxrs.queue.listener",
     "QueueListener": "pxrs.queue.listener",
-    "Receipt": "pxrs.outgoing",
+    "Receipt": "pxrs.producer.outgoing",
     "RegisteredSource": "pxrs.sources.catalog",
-    "Stored": "pxrs.outgoing",
-    "TableReceipt": "pxrs.outgoing",
+    "Stored": "pxrs.producer.outgoing",
+    "TableReceipt": "pxrs.producer.outgoing",
     "Timings": "pxrs.group.member",
     "TopicLag": "pxrs.group.lag",
     "Transaction": "pxrs.queue.transaction",

@@ -65,11 +65,11 @@ RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 
 if TYPE_CHECKING:
     # Imported by those who ask for one: a process of Spark's that opens a hub starts in half the time without them.
-    from pxrs.consumer import Consumer
+    from pxrs.consumer.consumer import Consumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
     from pxrs.options import ConsumerOptions, ProducerOptions
-    from pxrs.producer import Producer, ProducerLink
+    from pxrs.producer.producer import Producer, ProducerLink
     from pxrs.queue.handle import QueueHandle
     from pxrs.queue.policy import Backoff, Policy
     from pxrs.queue.store import QueueStore
@@ -128,7 +128,7 @@ def open(
     path = address.directory()
     if address.options:
         raise InvalidUrl(f"{address.text}: a directory takes no options; unknown: {', '.join(address.options)}")
-    from pxrs.log.directory import DirectoryLog
+    from pxrs.log.directory.log import DirectoryLog
 
     return Hub(str(path), DirectoryLog(path), path / "registry" if registry is None else registry, ttl, path)
 
@@ -166,9 +166,9 @@ class TopicHandle:
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
 
-        Producers do it by themselves: see `pxrs.producer.RETAIN_EVERY_S`. Of a topic with `keep_unread`: raises
-        WrongRegistry if this process has another registry than the hub, RetentionPostponed if it is not known which one
-        the hub has."""
+        Producers do it by themselves: see `pxrs.producer.producer.RETAIN_EVERY_S`. Of a topic with `keep_unread`:
+        raises WrongRegistry if this process has another registry than the hub, RetentionPostponed if it is not known
+        which one the hub has."""
         return self._hub._retain(self.log)
 
     def retention_problem(self) -> str | None:
@@ -319,7 +319,7 @@ class Hub:
                     settings that differ. Several processes may call this at once: one of them creates the topic.
         Raises TopicExists, InvalidTopic; with `exist_ok` DamagedFrame, if the topic's stored description is damaged.
         """
-        from pxrs.partitioner import hash_named
+        from pxrs.producer.hashing import hash_named
 
         self._check_usable()
         self._log.check_topics()
@@ -598,8 +598,8 @@ class Hub:
         if identity in keeping:
             self._forget_start(name, identity)
         if os.path.isdir(os.path.join(self.url, "staging")):  # Spark has written here
-            from pxrs.spark.manifest import forget_topic
-            from pxrs.spark.staging import Staging
+            from pxrs.publishing.manifest import forget_topic
+            from pxrs.publishing.staging import Staging
 
             forget_topic(self.registry, Staging(self.url), identity)
 
@@ -618,7 +618,7 @@ class Hub:
 
     def producer(self, topic: str, **options: Unpack[ProducerOptions]) -> Producer:
         """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic, NoWritePermission."""
-        from pxrs.producer import Producer
+        from pxrs.producer.producer import Producer
 
         self._check_usable()
         handle = self.topic(topic)
@@ -639,8 +639,8 @@ class Hub:
         topic:        the name of a topic or of a registered source, or anything that is a `Source`.
         dead_letters: the name of another topic, for messages that a handler fails on; needed by
                       on_error="dead-letter"."""
-        from pxrs.consumer import Consumer
-        from pxrs.dead_letters import DeadLetterTopic, check_other_topic
+        from pxrs.consumer.consumer import Consumer
+        from pxrs.consumer.dead_letters import DeadLetterTopic, check_other_topic
 
         self._check_usable()
         if dead_letters is not None:

@@ -31,7 +31,7 @@ from typing import Final
 
 from pxrs import disk
 from pxrs.errors import DamagedFrame, LogBusy
-from pxrs.log.index import read_with_checksum, with_checksum, write_beside
+from pxrs.log.directory.index import read_with_checksum, with_checksum, write_beside
 
 NAME: Final = "hub.record"
 LOCK: Final = "hub.lock"

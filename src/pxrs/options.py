@@ -15,7 +15,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Literal, TypedDict
 
-from pxrs.consumer import Callback, OnAssigned, Start
+from pxrs.consumer.consumer import Callback, OnAssigned, Start
 
 
 class ConsumerOptions(TypedDict, total=False):

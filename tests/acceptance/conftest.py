@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pxrs import clock
-from pxrs.log import published
+from pxrs.log.directory import published
 
 
 class WallTime:

@@ -20,7 +20,7 @@ import pxrs
 from pxrs import registry
 from pxrs.cli import topic
 from pxrs.errors import AppendFailed
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 from pxrs.testing import forked
 
 COMMAND = [sys.executable, "-m", "pxrs.cli"]

@@ -18,7 +18,7 @@ import pytest
 
 import pxrs
 from pxrs.cli import queue as command_queue
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 from pxrs.queue.transaction import Transaction
 from pxrs.testing.command import Call, Result, run_here
 from pxrs.testing.waiting import eventually

@@ -25,7 +25,7 @@ import pytest
 
 import pxrs
 from pxrs.clock import SYSTEM
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import Closed, Conflict, PartitionLost
 from pxrs.group.lane import Lane
 from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.log import check as check_module
-from pxrs.log import published as published_module
 from pxrs.log.batch import SCHEMA, Origin
-from pxrs.log.check import Checked, Finding, check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
-from pxrs.log.segment import segment_bases
+from pxrs.log.directory import check as check_module
+from pxrs.log.directory import published as published_module
+from pxrs.log.directory.check import Checked, Finding, check
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.segment import segment_bases
 from pxrs.model import Topic
 
 ROWS = 40

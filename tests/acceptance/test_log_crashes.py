@@ -20,12 +20,12 @@ import pyarrow as pa
 import pytest
 
 from pxrs.errors import AppendFailed, DamagedFrame, LogBusy, LogError, OffsetTrimmed, UnknownProducer
-from pxrs.log import published as published_module
 from pxrs.log.batch import SCHEMA, Batch, Origin
-from pxrs.log.check import check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
-from pxrs.log.segment import frames
+from pxrs.log.directory import published as published_module
+from pxrs.log.directory.check import check
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.segment import frames
 from pxrs.model import Topic
 from pxrs.testing import faults
 

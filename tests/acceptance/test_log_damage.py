@@ -19,9 +19,9 @@ from pxrs.clock import wall_time_us
 from pxrs.errors import AppendFailed, DamagedFrame, UnknownProducer
 from pxrs.log.batch import Origin, encode, header_bytes, padding, place_id
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.segment import frames
 from pxrs.log.producers import PRODUCERS_MAX
-from pxrs.log.segment import frames
 from pxrs.model import Topic
 from pxrs.testing.log_contract import records
 

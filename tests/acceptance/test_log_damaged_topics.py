@@ -16,7 +16,7 @@ from pxrs.cli.app import app
 from pxrs.errors import DamagedFrame, LogError, TopicExists, UnknownTopic
 from pxrs.group.projection import FOLDER, projection_of
 from pxrs.group.records import Keys
-from pxrs.log.check import check
+from pxrs.log.directory.check import check
 from pxrs.spark.options import Where
 
 BOUND_S = 30.0

@@ -18,11 +18,11 @@ import pytest
 import pxrs
 from pxrs.errors import AppendFailed, LogError
 from pxrs.log.batch import SCHEMA, Origin
-from pxrs.log.check import check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.check import check
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.model import Topic
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 
 PAGE = 4096
 DONE = "whole"

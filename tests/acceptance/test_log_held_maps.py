@@ -19,9 +19,9 @@ import pytest
 
 from pxrs.errors import LogError, OffsetTrimmed
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.check import check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.check import check
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.model import Topic
 from pxrs.testing import faults
 

@@ -19,11 +19,11 @@ import pytest
 import pxrs
 from pxrs import disk
 from pxrs.errors import DamagedFrame, LogError
-from pxrs.log.check import check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
-from pxrs.log.published import PublishedFile
-from pxrs.log.segment import frames
+from pxrs.log.directory.check import check
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.published import PublishedFile
+from pxrs.log.directory.segment import frames
 from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.log_contract import records

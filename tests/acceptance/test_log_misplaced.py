@@ -17,9 +17,9 @@ import xxhash
 
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import Origin
-from pxrs.log.check import check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.check import check
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.model import Topic
 from pxrs.testing.log_contract import records
 

@@ -17,11 +17,11 @@ import pxrs
 from pxrs import disk
 from pxrs.errors import DamagedFrame, InvalidTopic
 from pxrs.log.batch import Origin, encode, header_bytes, padding, place_id, read_header, read_payload
-from pxrs.log.check import check
 from pxrs.log.contract import Append, TopicLog
-from pxrs.log.directory import DirectoryLog
-from pxrs.log.reserved import RESERVED_OFFSETS
-from pxrs.log.segment import frames, next_frame
+from pxrs.log.directory.check import check
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.reserved import RESERVED_OFFSETS
+from pxrs.log.directory.segment import frames, next_frame
 from pxrs.model import Topic
 from pxrs.testing import power
 from pxrs.testing.log_contract import records

@@ -13,10 +13,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pxrs.log import published as published_module
 from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory import published as published_module
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.model import Topic
 from pxrs.testing import power
 

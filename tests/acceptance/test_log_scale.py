@@ -17,11 +17,11 @@ import pytest
 
 import pxrs
 from pxrs.hub import TopicHandle
-from pxrs.log import published as published_module
 from pxrs.log.batch import SCHEMA
 from pxrs.log.contract import Append
-from pxrs.log.crew import HELPERS_MAX
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.directory import published as published_module
+from pxrs.log.directory.crew import HELPERS_MAX
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.waiting import eventually

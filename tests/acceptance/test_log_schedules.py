@@ -30,17 +30,17 @@ from pxrs.errors import (
     UnknownTopic,
 )
 from pxrs.inotify import Notifier
-from pxrs.log import directory as directory_module
-from pxrs.log import partition as partition_module
-from pxrs.log import reading
 from pxrs.log.batch import SCHEMA, Origin
-from pxrs.log.check import check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
+from pxrs.log.directory import log as directory_module
+from pxrs.log.directory import partition as partition_module
+from pxrs.log.directory import reading
+from pxrs.log.directory.check import check
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.segment import Sealed
 from pxrs.log.producers import PRODUCERS_MAX
-from pxrs.log.segment import Sealed
 from pxrs.model import Topic
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 from pxrs.testing import faults, power
 
 if TYPE_CHECKING:

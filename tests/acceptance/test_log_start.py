@@ -17,11 +17,11 @@ import pytest
 import pxrs
 from pxrs.errors import DamagedFrame, LogBusy, MisplacedFile, OffsetTrimmed, PxrsError
 from pxrs.log.batch import SCHEMA, place_id
-from pxrs.log.check import Finding, check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
-from pxrs.log.published import NAME as PUBLISHED
-from pxrs.log.start import NAME, write_start
+from pxrs.log.directory.check import Finding, check
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.published import NAME as PUBLISHED
+from pxrs.log.directory.start import NAME, write_start
 from pxrs.model import Topic
 from pxrs.testing import faults
 

@@ -14,7 +14,7 @@ import pytest
 import pxrs
 from pxrs import registry
 from pxrs.errors import RegistryCorrupt
-from pxrs.log.check import check
+from pxrs.log.directory.check import check
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "0.1" / "old.tar.xz"
 

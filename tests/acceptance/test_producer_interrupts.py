@@ -21,7 +21,7 @@ import pytest
 import pxrs
 from pxrs.hub import Hub
 from pxrs.log.contract import Append
-from pxrs.producer import Producer, Receipt
+from pxrs.producer.producer import Producer, Receipt
 from pxrs.testing import faults
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))

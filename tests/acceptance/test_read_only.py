@@ -35,7 +35,7 @@ from pxrs.cli import group as command_group
 from pxrs.cli.app import app
 from pxrs.errors import AccessDenied, DamagedFrame, LogError, NoWritePermission, PxrsError
 from pxrs.log.contract import Append
-from pxrs.log.published import NAME as PUBLISHED
+from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.registry.file import journal
 from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.state import Change

@@ -74,7 +74,7 @@ def test_machines_are_given_the_fields_and_the_traceback(hub: pxrs.Hub, tmp_path
     done = run(tmp_path, "shop:reject", "--topic", "t", "--group", "g", *options)
     first, last = events(done.stderr, "log")
     fields = ("group", "topic", "partition", "offset", "error_type", "level", "worker", "logger")
-    assert [last[name] for name in fields] == ["g", "t", 0, 0, "ValueError", "error", 1, "pxrs.runner"]
+    assert [last[name] for name in fields] == ["g", "t", 0, 0, "ValueError", "error", 1, "pxrs.consumer.runner"]
     assert "in reject" in first["traceback"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", last["time"])
     assert "\n" not in first["text"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pxrs.log.contract import Log, TopicLog
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.testing.log_contract import LogContract, new_topic
 
 

@@ -46,12 +46,12 @@ from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
 from pxrs.log.producers import BATCHES_KEPT, Producers
+from pxrs.publishing import manifest, outage
+from pxrs.publishing.manifest import Manifest, Publisher, forget_deleted_topics, forget_topic, published_spans
+from pxrs.publishing.planning import Span, Spans
+from pxrs.publishing.staging import Feed, Staging
 from pxrs.registry.contract import ABSENT
 from pxrs.registry.identity import fingerprint
-from pxrs.spark import manifest, outage
-from pxrs.spark.manifest import Manifest, Publisher, forget_deleted_topics, forget_topic, published_spans
-from pxrs.spark.planning import Span, Spans
-from pxrs.spark.staging import Feed, Staging
 from pxrs.testing import faults
 from pxrs.testing.transfer import Transfer, transfer
 

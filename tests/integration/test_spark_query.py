@@ -35,15 +35,15 @@ from pxrs.errors import (
 from pxrs.group.member import GroupMember
 from pxrs.group.records import Checkpoint, Keys, Paused
 from pxrs.hub import Hub
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.memory import MemoryLog
+from pxrs.publishing.manifest import Publisher, fingerprint
+from pxrs.publishing.planning import Span, Spans
+from pxrs.publishing.query import Query
+from pxrs.publishing.staging import Feed, Staging
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
-from pxrs.spark.manifest import Publisher, fingerprint
 from pxrs.spark.options import ReadOptions, Where
-from pxrs.spark.planning import Span, Spans
-from pxrs.spark.query import Query
-from pxrs.spark.staging import Feed, Staging
 from pxrs.testing.hooked import HookedRegistry
 
 OPTIONS = ReadOptions(Where("memory:", None, "orders"), "g", lease_ttl=1.0, handover_timeout=20.0)

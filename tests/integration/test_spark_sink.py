@@ -32,11 +32,11 @@ pytest.importorskip("pyspark")
 
 from pyspark.sql.types import BinaryType, StructType
 
+from pxrs.publishing.manifest import Manifest, Publisher
+from pxrs.publishing.planning import Span
+from pxrs.publishing.staging import Feed, Staging
 from pxrs.spark import writer
-from pxrs.spark.manifest import Manifest, Publisher
 from pxrs.spark.options import Where
-from pxrs.spark.planning import Span
-from pxrs.spark.staging import Feed, Staging
 from pxrs.spark.state import refuse_shared_state, stateful_operators
 from pxrs.spark.writer import Publishers, StagedMessage, StreamWriter, find_location
 

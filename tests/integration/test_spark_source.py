@@ -23,7 +23,7 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import SharedState
 from pxrs.hub import Hub
 from pxrs.spark import pipeline, session

@@ -30,7 +30,7 @@ from pxrs.errors import (
 )
 from pxrs.group.records import Checkpoint, Keys, SourceRead
 from pxrs.hub import Hub
-from pxrs.partitioner import xxh64
+from pxrs.producer.hashing import xxh64
 
 pytest.importorskip("pyspark")
 
@@ -39,12 +39,12 @@ from pyspark.sql.datasource import CaseInsensitiveDict
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import BinaryType, StructType
 
+from pxrs.publishing.planning import IdRange
 from pxrs.sources.sql_table import SqlTable
 from pxrs.sources.sql_table.table import Table
 from pxrs.spark import pipeline, reader
 from pxrs.spark.columns import BATCH_ROWS, row_schema
 from pxrs.spark.options import read_options, stream_options
-from pxrs.spark.planning import IdRange
 from pxrs.spark.reader import BatchReader, StreamReader, TaskReader
 from pxrs.spark.run import check_topics
 from pxrs.spark.source import PxrsSource

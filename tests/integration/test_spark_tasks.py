@@ -28,7 +28,7 @@ from pxrs.errors import (
 )
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
-from pxrs.log import published
+from pxrs.log.directory import published
 
 pytest.importorskip("pyspark")
 
@@ -37,10 +37,10 @@ from pyspark.sql.datasource import CaseInsensitiveDict, DataSourceArrowWriter, D
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import BinaryType, StructType
 
+from pxrs.publishing.planning import Range
 from pxrs.spark import reader
 from pxrs.spark.columns import BATCH_ROWS, row_schema
 from pxrs.spark.options import read_options, stream_options
-from pxrs.spark.planning import Range
 from pxrs.spark.reader import BatchReader, Slice, StreamReader, read_slice
 from pxrs.spark.source import PxrsSource
 from pxrs.spark.updates import UpdateSink

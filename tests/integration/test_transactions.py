@@ -25,10 +25,10 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import OperationalError
 
 import pxrs
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.transactions import _Loop, _Taken, transactions
 from pxrs.errors import InvalidGroup
 from pxrs.group.records import Checkpoint, Keys, Owner
-from pxrs.group.transactions import _Loop, _Taken, transactions
 from pxrs.hub import Hub
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers import PostgresServer

@@ -16,12 +16,12 @@ import pytest
 
 import pxrs
 import pxrs.registry
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import InvalidArgument, InvalidGroup, OffsetOutOfRange, PartitionNotAssigned, PxrsError
 from pxrs.group.admin import GroupHandle
 from pxrs.hub import Hub, TopicHandle
 from pxrs.model import Message
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 from pxrs.queue.handle import QueueHandle
 from pxrs.queue.listener import QueueListener
 from pxrs.queue.policy import ConsumeTimes, ExponentialBackoff, FixedBackoff

@@ -21,7 +21,7 @@ import pytest
 import sqlalchemy
 
 import pxrs
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,

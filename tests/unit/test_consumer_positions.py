@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.group.records import Keys, Owner
 from pxrs.hub import Hub

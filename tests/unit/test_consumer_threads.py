@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 import pxrs
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import ConsumerBusy, GroupError, InvalidGroup
 from pxrs.hub import Hub
 from pxrs.testing.waiting import eventually

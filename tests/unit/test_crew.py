@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from pxrs.log.crew import Crew
+from pxrs.log.directory.crew import Crew
 
 
 def test_tasks_run_at_the_same_time_and_results_keep_their_order() -> None:

@@ -23,9 +23,9 @@ import pytest
 
 import pxrs
 import pxrs.registry
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.hub import Hub
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 from pxrs.queue.listener import QueueListener
 from pxrs.testing.waiting import eventually
 
@@ -281,7 +281,7 @@ def test_an_error_of_a_dropped_producer_is_logged_and_raised_by_the_receipts(
         out = hub.producer("t", linger_s=60)
         receipts.append(out.send(b"x"))
 
-    with caplog.at_level(logging.ERROR, "pxrs.producer"):
+    with caplog.at_level(logging.ERROR, "pxrs.producer.producer"):
         drop(lose_one, "Producer of t")
         with pytest.raises(pxrs.errors.LogError, match="the disk is gone"):
             receipts[0].result(BOUND_S)

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 import pxrs
-from pxrs.consumer import Consumer
-from pxrs.dead_letters import DeadLetterTopic
-from pxrs.dead_letters import send as send_dead_letter
+from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.dead_letters import DeadLetterTopic
+from pxrs.consumer.dead_letters import send as send_dead_letter
 from pxrs.errors import AppendFailed, Closed, HandlerFailed, InvalidGroup, PartitionsPaused
 from pxrs.failures import TRACEBACK_CHARACTERS_MAX, Failure
 from pxrs.group.records import Keys, Paused
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryTopic
 from pxrs.model import Message
-from pxrs.producer import MESSAGE_BYTES_MAX, Producer
+from pxrs.producer.producer import MESSAGE_BYTES_MAX, Producer
 from pxrs.testing.waiting import aside, eventually
 
 PATIENCE_S = 30.0
@@ -38,7 +38,7 @@ def hub() -> Iterator[Hub]:
 @pytest.fixture
 def records(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
     caplog.set_level(logging.INFO, "pxrs")
-    return lambda: [each for each in caplog.records if each.name == "pxrs.runner"]
+    return lambda: [each for each in caplog.records if each.name == "pxrs.consumer.runner"]
 
 
 def create(hub: Hub, count: int = 1, partitions: int = 1) -> None:

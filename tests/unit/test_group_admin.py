@@ -17,7 +17,7 @@ import pytest
 
 from pxrs import registry as registries
 from pxrs.clock import wall_time_us
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import (
     Conflict,
     GroupActive,
@@ -34,7 +34,7 @@ from pxrs.group.protocol import MemberProtocol, Steps, Write, drive
 from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 from pxrs.registry import Registry
 from pxrs.registry.contract import ABSENT
 

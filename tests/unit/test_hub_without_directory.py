@@ -17,7 +17,7 @@ from pxrs.group.records import Keys, Paused
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 from pxrs.testing.command import Call, Result, run_here
 
 

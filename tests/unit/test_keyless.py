@@ -7,7 +7,7 @@ import random
 import pyarrow as pa
 import pytest
 
-from pxrs.keyless import KeylessSpread
+from pxrs.producer.keyless import KeylessSpread
 
 
 def nulls(count: int) -> pa.Array:

@@ -13,10 +13,10 @@ import pytest
 
 from pxrs.errors import Closed, ReadFailed, UnknownTopic
 from pxrs.inotify import News, Notifier
-from pxrs.log import ends as ends_module
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog, DirectoryTopic
-from pxrs.log.ends import Ends
+from pxrs.log.directory import ends as ends_module
+from pxrs.log.directory.ends import Ends
+from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.testing.log_contract import new_topic, records
 
 PARTITIONS = 50

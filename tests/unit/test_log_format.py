@@ -22,9 +22,9 @@ from pxrs.log.batch import (
     read_header,
     read_payload,
 )
-from pxrs.log.check import check
 from pxrs.log.contract import Append
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.check import check
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.model import CODECS
 from pxrs.testing.log_contract import records, values_from
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.group.records import Checkpoint, Keys, Member, Owner
 from pxrs.hub import Hub

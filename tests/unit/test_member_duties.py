@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import Conflict, RegistryUnavailable
 from pxrs.group.records import Keys
 from pxrs.hub import Hub

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import (
     CommitUnknown,
     GroupError,

@@ -11,12 +11,11 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs import partitioner
 from pxrs.errors import InvalidRecord, InvalidTopic
-from pxrs.keyless import KeylessSpread
 from pxrs.log.batch import SCHEMA
 from pxrs.model import PARTITIONERS
-from pxrs.partitioner import (
+from pxrs.producer import hashing as partitioner
+from pxrs.producer.hashing import (
     HASHES,
     PAIR_BYTES,
     hash_named,
@@ -28,6 +27,7 @@ from pxrs.partitioner import (
     split_table,
     xxh64,
 )
+from pxrs.producer.keyless import KeylessSpread
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,8 @@ def test_x2_xxh64_is_fixed_for_good() -> None:
 def test_x2_another_process_agrees() -> None:
     keys = [b"k%d" % i for i in range(50)]
     program = (
-        "from pxrs.partitioner import HASHES; print([[h(b'k%d' % i) % 8 for i in range(50)] for h in HASHES.values()])"
+        "from pxrs.producer.hashing import HASHES\n"
+        "print([[h(b'k%d' % i) % 8 for i in range(50)] for h in HASHES.values()])"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}

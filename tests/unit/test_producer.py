@@ -34,9 +34,9 @@ from pxrs.log.contract import Append
 from pxrs.log.memory import MemoryLog, MemoryTopic
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic
-from pxrs.outgoing import Chunk, Receipt
-from pxrs.partitioner import murmur2, xxh64
-from pxrs.producer import Producer
+from pxrs.producer.hashing import murmur2, xxh64
+from pxrs.producer.outgoing import Chunk, Receipt
+from pxrs.producer.producer import Producer
 
 
 class Fickle(MemoryTopic):

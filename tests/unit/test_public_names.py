@@ -12,9 +12,9 @@ from typing import Any, get_type_hints
 import pytest
 
 import pxrs
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.options import ConsumerOptions, ProducerOptions
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 
 GIVEN_BY_THE_HUB = {Consumer: {"topic_names", "home"}, Producer: {"retain"}}
 """Keyword arguments of the constructors that a hub fills in itself, so that its own methods do not take them."""
@@ -24,7 +24,13 @@ TOUCHED = [
     *("Watch", "Entry", "Source", "Batch", "Receipt", "TableReceipt", "Policy", "Backoff", "Message", "Topic", "Hub"),
     *("ConsumerOptions", "ProducerOptions"),
 ]
-HEAVY = ["pxrs.consumer", "pxrs.producer", "pxrs.group.admin", "pxrs.queue.transaction", "pyarrow.compute"]
+HEAVY = [
+    "pxrs.consumer.consumer",
+    "pxrs.producer.producer",
+    "pxrs.group.admin",
+    "pxrs.queue.transaction",
+    "pyarrow.compute",
+]
 """Modules that a Spark task's process, which opens a hub and reads, does without."""
 
 

@@ -14,7 +14,7 @@ import pytest
 import pxrs
 from pxrs import AtLeastOnce, ConsumeOnce, ConsumeTimes, ExponentialBackoff, FixedBackoff, QueueListener
 from pxrs.clock import ManualClock
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import (
     Closed,
     Conflict,

@@ -17,7 +17,7 @@ import pytest
 
 from pxrs import ConsumeOnce, FixedBackoff, QueueListener
 from pxrs.clock import ManualClock
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import (
     Closed,
     InvalidGroup,

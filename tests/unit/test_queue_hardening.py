@@ -22,7 +22,7 @@ import pytest
 
 from pxrs import ConsumeOnce, QueueListener
 from pxrs.clock import Clock, ManualClock
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import (
     Closed,
     InvalidGroup,

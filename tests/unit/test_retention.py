@@ -21,9 +21,9 @@ from pxrs.errors import CheckpointOutOfRange, InvalidTopic, OffsetTrimmed, PxrsE
 from pxrs.group.records import gate_key
 from pxrs.log.batch import _LAYOUTS, MAGIC, SCHEMA, encode
 from pxrs.log.contract import Append, RetentionPlan, TopicLog
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.model import Topic
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 
 LAST_WEEK = 7 * 86_400 * 1_000_000
 

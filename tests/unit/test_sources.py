@@ -37,7 +37,7 @@ from pxrs.group.foreign import foreign_of
 from pxrs.group.lag import Seen
 from pxrs.group.protocol import Hooks, MemberProtocol, Write, perform
 from pxrs.group.records import Checkpoint, Keys, Member, Paused
-from pxrs.partitioner import xxh64
+from pxrs.producer.hashing import xxh64
 from pxrs.registry.contract import Registry
 from pxrs.sources import SqlTable, sql_table
 from pxrs.sources.catalog import Catalog, _check_place, open_record

@@ -7,7 +7,7 @@ import pytest
 
 from pxrs.errors import CheckpointsDiffer, InvalidOption
 from pxrs.group.records import Checkpoint
-from pxrs.spark.planning import (
+from pxrs.publishing.planning import (
     IdRange,
     Range,
     Span,

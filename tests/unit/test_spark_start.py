@@ -19,7 +19,14 @@ pyspark = pytest.importorskip("pyspark")
 
 HEAVY = ("pandas", "typer", "rich", "sqlalchemy", "kazoo", "grpc", "matplotlib", "pyarrow.compute", "pyarrow.dataset")
 """numpy is missing here: pyarrow loads it."""
-OURS = ("pxrs.producer", "pxrs.consumer", "pxrs.group.admin", "pxrs.log.memory", "pxrs.cli", "pxrs.testing")
+OURS = (
+    "pxrs.producer.producer",
+    "pxrs.consumer.consumer",
+    "pxrs.group.admin",
+    "pxrs.log.memory",
+    "pxrs.cli",
+    "pxrs.testing",
+)
 SOURCE = "import pyspark_pxrs; import pxrs.spark.source"
 PLANNED = """
 source = pyspark_pxrs.DefaultSource({"url": "hub", "topic": "in", "group": "g"})

@@ -23,7 +23,7 @@ from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicE
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
-from pxrs.producer import MESSAGE_BYTES_MAX, Producer
+from pxrs.producer.producer import MESSAGE_BYTES_MAX, Producer
 from pxrs.wording import counted, printable, rfc3339
 
 app = typer.Typer(no_args_is_help=True)
@@ -361,7 +361,7 @@ def check(directory: Path, as_json: Json = False) -> None:
 
     It changes nothing and waits for nobody: run it at any time, beside producers and consumers.
     """
-    from pxrs.log.check import check as check_log
+    from pxrs.log.directory.check import check as check_log
 
     findings, messages, size = [], 0, 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

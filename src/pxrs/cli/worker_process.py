@@ -29,8 +29,8 @@ import pxrs
 from pxrs.cli.restarts import is_final
 from pxrs.cli.terminal import error_text, indented, time_field
 from pxrs.clock import wall_time_us
-from pxrs.consumer import Consumer
-from pxrs.dead_letters import check_other_topic
+from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.dead_letters import check_other_topic
 from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
 from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of

@@ -29,7 +29,7 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, encode
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
-from pxrs.log.index import credible_time
+from pxrs.log.directory.index import credible_time
 from pxrs.log.producers import SILENT_S_MAX, Asked, Placed, Producers
 from pxrs.model import Topic
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from pxrs.errors import MisplacedFile, SequenceGap, UnknownProducer
 from pxrs.log.batch import NO_PRODUCER, Header, Origin
-from pxrs.log.index import read_with_checksum, with_checksum
+from pxrs.log.directory.index import read_with_checksum, with_checksum
 
 PRODUCERS_MAX: Final = 1_000
 BATCHES_KEPT: Final = 5

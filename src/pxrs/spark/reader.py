@@ -46,13 +46,13 @@ from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.hub import Hub
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
-from pxrs.log.directory import DirectoryLog
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.publishing.planning import REPLACED, Range, Spans, dump_offset, gather, load_offset, split
+from pxrs.publishing.query import Query, resolve_offsets, start_offsets
+from pxrs.publishing.staging import Feed, Staging
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
 from pxrs.spark.names import find_source, topic_to_stream
 from pxrs.spark.options import ReadOptions, Where
-from pxrs.spark.planning import REPLACED, Range, Spans, dump_offset, gather, load_offset, split
-from pxrs.spark.query import Query, resolve_offsets, start_offsets
-from pxrs.spark.staging import Feed, Staging
 from pxrs.spark.table import TableSlice, read_table, table_slices
 
 _logger = logging.getLogger(__name__)

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pxrs.errors import Conflict, InvalidPipeline, PipelineFailed, PxrsError, RegistryError, SharedState, UnknownGroup
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
+from pxrs.publishing.query import start_offsets
 from pxrs.registry.contract import ABSENT
 from pxrs.spark.names import find_source, no_stream
 from pxrs.spark.options import stream_options
 from pxrs.spark.pipeline import DEAD_LETTERS, OutputMode, Pipeline, Place, Sink, SparkOption, check_together
-from pxrs.spark.query import start_offsets
 from pxrs.spark.state import refuse_shared_state
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from pxrs.errors import CheckpointOutOfRange, ReadFailed
 from pxrs.group.foreign import changed, check_meaning, foreign_of, former_reads
 from pxrs.group.records import Checkpoint, Keys, SourceRead, partition_of
 from pxrs.hub import Hub
+from pxrs.publishing.planning import IdRange, Range, resolve_within, split_ids
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
 from pxrs.spark.options import ReadOptions
-from pxrs.spark.planning import IdRange, Range, resolve_within, split_ids
 
 if TYPE_CHECKING:
     from pxrs.sources.catalog import RegisteredSource

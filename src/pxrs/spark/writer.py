@@ -23,12 +23,12 @@ from pxrs.clock import boot_id
 from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, LogError, RegistryReplaced
 from pxrs.hub import Hub, TopicHandle
 from pxrs.model import Topic
-from pxrs.spark.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
+from pxrs.publishing.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
+from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
+from pxrs.publishing.staging import Feed, Staged, Staging
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import Where
-from pxrs.spark.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.spark.reader import check_machine, open_hub, run_of
-from pxrs.spark.staging import Feed, Staged, Staging
 
 _logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pxrs
-import pxrs.consumer
+import pxrs.consumer.consumer
 from pxrs.clock import SYSTEM
 from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.model import Message
@@ -186,7 +186,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     def note(*words: object) -> None:
         os.write(descriptor, (" ".join(map(str, words)) + "\n").encode())
 
-    class Noting(pxrs.consumer.Consumer):
+    class Noting(pxrs.consumer.consumer.Consumer):
         def lanes_assigned(self, lanes: Any) -> None:
             for lane in lanes:
                 note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())

@@ -20,6 +20,7 @@ from typing import Final, Unpack
 
 from pxrs import arguments
 from pxrs.clock import Clock, ManualClock, wall_time_us
+from pxrs.consumer.runner import Handler
 from pxrs.errors import DrainLimitReached, InvalidArgument, InvalidGroup
 from pxrs.handler import OF_A_MESSAGE, check_result, fault_of
 from pxrs.hub import Hub
@@ -31,7 +32,6 @@ from pxrs.queue.items import Item
 from pxrs.queue.listener import Handled, QueueListener
 from pxrs.queue.listener import Handler as QueueHandler
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
-from pxrs.runner import Handler
 
 DELIVERIES_MAX: Final = 1_000
 """How many deliveries `drain_queue` makes by default before it gives up."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pxrs.hub import TopicHandle
-from pxrs.partitioner import hash_named
+from pxrs.producer.hashing import hash_named
 
 Row = tuple[bytes | None, bytes | None]
 """A message's key and value."""

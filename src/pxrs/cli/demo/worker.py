@@ -17,7 +17,7 @@ import sys
 import time
 
 import pxrs
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.model import Message
 

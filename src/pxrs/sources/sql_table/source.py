@@ -15,7 +15,7 @@ from pxrs.errors import Closed, InvalidRecord, InvalidTopic, OffsetOutOfRange, R
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Source
 from pxrs.model import Topic
-from pxrs.partitioner import hash_named
+from pxrs.producer.hashing import hash_named
 from pxrs.sources.sql_table.identity import Meaning, identify, public_url
 from pxrs.sources.sql_table.listener import Listener
 from pxrs.sources.sql_table.pages import Page, Pages, Stretch, append, cut

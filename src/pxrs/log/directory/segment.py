@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, HEADER_BYTES_MIN, MAGIC, Header, read_header, read_payload
-from pxrs.log.index import ANY_TIME, Entry, Index, stored_time, write_beside
+from pxrs.log.directory.index import ANY_TIME, Entry, Index, stored_time, write_beside
 
 SUFFIX: Final = ".log"
 _MAGIC: Final = re.compile(re.escape(MAGIC))

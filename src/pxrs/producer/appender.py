@@ -21,7 +21,7 @@ from pxrs.errors import AppendFailed, LogError, UnknownProducer
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.producers import BATCHES_KEPT
-from pxrs.outgoing import SentBatch
+from pxrs.producer.outgoing import SentBatch
 
 Outcome = tuple[SentBatch, int | BaseException]
 """A batch, and its offset or why it has none."""

@@ -23,8 +23,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pxrs import arguments, dead_letters
-from pxrs.dead_letters import place_of_message
+from pxrs import arguments
+from pxrs.consumer import dead_letters
+from pxrs.consumer.dead_letters import place_of_message
 from pxrs.errors import Closed, HandlerFailed, InvalidGroup
 from pxrs.failures import Failure, failure_of, place_of
 from pxrs.group.lane import Lane
@@ -33,10 +34,10 @@ from pxrs.limited_log import LimitedLog
 from pxrs.log.batch import Batch
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 
 if TYPE_CHECKING:
-    from pxrs.consumer import Consumer
+    from pxrs.consumer.consumer import Consumer
 
 _logger = logging.getLogger(__name__)
 

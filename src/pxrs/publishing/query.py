@@ -43,12 +43,9 @@ from pxrs.group.positions import check_start
 from pxrs.group.records import Checkpoint, partition_of
 from pxrs.hub import Hub
 from pxrs.log.contract import Source
-from pxrs.registry.identity import fingerprint
-from pxrs.spark.manifest import RESTART, published_spans
-from pxrs.spark.names import topic_to_stream
-from pxrs.spark.options import Offsets, ReadOptions
-from pxrs.spark.outage import UNREACHABLE, ride_out, with_advice
-from pxrs.spark.planning import (
+from pxrs.publishing.manifest import RESTART, published_spans
+from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
+from pxrs.publishing.planning import (
     Span,
     Spans,
     batch_between,
@@ -59,6 +56,9 @@ from pxrs.spark.planning import (
     resume_at,
     share_out,
 )
+from pxrs.registry.identity import fingerprint
+from pxrs.spark.names import topic_to_stream
+from pxrs.spark.options import Offsets, ReadOptions
 from pxrs.wording import counted
 
 _logger = logging.getLogger(__name__)

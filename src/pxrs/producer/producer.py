@@ -39,14 +39,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pxrs import arguments, dropped
-from pxrs.appender import Appender, Outcome
 from pxrs.errors import BufferFull, Closed, InvalidArgument, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
-from pxrs.keyless import RUN_ROWS, KeylessSpread
 from pxrs.limited_log import Outage
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
 from pxrs.model import microseconds_of
-from pxrs.outgoing import (
+from pxrs.producer.appender import Appender, Outcome
+from pxrs.producer.hashing import hash_named, partitions_of, read_table, slices, sort_by_partition, split_table
+from pxrs.producer.keyless import RUN_ROWS, KeylessSpread
+from pxrs.producer.outgoing import (
     WIDTH,
     Bell,
     Chunk,
@@ -61,7 +62,6 @@ from pxrs.outgoing import (
     receipt_of,
     taken_of,
 )
-from pxrs.partitioner import hash_named, partitions_of, read_table, slices, sort_by_partition, split_table
 
 LINGER_S_DEFAULT: Final = 0.005
 BATCH_ROWS_DEFAULT: Final = 10_000

@@ -2,7 +2,7 @@
 
 A partitioner is a hash of bytes to a number that is not negative; the partition is the remainder. Its name is part of
 the topic (L6), so that all producers of a topic agree; an installed package may bring more of them. Messages without a
-key have no partition of their own: `pxrs.keyless` chooses one.
+key have no partition of their own: `pxrs.producer.keyless` chooses one.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ from pxrs.errors import (
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
+from pxrs.publishing.outage import UNREACHABLE, ride_out
+from pxrs.publishing.planning import Spans
+from pxrs.publishing.staging import Feed, Staging
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.identity import fingerprint
-from pxrs.spark.outage import UNREACHABLE, ride_out
-from pxrs.spark.planning import Spans
-from pxrs.spark.staging import Feed, Staging
 
 _logger = logging.getLogger(__name__)
 

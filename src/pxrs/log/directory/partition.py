@@ -69,14 +69,13 @@ from pxrs.log.batch import (
     padding,
     read_header,
 )
-from pxrs.log.index import Index, stored_time, write_beside
-from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, producers_path
-from pxrs.log.published import NAME as PUBLISHED
-from pxrs.log.published import NOTHING, Published, PublishedFile
-from pxrs.log.reading import Reader, headers_of, pread
-from pxrs.log.recovery import Recovery
-from pxrs.log.reserved import RESERVED, RESERVED_OFFSETS, dump_reserved, read_reserved
-from pxrs.log.segment import (
+from pxrs.log.directory.index import Index, stored_time, write_beside
+from pxrs.log.directory.published import NAME as PUBLISHED
+from pxrs.log.directory.published import NOTHING, Published, PublishedFile
+from pxrs.log.directory.reading import Reader, headers_of, pread
+from pxrs.log.directory.recovery import Recovery
+from pxrs.log.directory.reserved import RESERVED, RESERVED_OFFSETS, dump_reserved, read_reserved
+from pxrs.log.directory.segment import (
     Sealed,
     frames,
     index_path,
@@ -84,8 +83,9 @@ from pxrs.log.segment import (
     segment_bases,
     segment_path,
 )
-from pxrs.log.start import write_start
-from pxrs.log.unwritable import UnwritablePublished
+from pxrs.log.directory.start import write_start
+from pxrs.log.directory.unwritable import UnwritablePublished
+from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, producers_path
 
 LOCK_PAUSE_S_MAX: Final = 0.005
 _logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from pxrs import arguments
 from pxrs.errors import InvalidArgument
 from pxrs.log.batch import SCHEMA
-from pxrs.partitioner import no_headers
+from pxrs.producer.hashing import no_headers
 
 Headers = list[tuple[str, bytes | None]]
 WIDTH: Final = 3

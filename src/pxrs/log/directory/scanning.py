@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, check_payload, read_header
-from pxrs.log.published import Published
-from pxrs.log.segment import begins_an_append_behind, frames, next_frame
+from pxrs.log.directory.published import Published
+from pxrs.log.directory.segment import begins_an_append_behind, frames, next_frame
 
 
 class Scanned(NamedTuple):

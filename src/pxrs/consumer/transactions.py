@@ -39,11 +39,11 @@ from sqlalchemy import Connection, Engine, event, text
 from sqlalchemy.exc import DBAPIError
 
 from pxrs import arguments
-from pxrs.consumer import Consumer
+from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.readers import Loop, Reading
 from pxrs.errors import Conflict, InvalidGroup, OutcomeUnknown, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import Holding, MemberProtocol
-from pxrs.group.readers import Loop, Reading
 from pxrs.group.records import Checkpoint
 from pxrs.limited_log import Outage
 from pxrs.log.batch import Batch

@@ -23,8 +23,8 @@ import time
 from typing import Final
 
 from pxrs.errors import DamagedFrame
-from pxrs.log.published import NOTHING, Published, PublishedFile
-from pxrs.log.segment import segment_bases, segment_path
+from pxrs.log.directory.published import NOTHING, Published, PublishedFile
+from pxrs.log.directory.segment import segment_bases, segment_path
 
 _logger = logging.getLogger(__name__)
 _LOOKS: Final = 20

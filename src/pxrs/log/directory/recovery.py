@@ -20,13 +20,20 @@ import pyarrow as pa
 from pxrs import clock, disk
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import GAP_ROWS_MAX, Header, gap_bytes
-from pxrs.log.index import Index, write_beside
+from pxrs.log.directory.index import Index, write_beside
+from pxrs.log.directory.published import Published, PublishedFile
+from pxrs.log.directory.reading import headers_of, pread
+from pxrs.log.directory.reserved import read_reserved
+from pxrs.log.directory.scanning import Scanned, check_short, scan, whole_behind
+from pxrs.log.directory.segment import (
+    Sealed,
+    begins_an_append_behind,
+    index_path,
+    pwrite_all,
+    segment_bases,
+    segment_path,
+)
 from pxrs.log.producers import Producers, dump_producers, load_producers, producers_path
-from pxrs.log.published import Published, PublishedFile
-from pxrs.log.reading import headers_of, pread
-from pxrs.log.reserved import read_reserved
-from pxrs.log.scanning import Scanned, check_short, scan, whole_behind
-from pxrs.log.segment import Sealed, begins_an_append_behind, index_path, pwrite_all, segment_bases, segment_path
 
 _logger = logging.getLogger(__name__)
 

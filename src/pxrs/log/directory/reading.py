@@ -21,10 +21,10 @@ import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, OffsetOutOfRange, OffsetTrimmed
 from pxrs.log.batch import HEADER_BYTES, HEADER_BYTES_MIN, NO_RECORDS, Batch, Header, read_header, read_payload
-from pxrs.log.index import Index
-from pxrs.log.published import Published
-from pxrs.log.segment import Sealed, frames, last_run, segment_bases, segment_path
-from pxrs.log.start import missing_before, read_start
+from pxrs.log.directory.index import Index
+from pxrs.log.directory.published import Published
+from pxrs.log.directory.segment import Sealed, frames, last_run, segment_bases, segment_path
+from pxrs.log.directory.start import missing_before, read_start
 
 MAPPED_MAX: Final = 16
 PIECE_BYTES: Final = 64 << 10

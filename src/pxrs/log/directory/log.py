@@ -50,14 +50,14 @@ from pxrs.errors import (
 from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
 from pxrs.log.batch import Batch, encode, place_id
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
-from pxrs.log.crew import Crew
-from pxrs.log.description import look_up, target_of, write_topic
-from pxrs.log.ends import Ends
-from pxrs.log.index import credible_time
-from pxrs.log.partition import Partition, Ready
-from pxrs.log.published import NAME as PUBLISHED
-from pxrs.log.published import Published
-from pxrs.log.reading import SealedSegment
+from pxrs.log.directory.crew import Crew
+from pxrs.log.directory.description import look_up, target_of, write_topic
+from pxrs.log.directory.ends import Ends
+from pxrs.log.directory.index import credible_time
+from pxrs.log.directory.partition import Partition, Ready
+from pxrs.log.directory.published import NAME as PUBLISHED
+from pxrs.log.directory.published import Published
+from pxrs.log.directory.reading import SealedSegment
 from pxrs.model import TOPIC_NAME, Topic
 
 _logger: Final = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pxrs.errors import DamagedFrame, MisplacedFile
-from pxrs.log.index import read_with_checksum, with_checksum
+from pxrs.log.directory.index import read_with_checksum, with_checksum
 
 RESERVED: Final = "reserved"
 RESERVED_OFFSETS: Final = 1 << 16

@@ -20,8 +20,8 @@ from typing import Final
 from pxrs.errors import Closed, InvalidGroup, InvalidRecord
 from pxrs.failures import Failure
 from pxrs.model import Message
-from pxrs.outgoing import Receipt
-from pxrs.producer import Producer
+from pxrs.producer.outgoing import Receipt
+from pxrs.producer.producer import Producer
 
 _logger = logging.getLogger(__name__)
 

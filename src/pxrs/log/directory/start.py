@@ -11,8 +11,8 @@ from typing import Final
 
 from pxrs import disk
 from pxrs.errors import DamagedFrame, MisplacedFile
-from pxrs.log.index import read_with_checksum, with_checksum, write_beside
-from pxrs.log.segment import segment_path
+from pxrs.log.directory.index import read_with_checksum, with_checksum, write_beside
+from pxrs.log.directory.segment import segment_path
 
 NAME: Final = "start"
 _ADVICE: Final = "remove it: the first segment that is there is then taken for the beginning"

@@ -25,16 +25,16 @@ from pxrs import disk
 from pxrs.errors import DamagedFrame, InvalidUrl, LogBusy, MisplacedFile
 from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, place_id, read_header, read_payload
 from pxrs.log.contract import DamagedTopic
-from pxrs.log.description import look_up
-from pxrs.log.directory import DirectoryLog
-from pxrs.log.index import Index
+from pxrs.log.directory.description import look_up
+from pxrs.log.directory.index import Index
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.published import NAME as PUBLISHED
+from pxrs.log.directory.published import NOTHING, Published, PublishedFile
+from pxrs.log.directory.reserved import read_reserved
+from pxrs.log.directory.scanning import next_run
+from pxrs.log.directory.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
+from pxrs.log.directory.start import missing_before, read_start
 from pxrs.log.producers import load_producers, producers_path
-from pxrs.log.published import NAME as PUBLISHED
-from pxrs.log.published import NOTHING, Published, PublishedFile
-from pxrs.log.reserved import read_reserved
-from pxrs.log.scanning import next_run
-from pxrs.log.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
-from pxrs.log.start import missing_before, read_start
 from pxrs.model import TOPIC_NAME, Topic
 from pxrs.wording import counted
 

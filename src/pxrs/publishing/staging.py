@@ -37,7 +37,7 @@ from pxrs import disk
 from pxrs.errors import BatchRefused
 from pxrs.log.batch import SCHEMA, encode
 from pxrs.model import Topic
-from pxrs.spark.planning import Span, Spans
+from pxrs.publishing.planning import Span, Spans
 
 CHUNK_ROWS_MAX: Final = 10_000
 CHUNK_BYTES_MAX: Final = 8 << 20
@@ -272,9 +272,9 @@ def _chunks(topic: Topic, turn: int, tables: Iterable[pa.RecordBatch]) -> Iterat
     turn: differs between the tasks of a batch and between the batches of a task, so that each of them begins with
           another partition if its rows have no keys."""
     # Only tasks that write need these, and each stream that reads waits for its imports.
-    from pxrs.keyless import KeylessSpread
-    from pxrs.partitioner import hash_named, read_table, slices, split_table
-    from pxrs.producer import MESSAGE_BYTES_MAX
+    from pxrs.producer.hashing import hash_named, read_table, slices, split_table
+    from pxrs.producer.keyless import KeylessSpread
+    from pxrs.producer.producer import MESSAGE_BYTES_MAX
 
     hash_of = hash_named(topic.partitioner)
     keyless = KeylessSpread(topic.partitions, turn % topic.partitions)

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, Self
 import pyarrow as pa
 
 from pxrs import arguments, dropped
+from pxrs.consumer.readers import Loop, Reading, Readings
+from pxrs.consumer.runner import ON_ERROR, ErrorPolicy, Handler, Runner
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
@@ -49,16 +51,14 @@ from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember, Timings
 from pxrs.group.positions import check_start
 from pxrs.group.protocol import CommitMore
-from pxrs.group.readers import Loop, Reading, Readings
 from pxrs.group.records import Home
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import Message, microseconds_of
-from pxrs.producer import Producer
+from pxrs.producer.producer import Producer
 from pxrs.registry.contract import Registry
 from pxrs.registry.limit import time_limit
-from pxrs.runner import ON_ERROR, ErrorPolicy, Handler, Runner
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -344,7 +344,7 @@ class Consumer:
 
         See docs/transactions.md."""
         try:
-            from pxrs.group.transactions import transactions
+            from pxrs.consumer.transactions import transactions
         except ImportError as error:
             raise MissingDependency("transactions need SQLAlchemy: pip install 'pxrs[sql]'") from error
         return transactions(self, engine, max_messages)
@@ -498,7 +498,7 @@ class Consumer:
             raise InvalidGroup("a transaction has the checkpoint of what was handed out: commit that, or roll it back")
 
     def _enter(self, reading: Reading) -> None:
-        """Register a call that hands out messages. Raises ConsumerBusy, see `pxrs.group.readers`."""
+        """Register a call that hands out messages. Raises ConsumerBusy, see `pxrs.consumer.readers`."""
         self._check_usable()
         with self._lock:
             self._readings.check_alone(reading.thread)
