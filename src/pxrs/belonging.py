@@ -147,8 +147,8 @@ def retain_unread(log: TopicLog, registry: Registry, belonging: Belonging | None
 
     The new starts are committed first, and only then anything is removed (see `pxrs.group.retention`). What is removed
     was decided by the groups of this registry: so the record is read again under the lock, which `adopt` takes too."""
-    from pxrs.group.protocol import drive
     from pxrs.group.retention import move_start
+    from pxrs.registry.steps import drive
 
     plan = RetentionPlan({}, [])
 

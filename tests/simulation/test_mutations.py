@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pxrs.group import reconcile
-from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.reconcile import Claim
 from pxrs.group.records import Checkpoint, Leader, Owner
 from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator import Defects, SimulatedMember, SimulatedStore, Simulation, Violation, simulate
 from pxrs.testing.simulator.ghost import ADMIN, RETENTION
 from pxrs.testing.simulator.store import Request

@@ -57,13 +57,14 @@ from pxrs.group.assign import assignor_named
 from pxrs.group.foreign import foreign_of
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
-from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, Holding, MemberProtocol, Steps, drive
+from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, Holding, MemberProtocol
 from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease
 from pxrs.registry.limit import time_limit
+from pxrs.registry.steps import Steps, drive
 from pxrs.registry.watch import Watch
 
 _logger = logging.getLogger(__name__)

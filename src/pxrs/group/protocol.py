@@ -1,8 +1,7 @@
 """What a member says to the registry, step by step, without a thread, a clock or a store.
 
-Every procedure is a generator that yields one operation at a time and is sent its result, so that the same code runs
-against a real store (`drive`) and in the simulator, which stops it between any two operations, loses replies, lets them
-land late, and lets the member die.
+Every procedure is a generator that yields one registry operation at a time (`registry/steps.py`), so that the same code
+runs on a real store and in the simulator.
 
 Invariants, each with the mutation of the simulator that breaks without it:
 - A checkpoint is written only together with the owner key's version at which this member claimed, and its own (G4).
@@ -24,9 +23,9 @@ the member, runs when the procedure is over: see `GroupMember.procedure`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from pxrs.errors import (
     AssignorMismatch,
@@ -74,8 +73,8 @@ from pxrs.group.records import (
     partition_of,
     start_key,
 )
-from pxrs.registry.contract import ABSENT, Entry, Registry
-from pxrs.registry.lease import Lease
+from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Get, Scan, Steps, Write
 
 ATTEMPTS_MAX: Final = 100
 """How often a commit is tried again because another one was faster."""
@@ -88,55 +87,8 @@ LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
 RELEASED: Final = "this member released it before all that was handed out was done"
 
 
-class Get(NamedTuple):
-    key: str
-
-
-class Scan(NamedTuple):
-    prefix: str
-    after: str | None = None
-    limit: int | None = None
-
-
-class Write(NamedTuple):
-    expect: Mapping[str, int]
-    put: Mapping[str, bytes] = {}
-    ephemeral: Mapping[str, bytes] = {}
-    is_leased: bool = True
-    """Whether the member's lease must be alive for it to happen."""
-    is_quiet: bool = False
-
-
-Operation = Get | Scan | Write
 CommitMore = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
 """Makes one registry commit of these expectations and writes, and of more of its own. Returns the new versions."""
-T = TypeVar("T")
-Steps = Generator[Operation, Any, T]
-
-
-def drive(steps: Steps[T], registry: Registry, lease: Lease | None) -> T:
-    """Perform the operations on a store."""
-    try:
-        operation = next(steps)
-        while True:
-            try:
-                result = perform(operation, registry, lease)
-            except Exception as error:  # noqa: BLE001 - the procedure decides what an error means
-                operation = steps.throw(error)
-            else:
-                operation = steps.send(result)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-
-
-def perform(operation: Operation, registry: Registry, lease: Lease | None) -> Any:
-    match operation:
-        case Get(key):
-            return registry.get(key)
-        case Scan(prefix, after, limit):
-            return registry.scan(prefix, after, limit)
-        case Write(expect, put, ephemeral, is_leased, is_quiet):
-            return registry.commit(expect, put, ephemeral, lease if is_leased or ephemeral else None, quiet=is_quiet)
 
 
 class Hooks(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from pxrs.group.protocol import Write
 from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import (
     BY_HAND,
@@ -23,6 +22,7 @@ from pxrs.group.records import (
     Starts,
     partition_of,
 )
+from pxrs.registry.steps import Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from pxrs.errors import AssignorMismatch, Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.reconcile import Place
 from pxrs.group.records import Member, Paused
+from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator.store import Request
 
 if TYPE_CHECKING:

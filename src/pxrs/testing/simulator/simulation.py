@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pxrs.errors import RegistryError, RetentionPostponed
-from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.reconcile import Place
 from pxrs.group.records import Checkpoint, Gate, Home, Keys, Member, Owner, Starts, gate_key, start_key
 from pxrs.group.retention import move_start
 from pxrs.registry.contract import ABSENT
+from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator.ghost import ADMIN, RETENTION, Ghost, Violation
 from pxrs.testing.simulator.member import SimulatedMember
 from pxrs.testing.simulator.store import Request, SimulatedStore
