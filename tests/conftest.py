@@ -1,11 +1,57 @@
-"""Tests start many a JVM for a short time: they compile quickly rather than well."""
+"""What all tests share: short-lived JVMs, one Spark session for all files that need one, and Ctrl-C."""
 
+from __future__ import annotations
+
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+# Tests start many a JVM for a short time: they compile quickly rather than well.
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
 # A shell that starts `make test` in the background has SIGINT ignored, and every process would inherit that: the tests
 # of Ctrl-C would wait for ever. Python's own handler is what a process at a prompt has.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+USES_SPARK = {"tests/acceptance/test_examples.py", "tests/integration/test_spark_source.py"}
+"""Files whose tests use the fixture `spark`."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, one process runs all files in `USES_SPARK`, so that a run starts one Spark session for
+    them. Starting a session and running a first query in it takes about 25 s of CPU."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneSparkSession(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "spark" if file in USES_SPARK else file
+
+    return OneSparkSession(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Spark's processes work: what relative paths in a program that they run mean."""
+    return tmp_path_factory.mktemp("spark")
+
+
+@pytest.fixture(scope="session")
+def spark(spark_folder: Path) -> Iterator[Any]:
+    """The Spark session of this process. A test shares it with other tests, so it uses folders, queries, views and
+    settings of its own, and leaves no query running."""
+    pytest.importorskip("pyspark")
+    from pxrs.spark import session
+
+    with contextlib.chdir(spark_folder):
+        found = session("tests", "local[2]", {"spark.sql.shuffle.partitions": "1"})
+    found.sparkContext.setLogLevel("OFF")
+    yield found
+    found.stop()

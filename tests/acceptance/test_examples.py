@@ -9,38 +9,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from pxrs.spark import session
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
 MARK = "-- end of a command --"
 PATIENCE_S = 240.0
-FAST_START = "-XX:TieredStopAtLevel=1"
+SHORT_LIVED = {"JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1"}
 """These processes live for less than a minute: compiled no further than it is worth."""
-SHORT_LIVED = {"JDK_JAVA_OPTIONS": FAST_START}
-
-
-@pytest.fixture(scope="module")
-def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where Spark's processes work: what relative paths in a program that they run mean."""
-    return tmp_path_factory.mktemp("spark")
-
-
-@pytest.fixture(scope="module")
-def spark(spark_folder: Path) -> Iterator[Any]:
-    config = {"spark.sql.shuffle.partitions": "2", "spark.driver.extraJavaOptions": FAST_START}
-    with contextlib.chdir(spark_folder):
-        found = session("examples", "local[2]", config)
-    found.sparkContext.setLogLevel("OFF")
-    yield found
-    found.stop()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
