@@ -29,7 +29,7 @@ SOURCE = ROOT / "src" / "pxrs"
 
 BASE = (
     *("errors", "model", "clock", "arguments", "wording", "disk", "dropped", "failures", "handler", "inotify"),
-    *("limited_log", "plugins"),
+    *("limited_log", "plugins", "scheduler"),
 )
 HOME = ("hub_record", "belonging")
 HUB = ("hub", "topics", "options", "address", "__init__")
