@@ -16,7 +16,6 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.hub import TopicHandle
 from pxrs.log.batch import SCHEMA
 from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
@@ -25,6 +24,7 @@ from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.waiting import eventually
+from pxrs.topics import TopicHandle
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 MEGABYTE = 1 << 20

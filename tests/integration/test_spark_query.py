@@ -376,8 +376,7 @@ def test_an_idle_query_asks_neither_the_log_nor_the_registry_for_each_partition(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int
 ) -> None:
     registry = HookedRegistry(MemoryStore())
-    hub = Hub("memory:", DirectoryLog(tmp_path), "memory:")
-    hub._registry = registry
+    hub = Hub(DirectoryLog(tmp_path), registry)
     with hub:
         hub.create_topic("orders", partitions=partitions)
         send(hub, 40)
@@ -566,8 +565,7 @@ class Outage:
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Outage]]:
     """As `hub`, with a registry that may be away."""
     registry = HookedRegistry(MemoryStore())
-    hub = Hub("memory:", MemoryLog(), "memory:")
-    hub._registry = registry
+    hub = Hub(MemoryLog(), registry)
     with hub:
         hub.create_topic("orders", partitions=4)
         send(hub, 400)

@@ -74,7 +74,6 @@ KNOWN_FUNCTIONS = {
     "cli/source.py: add",
     "cli/worker.py: worker",
     "consumer/consumer.py: Consumer.__init__",
-    "hub.py: Hub.add_source",
     "producer/producer.py: Producer.__init__",
     "registry/sql/statements.py: _Builder.build",
     "sources/sql_table/__init__.py: sql_table",

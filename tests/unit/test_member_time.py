@@ -117,7 +117,7 @@ class Scene:
         self.hub: Hub = place.open(self.registry)
         self.hub.create_topic("t", partitions=2)
         self.send()
-        self.observer: Hub = place.open(log=self.hub._log)  # type: ignore[arg-type]
+        self.observer: Hub = place.open(log=self.hub.log)  # type: ignore[arg-type]
 
     def send(self) -> None:
         for partition in range(2):

@@ -330,7 +330,7 @@ class GroupHandle:
         self._keys = Keys(name)
         self._home = (lambda: None) if home is None else home
         self._registry, self._readables = registry, Readables(topics, sources, registered)
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this handle. It closes its log and registry with its last reference, which is here."""
 
     def describe(self) -> GroupDescription:

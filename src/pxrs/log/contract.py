@@ -7,8 +7,10 @@ good, until retention removes it.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -172,6 +174,14 @@ class TopicLog(Source):
 class Log(ABC):
     """Topics by name. Threads share it; a forked child must open its own."""
 
+    url: str
+    """The log's address, without a password."""
+    folder: Path | None = None
+    """The directory in which the log is; None if it is in none."""
+    own_registry: str | os.PathLike[str] | None = None
+    """The address of the registry that is kept with this log, which a hub has if no other is given. None: one must be
+    given."""
+
     @abstractmethod
     def create_topic(self, topic: Topic) -> TopicLog:
         """Raises TopicExists if one of this name is there."""
@@ -197,6 +207,10 @@ class Log(ABC):
 
     def check_topics(self) -> None:  # noqa: B027 - a log that is there has topics
         """Raise NoDirectory if this stands for the log of a hub that was opened without a directory."""
+
+    def finish_deletions(self) -> None:  # noqa: B027 - a log that deletes at once has none
+        """Remove what deletions of topics that were cut short have left behind. May be called at any time, by several
+        processes at once. What fails is logged, and tried again by the next call."""
 
     @abstractmethod
     def close(self) -> None: ...

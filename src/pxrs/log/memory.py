@@ -236,6 +236,9 @@ class MemoryTopic(TopicLog):
 class MemoryLog(Log):
     """A log that is gone with its process."""
 
+    url = "memory:"
+    own_registry = "memory:"
+
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self.clock = clock
         self._pid = os.getpid()

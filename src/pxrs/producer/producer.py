@@ -147,7 +147,6 @@ class Producer:
         "_error",
         "_error_is_known",
         "_hash",
-        "_hub",
         "_in_hand",
         "_is_closing",
         "_is_ended",
@@ -171,6 +170,8 @@ class Producer:
         "_since",
         "_thread",
         "_work",
+        "hub",
+        "link",
     )
 
     def __init__(
@@ -197,7 +198,7 @@ class Producer:
                         whichever is shorter, while something is stored; the log itself if none is given.
         """
         self._log = log
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this producer. It closes its log with its last reference, which is here."""
         self._linger_s = arguments.seconds(InvalidArgument, "linger_s", linger_s, 0, 60)
         self._batch_rows = arguments.whole(InvalidArgument, "batch_rows", batch_rows, 1, 1 << 20)
@@ -241,7 +242,8 @@ class Producer:
         """Chooses the partitions of messages without a key. Used under `_lock`."""
         self._is_pressed = False
         self._is_closing = self._is_ended = False
-        self._link = ProducerLink(self)
+        self.link = self._link = ProducerLink(self)
+        """`link`: what a hub refers to in order to close this producer, which may still be dropped without `close`."""
         name = f"pxrs-producer-{log.name}"
         self._thread = threading.Thread(target=_serve, args=(self._link, self._work), name=name, daemon=True)
         self._thread.start()

@@ -21,7 +21,7 @@ from pyspark.sql.types import StructType
 
 from pxrs.clock import boot_id
 from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, LogError, RegistryReplaced
-from pxrs.hub import Hub, TopicHandle
+from pxrs.hub import Hub
 from pxrs.model import Topic
 from pxrs.publishing.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
 from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
@@ -29,6 +29,7 @@ from pxrs.publishing.staging import Feed, Staged, Staging
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import Where
 from pxrs.spark.reader import check_machine, open_hub, run_of
+from pxrs.topics import TopicHandle
 
 _logger = logging.getLogger(__name__)
 

@@ -73,6 +73,7 @@ class DirectoryLog(Log):
         if self._root.exists() and not self._root.is_dir():
             raise InvalidUrl(f"{path} is a file; a log is kept in a directory")
         disk.refuse_network_file_system(self._root, "a log")
+        self.url, self.folder, self.own_registry = str(self._root), self._root, self._root / "registry"
         self._place = Place(self._root)
         self._topics, self._logs = self._root / "topics", self._root / "logs"
         self._timeout = timeout
@@ -94,7 +95,7 @@ class DirectoryLog(Log):
                 raise self._exists(topic.name)
             disk.make_folders(self._topics)
             disk.make_folders(self._logs)
-            self._finish_deletions()
+            self.finish_deletions()
             folder = self._logs / topic.id
             try:
                 folder.mkdir()
@@ -220,10 +221,10 @@ class DirectoryLog(Log):
             raise LogError(
                 f"topic {name} is deleted, but a power loss may bring it back: {disk.explain(error)}"
             ) from error
-        self._finish_deletions()
+        self.finish_deletions()
         return identity
 
-    def _finish_deletions(self) -> None:
+    def finish_deletions(self) -> None:
         """Remove the folders of links that were moved away, by this process or by one that died before it did.
 
         Several processes may do this at once. What fails is logged: the topics are deleted all the same, and the next
