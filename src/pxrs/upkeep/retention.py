@@ -54,8 +54,8 @@ def problem_of(parts: HubParts, log: TopicLog) -> str | None:
 
 
 def _retain_unread(log: TopicLog, registry: Registry, belonging: Belonging | None) -> dict[int, int]:
-    from pxrs.registry.steps import drive
     from pxrs.group.retention import move_start
+    from pxrs.registry.steps import drive
 
     plan = RetentionPlan({}, [])
 
