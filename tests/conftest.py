@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -10,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 # Tests start many a JVM for a short time: they compile quickly rather than well.
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+# pyarrow imports numpy where it is installed, and numpy starts threads for linear algebra, which nothing here uses.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# `pxrs.cli.app.main` has typer build all commands each time it is called, which takes longer than most commands do.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 # A shell that starts `make test` in the background has SIGINT ignored, and every process would inherit that: the tests
 # of Ctrl-C would wait for ever. Python's own handler is what a process at a prompt has.
@@ -35,6 +43,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "spark" if file in USES_SPARK else file
 
     return OneSparkSession(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays until the end: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+AS_A_PROCESS = ROOT / "examples" / "work_queue.py"
+"""It needs no Spark, and begins and ends in the same way as all of them."""
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {AS_A_PROCESS})
 WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
 MARK = "-- end of a command --"
 PATIENCE_S = 240.0
@@ -56,9 +58,9 @@ def test_python_in_the_documents_that_starts_spark_runs_twice_in_one_folder(
 
 
 def test_an_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
-    path = ROOT / "examples" / "work_queue.py"  # needs no Spark; all of them begin and end in the same way
-    found = re.search(r"^    python (\S+) \[FOLDER\]$", path.read_text(), re.MULTILINE)
+    found = re.search(r"^    python (\S+) \[FOLDER\]$", AS_A_PROCESS.read_text(), re.MULTILINE)
     assert found is not None
+    assert ROOT / found[1] == AS_A_PROCESS
     command = [sys.executable, found[1], str(tmp_path)]
     run = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **SHORT_LIVED}, capture_output=True, text=True, timeout=PATIENCE_S
@@ -84,6 +86,7 @@ def test_the_walkthrough_goes_as_it_is_printed(tmp_path: Path) -> None:
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert run.returncode == 0, (run.stdout, run.stderr)
+    assert run.stderr == "", "nor does the Java that it starts say anything there"
     told = run.stdout.split(f"{MARK}\n")[:-1]
     like = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for (command, printed), found in zip(steps, told, strict=True):
