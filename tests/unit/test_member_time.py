@@ -97,16 +97,16 @@ class Stalling(MemoryRegistry):
             raise OutcomeUnknown("stalling:: no reply")
         return versions
 
-    def _lease(self, ttl: float) -> Lease:
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
         self._pass()
-        lease = super()._lease(ttl)
-        end = lease._end
+        lease = super()._lease(ttl, renewed)
+        end = lease.stored.end
 
         def end_in_time() -> None:
             self._pass()
             end()
 
-        lease._end = end_in_time
+        lease.stored.end = end_in_time  # type: ignore[method-assign]
         return lease
 
 

@@ -761,9 +761,9 @@ def test_z6_a_listener_survives_an_outage(place: Place, away: tuple[str, ...]) -
             self._check("commit")
             return super()._commit(commit)
 
-        def _lease(self, ttl: float) -> Any:
+        def _lease(self, ttl: float, renewed: bool) -> Any:
             self._check("lease")
-            return super()._lease(ttl)
+            return super()._lease(ttl, renewed)
 
         def _watch(self, watch: Any) -> None:
             self._check("watch")

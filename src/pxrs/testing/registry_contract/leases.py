@@ -75,7 +75,7 @@ class Leases(Fixtures):
         registry.commit(ephemeral={"m": b""}, lease=lease)
         end_in_store(lease)
         with pytest.raises(LeaseExpired):
-            lease._renew()
+            lease.stored.renew()
         with pytest.raises(LeaseExpired):
             registry.commit(put={"a": b""}, lease=lease)
         assert store.open().scan("") == []

@@ -80,7 +80,7 @@ def at_once(*actions: Callable[[], T]) -> list[T]:
 def end_in_store(lease: Lease) -> None:
     """End a lease in the store while its holder still believes in it, as an expiry that it has not noticed."""
     lease.abandon()
-    lease._end()
+    lease.stored.end()
 
 
 class Fixtures:
