@@ -13,7 +13,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +45,7 @@ from pxrs.errors import (
 )
 from pxrs.hub_record import HubRecordFile
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.contract import READ_BYTES_DEFAULT, DamagedTopic, Log, Source, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, DamagedTopic, Log, Source, TopicLog, wait_for_messages
 from pxrs.log.messages import messages_of
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, TABLE_POLL_S_DEFAULT, Message, Topic
 from pxrs.registry import Registry
@@ -153,6 +153,10 @@ class TopicHandle:
         """The offset that the next message will get."""
         return self.log.end(self._partition(partition))
 
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        """The start and the end of each of these partitions, all in one call."""
+        return self.log.bounds([self._partition(number) for number in partitions])
+
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
         timestamp = arguments.whole(InvalidRecord, "timestamp", timestamp, -(1 << 63), (1 << 63) - 1)
@@ -182,7 +186,8 @@ class TopicHandle:
                 f"positions is {arguments.shown(positions)}: give offsets by partition, such as {{0: 120}}"
             )
         places = {self._partition(number): self._offset("offset", offset) for number, offset in positions.items()}
-        return self.log.wait(places, None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout))
+        limit = None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout)
+        return wait_for_messages(self.log, places, limit)
 
     def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
         """The messages from this offset on, up to the end as it is when it is reached."""

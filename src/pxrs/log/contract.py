@@ -231,33 +231,41 @@ class Source(ABC):
 
         is_over: asked before this thread sleeps and whenever `wake` is called; if it is true, the wait ends, empty.
         For consumers, until they use `fetch`."""
-        ready: set[int] = set()
-
-        def look() -> bool:
-            nonlocal ready
-            ready = self._with_more(positions)
-            return bool(ready) or (is_over is not None and is_over())
-
-        wait_for(
-            look,
-            lambda callback: self.subscribe(positions, callback),
-            timeout,
-            look_again_s=lambda: self.look_again_s(positions),
-        )
-        return ready
+        return wait_for_messages(self, positions, timeout, is_over)
 
     def wake(self) -> None:
         """Have everyone in `wait` in this process ask its `is_over`. For consumers, until they use `fetch`."""
         raise NotImplementedError
 
-    def _with_more(self, positions: Mapping[int, int]) -> set[int]:
-        if self.has_gaps:
-            return set(self.readable(positions))
-        return {partition for partition, offset in positions.items() if self.end(partition) > offset}
-
     @abstractmethod
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
+
+
+def wait_for_messages(
+    source: Source,
+    positions: Mapping[int, int],
+    timeout: float | None = None,
+    is_over: Callable[[], bool] | None = None,
+) -> set[int]:
+    """Wait until any of these partitions has messages from its offset on, and read nothing; those that have. Empty: the
+    time is up, or `is_over`, which is called after each look, was true. Unlike `Source.fetch` this waits for offsets
+    beyond the end too."""
+    ready: set[int] = set()
+
+    def look() -> bool:
+        nonlocal ready
+        chosen = source.readable(positions)
+        ready = {number for number in chosen if source.has_gaps or source.end(number) > positions[number]}
+        return bool(ready) or (is_over is not None and is_over())
+
+    wait_for(
+        look,
+        lambda callback: source.subscribe(positions, callback),
+        timeout,
+        look_again_s=lambda: source.look_again_s(positions),
+    )
+    return ready
 
 
 class TopicLog(Source):
