@@ -9,7 +9,7 @@ is logged, because the topic itself is gone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Final
 
@@ -28,7 +28,7 @@ from pxrs.errors import (
 from pxrs.hub_parts import HubParts
 from pxrs.hub_sources import HubSources
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.contract import READ_BYTES_DEFAULT, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, TopicLog, wait_for_messages
 from pxrs.log.messages import messages_of
 from pxrs.model import Message, Topic
 from pxrs.upkeep import retention
@@ -64,6 +64,10 @@ class TopicHandle:
         """The offset that the next message will get."""
         return self.log.end(self._partition(partition))
 
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        """The start and the end of each of these partitions, all in one call."""
+        return self.log.bounds([self._partition(number) for number in partitions])
+
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
         timestamp = arguments.whole(InvalidRecord, "timestamp", timestamp, -(1 << 63), (1 << 63) - 1)
@@ -92,7 +96,8 @@ class TopicHandle:
                 f"positions is {arguments.shown(positions)}: give offsets by partition, such as {{0: 120}}"
             )
         places = {self._partition(number): self._offset("offset", offset) for number, offset in positions.items()}
-        return self.log.wait(places, None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout))
+        limit = None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout)
+        return wait_for_messages(self.log, places, limit)
 
     def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
         """The messages from this offset on, up to the end as it is when it is reached."""

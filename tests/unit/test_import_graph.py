@@ -29,7 +29,7 @@ SOURCE = ROOT / "src" / "pxrs"
 
 BASE = (
     *("errors", "model", "clock", "arguments", "wording", "disk", "dropped", "failures", "handler", "inotify"),
-    *("limited_log", "plugins", "scheduler"),
+    *("limited_log", "plugins", "scheduler", "waiting"),
 )
 HOME = ("hub_record", "belonging", "hub_parts")
 HUB = ("hub", "hub_sources", "topics", "options", "__init__")

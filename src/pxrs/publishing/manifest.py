@@ -220,7 +220,7 @@ class Publisher:
                 if self._get(self._prefix + query) != entry:
                     continue  # another driver of this query has published the batch, and cleared up
                 raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
-            ends = [self._topic.end(number) for number in range(self._topic.partitions)]
+            ends = self._topic.ends()
             ours = replace(ours, ends=ends, at=time.time())
             version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
             if version is not None:

@@ -359,7 +359,10 @@ class Query:
     def _look_at_paused(self, lanes: Mapping[int, Lane]) -> None:
         """Tell of what a message holds up that a worker could not handle. Raises PartitionsPaused if alone."""
         paused = [number for number, lane in lanes.items() if lane.is_paused and not lane.is_stopping]
-        ends = {number: self.source.end(number) for number in paused} if self._targets is None else self._targets
+        if self._targets is None:
+            ends = {number: found.end for number, found in self.source.bounds(paused).items()}
+        else:
+            ends = self._targets
         before, self._paused = self._paused, sorted(n for n in paused if lanes[n].position < ends[n])
         if not self._paused:
             return
@@ -540,5 +543,5 @@ def start_offsets(source: Source, options: ReadOptions) -> dict[int, int]:
 
 def resolve_offsets(source: Source, offsets: Offsets, option: str) -> dict[int, int]:
     """As numbers. Raises InvalidOption if a partition is missing or unknown, or an offset is beyond the end."""
-    extents = [(source.start(number), source.end(number)) for number in range(source.partitions)]
+    extents: list[tuple[int, int]] = list(source.bounds(range(source.partitions)).values())
     return resolve_within(source.name, extents, offsets, option)

@@ -396,9 +396,10 @@ def _committed(hub: Hub, topic: TopicLog, options: ReadOptions) -> dict[int, int
         partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value).offset
         for entry in hub.registry.scan(f"{keys.checkpoints}{topic.id}/")
     }
-    starts = {number: found.get(number, topic.start(number)) for number in range(topic.partitions)}
+    bounds = topic.bounds(range(topic.partitions))
+    starts = {number: found.get(number, bounds[number].start) for number in range(topic.partitions)}
     for number, start in starts.items():
-        if start > (end := topic.end(number)):
+        if start > (end := bounds[number].end):
             raise CheckpointOutOfRange(
                 f"group {keys.group} is at offset {start} of {topic.name}/{number}, which ends at {end}; is this the "
                 "same log? Reset the group if it is"

@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,9 +47,8 @@ from pxrs.errors import (
     UsedAfterFork,
     refused_in,
 )
-from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
 from pxrs.log.batch import Batch, encode, place_id
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.directory.crew import Crew
 from pxrs.log.directory.description import look_up, target_of, write_topic
 from pxrs.log.directory.ends import Ends
@@ -58,10 +57,11 @@ from pxrs.log.directory.partition import Partition, Ready
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import Published
 from pxrs.log.directory.reading import SealedSegment
+from pxrs.log.directory.tailing import Tailer
 from pxrs.model import TOPIC_NAME, Topic
+from pxrs.waiting import Callback, Subscription
 
 _logger: Final = logging.getLogger(__name__)
-_RESTING_MAX: Final = 4
 
 
 class DirectoryLog(Log):
@@ -77,6 +77,7 @@ class DirectoryLog(Log):
         self._place = Place(self._root)
         self._topics, self._logs = self._root / "topics", self._root / "logs"
         self._timeout = timeout
+        self._tailer = Tailer()
         self._lock = threading.Lock()
         self._open: dict[str, DirectoryTopic] = {}
         self._told: set[str] = set()
@@ -197,7 +198,7 @@ class DirectoryLog(Log):
                 if found is not None:
                     found.close(is_deleted=True)
                 found = self._open[topic.name] = DirectoryTopic(
-                    topic, self._logs / topic.id, self._timeout, self._place
+                    topic, self._logs / topic.id, self._timeout, self._place, self._tailer
                 )
             return found
 
@@ -249,6 +250,7 @@ class DirectoryLog(Log):
             for topic in self._open.values():
                 topic.close()
             self._open.clear()
+        self._tailer.close()
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -340,8 +342,8 @@ class Place:
 class DirectoryTopic(TopicLog):
     """One topic, its partitions opened as they are used."""
 
-    def __init__(self, topic: Topic, folder: Path, timeout: float, place: Place) -> None:
-        """place: the directory of the whole log."""
+    def __init__(self, topic: Topic, folder: Path, timeout: float, place: Place, tailer: Tailer) -> None:
+        """place: the directory of the whole log. tailer: that of the whole log, which tells of changes."""
         self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
         self.is_name_durable = False
@@ -350,19 +352,21 @@ class DirectoryTopic(TopicLog):
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
         self._crew = Crew()
-        self._resting: list[_Waiter] = []
-        self._waiting: set[_Waiter] = set()
-        self._ends = Ends(topic.partitions, self.end, self._watched_path)
+        self._ends = Ends(tailer, topic.partitions, self.end, self._watched_path)
         self._pid = os.getpid()
         self._is_closed = self._is_deleted = False
         _in_use.add(self)
 
-    def start(self, partition: int) -> int:
-        with self._reading(partition) as opened:
-            self._place.check()  # the segments are listed by path; nothing that is open is looked at
-            found = opened.reader.start()
-            self._check_listed()
-            return found
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        found: dict[int, Bounds] = {}
+        self._check_usable()
+        self._place.check()  # the segments are listed by path; nothing that is open is looked at
+        for partition in partitions:
+            with self._reading(partition) as opened:
+                start = opened.reader.start()  # before the end, which never lies before it then
+                found[partition] = Bounds(start, opened.published().end)
+        self._check_listed()
+        return found
 
     def end(self, partition: int) -> int:
         with self._reading(partition) as opened:
@@ -491,74 +495,50 @@ class DirectoryTopic(TopicLog):
             raise AppendFailed(f"{self.name}: the topic's name could not be synced: {disk.explain(error)}") from error
         self.is_name_durable = True
 
-    def wait(
-        self,
-        positions: Mapping[int, int],
-        timeout: float | None = None,
-        is_over: Callable[[], bool] | None = None,
-    ) -> set[int]:
-        """Be told by the kernel of each partition's published end, in this process or another."""
-        ready = self._ready(positions)
-        if ready or timeout == 0:
-            return ready
-        until = None if timeout is None else time.monotonic() + timeout
-        with self._waiter() as waiter:
-            for partition in positions:
-                waiter.watch(partition, self._watched_path)
-            while not (ready := self._ready(positions)):  # after arming, so that nothing is missed
-                left = None if until is None else until - time.monotonic()
-                if (left is not None and left <= 0) or (is_over is not None and is_over()):
-                    break
-                waiter.notifier.wait(left)
-                self._check_usable()
-        return ready
+    def readable(self, positions: Mapping[int, int]) -> list[int]:
+        self._check_usable()
+        for partition in positions:
+            self._partition(partition)
+        self._ends.refresh()
+        found = []
+        for partition, offset in positions.items():
+            try:
+                is_readable = self._ends.of(partition) != offset
+            except LogError:  # `read` raises it too, or reads what is whole before the damage
+                is_readable = True
+            if is_readable:
+                found.append(partition)
+        if not found:
+            # Nothing is read now that would notice it. A deletion moves the folder first: the files in it, which are
+            # what the kernel tells of, go later.
+            self._place.check()
+            self._check_listed()
+        return found
+
+    def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
+        """The kernel tells of each partition's published end, whether it moves in this process or another."""
+        chosen = tuple(partitions)
+        self._check_usable()
+        for partition in chosen:
+            self._partition(partition)
+        try:
+            return self._ends.subscribe(chosen, callback)
+        except OSError as error:
+            self._check_there(error)
+            raise LogError(
+                f"{self.name}: the system refused to tell of changes: {disk.explain(error)}; see also `sysctl "
+                "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
+            ) from error
 
     def wake(self) -> None:
-        with self._lock:
-            for waiter in self._waiting:
-                waiter.notifier.interrupt()
+        self._ends.wake_all()
 
     def _watched_path(self, partition: int) -> str:
-        """What the kernel is to tell of, to learn that the partition's published end has moved: the file that holds it.
-        That file may be missing, if this process may not make it: then the folder, whose files it is one of."""
+        """The file that is modified when the partition's published end moves, for the kernel to watch. That file may be
+        missing, if this process may not make it: then the folder that it will be in."""
         folder = self._partition(partition).folder
         path = f"{folder}/{PUBLISHED}"
         return path if os.path.exists(path) else folder
-
-    @contextlib.contextmanager
-    def _waiter(self) -> Iterator[_Waiter]:
-        """Kept for the next one who waits: closing what the kernel tells through can take it many milliseconds."""
-        with self._lock:
-            self._check_usable()
-            waiter = self._resting.pop() if self._resting else None
-            if waiter is not None:
-                self._waiting.add(waiter)
-        if waiter is None:
-            try:
-                waiter = _Waiter()
-            except OSError as error:
-                raise LogError(
-                    f"{self.name}: too many wait at once: {disk.explain(error)}; see also `sysctl "
-                    "fs.inotify.max_user_instances`"
-                ) from error
-            with self._lock:
-                self._waiting.add(waiter)
-        try:
-            yield waiter
-        except OSError as error:
-            self._check_there(error)
-            raise LogError(f"{self.name}: cannot wait: {disk.explain(error)}") from error
-        finally:
-            with self._lock:
-                self._waiting.discard(waiter)
-                is_kept = not self._is_closed and len(self._resting) < _RESTING_MAX
-                if is_kept:
-                    self._resting.append(waiter)
-            if not is_kept:
-                waiter.notifier.close()
-
-    def _ready(self, positions: Mapping[int, int]) -> set[int]:
-        return {partition for partition, offset in positions.items() if self.end(partition) > offset}
 
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
         plan = RetentionPlan({}, [])
@@ -651,28 +631,10 @@ class DirectoryTopic(TopicLog):
             self._is_closed, self._is_deleted = True, is_deleted
             opened = list(self._open.values())
             self._open.clear()
-            for waiter in self._waiting:
-                waiter.notifier.interrupt()
-            for waiter in self._resting:
-                waiter.notifier.close()
-            self._resting.clear()
         for partition in opened:
             partition.close()
         self._ends.close()
         self._crew.close()
-
-
-class _Waiter:
-    """A notifier, and the partitions that it has been told to watch."""
-
-    def __init__(self) -> None:
-        self.notifier = Notifier()
-        self._watched: set[int] = set()
-
-    def watch(self, partition: int, path_of: Callable[[int], str]) -> None:
-        if partition not in self._watched:
-            self.notifier.add(path_of(partition), MODIFY | ATTRIB | DELETE_SELF)
-            self._watched.add(partition)
 
 
 _in_use: weakref.WeakSet[DirectoryTopic] = weakref.WeakSet()
