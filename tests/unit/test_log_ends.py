@@ -17,6 +17,7 @@ from pxrs.log.contract import Append
 from pxrs.log.directory import ends as ends_module
 from pxrs.log.directory.ends import Ends
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.outcomes import offsets_of
 from pxrs.testing.log_contract import new_topic, records
 
 PARTITIONS = 50
@@ -56,7 +57,7 @@ class Reads(Counter[int]):
 
 
 def append(topic: DirectoryTopic, number: int) -> None:
-    topic.append([Append(number, records([b"v"]))])
+    offsets_of(topic.append([Append.encoded(number, records([b"v"]))]))
 
 
 def test_only_what_has_changed_is_read_again(topic: DirectoryTopic, writer: DirectoryTopic) -> None:

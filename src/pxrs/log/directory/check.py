@@ -28,13 +28,13 @@ from pxrs.log.contract import DamagedTopic
 from pxrs.log.directory.description import look_up
 from pxrs.log.directory.index import Index
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.producers_file import load_producers, producers_path
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import NOTHING, Published, PublishedFile
 from pxrs.log.directory.reserved import read_reserved
 from pxrs.log.directory.scanning import next_run
 from pxrs.log.directory.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
 from pxrs.log.directory.start import missing_before, read_start
-from pxrs.log.producers import load_producers, producers_path
 from pxrs.model import TOPIC_NAME, Topic
 from pxrs.wording import counted
 

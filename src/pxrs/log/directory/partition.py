@@ -46,13 +46,14 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 import pyarrow as pa
 
 from pxrs import clock, disk
 from pxrs.errors import (
     AppendFailed,
+    AppendUnknown,
     Closed,
     DamagedFrame,
     LogBusy,
@@ -63,13 +64,14 @@ from pxrs.errors import (
 from pxrs.log.batch import (
     Header,
     Origin,
-    Payload,
     check_payload,
     header_bytes,
     padding,
     read_header,
 )
+from pxrs.log.contract import Append
 from pxrs.log.directory.index import Index, stored_time, write_beside
+from pxrs.log.directory.producers_file import dump_producers, producers_path
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import NOTHING, Published, PublishedFile
 from pxrs.log.directory.reading import Reader, headers_of, pread
@@ -85,18 +87,11 @@ from pxrs.log.directory.segment import (
 )
 from pxrs.log.directory.start import write_start
 from pxrs.log.directory.unwritable import UnwritablePublished
-from pxrs.log.producers import SILENT_S_MAX, Asked, Producers, dump_producers, producers_path
+from pxrs.log.outcomes import Outcome, StoredAt
+from pxrs.log.producers import SILENT_S_MAX, Incoming, Producers
 
 LOCK_PAUSE_S_MAX: Final = 0.005
 _logger = logging.getLogger(__name__)
-
-
-class Ready(NamedTuple):
-    """A batch that waits for its offset. `since` is as in `Asked`."""
-
-    payload: Payload
-    origin: Origin
-    since: int | None = None
 
 
 class Partition:
@@ -177,23 +172,24 @@ class Partition:
 
     # Appending.
 
-    def append(self, batches: Sequence[Ready]) -> list[int]:
-        """Store them in order, together; durable when it returns. The offset of each one's first record."""
-        with self._exclusive():
-            try:
+    def append(self, batches: Sequence[Append]) -> list[Outcome]:
+        """Store the batches in their order, together and durably. The outcomes are all StoredAt: whatever keeps the
+        batches from being stored is raised, AppendUnknown if they may have been stored."""
+        try:
+            with self._exclusive():
                 return self._append(self._current(), batches)
-            except OSError as error:
-                raise self._failed(error) from error
+        except OSError as error:
+            raise self._failed(error) from error
 
-    def _append(self, published: Published, batches: Sequence[Ready]) -> list[int]:
+    def _append(self, published: Published, batches: Sequence[Append]) -> list[Outcome]:
         producers = self._tail.producers
-        asked = [Asked(ready.origin, ready.payload.rows, ready.since) for ready in batches]
-        asked = producers.recall(asked, published.end, self._origins_since, time.time())
-        placed = producers.place(asked, published.end)
-        new = [(ready, place.offset) for ready, place in zip(batches, placed, strict=True) if place.is_new]
+        incoming = [Incoming(each.origin, each.payload.rows, each.since) for each in batches]
+        incoming = producers.recall(incoming, published.end, self._origins_since, time.time())
+        placed = producers.place(incoming, published.end)
+        new = [(each, place.offset) for each, place in zip(batches, placed, strict=True) if place.is_new]
         if new:
             self._write(published, new)
-        return [place.offset for place in placed]
+        return [StoredAt(place.offset, not place.is_new) for place in placed]
 
     def _origins_since(self, offset: int) -> list[tuple[Origin, int]] | None:
         """Of the batches from this offset on, up to the published end; None if not all can be read. Holds the lock, and
@@ -218,8 +214,9 @@ class Partition:
     def _sealed(self, base: int, following: int) -> Sealed:
         return Sealed(segment_path(self.folder, base), base, following, self._place_id)
 
-    def _write(self, published: Published, new: list[tuple[Ready, int]]) -> None:
-        size = sum(ready.payload.frame_bytes for ready, _ in new)
+    def _write(self, published: Published, new: list[tuple[Append, int]]) -> None:
+        """Write the batches behind the published end, each with its offset; sync and publish them."""
+        size = sum(append.payload.frame_bytes for append, _ in new)
         if published.segment_bytes and (
             published.segment_bytes + size > self._segment_bytes or self._is_tail_old(clock.wall_time_us())
         ):
@@ -229,34 +226,48 @@ class Partition:
         pieces: list[object] = []
         headers: list[Header] = []
         stored_at = clock.wall_time_us()
-        for follows, (ready, offset) in enumerate(new):
+        for follows, (append, offset) in enumerate(new):
             raw = header_bytes(
-                ready.payload, offset, ready.origin, place=self._place_id, stored_at=stored_at, follows=follows
+                append.payload, offset, append.origin, place=self._place_id, stored_at=stored_at, follows=follows
             )
             headers.append(read_header(raw, path, 0))
-            pieces += [raw, ready.payload.data, padding(ready.payload)]
+            pieces += [raw, append.payload.data, padding(append.payload)]
         if not self._is_synced:
             self._reserve(headers[-1].next_offset)
         try:
             pwrite_all(tail.descriptor, pieces, published.segment_bytes)
         except OSError as error:
-            self._cut(published)
+            if not self._cut(published):
+                raise self._unknown(error, "written, and what was written could not be cut off again") from error
             raise self._failed(error) from error
         try:
             if self._is_synced:
                 disk.sync_data(tail.descriptor)
         except OSError as error:
-            self._published.write(published, *published[1:4], is_suspect=True)
-            raise AppendFailed(
-                f"{self.place}: {error.strerror} when it was synced; whether it is kept is not certain until it is "
-                "tried again, which stores it once"
-            ) from error
+            self._mark_suspect(published, error)
+            raise self._unknown(error, "synced") from error
         position, now = published.segment_bytes, time.time()
         for header in headers:
             tail.index.note(header, position)
             tail.producers.note(header.origin, header.base_offset, now)
             position += header.frame_bytes
-        self._published.write(published, tail.base, position, headers[-1].next_offset)
+        try:
+            self._published.write(published, tail.base, position, headers[-1].next_offset)
+        except OSError as error:
+            raise self._unknown(error, "published") from error
+
+    def _mark_suspect(self, published: Published, cause: OSError) -> None:
+        """After a failed sync: have every process go on in a new segment (L3)."""
+        try:
+            self._published.write(published, *published[1:4], is_suspect=True)
+        except OSError as error:
+            raise self._unknown(error, f"marked after a sync had failed with {cause.strerror}") from error
+
+    def _unknown(self, error: OSError, when: str) -> AppendUnknown:
+        return AppendUnknown(
+            f"{self.place}: {error.strerror} when it was {when}; whether it is kept is not certain until it is tried "
+            "again, which stores it once"
+        )
 
     def _is_tail_old(self, now: int) -> bool:
         """Whether the last segment has taken appends for as long as one may: else a trickle of messages would keep it
@@ -400,10 +411,14 @@ class Partition:
         disk.sync_folder(self.folder)  # also of another process's: it may have died before it did so
         self._reserved = reserved
 
-    def _cut(self, published: Published) -> None:
-        """Remove what was written behind the published end. If that fails, the next append tries again."""
-        with contextlib.suppress(OSError):
+    def _cut(self, published: Published) -> bool:
+        """Remove what was written behind the published end. False if that fails: the next append tries again."""
+        try:
             os.ftruncate(self._tail.descriptor, published.segment_bytes)
+        except OSError as error:
+            _logger.warning("%s: a torn append could not be cut off: %s", self.place, disk.explain(error))
+            return False
+        return True
 
     def _failed(self, error: OSError) -> LogError:
         advice = "make room, then try again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "try again"

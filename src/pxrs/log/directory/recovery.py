@@ -21,6 +21,7 @@ from pxrs import clock, disk
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import GAP_ROWS_MAX, Header, gap_bytes
 from pxrs.log.directory.index import Index, write_beside
+from pxrs.log.directory.producers_file import dump_producers, load_producers, producers_path
 from pxrs.log.directory.published import Published, PublishedFile
 from pxrs.log.directory.reading import headers_of, pread
 from pxrs.log.directory.reserved import read_reserved
@@ -33,7 +34,7 @@ from pxrs.log.directory.segment import (
     segment_bases,
     segment_path,
 )
-from pxrs.log.producers import Producers, dump_producers, load_producers, producers_path
+from pxrs.log.producers import Producers
 
 _logger = logging.getLogger(__name__)
 
