@@ -18,7 +18,7 @@ from benchmarks.measure import compare
 from pxrs.log.batch import encode
 from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog
-from pxrs.log.directory.segment import frames
+from pxrs.log.directory.segments.frames import frames
 from pxrs.log.outcomes import offsets_of
 
 MESSAGES = 1_000_000

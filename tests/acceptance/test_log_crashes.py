@@ -25,7 +25,7 @@ from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
-from pxrs.log.directory.segment import frames
+from pxrs.log.directory.segments.frames import frames
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults

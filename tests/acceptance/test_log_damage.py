@@ -20,7 +20,7 @@ from pxrs.errors import AppendFailed, DamagedFrame, UnknownProducer
 from pxrs.log.batch import Origin, encode, header_bytes, padding, place_id
 from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
-from pxrs.log.directory.segment import frames
+from pxrs.log.directory.segments.frames import frames
 from pxrs.log.outcomes import offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic

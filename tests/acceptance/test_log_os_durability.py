@@ -21,7 +21,7 @@ from pxrs.log.contract import Append, TopicLog
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.reserved import RESERVED_OFFSETS
-from pxrs.log.directory.segment import frames, next_frame
+from pxrs.log.directory.segments.frames import frames, next_frame
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import power

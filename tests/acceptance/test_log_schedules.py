@@ -38,7 +38,7 @@ from pxrs.log.directory import partition as partition_module
 from pxrs.log.directory import reading
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
-from pxrs.log.directory.segment import Sealed
+from pxrs.log.directory.sealed import Sealed
 from pxrs.log.outcomes import MaybeStored, Outcome, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic

@@ -31,9 +31,9 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, check_encoded
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
-from pxrs.log.directory.index import credible_time
 from pxrs.log.outcomes import NotStored, Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming, Placement, Producers, named
+from pxrs.log.retention import credible_time
 from pxrs.model import Topic
 
 

@@ -54,13 +54,13 @@ from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, Ret
 from pxrs.log.directory.crew import Crew
 from pxrs.log.directory.description import look_up, target_of, write_topic
 from pxrs.log.directory.ends import Ends
-from pxrs.log.directory.index import credible_time
 from pxrs.log.directory.partition import Partition
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import Published
 from pxrs.log.directory.reading import SealedSegment
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome
 from pxrs.log.producers import named
+from pxrs.log.retention import credible_time
 from pxrs.model import TOPIC_NAME, Topic
 
 _logger: Final = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 
+from pxrs.disk import read_with_checksum, with_checksum
 from pxrs.errors import MisplacedFile
-from pxrs.log.directory.index import read_with_checksum, with_checksum
 from pxrs.log.producers import Producers
 
 
