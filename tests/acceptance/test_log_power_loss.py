@@ -17,6 +17,7 @@ from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import power
 
@@ -49,15 +50,16 @@ def tape(fast: Path) -> power.Tape:
     with power.recorded(root) as tape:
         sequence = 0
         for number in range(14):
-            appends = []
+            appends, sent = [], []
             for _ in range(dice.choice((1, 1, 3))):
                 size = dice.choice((1, 10, 3000))
                 values = [b"%d-%d-" % (number, i) + b"x" * size for i in range(dice.randint(1, 3))]
-                appends.append(Append(0, records(*values), Origin(producer, 0, sequence)))
+                appends.append(Append.encoded(0, records(*values), Origin(producer, 0, sequence)))
+                sent.append(values)
                 sequence += 1
-            offsets = topic.append(appends)
-            for append, offset in zip(appends, offsets, strict=True):
-                tape.mark((offset, append.records.column("value").to_pylist()))
+            offsets = offsets_of(topic.append(appends))
+            for values, offset in zip(sent, offsets, strict=True):
+                tape.mark((offset, values))
             tape.mark((topic.end(0), None))  # a reader may have gone so far, and committed it elsewhere
     assert sum(event.kind == "sync" for event in tape.events) >= 14
     assert len(list((root / "topics/t/partitions/partition-0").glob("*.log"))) >= 3
@@ -80,7 +82,7 @@ def check(tape: power.Tape, at: int, choose: power.Choose, target: Path, monkeyp
             assert offset <= len(values), f"moment {at}: a reader was at {offset}, and the end is {len(values)}"
         else:
             assert values[offset : offset + len(promised)] == promised, f"moment {at}"
-    assert topic.append([Append(0, records(b"after"))]) == [len(values)]
+    assert offsets_of(topic.append([Append.encoded(0, records(b"after"))])) == [len(values)]
     log.close()
     shutil.rmtree(target)
 
@@ -133,7 +135,7 @@ def test_the_simulation_catches_a_log_that_acknowledges_before_it_syncs(
     topic.end(0)
     monkeypatch.setattr("pxrs.disk.sync_data", lambda descriptor: None)
     with power.recorded(root) as tape:
-        (offset,) = topic.append([Append(0, records(b"acknowledged"))])
+        (offset,) = offsets_of(topic.append([Append.encoded(0, records(b"acknowledged"))]))
         tape.mark((offset, [b"acknowledged"]))
     monkeypatch.undo()
     with pytest.raises(AssertionError):

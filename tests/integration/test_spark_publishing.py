@@ -45,6 +45,7 @@ from pxrs.errors import (
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
+from pxrs.log.outcomes import NotStored, Outcome
 from pxrs.log.producers import BATCHES_KEPT, Producers
 from pxrs.publishing import manifest, outage
 from pxrs.publishing.manifest import Manifest, Publisher, forget_deleted_topics, forget_topic, published_spans
@@ -108,9 +109,9 @@ class Watched:
 class WatchedLog(Watched):
     """Each partition of an append is a step: a log may have stored some of them when it fails."""
 
-    def append(self, appends: Sequence[Append]) -> list[int]:
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
         numbers = {append.partition for append in appends}
-        found: dict[int, list[int]] = {}
+        found: dict[int, list[Outcome]] = {}
         for number in sorted(numbers):
             found[number] = self._inner.append([append for append in appends if append.partition == number])
             self._hook("log.append")
@@ -1163,9 +1164,9 @@ class Unwilling:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def append(self, appends: Sequence[Append]) -> list[int]:
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
         if any(append.origin.producer == self._producer for append in appends):
-            raise self._error
+            return [NotStored(self._error)] * len(appends)
         return self._inner.append(appends)
 
 

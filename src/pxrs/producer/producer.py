@@ -44,7 +44,7 @@ from pxrs.limited_log import Outage
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
 from pxrs.model import microseconds_of
-from pxrs.producer.appender import Appender, Outcome
+from pxrs.producer.appender import Appender, Result
 from pxrs.producer.hashing import hash_named, partitions_of, read_table, slices, sort_by_partition, split_table
 from pxrs.producer.keyless import RUN_ROWS, KeylessSpread
 from pxrs.producer.outgoing import (
@@ -662,7 +662,7 @@ class Producer:
             except Exception as error:  # noqa: BLE001 - what was sent is stored, and it is tried again
                 self._retain_outage.failed(error)
 
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+    def _settle(self, outcomes: Sequence[Result]) -> None:
         """Under the lock: tell those who wait, and give the buffer back."""
         for batch, outcome in outcomes:
             if isinstance(outcome, BaseException):

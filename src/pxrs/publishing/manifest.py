@@ -51,6 +51,7 @@ from pxrs.errors import (
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
+from pxrs.log.outcomes import StoredAt
 from pxrs.publishing.outage import UNREACHABLE, ride_out
 from pxrs.publishing.planning import Spans
 from pxrs.publishing.staging import Feed, Staging
@@ -409,7 +410,8 @@ class Publisher:
             sequence = sequences[partition] = sequences.get(partition, -1) + 1
             origin = Origin(producer, manifest.batch, sequence)
             since = manifest.ends[partition] if manifest.ends else None
-            waiting.setdefault(partition, []).append(Append(partition, records, origin, since))
+            append = Append.encoded(partition, records, origin, since, codec=self._topic.topic.codec)
+            waiting.setdefault(partition, []).append(append)
             size += records.nbytes
             if size >= _APPEND_BYTES_MAX or len(waiting[partition]) == _TOGETHER_MAX:
                 self._append_all(waiting)
@@ -417,22 +419,18 @@ class Publisher:
         self._append_all(waiting)
 
     def _append_all(self, waiting: Mapping[int, Sequence[Append]]) -> None:
-        """All partitions together, because their syncs then are one wait; where some were made before, one by one."""
+        """Append to all partitions in one call, because they then wait for their syncs at the same time. Raises the
+        first error of a batch that is not stored."""
         together = [append for appends in waiting.values() for append in appends]
-        try:
-            if together:
-                self._topic.append(together)
-        except UnknownProducer:
-            for appends in waiting.values():
-                self._append_again(appends)
+        for append, outcome in zip(together, self._topic.append(together) if together else [], strict=True):
+            if not isinstance(outcome, StoredAt) and not _was_stored(outcome.error, waiting[append.partition]):
+                raise outcome.error
 
-    def _append_again(self, appends: Sequence[Append]) -> None:
-        try:
-            self._topic.append(appends)
-        except UnknownProducer as error:
-            # Stored by one who began to publish this manifest, and went on so far that the log only knows its end.
-            if error.stored is None or error.stored < appends[-1].origin[1:]:
-                raise
+
+def _was_stored(error: Exception, appends: Sequence[Append]) -> bool:
+    """Whether the log refuses these batches of one partition because they are stored: another driver that published
+    this manifest has stored them, and so many behind them that the log remembers only later ones."""
+    return isinstance(error, UnknownProducer) and error.stored is not None and error.stored >= appends[-1].origin[1:]
 
 
 def _load(entry: Entry) -> Manifest:
