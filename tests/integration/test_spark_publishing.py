@@ -42,6 +42,7 @@ from pxrs.errors import (
     UnknownProducer,
     UnknownTopic,
 )
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
@@ -1468,11 +1469,11 @@ class Direct(Publisher):
         self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
     ) -> None:
         self._append(query, Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS))
-        expect: dict[str, int] = {}
-        put: dict[str, bytes] = {}
+        parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
-            self._add_checkpoints(feed, expect, put)
-        self._registry.commit(expect, put)
+            self._add_checkpoints(feed, parts)
+        checkpoints = FencedWrite(list(parts.values()))
+        self._registry.commit(checkpoints.expect, checkpoints.put)
         self._staging.clear(self._topic.id, query, batch)
 
 

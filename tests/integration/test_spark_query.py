@@ -700,7 +700,7 @@ def lose(query: Query, number: int) -> None:
     """As the member finds out that somebody has taken a partition."""
     with query._member._mutex:
         assert query._member._protocol is not None
-        query._member._protocol._lose(number)
+        query._member._protocol.lose(number)
 
 
 def put_checkpoint(hub: Hub, number: int, offset: int) -> None:

@@ -163,8 +163,8 @@ def pause_without_checkpoint(operation: Operation, member: SimulatedMember, stor
 class PausesAgain(MemberProtocol):
     """After a lost reply the pause is written again, whether it had landed or not."""
 
-    def _learn(self, partition: int) -> Steps[bool]:
-        is_owned = yield from super()._learn(partition)
+    def read_again(self, partition: int) -> Steps[bool]:
+        is_owned = yield from super().read_again(partition)
         if is_owned:
             self.held[partition].checkpoint = replace(self.held[partition].checkpoint, failure="")
         return is_owned

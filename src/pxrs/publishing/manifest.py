@@ -48,6 +48,7 @@ from pxrs.errors import (
     SequenceGap,
     UnknownProducer,
 )
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite, Outcome
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
@@ -344,23 +345,26 @@ class Publisher:
     def _write(self, query: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
         """The version of the manifest as written; None if there is one of this batch."""
         key = self._prefix + query
-        expect, put = {key: version}, {key: manifest.dump()}
+        parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
-            self._add_checkpoints(feed, expect, put)
+            self._add_checkpoints(feed, parts)
+        checkpoints = FencedWrite(list(parts.values()))
         try:
-            return self._commit(expect, put)[key]
+            return self._commit({key: version, **checkpoints.expect}, {key: manifest.dump(), **checkpoints.put})[key]
         except Conflict as conflict:
             entry = self._get(key)
             if entry is not None and _load(entry).batch == manifest.batch:
                 return None  # by a try whose reply was lost, or by another driver
-            raise _refusal(query, manifest, conflict, feeds) from conflict
+            raise _refusal(query, manifest, conflict, checkpoints) from conflict
 
-    def _add_checkpoints(self, feed: Feed, expect: dict[str, int], put: dict[str, bytes]) -> None:
-        """What the batch has read is done when it is published: the owners must still be those who read it."""
+    def _add_checkpoints(self, feed: Feed, parts: dict[str, CheckpointWrite]) -> None:
+        """What the batch has read is done when it is published: the owners must still be those who read it.
+
+        parts: by the key of the checkpoint."""
         keys = Keys(feed.group)
         for number, span in feed.spans.items():
             key = keys.checkpoint(feed.topic, number)
-            if key in expect:  # two sources of this query have read it, one before and one after it was taken away
+            if key in parts:  # two sources of this query have read it, one before and one after it was taken away
                 raise PartitionLost(feed.group, [number], advice=RESTART)
             entry = self._get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
@@ -372,9 +376,8 @@ class Publisher:
                     "group was reset while the batch was on its way. To follow the group, start with a new checkpoint "
                     f"location; to follow Spark, reset the group to offset {span.start}"
                 )
-            expect[key] = entry.version
-            expect[keys.owner(feed.topic, number)] = feed.fences[number]
-            put[key] = Checkpoint(span.end, time.time(), "spark", span.epoch).dump()
+            checkpoint = Checkpoint(span.end, time.time(), "spark", span.epoch)
+            parts[key] = CheckpointWrite(keys, (feed.topic, number), feed.fences[number], entry.version, checkpoint)
 
     # The appends.
 
@@ -486,14 +489,10 @@ def _check_order(query: str, last: Manifest, ours: Manifest) -> None:
                     )
 
 
-def _refusal(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence[Feed]) -> PxrsError:
-    for feed in feeds:
-        keys = Keys(feed.group)
-        lost = [
-            number
-            for number in feed.spans
-            if {keys.owner(feed.topic, number), keys.checkpoint(feed.topic, number)} & set(conflict.keys)
-        ]
-        if lost:
-            return PartitionLost(feed.group, lost, advice=RESTART)
+def _refusal(query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite) -> PxrsError:
+    # Stale: somebody has written the checkpoint since this publisher read it.
+    lost = [each for each, settled in checkpoints.settle(conflict) if settled.outcome in (Outcome.LOST, Outcome.STALE)]
+    if lost:
+        group = lost[0].keys.group
+        return PartitionLost(group, [e.partition[1] for e in lost if e.keys.group == group], advice=RESTART)
     return BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}")
