@@ -599,9 +599,9 @@ class Hub:
             self._forget_start(name, identity)
         if os.path.isdir(os.path.join(self.url, "staging")):  # Spark has written here
             from pxrs.publishing.manifest import forget_topic
-            from pxrs.publishing.staging import Staging
+            from pxrs.publishing.staging.directory import DirectoryStaging
 
-            forget_topic(self.registry, Staging(self.url), identity)
+            forget_topic(self.registry, DirectoryStaging(self.url), identity)
 
     def _forget_start(self, name: str, identity: str) -> None:
         """Remove the two registry keys of a deleted topic. A failure is only logged: the topic itself is gone."""

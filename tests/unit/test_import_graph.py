@@ -54,10 +54,6 @@ PLANNED = {"topics", "address", "upkeep"}
 
 KNOWN_BACK_ARROWS = {
     "errors -> producer.outgoing",  # an annotation of the receipts that an error carries
-    "publishing.planning -> spark.options",
-    "publishing.query -> hub",
-    "publishing.query -> spark.names",
-    "publishing.query -> spark.options",
     "sources.sql_table.source -> producer.hashing",  # the hash that gives a row its virtual partition
 }
 """`<importing module> -> <imported module>`."""
