@@ -262,7 +262,9 @@ def publish(hub: Hub, folder: Path, query: Query, spans: Spans, has_state: bool 
     if "out" not in [topic.name for topic in hub.topics()]:
         hub.create_topic("out", partitions=1)
     fences = query._answer[3] if query._answer is not None else {}
-    feed = Feed("g", query.source.id, query.incarnation or "", fingerprint(hub.registry), spans, fences, False)
+    feed = Feed(
+        "g", query.source.id, query.membership.incarnation or "", fingerprint(hub.registry), spans, fences, False
+    )
     publisher = Publisher(hub.registry, hub.topic("out").log, DirectoryStaging(str(folder)))
     publisher.publish("query", 0, [], [feed], has_state=has_state)
 
@@ -634,7 +636,7 @@ def test_a_registry_that_is_away_for_less_than_the_lease_ends_no_restart(
         query.membership.settle(time.monotonic() + DEADLINE_S)
         outage.begin(refused_max=5)
         assert query.ranges({}, end) == ({}, {})
-        assert query.registry_id == fingerprint(hub.registry)
+        assert query.membership.registry_id == fingerprint(hub.registry)
 
 
 def test_after_an_outage_that_outlasts_the_lease_the_query_claims_again_and_passes_nothing_over(

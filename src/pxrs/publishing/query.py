@@ -29,6 +29,7 @@ from pxrs.group.lane import Lane
 from pxrs.group.positions import check_start
 from pxrs.group.records import Checkpoint, Home, Keys, partition_of
 from pxrs.log.contract import Source
+from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import RESTART, published_spans
 from pxrs.publishing.membership import Membership, QueryOptions
 from pxrs.publishing.planning import (
@@ -98,18 +99,6 @@ class Query:
         is_given = isinstance(self._options.starting, dict) and self._options.starting.get(number, -1) >= 0
         return self._starts[number] if is_given else max(first, self._starts[number])
 
-    @property
-    def incarnation(self) -> str | None:
-        return self.membership.incarnation
-
-    @property
-    def registry_id(self) -> str:
-        return self.membership.registry_id
-
-    @property
-    def lease_s(self) -> float:
-        return self.membership.lease_s
-
     # What the streaming engine asks.
 
     def target_now(self) -> None:
@@ -157,6 +146,20 @@ class Query:
         if self._answer is None or self._answer[:2] != (start, end):
             self._answer = dict(start), dict(end), *self._ranges(start, end)
         return self._answer[2:]
+
+    def feed(self, spans: Spans, fences: dict[int, int]) -> Feed:
+        """What the sink of the query needs to know of a batch that reads what `ranges` has returned."""
+        member = self.membership
+        return Feed(
+            self._options.group,
+            self.source.id,
+            member.incarnation or "",
+            member.registry_id,
+            spans,
+            fences,
+            self._options.is_shared,
+            member.lease_s,
+        )
 
     def finish(self, finished: Mapping[int, Span]) -> None:
         """Write the checkpoints of what the engine has committed. Partitions that were lost meanwhile are left out."""

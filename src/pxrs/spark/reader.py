@@ -130,7 +130,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             return []
         with self._topic_there(query):
             spans, fences = query.ranges(begin, finish)
-        feed = self._feed(query, spans, fences)
+        feed = query.feed(spans, fences)
         ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
         # Also a batch of which nothing may be read has a task, because a task has to store the feed for the sink.
         return _slices(self._options, topic, ranges or [Range(0, 0, 0)], feed)
@@ -175,19 +175,6 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         if self._loaded is None or self._loaded[0] != offset:
             self._loaded = offset, load_offset(offset, query.source.id, query.source.name)
         return self._loaded[1]
-
-    def _feed(self, query: Query, spans: Spans, fences: dict[int, int]) -> Feed:
-        assert self._options.group is not None
-        return Feed(
-            self._options.group,
-            query.source.id,
-            query.incarnation or "",
-            query.registry_id,
-            spans,
-            fences,
-            self._options.is_shared,
-            query.lease_s,
-        )
 
 
 def open_hub(where: Where) -> Hub:
