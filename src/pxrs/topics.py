@@ -201,9 +201,9 @@ class Topics:
             self._forget_start(name, identity)
         if log.folder is not None and (log.folder / "staging").is_dir():  # a streaming query has written here
             from pxrs.publishing.manifest import forget_topic
-            from pxrs.publishing.staging import Staging
+            from pxrs.publishing.staging.directory import DirectoryStaging
 
-            forget_topic(self._parts.registry.get(), Staging(str(log.folder)), identity)
+            forget_topic(self._parts.registry.get(), DirectoryStaging(str(log.folder)), identity)
 
     def _forget_start(self, name: str, identity: str) -> None:
         """Remove the two registry keys of a deleted topic. A failure is only logged: the topic itself is gone."""

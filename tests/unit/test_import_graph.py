@@ -55,10 +55,6 @@ PLANNED: set[str] = set()
 
 KNOWN_BACK_ARROWS = {
     "errors -> producer.outgoing",  # an annotation of the receipts that an error carries
-    "publishing.planning -> spark.options",
-    "publishing.query -> hub",
-    "publishing.query -> spark.names",
-    "publishing.query -> spark.options",
     "sources.sql_table.source -> producer.hashing",  # the hash that gives a row its virtual partition
 }
 """`<importing module> -> <imported module>`."""
@@ -68,7 +64,6 @@ KNOWN_CYCLES = {
     "cli",
     "consumer",
     "group",
-    "log",
     "queue",
     "registry.sql",
     "testing.simulator",
@@ -88,8 +83,6 @@ KNOWN_UNDERSCORES = {
     "registry.memory",
     "testing.hooked",
     "testing.queue_worker",
-    "testing.registry_contract.leases",
-    "testing.registry_contract.store",
 }
 """Modules that use underscore names of other modules."""
 
