@@ -42,7 +42,9 @@ def server() -> Iterator[ZooKeeperServer]:
 class TestZooKeeper(SharedRegistryContract):
     @pytest.fixture
     def backend(self, server: ZooKeeperServer) -> Backend:
-        return Backend(f"{server.url}/tests/contract", ttl=1.0, versions_outlive_deletion=False)
+        return Backend(
+            f"{server.url}/tests/contract", ttl=1.0, versions_outlive_deletion=False, leases_many=20, lease_threads=1
+        )
 
 
 @pytest.fixture

@@ -369,8 +369,8 @@ def test_a_lease_that_ends_during_the_join_is_an_error_of_the_group(
 ) -> None:
     begin = scene.registry._lease
 
-    def ended(ttl: float) -> Lease:
-        lease = begin(ttl)
+    def ended(ttl: float, renewed: bool) -> Lease:
+        lease = begin(ttl, renewed)
         lease.expire()
         return lease
 
