@@ -569,6 +569,8 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path, namespace: str) -> 
         ("zookeeper://ann@h:2181", "password"),
         ("zookeeper://h:2181?retries=3", "retries"),
         ("zookeeper://h:2181?timeout=soon", "timeout"),
+        ("zookeeper://h:2181?sessions=0", "sessions"),
+        ("zookeeper://h:2181?sessions=many", "sessions"),
         ("zookeeper://h:2181?ca=/no/such/file", "no such file"),
         (f"zookeeper://h:2181?cert={__file__}", "together"),
         (f"zookeeper://h:2181?ca={__file__}", "cannot be used"),

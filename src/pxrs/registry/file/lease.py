@@ -217,14 +217,14 @@ def is_over(path: str | os.PathLike[str], clock: Clock) -> bool:
     return expiry is None or now >= expiry
 
 
-def ttl_of(path: str | os.PathLike[str]) -> float | None:
-    """The ttl of the lease of this file; None if there is no file, or it is of version 0.1."""
+def read(path: str | os.PathLike[str]) -> Record | None:
+    """What the file of a lease says; None if there is no file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        return _read(descriptor).ttl
+        return _read(descriptor)
     finally:
         os.close(descriptor)
 

@@ -42,7 +42,7 @@ from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.file.folder import Generation
 from pxrs.registry.file.journal import Journal, NotMade, Published
-from pxrs.registry.file.lease import FileLease, LeaseFile, expiry_of, is_over, ttl_of
+from pxrs.registry.file.lease import FileLease, LeaseFile, expiry_of, is_over, read
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.state import Change, State
@@ -268,10 +268,10 @@ class FileRegistry(Registry):
                 with self._lock:
                     self._catch_up()
                     has_begun = path.name in self._journal.state.leases
-                ttl = ttl_of(path)
-                if not has_begun or ttl is None or is_over(path, SYSTEM):
+                record = read(path)
+                if not has_begun or record is None or record.ttl is None or is_over(path, SYSTEM):
                     raise not_attached()
-                file = LeaseFile(path, ttl, SYSTEM)
+                file = LeaseFile(path, record.ttl, SYSTEM)
                 return self._grant(file, secret, file.renew())
         except LeaseExpired:
             raise not_attached() from None
@@ -463,7 +463,9 @@ class _Watcher:
         registry._end_or_hide(over)
         pauses = [expiry - SYSTEM.now() for lease, expiry in self._due.items() if lease not in over]
         for lease, looks in list(self._suspects.items()):
-            if lease in over or lease not in self._due or looks >= len(DEATH_LOOKS_S):
+            # An unheld lease does not die with a process: its file is closed after each renewal.
+            is_unheld = (record := read(registry._lease_folder / lease)) is not None and not record.is_held
+            if lease in over or lease not in self._due or looks >= len(DEATH_LOOKS_S) or is_unheld:
                 del self._suspects[lease]
             else:
                 self._suspects[lease] += 1

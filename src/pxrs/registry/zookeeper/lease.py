@@ -44,7 +44,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kazoo.exceptions import KazooException, NodeExistsError, NoNodeError, SessionExpiredError
+from kazoo.exceptions import ConnectionLoss, KazooException, NodeExistsError, NoNodeError, SessionExpiredError
 from kazoo.handlers.threading import KazooTimeoutError
 from kazoo.protocol.states import KazooState
 
@@ -150,6 +150,8 @@ class LeaseSession(Session):
         """The keys whose nodes live with this session, and the transactions that made them."""
         self._asked_s = max(ttl, SESSION_S_MIN) if secret is None else ttl
         self._connections = connections
+        self._takes_up = secret is not None
+        """Whether a connection takes up a session that another connection has made."""
         self._guard = threading.Lock()
         """Guards the fields below."""
         self._present: Client | None = None
@@ -185,6 +187,7 @@ class LeaseSession(Session):
             pass  # made by a request whose reply was lost; by this session, for none other has been
         session_id, password = client.client_id
         self.secret = self.secret._replace(session_id=session_id, password=password)
+        self._began()
         with self._guard:
             self._renewed_at = self._known_alive_at = client.line.touched_at
         self.granted_s = granted_s
@@ -193,7 +196,10 @@ class LeaseSession(Session):
         """Prove that the leader knows this session and has a quorum; returns the new deadline."""
         until = self.clock.now() + self.granted_s / 4
         with self.opened(until):
-            client = self.connected(until)
+            try:
+                client = self.connected(until)
+            except ConnectionLoss as error:
+                raise RegistryUnavailable(f"{self.endpoint.url}: {error}") from error
             sent_at = self.clock.now()
             # A server that hangs is left early enough to find another one before the deadline.
             patience_s = max(self.granted_s / 8, PATIENCE_S_MIN)
@@ -229,6 +235,17 @@ class LeaseSession(Session):
             self.lease.expire()
         return LeaseExpired(f"lease {self.lease_id} has ended; take a new one and claim again")
 
+    def connected(self, until: float) -> Client:
+        """As `Session.connected`. If the server does not take up the session that was asked for, because it has expired
+        or the password is wrong, kazoo connects with a new one and tells nobody: under that one nothing is sent."""
+        client = super().connected(until)
+        if self._takes_up:
+            if (found := client.client_id) is None:
+                raise ConnectionLoss("the connection was lost again")
+            if found[0] != self.secret.session_id:
+                raise self.expire()
+        return client
+
     def _client(self) -> Client:
         if self._is_over or self._present is None or (self.lease is not None and not self.lease.alive):
             raise LeaseExpired(f"lease {self.lease_id} has ended; take a new one and claim again")
@@ -258,6 +275,9 @@ class LeaseSession(Session):
         self._discard()
 
     # What each kind does in its own way
+
+    def _began(self) -> None:
+        """The session was made by the connection that is open now."""
 
     def may_ping(self) -> bool:
         raise NotImplementedError
@@ -339,6 +359,9 @@ class VisitingSession(LeaseSession):
     _visitors = 0
     """How many calls use `_present` now."""
 
+    def _began(self) -> None:
+        self._takes_up = True
+
     def may_ping(self) -> bool:
         return False
 
@@ -397,6 +420,8 @@ class VisitingSession(LeaseSession):
                     raise RegistryUnavailable(f"{self.endpoint.url}: no answer, so the session was left to expire")
         except LeaseExpired:
             pass  # it had ended already
+        except ConnectionLoss as error:
+            raise RegistryUnavailable(f"{self.endpoint.url}: {error}, so the session was left to expire") from error
         finally:
             self.lease = lease
         self._is_over = True

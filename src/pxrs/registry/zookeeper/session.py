@@ -314,9 +314,8 @@ class Session(ABC):
     def attempt(self, action: Callable[[Client, float], T], until: float) -> T:
         """Do the action on a standing connection, again if it was disturbed before it had an effect."""
         while True:
-            client = self.connected(until)
             try:
-                return action(client, until)
+                return action(self.connected(until), until)
             except TryAgain:
                 reason = "its keys kept changing"
             except _DISTURBED as error:
