@@ -24,7 +24,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol, TypeVar
 
 from pxrs.clock import Clock
@@ -36,7 +36,7 @@ from pxrs.registry.limit import seconds_left
 from pxrs.registry.sql.database import ConnectionLost, Database, Row, Session, TransactionAborted
 from pxrs.registry.sql.planning import CommitPlan, LeasesDue, payload
 from pxrs.registry.sql.statements import AHEAD, ALIVE, OVER, Call, Statement, key_range
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +55,10 @@ T = TypeVar("T")
 class Watcher(Protocol):
     """Wakes watches; one for each registry."""
 
-    def add(self, watch: Watch) -> None:
-        """Return when every later change will wake the watch."""
+    def add(self, watches: Sequence[PrefixWatch]) -> None:
+        """Return when every later change under these prefixes will wake them."""
 
-    def remove(self, watch: Watch) -> None: ...
+    def remove(self, watch: PrefixWatch) -> None: ...
 
     def note_read(self, entries: Iterable[Entry]) -> None:
         """A user of this handle has seen these."""
@@ -169,7 +169,7 @@ class SqlRegistry(Registry):
             return self.database.are_leases_void(session)
 
     def versions(self, prefixes: tuple[str, ...]) -> list[list[tuple[str, int]]]:
-        """For each prefix, or single key, of a watch: the keys there and their versions."""
+        """For each prefix, or single key: the keys there and their versions."""
         calls = [
             self._call(self._statements.versions, **key_range(prefix))
             if prefix == "" or prefix.endswith("/")
@@ -341,10 +341,10 @@ class SqlRegistry(Registry):
 
     # Watching
 
-    def _watch(self, watch: Watch) -> None:
-        self._patiently(lambda _: self._watcher.add(watch))
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        self._patiently(lambda _: self._watcher.add(watches))
 
-    def _unwatch(self, watch: Watch) -> None:
+    def _unwatch(self, watch: PrefixWatch) -> None:
         self._watcher.remove(watch)
 
     def wake(self, keys: list[str] | None) -> None:
@@ -353,11 +353,7 @@ class SqlRegistry(Registry):
 
     def wake_under(self, folder: str) -> None:
         """For the watcher: wake who watches anything under the folder, or a folder that it is in."""
-        with self._handles_lock:
-            watches = list(self._watches)
-        for watch in watches:
-            if watch.covers(folder) or any(prefix.startswith(folder) for prefix in watch.prefixes):
-                watch.wake()
+        self._watches.wake_under(folder)
 
     def _close(self) -> None:
         self._watcher.close()

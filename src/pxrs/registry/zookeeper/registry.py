@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kazoo.exceptions import NoNodeError
@@ -9,7 +10,7 @@ from kazoo.exceptions import NoNodeError
 from pxrs.clock import SYSTEM, Clock
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 from pxrs.registry.zookeeper.commit import Attempt
 from pxrs.registry.zookeeper.layout import Layout, Version
 from pxrs.registry.zookeeper.lease import LeaseSession, session_of
@@ -29,7 +30,7 @@ class ZooKeeperRegistry(Registry):
     def __init__(self, endpoint: Endpoint, layout: Layout, *, clock: Clock = SYSTEM) -> None:
         super().__init__(endpoint.url, clock=clock)
         self._endpoint, self._layout, self.timeout_s = endpoint, layout, endpoint.timeout
-        self._watcher = Watcher(layout, self._open_watches, self._wake)
+        self._watcher = Watcher(layout, self._watches.prefixes, self._wake)
         self._session = LastingSession(endpoint, clock, self._watcher.on_state, self._watcher.on_event)
 
     # Reading
@@ -100,12 +101,9 @@ class ZooKeeperRegistry(Registry):
     def _lease(self, ttl: float) -> Lease:
         return LeaseSession(self._endpoint, self._layout, ttl, self.clock).begin(self._forget_lease)
 
-    def _watch(self, watch: Watch) -> None:
-        self._session.attempt(lambda *_: self._watcher.open(self._session, watch), self._session.bound())
-
-    def _open_watches(self) -> list[Watch]:
-        with self._handles_lock:
-            return list(self._watches)
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        prefixes = [watch.prefix for watch in watches]
+        self._session.attempt(lambda *_: self._watcher.open(self._session, prefixes), self._session.bound())
 
     def _close(self) -> None:
         """The watches end before the session, whose end would make them arm again."""
