@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ from pxrs.errors import (
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
 from pxrs.registry.limit import check_time
 from pxrs.registry.renewal import Renewer
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch, SharedWatches, Watch
 
 ABSENT: Final = 0
 """As an expected version: the key is not there. No key that is there has this version."""
@@ -134,7 +134,7 @@ class Registry(ABC):
         self._unrenewed: weakref.WeakSet[Lease] = weakref.WeakSet()
         """The other leases that this handle has given out."""
         self._renewer = Renewer(clock)
-        self._watches: set[Watch] = set()
+        self._watches = SharedWatches()
 
     # The public face.
 
@@ -231,7 +231,8 @@ class Registry(ABC):
     def watch(self, *prefixes: str) -> Watch:
         """A watch that wakes after any change under any of the prefixes. Open it, then scan.
 
-        A prefix that does not end in a slash watches that single key."""
+        A prefix that does not end in a slash watches that single key. Handles with the same prefixes share what the
+        store does for them: the store's threads and connections do not grow with the number of handles (W6)."""
         self._check_usable()
         if not prefixes:
             raise InvalidKey("a watch needs at least one prefix; the empty one watches everything")
@@ -245,7 +246,7 @@ class Registry(ABC):
             self._check_usable()
             self._watches.add(watch)
         try:
-            self._watch(watch)
+            self._watches.arm(watch, self._watch, self._unwatch)
         except BaseException:
             watch.close()
             raise
@@ -260,7 +261,7 @@ class Registry(ABC):
             if self._closed:
                 return
             self._closed = True
-            leases, watches = [*self._leases, *self._unrenewed], list(self._watches)
+            leases, watches = [*self._leases, *self._unrenewed], self._watches.handles()
         try:
             self._renewer.close()
             for lease in leases:
@@ -309,11 +310,13 @@ class Registry(ABC):
         if there is none, without any effect on a lease whose secret is another one."""
 
     @abstractmethod
-    def _watch(self, watch: Watch) -> None:
-        """Return only when every later change will wake the watch."""
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        """Return only when every later change under these prefixes will wake them. Called once for each distinct
+        prefix, however many handles share it, until `_unwatch`. Several threads may call it at once, for different
+        prefixes. Must end, in about the store's time limit."""
 
-    def _unwatch(self, watch: Watch) -> None:  # noqa: B027 - most backends keep nothing per watch
-        """Called once when a watch is closed."""
+    def _unwatch(self, watch: PrefixWatch) -> None:  # noqa: B027 - most backends keep nothing for each prefix
+        """Called when the last handle with this prefix is closed, also if `_watch` has failed; perhaps twice."""
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -322,14 +325,7 @@ class Registry(ABC):
 
     def _wake(self, keys: Iterable[str] | None) -> None:
         """Wake the watches that cover any of the keys; None is a doubt, and wakes all."""
-        with self._handles_lock:
-            watches = list(self._watches)
-        if not watches:
-            return
-        keys = None if keys is None else list(keys)
-        for watch in watches:
-            if keys is None or any(map(watch.covers, keys)):
-                watch.wake()
+        self._watches.wake(keys)
 
     def _forget_lease(self, lease: Lease) -> None:
         with self._handles_lock:
@@ -337,9 +333,8 @@ class Registry(ABC):
             self._unrenewed.discard(lease)
 
     def _forget_watch(self, watch: Watch) -> None:
-        with self._handles_lock:
-            self._watches.discard(watch)
-        self._unwatch(watch)
+        for unused in self._watches.remove(watch):
+            self._unwatch(unused)
 
     def _check_usable(self) -> None:
         if self._closed:

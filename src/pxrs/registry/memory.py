@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pxrs.clock import SYSTEM, Clock
@@ -15,7 +16,7 @@ from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.state import Change, State
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 LIMITS = Limits(commit_keys_max=4096, commit_bytes_max=8 << 20, value_bytes_max=1 << 20)
 
@@ -199,7 +200,7 @@ class MemoryRegistry(Registry):
             clock=self.clock,
         )
 
-    def _watch(self, watch: Watch) -> None:
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
         """Nothing to do: every change passes `_wake` under the store's lock."""
 
     def _close(self) -> None:

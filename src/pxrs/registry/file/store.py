@@ -46,7 +46,7 @@ from pxrs.registry.file.lease import FileLease, LeaseFile, expiry_of, is_over, r
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.state import Change, State
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -331,7 +331,7 @@ class FileRegistry(Registry):
 
     # Watches.
 
-    def _watch(self, watch: Watch) -> None:
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
         with self._watching_lock:
             if self._watcher is None:
                 with self._os_errors():
