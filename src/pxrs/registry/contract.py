@@ -18,9 +18,7 @@ bad input gets the same error everywhere and never reaches a store.
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 import sys
 import threading
 import weakref
@@ -28,7 +26,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -38,75 +35,23 @@ from pxrs import arguments, dropped
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import (
     Closed,
-    CommitTooLarge,
     InvalidArgument,
     InvalidCommit,
     InvalidKey,
     UsedAfterFork,
-    ValueTooLarge,
 )
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
 from pxrs.registry.limit import check_time
 from pxrs.registry.renewal import Renewer
+from pxrs.registry.values import ABSENT, Commit, Entry, Limits, check_commit, check_key, check_prefix
 from pxrs.registry.watch import PrefixWatch, SharedWatches, Watch
 
-ABSENT: Final = 0
-"""As an expected version: the key is not there. No key that is there has this version."""
+__all__ = ["ABSENT", "Commit", "Entry", "Limits", "Registry"]
 
-KEY_BYTES_MAX: Final = 512
 TIMEOUT_S_DEFAULT: Final = 10.0
 CLOSERS_MAX: Final = 16
-# Printable ASCII without the space, and without `;`, which marks folders in ZooKeeper.
-_SEGMENT = re.compile(r"[!-.0-:<-~]+")
+"""How many leases `close` ends at the same time."""
 _EMPTY: Final[Mapping[str, bytes]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A key as it was at some moment."""
-
-    key: str
-    value: bytes
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one commit may hold on this store. Callers that have more split it."""
-
-    commit_keys_max: int
-    """How many different keys one commit may name, expected and written together, the lease aside."""
-    commit_bytes_max: int
-    """How many bytes the keys and values of one commit may have together."""
-    value_bytes_max: int
-    key_bytes_max: int = KEY_BYTES_MAX
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A commit's arguments, checked. No key is in two of `put`, `ephemeral` and `delete`."""
-
-    expect: Mapping[str, int]
-    put: Mapping[str, bytes]
-    ephemeral: Mapping[str, bytes]
-    delete: frozenset[str]
-    lease: Lease | None
-    quiet: bool
-    keys: tuple[str, ...] = field(init=False)
-    """Every key it names, in key order."""
-
-    def __post_init__(self) -> None:
-        keys = sorted({*self.expect, *self.put, *self.ephemeral, *self.delete})
-        object.__setattr__(self, "keys", tuple(keys))
-
-    @property
-    def written(self) -> dict[str, bytes]:
-        return {**self.put, **self.ephemeral}
-
-    @property
-    def changed(self) -> list[str]:
-        """Every key it writes or deletes."""
-        return [*self.put, *self.ephemeral, *self.delete]
 
 
 class Registry(ABC):
@@ -141,7 +86,7 @@ class Registry(ABC):
     def get(self, key: str) -> Entry | None:
         """The key's current value and version, or None."""
         self._check_usable()
-        _check_key(key)
+        check_key(key)
         check_time(self.url)
         return self._get(key)
 
@@ -149,7 +94,7 @@ class Registry(ABC):
         """The entries whose keys begin with `prefix`, in byte order of their keys, those after the key `after`,
         at most `limit` of them. A prefix is empty or ends in a slash."""
         self._check_usable()
-        _check_prefix(prefix)
+        check_prefix(prefix)
         if after is not None and not (isinstance(after, str) and after.isascii()):
             raise InvalidKey(f"after is {arguments.shown(after)}: give a key, which is ASCII text, or None")
         limit = None if limit is None else arguments.whole(InvalidKey, "limit", limit, 1)
@@ -181,8 +126,10 @@ class Registry(ABC):
             commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
         except TypeError as error:
             raise InvalidKey(f"a commit takes mappings from keys, which are strings: {error}") from error
-        self._check_commit(commit)
+        check_commit(commit, self.limits)
         if lease is not None:
+            if lease.alive and not self._has_given_out(lease):
+                raise InvalidCommit("the lease belongs to another registry handle: attach to it with its secret")
             lease.check()
         if not commit.keys and lease is None:
             return {}
@@ -238,9 +185,9 @@ class Registry(ABC):
             raise InvalidKey("a watch needs at least one prefix; the empty one watches everything")
         for prefix in prefixes:
             if isinstance(prefix, str) and prefix and not prefix.endswith("/"):
-                _check_key(prefix)
+                check_key(prefix)
             else:
-                _check_prefix(prefix)
+                check_prefix(prefix)
         watch = Watch(prefixes, self._forget_watch)
         with self._handles_lock:
             self._check_usable()
@@ -342,36 +289,8 @@ class Registry(ABC):
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"the registry {self.url} was opened before a fork: open it again in the child")
 
-    def _check_commit(self, commit: Commit) -> None:
-        for key in commit.keys:
-            _check_key(key)
-        for key, version in commit.expect.items():
-            if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-                raise InvalidCommit(f"expect {key}: {version!r} is not a version; use ABSENT or one that was read")
-        both = (commit.put.keys() & commit.ephemeral.keys()) | (commit.delete & commit.written.keys())
-        if both:
-            raise InvalidCommit(f"written twice in one commit: {', '.join(sorted(both))}")
-        if commit.ephemeral and commit.lease is None:
-            raise InvalidCommit("ephemeral keys need the lease that they live with")
-        if commit.lease is not None and commit.lease.alive and not self._has_given_out(commit.lease):
-            raise InvalidCommit("the lease belongs to another registry handle: attach to it with its secret")
-        self._check_size(commit)
-
     def _has_given_out(self, lease: Lease) -> bool:
         return lease in self._leases or lease in self._unrenewed
-
-    def _check_size(self, commit: Commit) -> None:
-        for key, value in commit.written.items():
-            if not isinstance(value, bytes):
-                raise InvalidCommit(f"put {key}: the value is {type(value).__name__}, not bytes")
-            if len(value) > self.limits.value_bytes_max:
-                raise ValueTooLarge(f"{key}: {len(value):,} bytes, and {self.limits.value_bytes_max:,} is the most")
-        keys = commit.keys
-        if len(keys) > self.limits.commit_keys_max:
-            raise CommitTooLarge(f"{len(keys):,} keys in one commit, and {self.limits.commit_keys_max:,} is the most")
-        size = sum(map(len, keys)) + sum(map(len, commit.written.values()))
-        if size > self.limits.commit_bytes_max:
-            raise CommitTooLarge(f"{size:,} bytes in one commit, and {self.limits.commit_bytes_max:,} is the most")
 
     def __enter__(self) -> Self:
         return self
@@ -383,29 +302,3 @@ class Registry(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}{' closed' if self._closed else ''}>"
-
-
-def _check_key(key: str) -> None:
-    if not isinstance(key, str) or not key:
-        raise InvalidKey(f"{key!r}: a key is a slash path such as 'groups/billing/leader'")
-    _check_segments(key)
-
-
-@functools.lru_cache(maxsize=4096)  # a group names the same keys again and again
-def _check_segments(key: str) -> None:
-    if len(key) > KEY_BYTES_MAX:
-        raise InvalidKey(f"{key[:40]!r}...: {len(key)} characters, and {KEY_BYTES_MAX} is the most")
-    for segment in key.split("/"):
-        if segment in ("", ".", "..") or not _SEGMENT.fullmatch(segment):
-            raise InvalidKey(
-                f"{key!r}: the segment {segment!r} is not allowed; use printable ASCII without space or ';', "
-                "and no empty, '.' or '..' segment"
-            )
-
-
-def _check_prefix(prefix: str) -> None:
-    if prefix == "":
-        return
-    if not isinstance(prefix, str) or not prefix.endswith("/"):
-        raise InvalidKey(f"{prefix!r}: a prefix is empty or ends in a slash, so that 'a/' never matches 'ab'")
-    _check_key(prefix[:-1])
