@@ -84,6 +84,10 @@ _JOB_S: Final = 86_400.0
 PATIENCE_S: Final = 15.0
 """How long a registry that cannot be reached is asked again, at least: if the query's lease is longer, so long."""
 _TRIES_MAX: Final = 20
+"""How often a commit whose outcome is unknown is made again."""
+_LOOKS_MAX: Final = 100
+"""How often `publish` looks at the manifest again. Each time another driver of the same query has changed it, or this
+driver has finished what it found."""
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
 _TOGETHER_MAX: Final = 4
@@ -182,7 +186,7 @@ class Publisher:
         ours = Manifest(batch, list(files), ranges, planned=planned, epochs=epochs, has_state=has_state)
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         self._finish_before(query, ours)
-        while True:
+        for _ in range(_LOOKS_MAX):
             entry = self._get(self._prefix + query)
             last = None if entry is None else _load(entry)
             step = step_for(query, last, ours)
@@ -207,6 +211,10 @@ class Publisher:
                 self._staging.keep_topic(self._topic.id)
                 self._finish_own(query, ours, version)
                 return
+        raise BatchRefused(
+            f"query {query}: other drivers have changed its manifest {_LOOKS_MAX} times while this one came with batch "
+            f"{batch}. Run one driver for each checkpoint location"
+        )
 
     def finish_others(self) -> None:
         """Publish what queries have left behind that died between their manifest and their last append, and collect
