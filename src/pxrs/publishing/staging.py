@@ -184,21 +184,24 @@ class Staging:
         _remove_if_empty(folder)  # else the next batch is on its way
         self._clear_feeds(query, batch + 1)
 
-    def sweep(self, topic: str, needed: Mapping[str, int | None]) -> None:
+    def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
         """Remove what was staged for nothing and not added to for a day, and feeds that nobody has asked for.
 
-        needed: by query, the batch that its manifest names and that is not published; None: it may be any."""
+        needed: by query, the batch that its manifest names and that is not published; None: it may be any.
+        now:    when the caller began to read the manifests, in seconds since 1970: what was staged later stays, however
+                long the caller has been stopped since."""
+        now = time.time() if now is None else now
         with contextlib.suppress(FileNotFoundError):
             for query in (self._root / topic).iterdir():
                 if needed.get(query.name, -1) is None:
                     continue
                 for batch in query.iterdir():
                     if batch.name != str(needed.get(query.name)):
-                        _remove_old(batch, _ORPHAN_S)
+                        _remove_old(batch, now - _ORPHAN_S)
                 _remove_if_empty(query)
         with contextlib.suppress(FileNotFoundError):
             for query in (self._root / "feeds").iterdir():
-                _remove_old(query, _OLD_FEED_S)
+                _remove_old(query, now - _OLD_FEED_S)
 
     def mark(self, topic: str) -> None:
         """Have a folder for the topic, also if nothing is staged for it. If that fails, the batch need not."""
@@ -250,9 +253,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_old(folder: Path, age_s: float) -> None:
-    """Remove a folder of files if nothing in it is younger. What comes into it meanwhile stays."""
-    before = time.time() - age_s
+def _remove_old(folder: Path, before: float) -> None:
+    """Remove a folder of files if nothing in it was written since `before`. What comes into it meanwhile stays."""
     with contextlib.suppress(FileNotFoundError):
         files = list(folder.iterdir())
         if max(each.stat().st_mtime for each in (folder, *files)) < before:
