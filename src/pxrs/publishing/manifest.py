@@ -118,6 +118,22 @@ def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collecti
             forget_topic(registry, staging, topic)
 
 
+def needed_batches(registry: Registry, topic: str) -> dict[str, int | None]:
+    """By query, the batch of the topic with this id that its manifest names and that is not published, so that its
+    staged files are needed; None if the manifest is damaged: any batch of that query may be needed."""
+    needed: dict[str, int | None] = {}
+    for entry in registry.scan(f"spark/{topic}/"):
+        query = entry.key.rpartition("/")[2]
+        try:
+            manifest = Manifest.load(entry)
+        except RegistryCorrupt:  # the query's own publisher tells of it
+            needed[query] = None
+            continue
+        if not manifest.is_published:
+            needed[query] = manifest.batch
+    return needed
+
+
 def _written_at(registry: Registry, topic: str) -> float:
     """When the last manifest of the topic was written."""
     last = 0.0
