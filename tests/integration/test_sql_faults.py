@@ -36,12 +36,12 @@ from pxrs.errors import (
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.contract import Commit
 from pxrs.registry.sql import ddl, sqlite, store
+from pxrs.registry.sql.commit import CommitPlan
 from pxrs.registry.sql.database import ConnectionLost, Inherited, Session
-from pxrs.registry.sql.planning import CommitPlan
 from pxrs.registry.sql.postgresql import PostgresSession
+from pxrs.registry.sql.registry import SqlRegistry
 from pxrs.registry.sql.sqlite import SqliteDatabase
 from pxrs.registry.sql.statements import Call, Statement, key_range, statements_for
-from pxrs.registry.sql.store import SqlRegistry
 from pxrs.testing import faults
 from pxrs.testing.actor import Actor
 from pxrs.testing.history import record
