@@ -35,7 +35,8 @@ from pxrs.errors import (
 )
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.contract import Commit
-from pxrs.registry.sql import ddl, sqlite, store
+from pxrs.registry.sql import ddl, sqlite
+from pxrs.registry.sql import registry as sql_registry
 from pxrs.registry.sql.commit import CommitPlan
 from pxrs.registry.sql.database import ConnectionLost, Inherited, Session
 from pxrs.registry.sql.postgresql import PostgresSession
@@ -405,7 +406,7 @@ class TestLeases:
     def test_many_leases_that_expire_too_far_ahead_are_all_corrected_by_one_watcher(
         self, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(store, "DUE_LEASES_MAX", 2)
+        monkeypatch.setattr(sql_registry, "DUE_LEASES_MAX", 2)
         with open_sql(self.database_with_a_clock_to_step(server)) as registry:
             for _ in range(5):
                 registry.lease(30).abandon()

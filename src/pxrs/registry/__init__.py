@@ -1,4 +1,16 @@
-"""The coordination kernel: versioned keys, multi-key compare-and-commit, leases and watches on any store."""
+"""The coordination kernel: versioned keys, multi-key compare-and-commit, leases and watches on any store.
+
+    with registry.open("postgresql://me@db/coordination") as store:
+        version = store.commit(put={"config/rate": b"10"})["config/rate"]
+        store.commit(expect={"config/rate": version}, put={"config/rate": b"20"})   # or Conflict
+
+What it promises is in `contract.py`, and `pxrs.testing.registry_contract` proves it for every backend. Groups, queues
+and the Spark sink are written over this contract alone and never ask which store they run on.
+
+Where to start reading: `contract.py` (the class `Registry`), `lease.py` and `renewal.py` (leases and what keeps them
+alive), `watch.py`, then a backend. `memory.py` is the shortest one. In each of the folders `file/`, `sql/`, `etcd/` and
+`zookeeper/`, `registry.py` is the backend's `Registry` and `lease.py` its leases. docs/registry.md is for users.
+"""
 
 from __future__ import annotations
 
