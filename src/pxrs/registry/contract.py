@@ -1,19 +1,21 @@
-"""The registry: a small coordination kernel that everything else is written over, once.
+"""The contract of a registry: a small coordination kernel over which groups, queues and the Spark sink are written.
 
-It holds versioned keys, changes several of them together or not at all, gives leases, and wakes those
-who watch. Nothing above it knows which store it is; nothing in it knows what the keys mean.
+A registry holds versioned keys, changes several of them together or not at all, gives leases, and wakes watches after a
+change. The code above it does not know which store it runs on, and no backend knows what the keys mean.
 
 What every backend keeps, and `pxrs.testing` proves:
 - `get` and `commit` are linearizable. `scan` gives for every key a value that was current at some moment during
-  the call and misses nothing committed before it; it is not one moment's picture (R1).
-- A version changes with every write. It is not used again while the key lives, and a *guard* must be a persistent
-  key that is never deleted (R4): ZooKeeper counts a re-created key from the start.
-- A commit that names a lease happens only while that lease lives, decided together with the commit (R3).
-- A key is persistent or ephemeral as its last write made it. A lease's end removes its keys, as a commit would.
-- An error other than `OutcomeUnknown` means that nothing was written. Nothing is retried that might happen twice (R5).
+  the call and misses nothing committed before it; the values of two keys may be of different moments (R1).
+- A version changes with every write and is not used again while the key exists. A *guard*, a key whose version fences
+  writes, must be persistent and never deleted (R4): ZooKeeper counts the versions of a re-created key from the start.
+- A commit that names a lease happens only while that lease is alive; the store decides both in one step (R3).
+- The last write of a key makes it persistent or ephemeral. The end of a lease removes its ephemeral keys in one step.
+- An error other than `OutcomeUnknown` means that nothing was written. A request that could take effect twice is never
+  sent twice (R5).
+- A lease that this handle does not renew outlives the handle and its process, until its expiry (W2).
 
-A backend implements the methods that begin with an underscore; the public ones here check the arguments, so that
-bad input gets the same error everywhere and never reaches a store.
+A backend implements the abstract methods, whose names begin with an underscore. The public methods here check the
+arguments, so that invalid input raises the same error on every backend and never reaches a store.
 """
 
 from __future__ import annotations
@@ -57,18 +59,21 @@ _EMPTY: Final[Mapping[str, bytes]] = {}
 class Registry(ABC):
     """A handle to a store. Threads share it; a forked child must open its own.
 
-    Close it. It keeps the leases and watches that it gave out, and closes itself, with a ResourceWarning, if nobody has
-    it or one of them any more; on stores whose driver's threads keep the handle, it stays open until the process ends.
+    Close it. A handle refers to the leases that it renews and to its watches. A handle that is garbage-collected with
+    all of them closes itself, with a ResourceWarning; on stores whose driver's threads refer to the handle, it stays
+    open until the process ends.
+
+    The class has a few more methods than others here, because each public method has its counterpart for backends.
     """
 
     limits: Limits
     timeout_s: float = TIMEOUT_S_DEFAULT
-    """How long one call may take; the option `timeout` of the address. See `registry.limit` for several together."""
+    """How long one call may take; the option `timeout` of the address. `registry.limit` bounds several calls."""
     folder: Path | None = None
-    """A folder of this store's own, where files about what it keeps may be put beside its own. Most have none."""
+    """The folder of this store, in which other code may put files beside the store's own; None on most stores."""
 
     def __init__(self, url: str, *, clock: Clock = SYSTEM) -> None:
-        """`url` is shown in messages, so its password must be hidden already."""
+        """`url` is shown in messages, so the caller must have removed its password."""
         self.url = url
         self.clock = clock
         self._pid = os.getpid()
@@ -113,11 +118,11 @@ class Registry(ABC):
         """Change several keys together, or none. Returns the new version of each key written.
 
         expect:    the version that each of these keys must have, or ABSENT; a difference raises Conflict.
-        put:       keys to write, for good.
-        ephemeral: keys to write that live and die with `lease`.
-        lease:     must be alive, whatever is written, else LeaseExpired.
+        put:       keys to write as persistent keys.
+        ephemeral: keys to write that vanish when `lease` ends.
+        lease:     a lease that this handle gave out. It must be alive, whatever is written, else LeaseExpired.
         delete:    keys to remove; one that is not there is no error.
-        quiet:     a promise that nobody watches these keys, which spares some stores a notification.
+        quiet:     promises that no watch covers these keys, so that some stores need not send a notification.
         """
         self._check_usable()
         if lease is not None and not isinstance(lease, Lease):
@@ -213,8 +218,8 @@ class Registry(ABC):
             self._renewer.close()
             for lease in leases:
                 lease.expire()
-            if len(leases) > 1:  # a store that does not answer is waited for once, not once for each lease
-                # RuntimeError: the interpreter is exiting and starts no more threads. Then one after the other, below.
+            if len(leases) > 1:  # at the same time: a store that does not answer is not waited for once for each lease
+                # RuntimeError: the interpreter is exiting and starts no more threads. Then the loop below closes them.
                 with suppress(RuntimeError), ThreadPoolExecutor(min(len(leases), CLOSERS_MAX)) as pool:
                     list(pool.map(Lease.close, leases))
             for lease in leases:
@@ -234,7 +239,7 @@ class Registry(ABC):
     # What a backend implements.
 
     def _is_idle(self) -> bool:
-        """Whether nothing has to be closed: called by the finalizer, and so without any lock."""
+        """Whether nothing has to be closed. Called by the finalizer, which must not take a lock."""
         return not self._leases and not self._watches
 
     @abstractmethod
@@ -271,7 +276,7 @@ class Registry(ABC):
     # What backends share.
 
     def _wake(self, keys: Iterable[str] | None) -> None:
-        """Wake the watches that cover any of the keys; None is a doubt, and wakes all."""
+        """Wake the watches that cover any of the keys. None: it is not known what changed, so all watches wake."""
         self._watches.wake(keys)
 
     def _forget_lease(self, lease: Lease) -> None:

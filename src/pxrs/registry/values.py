@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one commit may hold on this store. Callers that have more split it."""
+    """How much one commit may hold on a store. A caller that has more makes several commits."""
 
     commit_keys_max: int
     """How many different keys one commit may name, expected and written together, the lease aside."""
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit's arguments, checked. No key is in two of `put`, `ephemeral` and `delete`."""
+    """The arguments of one commit. After `check_commit`, no key is in two of `put`, `ephemeral` and `delete`."""
 
     expect: Mapping[str, int]
     put: Mapping[str, bytes]
@@ -51,7 +51,7 @@ class Commit:
     lease: Lease | None
     quiet: bool
     keys: tuple[str, ...] = field(init=False)
-    """Every key it names, in key order."""
+    """Every key that the commit names, in key order."""
 
     def __post_init__(self) -> None:
         keys = sorted({*self.expect, *self.put, *self.ephemeral, *self.delete})
@@ -63,7 +63,7 @@ class Commit:
 
     @property
     def changed(self) -> list[str]:
-        """Every key it writes or deletes."""
+        """Every key that the commit writes or deletes."""
         return [*self.put, *self.ephemeral, *self.delete]
 
 

@@ -29,8 +29,8 @@ A process that may not write reads in the same way. It publishes neither the sea
 behind a missing entry, nor a snapshot: it shows the state up to the missing entry, and follows the seal once a process
 that may write has published it.
 
-Only `prepared` and `finish_compaction` may be called without the lock that `store.py` holds. A call that is interrupted
-in the middle, by an error or by a signal, leaves the state `torn`: it is loaded anew before it is used again.
+Only `prepared` and `finish_compaction` may be called without the lock of `FileRegistry`. A call that is interrupted in
+the middle, by an error or by a signal, leaves the state `torn`: it is loaded anew before it is used again.
 """
 
 from __future__ import annotations
