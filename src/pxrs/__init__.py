@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs import errors, registry
 from pxrs.clock import Clock
-from pxrs.hub import Hub, TopicHandle, open
+from pxrs.hub import Hub, open
 from pxrs.log.batch import Batch, Origin
 from pxrs.log.contract import Append, Bounds, DamagedTopic, Fetched, Log, RetentionPlan, Source, TopicLog
 from pxrs.model import Message, Topic, TopicPartition
@@ -20,6 +20,7 @@ from pxrs.queue.policy import (
     Policy,
 )
 from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
+from pxrs.topics import TopicHandle
 from pxrs.waiting import Cancel, Subscription
 
 if TYPE_CHECKING:

@@ -754,7 +754,7 @@ class TestSpark:
         return BatchReader(read_options({"url": hub.url, "topic": "orders", **options})).partitions()
 
     def read(self, parts: list[Any]) -> list[int]:
-        from pxrs.spark.reader import TaskReader
+        from pxrs.spark.tasks import TaskReader
 
         return [offset for part in parts for batch in TaskReader().read(part) for offset in batch["offset"].to_pylist()]
 

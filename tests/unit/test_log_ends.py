@@ -18,6 +18,7 @@ from pxrs.log.directory import tailing
 from pxrs.log.directory.ends import Ends
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.log.directory.tailing import Tailer
+from pxrs.log.outcomes import offsets_of
 from pxrs.testing.log_contract import new_topic, records
 
 PARTITIONS = 50
@@ -57,7 +58,7 @@ class Reads(Counter[int]):
 
 
 def append(topic: DirectoryTopic, number: int) -> None:
-    topic.append([Append(number, records([b"v"]))])
+    offsets_of(topic.append([Append.encoded(number, records([b"v"]))]))
 
 
 def test_only_what_has_changed_is_read_again(topic: DirectoryTopic, writer: DirectoryTopic) -> None:

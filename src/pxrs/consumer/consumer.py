@@ -210,7 +210,7 @@ class Consumer:
         """Such a one that was committed though its reply was lost, until more is handed out."""
         self._stopping = threading.Event()
         self._is_running = self._is_transactional = self._is_started = False
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this consumer. It closes its log and registry with its last reference, which is here."""
         self.skipped = 0
         """How many messages retention took before they were read; counted if `on_trimmed` is "skip"."""
@@ -1012,7 +1012,7 @@ class Consumer:
         if os.getpid() != self._pid or sys.is_finalizing():
             return
         name, self._is_closed = repr(self), True
-        dropped.apart(_leave, self._member, self._hub)
+        dropped.apart(_leave, self._member, self.hub)
         dropped.warn(name, "its member leaves the group; what was in hand is not done, and goes to others", self)
 
     def _check_usable(self) -> None:

@@ -42,8 +42,9 @@ from pxrs import arguments
 from pxrs.consumer.consumer import Consumer
 from pxrs.consumer.readers import Loop, Reading
 from pxrs.errors import Conflict, InvalidGroup, OutcomeUnknown, PartitionLost, RegistryUnavailable
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite, Holding
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import Holding, MemberProtocol
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Checkpoint
 from pxrs.limited_log import Outage
 from pxrs.log.batch import Batch
@@ -232,17 +233,13 @@ class _Loop:
                 return False
             if holding.checkpoint_version is not None:
                 return True
-            if not self.member._drive(protocol._learn(lane.partition)):
+            if not self.member._drive(protocol.read_again(lane.partition)):
                 return False
+            fence = protocol.checkpoint_write([lane.partition])
             version, holding.checkpoint_version = holding.checkpoint_version, None
-            topic = protocol.member.topic
-            expect = {
-                self.keys.owner(topic, lane.partition): holding.version,
-                self.keys.checkpoint(topic, lane.partition): version or _NOT_KNOWN,
-            }
             try:
                 # It writes nothing. It takes both rows' locks, which the transaction in doubt has until it is over.
-                self.registry.commit(expect)
+                self.registry.commit(fence.expect)
             except Conflict:
                 return False  # it has just committed, or the partition has gone: read again
             holding.checkpoint_version = version
@@ -362,19 +359,20 @@ class _Taken:
         if not loop.is_sqlite:
             connection.execute(_SETTINGS, _settings(loop.registry.database.timeout))
         number = self._lane.partition
-        owner = loop.keys.owner(protocol.member.topic, number)
-        key = loop.keys.checkpoint(protocol.member.topic, number)
         checkpoint = Checkpoint(self._end, protocol.wall(), protocol.member.name, holding.epoch)
         expected = holding.checkpoint_version
         while True:
-            expect = {owner: holding.version, key: _NOT_KNOWN if expected is None else expected}
-            commit = Commit(expect, {key: checkpoint.dump()}, {}, frozenset(), None, quiet=True)
+            version = _NOT_KNOWN if expected is None else expected
+            place = protocol.member.topic, number
+            write = CheckpointWrite(loop.keys, place, holding.version, version, checkpoint)
+            commit = Commit(write.expect, write.put, {}, frozenset(), None, quiet=True)
             plan = CommitPlan(commit, loop.registry._namespace, loop.registry._statements)
             found = plan.judge(run(connection, plan.locks))
             try:
                 plan.check_versions(found)
             except Conflict as conflict:
-                if owner in conflict.keys or key not in found.versions:
+                key = write.checkpoint_key
+                if FencedWrite([write]).lost(conflict) or key not in found.versions:
                     raise PartitionLost(loop.keys.group, [number]) from conflict
                 # Ours still, so an ordinary commit of ours was faster: it may have passed a gap. Both rows are locked.
                 if self._locked_checkpoint(key).offset > self._start:

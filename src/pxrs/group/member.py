@@ -54,16 +54,18 @@ from pxrs.errors import (
 )
 from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
+from pxrs.group.checkpoints import Holding
 from pxrs.group.foreign import foreign_of
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
-from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, Holding, MemberProtocol, Steps, drive
+from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, MemberProtocol
 from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease
 from pxrs.registry.limit import time_limit
+from pxrs.registry.steps import Steps, drive
 from pxrs.registry.watch import Watch
 
 _logger = logging.getLogger(__name__)
@@ -784,7 +786,7 @@ class GroupMember:
         """A commit that the protocol does not know of was refused by the fence."""
         with self.procedure():
             if protocol.held.get(holding.lane.partition) is holding:
-                protocol._lose(holding.lane.partition)
+                protocol.lose(holding.lane.partition)
 
     def _fail(self, error: BaseException) -> None:
         if self._untold is None and error is not self._error:  # else `check` has raised it

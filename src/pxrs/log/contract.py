@@ -12,15 +12,18 @@ told in docs/writing-a-source.md; `pxrs.testing.source_contract` tests it.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import pyarrow as pa
 
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import DamagedFrame, HubMoved, InvalidArgument, LogError, UnknownTopic
-from pxrs.log.batch import ANONYMOUS, Batch, Origin
+from pxrs.log.batch import ANONYMOUS, Batch, Origin, Payload, encode
+from pxrs.log.outcomes import Outcome
 from pxrs.model import Topic
 from pxrs.waiting import Callback, Cancel, Subscription, wait_for
 
@@ -40,14 +43,30 @@ class DamagedTopic(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Records for one partition, and who sends them. The same origin twice is stored once (L4)."""
+    """An encoded batch for one partition, and who sends it. Two batches of the same origin are stored once (L4)."""
 
     partition: int
-    records: pa.RecordBatch
+    payload: Payload
+    """The records, encoded by whoever makes the Append. The log stores these bytes as they are, and checks them first
+    (`pxrs.log.batch.check_encoded`)."""
     origin: Origin = ANONYMOUS
     since: int | None = None
-    """Where the partition ended before the first try of this producer's first batch: if it has forgotten producers
-    since, it looks from there whether this is one of them. Without it, that is refused: UnknownProducer."""
+    """The end of the partition as it was before the first try of this producer's first batch. A log that has forgotten
+    producers since then searches its batches from this offset on for the producer. With None the log cannot search, and
+    refuses the batch with UnknownProducer if it has forgotten any producer."""
+
+    @classmethod
+    def encoded(
+        cls,
+        partition: int,
+        records: pa.RecordBatch,
+        origin: Origin = ANONYMOUS,
+        since: int | None = None,
+        *,
+        codec: str = "none",
+    ) -> Append:
+        """Encode the records. Raises InvalidRecord if they are none, of another schema, or too large for one frame."""
+        return cls(partition, encode(records, codec), origin, since)
 
 
 class RetentionPlan(NamedTuple):
@@ -279,11 +298,17 @@ class TopicLog(Source):
         """Raise NoWritePermission if it can be told, without writing, that this process may not append."""
 
     @abstractmethod
-    def append(self, appends: Sequence[Append]) -> list[int]:
-        """Store the batches of each partition in order, durable when it returns; the offset of each one's first record.
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        """Store the batches of each partition in their order, durably, and return the outcome of each batch.
 
-        All or nothing for each partition; an error names one that failed, and others may be stored. Raises AppendFailed
-        if nothing of that partition was stored, UnknownProducer and SequenceGap by origin."""
+        The batches of one partition are stored together, so that either all of them are StoredAt or none is. A
+        partition that fails changes nothing for the other partitions. The error of a batch that is NotStored is
+        AppendFailed if a later try may work; UnknownProducer or SequenceGap if the origin is refused. MaybeStored has
+        AppendUnknown. Nothing is resent inside of this call (W1).
+
+        Raises only before anything is stored, for the whole call: InvalidRecord if a batch is damaged or names a
+        partition that does not exist, TopicDeleted, HubMoved, NoWritePermission, Closed, UsedAfterFork. An interrupt
+        (such as KeyboardInterrupt) leaves every outcome unknown."""
 
     @abstractmethod
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
@@ -307,6 +332,14 @@ class TopicLog(Source):
 
 class Log(ABC):
     """Topics by name. Threads share it; a forked child must open its own."""
+
+    url: str
+    """The log's address, without a password."""
+    folder: Path | None = None
+    """The directory in which the log is; None if it is in none."""
+    own_registry: str | os.PathLike[str] | None = None
+    """The address of the registry that is kept with this log, which a hub has if no other is given. None: one must be
+    given."""
 
     @abstractmethod
     def create_topic(self, topic: Topic) -> TopicLog:
@@ -333,6 +366,10 @@ class Log(ABC):
 
     def check_topics(self) -> None:  # noqa: B027 - a log that is there has topics
         """Raise NoDirectory if this stands for the log of a hub that was opened without a directory."""
+
+    def finish_deletions(self) -> None:  # noqa: B027 - a log that deletes at once has none
+        """Remove what deletions of topics that were cut short have left behind. May be called at any time, by several
+        processes at once. What fails is logged, and tried again by the next call."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,8 +1,8 @@
 """The log in one process's memory: for tests, and for programs that need no other process.
 
-Batches are kept as the bytes they would have on disk, uncompressed, so that the same input is refused and nothing that
-the caller holds is shared. One lock for each topic, because appends are short. Whoever appends calls the callbacks of
-those who wait for that partition, on its own thread, after it has released the lock.
+Batches are kept as the encoded bytes that a log on disk stores, so that the same input is refused and the records that
+the caller holds are not shared. Each topic has one lock, because appends are short. The thread that appends calls the
+callbacks of those who wait for that partition, after it has released the lock.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from pxrs.errors import (
     InvalidRecord,
     OffsetOutOfRange,
     OffsetTrimmed,
+    SequenceGap,
     TopicDeleted,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
     UsedAfterFork,
 )
-from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, encode
+from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, check_encoded
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, DamagedTopic, Log, RetentionPlan, TopicLog
-from pxrs.log.directory.index import credible_time
-from pxrs.log.producers import SILENT_S_MAX, Asked, Placed, Producers
+from pxrs.log.outcomes import NotStored, Outcome, StoredAt
+from pxrs.log.producers import SILENT_S_MAX, Incoming, Placement, Producers, named
+from pxrs.log.retention import credible_time
 from pxrs.model import Topic
 from pxrs.waiting import Callback, Subscribers, Subscription
 
@@ -47,9 +49,9 @@ class _Partition:
         self.end = 0
         self.producers = Producers()
 
-    def place(self, asked: list[Asked]) -> list[Placed]:
-        asked = self.producers.recall(asked, self.end, self._origins_since, self._clock.wall_time_us() / 1e6)
-        return self.producers.place(asked, self.end)
+    def place(self, incoming: list[Incoming]) -> list[Placement]:
+        incoming = self.producers.recall(incoming, self.end, self._origins_since, self._clock.wall_time_us() / 1e6)
+        return self.producers.place(incoming, self.end)
 
     def _origins_since(self, offset: int) -> Iterable[tuple[Origin, int]] | None:
         if offset < self.start:
@@ -142,30 +144,29 @@ class MemoryTopic(TopicLog):
         times = pa.ipc.read_record_batch(found[1].data, SCHEMA).column("timestamp").cast(pa.int64())
         return found[0] + int(pc.index(pc.greater_equal(times, timestamp), True).as_py())
 
-    def append(self, appends: Sequence[Append]) -> list[int]:
-        payloads = [encode(append.records) for append in appends]
-        in_partition: dict[int, list[int]] = {}
-        for i, append in enumerate(appends):
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        by_partition: dict[int, list[Append]] = {}
+        for append in appends:
             self._partition(append.partition)
-            in_partition.setdefault(append.partition, []).append(i)
-        placed: dict[int, Placed] = {}
+            check_encoded(append.payload)
+            by_partition.setdefault(append.partition, []).append(append)
         with self._lock:
             self._check_usable()
-            # Every partition is checked before anything is stored: what is refused leaves no trace.
-            refused: dict[int, UnknownProducer] = {}
-            for partition, numbers in in_partition.items():
-                asked = [Asked(appends[i].origin, payloads[i].rows, appends[i].since) for i in numbers]
-                try:
-                    placed |= zip(numbers, self._stored[partition].place(asked), strict=True)
-                except UnknownProducer as error:
-                    refused[partition] = error
-            if refused:
-                raise UnknownProducer.of(self.name, refused)
-            for i, append in enumerate(appends):
-                if placed[i].is_new:
-                    self._stored[append.partition].store(payloads[i], append.origin)
-        self._subscribers.wake(in_partition)
-        return [placed[i].offset for i in range(len(appends))]
+            outcomes = {number: iter(self._append(number, batches)) for number, batches in by_partition.items()}
+        self._subscribers.wake(by_partition)
+        return [next(outcomes[append.partition]) for append in appends]
+
+    def _append(self, number: int, batches: list[Append]) -> list[Outcome]:
+        """The batches of one partition. The caller holds `_lock`."""
+        partition = self._stored[number]
+        try:
+            placed = partition.place([Incoming(each.origin, each.payload.rows, each.since) for each in batches])
+        except (UnknownProducer, SequenceGap) as error:
+            return [NotStored(named(error, f"{self.name}/{number}"))] * len(batches)
+        for batch, placement in zip(batches, placed, strict=True):
+            if placement.is_new:
+                partition.store(batch.payload, batch.origin)
+        return [StoredAt(placement.offset, not placement.is_new) for placement in placed]
 
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
         plan = RetentionPlan({}, [])
@@ -225,6 +226,9 @@ class MemoryTopic(TopicLog):
 
 class MemoryLog(Log):
     """A log that is gone with its process."""
+
+    url = "memory:"
+    own_registry = "memory:"
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self.clock = clock

@@ -33,6 +33,7 @@ from typing import Any, Final
 from pxrs import disk
 from pxrs.errors import (
     AppendFailed,
+    AppendUnknown,
     Closed,
     HubMoved,
     InvalidRecord,
@@ -40,24 +41,26 @@ from pxrs.errors import (
     LogBusy,
     LogError,
     ReadFailed,
+    SequenceGap,
     TopicDeleted,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
     UsedAfterFork,
-    refused_in,
 )
-from pxrs.log.batch import Batch, encode, place_id
+from pxrs.log.batch import Batch, check_encoded, place_id
 from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.directory.crew import Crew
 from pxrs.log.directory.description import look_up, target_of, write_topic
 from pxrs.log.directory.ends import Ends
-from pxrs.log.directory.index import credible_time
-from pxrs.log.directory.partition import Partition, Ready
+from pxrs.log.directory.partition import Partition
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import Published
 from pxrs.log.directory.reading import SealedSegment
 from pxrs.log.directory.tailing import Tailer
+from pxrs.log.outcomes import MaybeStored, NotStored, Outcome
+from pxrs.log.producers import named
+from pxrs.log.retention import credible_time
 from pxrs.model import TOPIC_NAME, Topic
 from pxrs.waiting import Callback, Subscription
 
@@ -73,6 +76,7 @@ class DirectoryLog(Log):
         if self._root.exists() and not self._root.is_dir():
             raise InvalidUrl(f"{path} is a file; a log is kept in a directory")
         disk.refuse_network_file_system(self._root, "a log")
+        self.url, self.folder, self.own_registry = str(self._root), self._root, self._root / "registry"
         self._place = Place(self._root)
         self._topics, self._logs = self._root / "topics", self._root / "logs"
         self._timeout = timeout
@@ -95,7 +99,7 @@ class DirectoryLog(Log):
                 raise self._exists(topic.name)
             disk.make_folders(self._topics)
             disk.make_folders(self._logs)
-            self._finish_deletions()
+            self.finish_deletions()
             folder = self._logs / topic.id
             try:
                 folder.mkdir()
@@ -221,10 +225,10 @@ class DirectoryLog(Log):
             raise LogError(
                 f"topic {name} is deleted, but a power loss may bring it back: {disk.explain(error)}"
             ) from error
-        self._finish_deletions()
+        self.finish_deletions()
         return identity
 
-    def _finish_deletions(self) -> None:
+    def finish_deletions(self) -> None:
         """Remove the folders of links that were moved away, by this process or by one that died before it did.
 
         Several processes may do this at once. What fails is logged: the topics are deleted all the same, and the next
@@ -454,33 +458,45 @@ class DirectoryTopic(TopicLog):
         if (refusal := disk.write_refusal(self.partition_folder(0))) is not None:
             raise disk.log_error(refusal, where=f"{self.name}: ")
 
-    def append(self, appends: Sequence[Append]) -> list[int]:
-        ready: dict[int, list[Ready]] = {}
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        by_partition: dict[int, list[Append]] = {}
         for append in appends:
-            payload = encode(append.records, self.topic.codec)
-            ready.setdefault(append.partition, []).append(Ready(payload, append.origin, append.since))
-        partitions = {number: self._partition(number) for number in ready}
-        refused: dict[int, UnknownProducer] = {}
-
-        def store(number: int) -> list[int]:
-            try:
-                return partitions[number].append(ready[number])
-            except UnknownProducer as error:
-                refused[number] = error
-                return []
-
+            check_encoded(append.payload)
+            by_partition.setdefault(append.partition, []).append(append)
+        partitions = {number: self._partition(number) for number in by_partition}
         try:
             self._make_name_durable()
-            stored = self._crew.run([functools.partial(store, number) for number in ready])
+        except AppendFailed as error:
+            return [NotStored(self._reason(error))] * len(appends)
+
+        def store(number: int) -> Iterator[Outcome]:
+            return iter(self._append(partitions[number], by_partition[number]))
+
+        # In parallel, so that the partitions wait for their syncs at the same time.
+        stored = self._crew.run([functools.partial(store, number) for number in by_partition])
+        outcomes = dict(zip(by_partition, stored, strict=True))
+        return [next(outcomes[append.partition]) for append in appends]
+
+    def _append(self, partition: Partition, batches: list[Append]) -> list[Outcome]:
+        """The outcomes of the batches of one partition; an error is the outcome of all of them."""
+        try:
+            return partition.append(batches)
+        except (UnknownProducer, SequenceGap) as error:
+            return [NotStored(named(error, partition.place))] * len(batches)
+        except AppendUnknown as error:
+            return [MaybeStored(self._reason(error))] * len(batches)
         except (LogError, Closed) as error:
+            return [NotStored(self._reason(error))] * len(batches)
+        except Exception as error:  # noqa: BLE001 - a defect: it must not hide the outcomes of other partitions
+            return [MaybeStored(error)] * len(batches)
+
+    def _reason(self, error: LogError | Closed) -> Exception:
+        """TopicDeleted, HubMoved or Closed, if that is the reason of this error; otherwise the error itself."""
+        try:
             self._check_there(error)
-            if isinstance(error, LogError):
-                error.refused = refused_in(refused)
-            raise
-        if refused:
-            raise UnknownProducer.of(self.name, refused)
-        offsets = {number: iter(places) for number, places in zip(ready, stored, strict=True)}
-        return [next(offsets[append.partition]) for append in appends]
+        except (TopicDeleted, HubMoved, Closed) as reason:
+            return reason
+        return error
 
     def _make_name_durable(self) -> None:
         """Before the first append of this process, sync the folders that hold the topic's link.
