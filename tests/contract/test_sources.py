@@ -11,6 +11,7 @@ import pytest
 from pxrs.log.contract import Append, Log, TopicLog
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.memory import MemoryLog
+from pxrs.log.outcomes import offsets_of
 from pxrs.sources import SqlTable, sql_table
 from pxrs.testing.log_contract import new_topic, records
 from pxrs.testing.source_contract import Feed, SourceContract, message_offsets
@@ -37,7 +38,7 @@ class LogFeed(Feed):
             partition = self._count % PARTITIONS
             self._count += 1
             padded = records([value], headers=[[("padding", b"-" * 4096)]])
-            stored.append((partition, self._writer.append([Append(partition, padded)])[0]))
+            stored.append((partition, offsets_of(self._writer.append([Append.encoded(partition, padded)]))[0]))
         return stored
 
     def trim(self, partition: int, offset: int) -> None:
