@@ -69,7 +69,8 @@ if TYPE_CHECKING:
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
     from pxrs.options import ConsumerOptions, ProducerOptions
-    from pxrs.producer.producer import Producer, ProducerLink
+    from pxrs.producer.producer import Producer
+    from pxrs.producer.sending import SendingThread
     from pxrs.queue.handle import QueueHandle
     from pxrs.queue.policy import Backoff, Policy
     from pxrs.queue.store import QueueStore
@@ -166,7 +167,7 @@ class TopicHandle:
     def retain(self) -> dict[int, int]:
         """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
 
-        Producers do it by themselves: see `pxrs.producer.producer.RETAIN_EVERY_S`. Of a topic with `keep_unread`:
+        Producers do it by themselves: see `pxrs.producer.sending.RETAIN_EVERY_S`. Of a topic with `keep_unread`:
         raises WrongRegistry if this process has another registry than the hub, RetentionPostponed if it is not known
         which one the hub has."""
         return self._hub._retain(self.log)
@@ -259,7 +260,7 @@ class Hub:
         self._registry = registry if isinstance(registry, Registry) else None
         self._registry_url = registry.url if isinstance(registry, Registry) else registry
         self._lock = threading.Lock()
-        self._producers: weakref.WeakSet[ProducerLink] = weakref.WeakSet()
+        self._producers: weakref.WeakSet[SendingThread] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._pid = os.getpid()
         self._is_closed = False
@@ -626,7 +627,7 @@ class Hub:
         producer = self._kept_by(Producer(handle.log, retain=handle.retain, **options))
         with self._lock:
             if not self._is_closed:
-                self._producers.add(producer._link)
+                self._producers.add(producer.sending)
                 return producer
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -785,7 +786,7 @@ class Hub:
             self._is_closed = True  # what follows is done again if an interrupt ended it the first time
             closing: list[Callable[[], None]] = [] if self._queues is None else [self._queues.close]
             closing += [consumer.close for consumer in self._consumers]
-            closing += [link.close for link in self._producers]
+            closing += [sending.close for sending in self._producers]
             if self._sources is not None:
                 closing.append(self._sources.close)
             closing.append(self._log.close)

@@ -90,7 +90,7 @@ def test_a_process_with_another_registry_does_not_retain_what_a_group_has_yet_to
 def test_a_producer_with_another_registry_warns_once_and_removes_nothing(
     place: pxrs.Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pxrs.producer.producer.RETAIN_EVERY_S", 0.0)
+    monkeypatch.setattr("pxrs.producer.sending.RETAIN_EVERY_S", 0.0)
     with caplog.at_level(logging.WARNING), other(place) as stranger:
         fill(stranger, 3)
         assert stranger.topic("t").start(0) == 0

@@ -272,9 +272,9 @@ def _chunks(topic: Topic, turn: int, tables: Iterable[pa.RecordBatch]) -> Iterat
     turn: differs between the tasks of a batch and between the batches of a task, so that each of them begins with
           another partition if its rows have no keys."""
     # Only tasks that write need these, and each stream that reads waits for its imports.
-    from pxrs.producer.hashing import hash_named, read_table, slices, split_table
+    from pxrs.producer.hashing import hash_named
     from pxrs.producer.keyless import KeylessSpread
-    from pxrs.producer.producer import MESSAGE_BYTES_MAX
+    from pxrs.producer.tables import MESSAGE_BYTES_MAX, read_table, slices, split_table
 
     hash_of = hash_named(topic.partitioner)
     keyless = KeylessSpread(topic.partitions, turn % topic.partitions)
