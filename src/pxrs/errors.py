@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pxrs.producer.outgoing import TableReceipt
+    from pxrs.producer.receipts import TableReceipt
 
 from pxrs.wording import counted
 

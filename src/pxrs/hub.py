@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
     from pxrs.options import ConsumerOptions, ProducerOptions
-    from pxrs.producer.producer import Producer, ProducerLink
+    from pxrs.producer.producer import Producer
+    from pxrs.producer.sending import SendingThread
     from pxrs.queue.handle import QueueHandle
     from pxrs.queue.policy import Backoff, Policy
     from pxrs.queue.transaction import Transaction
@@ -125,7 +126,7 @@ class Hub:
         self._sources = HubSources(self.parts)
         self._topics = Topics(self.parts, self._sources)
         self._lock = threading.Lock()
-        self._producers: weakref.WeakSet[ProducerLink] = weakref.WeakSet()
+        self._producers: weakref.WeakSet[SendingThread] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._may_be_janitor = upkeep
         self._upkeep: Janitor | None = None
@@ -360,7 +361,7 @@ class Hub:
         producer = self._keep(Producer(handle.log, **options))
         with self._lock:
             if not self.parts.is_closed:
-                self._producers.add(producer.link)
+                self._producers.add(producer.sending)
                 self._take_part(handle.topic, sends=True)
                 return producer
         producer.close()
@@ -545,7 +546,7 @@ class Hub:
             self.parts.is_closed = True  # what follows is done again if an interrupt ended it the first time
             closing: list[Callable[[], None]] = [self.parts.close_queues]
             closing += [consumer.close for consumer in self._consumers]
-            closing += [link.close for link in self._producers]
+            closing += [sending.close for sending in self._producers]
             closing += [] if self._upkeep is None else [self._upkeep.close]
             closing += [self._sources.close, self.log.close, self.parts.registry.close]
         errors = []
