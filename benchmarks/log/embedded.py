@@ -13,6 +13,7 @@ from benchmarks.log.workload import ROWS, Row, pairs, records
 from benchmarks.measure import compare
 from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.outcomes import offsets_of
 
 READ_BATCHES = 20
 
@@ -34,7 +35,7 @@ def measure(folder: Path) -> Iterator[Row]:
             database.executemany("INSERT INTO message (key, value, timestamp) VALUES (?, ?, ?)", rows)
             database.execute("COMMIT")
 
-        write = compare(lambda: topic.append([Append(0, batch)]), insert, times=5, rounds=7)
+        write = compare(lambda: offsets_of(topic.append([Append.encoded(0, batch)])), insert, times=5, rounds=7)
         yield Row("append", "SQLite, batched inserts", write.times(ROWS), "3x")
         last = READ_BATCHES * ROWS
 

@@ -20,6 +20,7 @@ from benchmarks.measure import Work, compare
 from pxrs.log.batch import encode
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import SEGMENT_BYTES_DEFAULT
 
 SMALL_GB = 0.1
@@ -65,7 +66,7 @@ def _open(folder: Path, name: str, kind: str) -> Iterator[Row]:
 
     def open_and_append() -> None:
         log = DirectoryLog(folder / "data")
-        log.topic(name).append([Append(0, one)])
+        offsets_of(log.topic(name).append([Append.encoded(0, one)]))
         log.close()
 
     def read_tail() -> None:
@@ -101,13 +102,13 @@ def _fill(topic: TopicLog, folder: Path, size: int) -> None:
     """Up to about this many bytes, and then until the tail is nearly a whole segment."""
     batch = records()
     for _ in range(size // encode(batch).frame_bytes):
-        topic.append([Append(0, batch)])
+        offsets_of(topic.append([Append.encoded(0, batch)]))
     _fill_tail(topic, folder, batch, 1)
 
 
 def _fill_tail(topic: TopicLog, folder: Path, batch: pa.RecordBatch, frames: int) -> None:
     files = folder / "data/topics" / topic.name / "partitions/partition-0"
     step = encode(batch).frame_bytes * frames
-    topic.append([Append(0, batch)])
+    offsets_of(topic.append([Append.encoded(0, batch)]))
     while sorted(files.glob("*.log"))[-1].stat().st_size + step < SEGMENT_BYTES_DEFAULT - SPARE_BYTES:
-        topic.append([Append(0, batch)] * frames)
+        offsets_of(topic.append([Append.encoded(0, batch)] * frames))

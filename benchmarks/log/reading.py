@@ -11,10 +11,11 @@ import pyarrow.compute as pc
 import pxrs
 from benchmarks.log.workload import ROWS, Row, pairs, records
 from benchmarks.measure import compare
-from pxrs.hub import TopicHandle
 from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Message
+from pxrs.topics import TopicHandle
 
 BATCHES = 150
 """Two sealed segments of 64 MiB, and a tail of about 50 MB."""
@@ -39,7 +40,7 @@ def _fill(folder: Path) -> None:
     log = DirectoryLog(folder / "data")
     batch = records()
     for _ in range(BATCHES):
-        log.topic("read").append([Append(0, batch)])
+        offsets_of(log.topic("read").append([Append.encoded(0, batch)]))
     log.close()
 
 

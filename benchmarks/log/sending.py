@@ -18,7 +18,8 @@ from benchmarks.measure import compare
 from pxrs.log.batch import encode
 from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog
-from pxrs.log.directory.segment import frames
+from pxrs.log.directory.segments.frames import frames
+from pxrs.log.outcomes import offsets_of
 
 MESSAGES = 1_000_000
 FEW_MESSAGES = 200_000
@@ -142,7 +143,7 @@ def _append(folder: Path) -> Row:
     def ours() -> None:
         nonlocal at
         at = (at + 1) % PARTITIONS
-        topic.append([Append(at, batch)])
+        offsets_of(topic.append([Append.encoded(at, batch)]))
 
     with open(folder / "raw", "ab", buffering=0) as file:
 

@@ -16,6 +16,7 @@ from benchmarks.measure import Figure, Work
 from pxrs.log.batch import encode
 from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.outcomes import offsets_of
 
 ARRIVALS = 500
 SETTLE_S = 0.002
@@ -43,10 +44,13 @@ def measure(folder: Path) -> Iterator[Row]:
                 os.write(writable.fileno(), b"!")
 
             for _ in range(20):
-                _one(ours, "log", lambda: topic.append([Append(0, batch)]))
+                _one(ours, "log", lambda: offsets_of(topic.append([Append.encoded(0, batch)])))
                 _one(ours, "pipe", by_hand)
             pairs = [
-                (_one(ours, "log", lambda: topic.append([Append(0, batch)])), _one(ours, "pipe", by_hand))
+                (
+                    _one(ours, "log", lambda: offsets_of(topic.append([Append.encoded(0, batch)]))),
+                    _one(ours, "pipe", by_hand),
+                )
                 for _ in range(ARRIVALS)
             ]
         ours.send("end")

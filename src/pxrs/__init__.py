@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs import errors, registry
 from pxrs.clock import Clock
-from pxrs.hub import Hub, TopicHandle, open
+from pxrs.hub import Hub, open
 from pxrs.log.batch import Batch, Origin
-from pxrs.log.contract import Append, DamagedTopic, Log, RetentionPlan, Source, TopicLog
+from pxrs.log.contract import Append, Bounds, DamagedTopic, Fetched, Log, RetentionPlan, Source, TopicLog
 from pxrs.model import Message, Topic, TopicPartition
 from pxrs.queue.policy import (
     AtLeastOnce,
@@ -20,6 +20,8 @@ from pxrs.queue.policy import (
     Policy,
 )
 from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
+from pxrs.topics import TopicHandle
+from pxrs.waiting import Cancel, Subscription
 
 if TYPE_CHECKING:
     from pxrs.consumer.consumer import ConsumedBatch, Consumer
@@ -43,6 +45,8 @@ __all__ = [
     "AtLeastOnce",
     "Backoff",
     "Batch",
+    "Bounds",
+    "Cancel",
     "Clock",
     "ConsumeOnce",
     "ConsumeTimes",
@@ -54,6 +58,7 @@ __all__ = [
     "Depth",
     "Entry",
     "ExponentialBackoff",
+    "Fetched",
     "FixedBackoff",
     "GroupDescription",
     "GroupHandle",
@@ -80,6 +85,7 @@ __all__ = [
     "RetentionPlan",
     "Source",
     "Stored",
+    "Subscription",
     "TableReceipt",
     "Timings",
     "Topic",

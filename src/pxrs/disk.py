@@ -6,12 +6,16 @@ systems are refused: their locks and their links are not safe between hosts (F8)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 import sys
+import uuid
 from pathlib import Path
 from typing import NamedTuple
+
+import xxhash
 
 from pxrs.errors import LogError, LogNotWritable, UnsupportedPlatform
 
@@ -202,3 +206,37 @@ def _device(path: Path) -> str:
         path = path.parent
     number = path.stat().st_dev
     return f"{os.major(number)}:{os.minor(number)}"
+
+
+def replace_file(path: str, data: bytes, *, is_durable: bool = False) -> None:
+    """Write a small file under another name and rename it, so that readers see the old content or the new one.
+
+    is_durable: the content is synced first. The caller syncs the folder, which makes the new name durable."""
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            left = memoryview(data)
+            while left:  # if the disk is nearly full, the system writes a part, and only the next call fails
+                left = left[os.write(descriptor, left) :]
+            if is_durable:
+                sync_data(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def with_checksum(text: str) -> bytes:
+    """A line of text as a small file holds it: the checksum of the text, a space, the text."""
+    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
+
+
+def read_with_checksum(path: str) -> str | None:
+    """The text of such a file; None if the checksum does not match. Raises FileNotFoundError."""
+    with open(path, "rb") as file:
+        checksum, _, text = file.read().rstrip(b"\n").partition(b" ")
+    return text.decode() if xxhash.xxh3_64_hexdigest(text).encode() == checksum else None

@@ -178,9 +178,6 @@ class CommitTooLarge(RegistryError, ValueError):
 class LogError(PxrsError):
     """The base of every error of the message log."""
 
-    refused: frozenset[int] = frozenset()
-    """Of an append: the partitions that do not know its producer. Nothing of that append was stored there."""
-
 
 class LogNotWritable(NoWritePermission, LogError):
     """This process may read the hub's directory and not write to it: see NoWritePermission."""
@@ -355,6 +352,12 @@ class AppendFailed(LogError):
     """The append could not be made durable and is not part of the log. Try again: a retry is stored once."""
 
 
+class AppendUnknown(AppendFailed):
+    """The append may have been stored: a sync failed, or the reply to the append was lost. Resend the batch under the
+    same origin (producer id, epoch, sequence): a batch that was stored is answered with its offset and not stored again
+    (L4). A batch without an origin must not be resent: it would be stored twice."""
+
+
 class BufferFull(AppendFailed):
     """A producer's buffer stayed full for its `buffer_timeout`. Nothing of this message was sent; try again later."""
 
@@ -368,21 +371,15 @@ class ReadFailed(LogError):
 
 
 class UnknownProducer(LogError):
-    """The log has forgotten this producer, so it cannot tell a retry from a new batch. Open a new producer.
+    """The log does not remember this producer's earlier batches, so the log cannot tell a retry from a new batch, and
+    nothing was stored. Open a new producer.
 
-    `stored` is the epoch and the number of the last batch that it knows of this producer, if it knows any."""
+    `stored` is (epoch, sequence) of the last batch that the log remembers of this producer; None if it remembers none.
+    """
 
     def __init__(self, what: str, stored: tuple[int, int] | None = None) -> None:
         self.what, self.stored = what, stored
         super().__init__(what)
-
-    @classmethod
-    def of(cls, topic: str, errors: Mapping[int, UnknownProducer]) -> UnknownProducer:
-        """One for all partitions of an append; it says what the first of them said."""
-        partition, first = next(iter(errors.items()))
-        error = cls(f"{topic}/{partition}: {first.what}", first.stored)
-        error.refused = refused_in(errors)
-        return error
 
     def __reduce__(self) -> tuple[type[UnknownProducer], tuple[str, tuple[int, int] | None]]:
         return type(self), (self.what, self.stored)
@@ -393,11 +390,6 @@ def _differing(what: str, differences: Mapping[str, tuple[object, object]]) -> s
         f"{name} is {there!r}, and {asked!r} was asked for" for name, (there, asked) in differences.items()
     )
     return f"there is a {what} already, with other settings: {settings}"
-
-
-def refused_in(errors: Mapping[int, UnknownProducer]) -> frozenset[int]:
-    """The partitions that know nothing of the producer: see `LogError.refused`."""
-    return frozenset(number for number, each in errors.items() if each.stored is None)
 
 
 class SequenceGap(LogError):

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Final
 
 from pxrs import disk
+from pxrs.disk import read_with_checksum, replace_file, with_checksum
 from pxrs.errors import DamagedFrame, LogBusy
-from pxrs.log.directory.index import read_with_checksum, with_checksum, write_beside
 
 NAME: Final = "hub.record"
 LOCK: Final = "hub.lock"
@@ -153,7 +153,7 @@ class HubRecordFile:
 
     def _write(self, record: HubRecord) -> HubRecord:
         try:
-            write_beside(self._path, with_checksum(json.dumps(asdict(record))), is_durable=True)
+            replace_file(self._path, with_checksum(json.dumps(asdict(record))), is_durable=True)
             disk.sync_folder(self.folder)
         except OSError as error:
             raise disk.log_error(error, self._path) from error

@@ -15,8 +15,9 @@ ALONE = ("--no-spark", "--messages", "150")
 
 
 def demo(folder: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """before: Python that spoils something first."""
-    code = f"import sys; {before}\nfrom pxrs.cli.app import main; main()"
+    """before: Python that spoils something first. Nobody watches: it looks and draws less often than for people."""
+    code = f"import sys; {before}\nfrom pxrs.cli.demo import story; story.LOOK_S = 0.1"
+    code += "\nfrom pxrs.cli.app import main; main()"
     command = [sys.executable, "-c", code, "demo", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
 

@@ -22,7 +22,7 @@ from pxrs.clock import SYSTEM
 from pxrs.errors import Closed, OutcomeUnknown, RegistryError, UsedAfterFork
 from pxrs.registry import Registry
 from pxrs.registry.file import journal, store
-from pxrs.registry.file.liveness import expiry_of
+from pxrs.registry.file.lease import expiry_of
 from pxrs.testing import faults
 from pxrs.testing.waiting import eventually
 

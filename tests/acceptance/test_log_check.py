@@ -19,7 +19,8 @@ from pxrs.log.directory import check as check_module
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.check import Checked, Finding, check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
-from pxrs.log.directory.segment import segment_bases
+from pxrs.log.directory.segments.files import segment_bases
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 
 ROWS = 40
@@ -33,7 +34,7 @@ def make(path: Path, name: str = "t", retention_bytes: int | None = None) -> Pat
     opened = log.create_topic(topic)
     producer = uuid.uuid4()
     for number in range(ROWS):
-        opened.append([Append(0, row(), Origin(producer, 0, number))])
+        offsets_of(opened.append([Append.encoded(0, row(), Origin(producer, 0, number))]))
     log.close()
     return (path / "topics" / name).resolve() / "partitions" / "partition-0"
 
@@ -213,7 +214,7 @@ def test_a_tail_that_is_rolled_and_retained_meanwhile_is_no_finding(
         looked += 1
         if looked == 1:
             for _ in range(ROWS):
-                topic.append([Append(0, row())])
+                offsets_of(topic.append([Append.encoded(0, row())]))
             assert topic.retain(now=0)[0] > before
         return segment_bases(folder)
 
@@ -256,7 +257,7 @@ def test_beside_a_writer_and_retention_nothing_is_found(tmp_path: Path) -> None:
             topic = DirectoryLog(tmp_path).topic("t")
             while not is_enough.is_set():
                 for _ in range(10):
-                    topic.append([Append(0, row())])
+                    offsets_of(topic.append([Append.encoded(0, row())]))
                 topic.retain(now=0)
         except BaseException as error:
             failures.append(error)
@@ -302,7 +303,7 @@ def test_after_a_boot_a_damaged_tail_does_not_hide_other_damage(tmp_path: Path, 
         topic = hub.topic("t").log
         assert isinstance(topic, DirectoryTopic)
         while tail.stat().st_size < SEGMENT_BYTES * 3 // 4:
-            topic.append([Append(0, row())])
+            offsets_of(topic.append([Append.encoded(0, row())]))
     for path, position in ((first, 300), (second, 50), (tail, 300)):
         flip(path, position)
     with open(tail, "ab") as file:
@@ -346,7 +347,7 @@ def test_a_partition_that_is_opened_while_it_is_checked_after_a_boot_is_looked_a
         begin = self.stat().st_size
         topic = DirectoryLog(tmp_path).topic("t")
         for _ in range(2):
-            topic.append([Append(0, row())])
+            offsets_of(topic.append([Append.encoded(0, row())]))
         data = bytearray(read(self))
         assert begin < self.stat().st_size, "both are in this segment"
         data[begin + 200] ^= 0x20

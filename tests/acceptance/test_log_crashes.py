@@ -25,7 +25,8 @@ from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
-from pxrs.log.directory.segment import frames
+from pxrs.log.directory.segments.frames import frames
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
 
@@ -87,7 +88,7 @@ def produce(path: Path, told: Path, name: str) -> None:
         partition = dice.randrange(2)
         origin = Origin(producer, 0, sequences[partition])
         sent = [f"{name}-{partition}-{origin.sequence}-{i}".encode() for i in range(dice.randint(1, 4))]
-        (offset,) = topic.append([Append(partition, records(*sent), origin)])
+        (offset,) = offsets_of(topic.append([Append.encoded(partition, records(*sent), origin)]))
         sequences[partition] += 1
         os.write(out, f"{json.dumps([partition, offset, [v.decode() for v in sent]])}\n".encode())
 
@@ -141,7 +142,7 @@ def fill(topic: DirectoryTopic, producer: uuid.UUID, count: int = 12) -> list[by
     """Whole appends of about 700 bytes: a segment holds eleven of them."""
     sent = [b"old-%d" % i for i in range(count)]
     for sequence, value in enumerate(sent):
-        topic.append([Append(0, records(value), Origin(producer, 0, sequence))])
+        offsets_of(topic.append([Append.encoded(0, records(value), Origin(producer, 0, sequence))]))
     return sent
 
 
@@ -156,7 +157,7 @@ def test_a_fault_before_every_system_call_of_an_append(before: int, act: faults.
         path = tmp_path / str(at)
         topic = new_topic(path)
         old = fill(topic, producer, before)
-        append = [Append(0, records(b"new-1", b"new-2"), Origin(producer, 0, before))]
+        append = [Append.encoded(0, records(b"new-1", b"new-2"), Origin(producer, 0, before))]
         steps_taken = path / "steps"
 
         def work(path: Path = path, at: int = at, append: list[Append] = append, told: Path = steps_taken) -> None:
@@ -164,7 +165,7 @@ def test_a_fault_before_every_system_call_of_an_append(before: int, act: faults.
             late = opened(path)
             try:
                 with faults.counted(steps):
-                    late.append(append)
+                    offsets_of(late.append(append))
                 told.write_text(f"acknowledged {steps.count}")
             except LogError:
                 told.write_text(f"refused {steps.count}")
@@ -177,9 +178,9 @@ def test_a_fault_before_every_system_call_of_an_append(before: int, act: faults.
         assert stored in (old, [*old, b"new-1", b"new-2"]), f"call {at}"
         if outcome == "acknowledged":
             assert len(stored) == before + 2, f"call {at}"
-        assert topic.append(append) == [before], f"call {at}"
+        assert offsets_of(topic.append(append)) == [before], f"call {at}"
         assert values(topic) == [*old, b"new-1", b"new-2"], f"call {at}"
-        topic.append([Append(0, records(b"after"), Origin(producer, 0, before + 1))])
+        offsets_of(topic.append([Append.encoded(0, records(b"after"), Origin(producer, 0, before + 1))]))
         assert values(opened(path))[-1] == b"after"
         shutil.rmtree(path)
         if outcome == "acknowledged" and int(count) < at:
@@ -189,7 +190,7 @@ def test_a_fault_before_every_system_call_of_an_append(before: int, act: faults.
 
 def test_a_stopped_holder_of_the_lock_means_a_bounded_wait_and_a_clear_error(tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
-    topic.append([Append(0, records(b"1"))])
+    offsets_of(topic.append([Append.encoded(0, records(b"1"))]))
 
     def work() -> None:
         late = opened(tmp_path)
@@ -201,23 +202,23 @@ def test_a_stopped_holder_of_the_lock_means_a_bounded_wait_and_a_clear_error(tmp
         steps = faults.Steps()
         steps.step = stop  # type: ignore[method-assign]
         with faults.counted(steps):
-            late.append([Append(0, records(b"2"))])
+            offsets_of(late.append([Append.encoded(0, records(b"2"))]))
 
     with faults.child(work) as pid:
         assert faults.wait_stopped(pid)
         impatient = opened(tmp_path, timeout=0.3)
         with pytest.raises(LogBusy, match="append lock"):
-            impatient.append([Append(0, records(b"3"))])
+            offsets_of(impatient.append([Append.encoded(0, records(b"3"))]))
         assert values(impatient) == [b"1"], "readers do not wait for it"
         os.kill(pid, signal.SIGCONT)
         assert faults.wait_exit(pid) == 0
-        impatient.append([Append(0, records(b"3"))])
+        offsets_of(impatient.append([Append.encoded(0, records(b"3"))]))
     assert values(topic) == [b"1", b"2", b"3"]
 
 
 def test_l3_after_a_failed_sync_the_log_goes_on_in_a_new_segment(tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
-    topic.append([Append(0, records(b"1"))])
+    offsets_of(topic.append([Append.encoded(0, records(b"1"))]))
     old = tail_file(topic)
 
     def no_sync(name: str) -> None:
@@ -227,10 +228,10 @@ def test_l3_after_a_failed_sync_the_log_goes_on_in_a_new_segment(tmp_path: Path)
     steps = faults.Steps()
     steps.step = no_sync  # type: ignore[method-assign]
     with faults.counted(steps), pytest.raises(AppendFailed, match="not certain"):
-        topic.append([Append(0, records(b"lost"))])
+        offsets_of(topic.append([Append.encoded(0, records(b"lost"))]))
     other = opened(tmp_path)
     assert values(other) == [b"1"]
-    assert other.append([Append(0, records(b"2"))]) == [1]
+    assert offsets_of(other.append([Append.encoded(0, records(b"2"))])) == [1]
     assert tail_file(topic) != old
     assert values(topic) == values(opened(tmp_path)) == [b"1", b"2"]
 
@@ -249,14 +250,14 @@ def test_f5_after_a_boot_a_torn_tail_is_cut_at_the_last_whole_frame(tmp_path: Pa
     file = tail_file(topic)
     whole = file.read_bytes()
     published = (file.parent / "published").read_bytes()
-    topic.append([Append(0, records(b"torn", b"torn"), Origin(producer, 0, 5))])
+    offsets_of(topic.append([Append.encoded(0, records(b"torn", b"torn"), Origin(producer, 0, 5))]))
     torn = file.read_bytes()
     for size in range(len(whole), len(torn), 37):
         file.write_bytes(torn[:size])
         (file.parent / "published").write_bytes(published)  # it was not published yet
         recovered = opened(tmp_path)
         assert values(recovered) == old
-        assert recovered.append([Append(0, records(b"again"), Origin(producer, 0, 5))]) == [5]
+        assert offsets_of(recovered.append([Append.encoded(0, records(b"again"), Origin(producer, 0, 5))])) == [5]
         assert values(recovered) == [*old, b"again"]
     file.write_bytes(torn)
     assert values(opened(tmp_path)) == [*old, b"torn", b"torn"], "what is whole was perhaps acknowledged"
@@ -273,7 +274,7 @@ def test_f5_after_a_boot_a_damaged_last_append_that_was_published_is_reported_an
     for _ in range(2):
         late = opened(tmp_path)
         with pytest.raises(DamagedFrame):
-            late.append([Append(0, records(b"over it"))])
+            offsets_of(late.append([Append.encoded(0, records(b"over it"))]))
         with pytest.raises(DamagedFrame):
             values(late)
     assert len(old) == 5
@@ -370,7 +371,7 @@ def test_no_flipped_bit_of_the_published_end_takes_a_message_away(fast: Path) ->
         assert found in ([], [os.path.realpath(path)]), f"byte {position}"
         late = opened(place)
         assert values(late) == sent, f"byte {position}"
-        assert late.append([Append(0, records(b"after"))]) == [5], f"byte {position}"
+        assert offsets_of(late.append([Append.encoded(0, records(b"after"))])) == [5], f"byte {position}"
         for topic in (before, late):
             assert values(topic) == [*sent, b"after"], "also for one that had it open"
             topic.close()
@@ -391,12 +392,12 @@ def test_no_flipped_bit_of_a_topics_description_is_believed(tmp_path: Path) -> N
 
 def test_a_lock_that_was_removed_keeps_nobody_out_and_is_an_error(tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
-    topic.append([Append(0, records(b"1"))])
+    offsets_of(topic.append([Append.encoded(0, records(b"1"))]))
     (tail_file(topic).parent / "lock").unlink()
     for _ in range(2):
         with pytest.raises(DamagedFrame, match="lock"):
-            topic.append([Append(0, records(b"2"))])
-        opened(tmp_path).append([Append(0, records(b"other"))])
+            offsets_of(topic.append([Append.encoded(0, records(b"2"))]))
+        offsets_of(opened(tmp_path).append([Append.encoded(0, records(b"other"))]))
     assert values(opened(tmp_path)) == [b"1", b"other", b"other"]
 
 
@@ -421,9 +422,9 @@ def test_l4_an_unknown_producer_is_refused_also_after_a_roll(tmp_path: Path) -> 
     producer = uuid.uuid4()
     fill(topic, producer, 25)
     other = opened(tmp_path)
-    assert other.append([Append(0, records(b"old-24"), Origin(producer, 0, 24))]) == [24]
+    assert offsets_of(other.append([Append.encoded(0, records(b"old-24"), Origin(producer, 0, 24))])) == [24]
     with pytest.raises(UnknownProducer):
-        other.append([Append(0, records(b"x"), Origin(uuid.uuid4(), 0, 3))])
+        offsets_of(other.append([Append.encoded(0, records(b"x"), Origin(uuid.uuid4(), 0, 3))]))
     assert other.end(0) == 25
 
 

@@ -20,7 +20,8 @@ from pxrs.errors import AppendFailed, DamagedFrame, UnknownProducer
 from pxrs.log.batch import Origin, encode, header_bytes, padding, place_id
 from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
-from pxrs.log.directory.segment import frames
+from pxrs.log.directory.segments.frames import frames
+from pxrs.log.outcomes import offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic
 from pxrs.testing.log_contract import records
@@ -40,7 +41,7 @@ def opened(path: Path) -> DirectoryTopic:
 
 def send(topic: DirectoryTopic, *values: bytes) -> None:
     for value in values:
-        topic.append([Append(0, records([value]))])
+        offsets_of(topic.append([Append.encoded(0, records([value]))]))
 
 
 def read(topic: DirectoryTopic) -> dict[int, bytes]:
@@ -117,7 +118,7 @@ def test_who_dies_while_the_published_end_is_rebuilt_takes_no_message_along(
         monkeypatch.undo()
         late = opened(tmp_path / str(at))
         assert list(read(late).values()) == [b"0", b"1", b"2", b"3"]
-        assert late.append([Append(0, records([b"4"]))]) == [4]
+        assert offsets_of(late.append([Append.encoded(0, records([b"4"]))])) == [4]
         assert list(read(opened(tmp_path / str(at))).values()) == [b"0", b"1", b"2", b"3", b"4"]
 
 
@@ -139,7 +140,7 @@ def test_l3_damage_does_not_make_a_failed_sync_good(
     late = opened(tmp_path)
     found = list(read(late).values())
     assert found[:3] == [b"0", b"1", b"2"]
-    assert late.append([Append(0, records([b"next"]))]) == [len(found)]
+    assert offsets_of(late.append([Append.encoded(0, records([b"next"]))])) == [len(found)]
     assert segment(late, len(found)).exists(), "in a new segment: what the old one has behind is not believed"
     if which == 0:
         assert len(found) == 3
@@ -171,7 +172,7 @@ def test_a_frame_that_somebody_sent_as_a_message_is_never_taken_for_one(is_seale
 def test_two_damaged_frames_cost_no_more_than_a_look_at_each_frame(is_sealed: bool, tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
     count = 4_000
-    topic.append([Append(0, records([b"%d" % number])) for number in range(count)])
+    offsets_of(topic.append([Append.encoded(0, records([b"%d" % number])) for number in range(count)]))
     if is_sealed:
         topic._partition(0).seal(1 << 62)
     starts = positions(segment(topic))
@@ -197,7 +198,9 @@ def test_two_damaged_frames_cost_no_more_than_a_look_at_each_frame(is_sealed: bo
 def test_what_a_stored_index_leads_to_stays_readable_after_somebody_met_the_damage(tmp_path: Path) -> None:
     topic = new_topic(tmp_path, retention_s=1000.0)
     count = 1_500
-    topic.append([Append(0, records([b"%d" % number + b"x" * 300], [number])) for number in range(count)])
+    offsets_of(
+        topic.append([Append.encoded(0, records([b"%d" % number + b"x" * 300], [number])) for number in range(count)])
+    )
     topic._partition(0).seal(1 << 62)
     starts = positions(segment(topic))
     for number in (100, 1300):
@@ -215,14 +218,18 @@ def test_what_a_stored_index_leads_to_stays_readable_after_somebody_met_the_dama
 def test_l4_damage_between_a_producers_first_try_and_its_next_is_no_answer(tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
     since, producer = topic.end(0), uuid.uuid4()
-    mine = Append(0, records([b"mine"]), Origin(producer, 0, 0), since)
-    topic.append([mine])
-    topic.append([Append(0, records([b"x"]), Origin(uuid.uuid4(), 0, 0), since) for _ in range(PRODUCERS_MAX)])
+    mine = Append.encoded(0, records([b"mine"]), Origin(producer, 0, 0), since)
+    offsets_of(topic.append([mine]))
+    offsets_of(
+        topic.append(
+            [Append.encoded(0, records([b"x"]), Origin(uuid.uuid4(), 0, 0), since) for _ in range(PRODUCERS_MAX)]
+        )
+    )
     topic._partition(0).seal(1 << 62)
     flip(segment(topic), positions(segment(topic))[5] + 20)
     with pytest.raises(UnknownProducer) as refused:
-        topic.append([mine])
-    assert refused.value.refused == {0}
+        offsets_of(topic.append([mine]))
+    assert refused.value.stored is None
 
 
 # Topics whose appends are not synced.

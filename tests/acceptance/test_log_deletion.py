@@ -25,6 +25,7 @@ from pxrs.log.batch import SCHEMA
 from pxrs.log.contract import Append, Log
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.log.memory import MemoryLog
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
 
@@ -37,7 +38,7 @@ def described(name: str = "t", partitions: int = 1) -> Topic:
 
 
 def one(value: bytes = b"x" * 1500) -> list[Append]:
-    return [Append(0, pa.RecordBatch.from_pylist([{"value": value, "timestamp": 5}], SCHEMA))]
+    return [Append.encoded(0, pa.RecordBatch.from_pylist([{"value": value, "timestamp": 5}], SCHEMA))]
 
 
 def make(path: Path, name: str = "t") -> None:
@@ -45,7 +46,7 @@ def make(path: Path, name: str = "t") -> None:
     log = DirectoryLog(path)
     topic = log.create_topic(described(name))
     for _ in range(5):
-        topic.append(one())
+        offsets_of(topic.append(one()))
     log.close()
 
 
@@ -66,7 +67,7 @@ OPERATIONS: dict[str, Callable[[DirectoryTopic], object]] = {
     "read": lambda topic: topic.read(0, 0),
     "read the tail": lambda topic: topic.read(0, 4),
     "offset_at": lambda topic: topic.offset_at(0, 1),
-    "append": lambda topic: topic.append(one()),
+    "append": lambda topic: offsets_of(topic.append(one())),
     "wait": lambda topic: topic.wait({0: 4}, 0),
     "retain": lambda topic: topic.retain(0),
 }
@@ -209,12 +210,12 @@ def test_create_topic_returns_its_own_topic_whatever_others_do_with_the_name(tmp
             try:
                 made = log.create_topic(wanted)
                 assert made.id == wanted.id
-                made.append(one())
+                offsets_of(made.append(one()))
             except (TopicExists, TopicDeleted):
                 others += 1
         is_over = steps.count < at
         assert [topic.name for topic in log.topics()] == ["other", "t"]
-        log.topic("t").append(one())
+        offsets_of(log.topic("t").append(one()))
         log.close()
     assert others
 
@@ -238,14 +239,19 @@ def test_a_listing_beside_deletions_holds_whole_topics(tmp_path: Path) -> None:
 def test_who_holds_a_topic_that_was_made_again_is_told_so_and_what_to_do(kind: str, tmp_path: Path) -> None:
     log: Log = MemoryLog() if kind == "memory" else DirectoryLog(tmp_path)
     old = log.create_topic(described())
-    old.append(one())
+    offsets_of(old.append(one()))
     log.delete_topic("t")
     with pytest.raises(TopicDeleted, match=r"'t' was deleted; create it") as error:
         old.end(0)
     assert not error.value.is_made_again
     new = log.create_topic(described())
-    new.append(one())
-    for act in (lambda: old.end(0), lambda: old.append(one()), lambda: old.wait({0: 0}, 0), lambda: old.read(0, 0)):
+    offsets_of(new.append(one()))
+    for act in (
+        lambda: old.end(0),
+        lambda: offsets_of(old.append(one())),
+        lambda: old.wait({0: 0}, 0),
+        lambda: old.read(0, 0),
+    ):
         with pytest.raises(TopicDeleted, match=r"deleted and made again.*open it again") as error:
             act()
         assert (error.value.topic, error.value.id, error.value.is_made_again) == ("t", old.id, True)
@@ -292,9 +298,9 @@ def test_a_hub_closes_without_error_after_its_topics_were_deleted_elsewhere(tmp_
 def test_a_closed_log_says_closed_and_not_deleted(tmp_path: Path) -> None:
     log = DirectoryLog(tmp_path)
     topic = log.create_topic(described())
-    topic.append(one())
+    offsets_of(topic.append(one()))
     log.close()
-    for act in (lambda: topic.end(0), lambda: topic.append(one()), lambda: topic.read(0, 0)):
+    for act in (lambda: topic.end(0), lambda: offsets_of(topic.append(one())), lambda: topic.read(0, 0)):
         with pytest.raises(Closed):
             act()
 
@@ -304,7 +310,7 @@ def test_a_thread_that_appends_while_another_one_deletes_is_told_of_the_deletion
 ) -> None:
     log = DirectoryLog(tmp_path)
     topic = log.create_topic(described())
-    topic.append(one())
+    offsets_of(topic.append(one()))
     assert isinstance(topic, DirectoryTopic)
     may_go_on, is_waiting = threading.Event(), threading.Event()
     partition = topic._partition(0)
@@ -325,7 +331,7 @@ def test_a_thread_that_appends_while_another_one_deletes_is_told_of_the_deletion
         except Closed as error:
             told.append(error)
 
-    acts: list[Callable[[], object]] = [lambda: topic.append(one()), lambda: topic.end(0)]
+    acts: list[Callable[[], object]] = [lambda: offsets_of(topic.append(one())), lambda: topic.end(0)]
     threads = [threading.Thread(target=work, args=(act,), daemon=True) for act in acts]
     for thread in threads:
         thread.start()
@@ -365,7 +371,7 @@ def test_an_interrupt_of_create_topic_takes_no_message_that_another_process_has_
     def interrupted(*arguments: Any) -> None:
         symlink(*arguments)
         other = DirectoryLog(tmp_path)
-        other.topic("t").append(one(b"acknowledged"))
+        offsets_of(other.topic("t").append(one(b"acknowledged")))
         other.close()
         raise KeyboardInterrupt
 
@@ -395,7 +401,7 @@ def test_an_interrupt_at_any_moment_of_create_topic_leaves_a_whole_topic_or_noth
         names = [topic.name for topic in log.topics()]
         kept.add("t" in names)
         if "t" in names:
-            assert log.topic("t").append(one()) == [0]
+            assert offsets_of(log.topic("t").append(one())) == [0]
         assert len(os.listdir(path / "logs")) == len(names), "no folder is left over"
         assert log.damaged_topics() == []
         log.close()
@@ -419,7 +425,7 @@ def test_a_topic_that_appears_during_a_look_up_is_whole(tmp_path: Path) -> None:
 def append_if_free(path: Path) -> None:
     """What another process appends, unless this one holds the append lock."""
     with contextlib.suppress(LogBusy):
-        DirectoryLog(path, timeout=0.0).topic("t").append(one())
+        offsets_of(DirectoryLog(path, timeout=0.0).topic("t").append(one()))
 
 
 def test_the_first_append_during_a_look_at_the_start_is_no_damage(tmp_path: Path) -> None:

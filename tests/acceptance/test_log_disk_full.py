@@ -21,6 +21,7 @@ from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.producer.producer import Producer
 
@@ -145,14 +146,18 @@ def the_room_ends_at_any_page_of_a_roll(path: Path) -> None:
         topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=120_000))
         producers = [uuid.uuid4() for _ in range(150)]  # their state takes several pages
         values = [b"%d-%d" % (pages, number) for number in range(len(producers))]
-        topic.append([Append(0, records(v), Origin(p, 0, 0)) for v, p in zip(values, producers, strict=True)])
+        offsets_of(
+            topic.append(
+                [Append.encoded(0, records(v), Origin(p, 0, 0)) for v, p in zip(values, producers, strict=True)]
+            )
+        )
         acknowledged: Sent = {(0, offset): value for offset, value in enumerate(values)}
         refused: set[bytes] = set()
         ballast = fill(path, leave_pages=pages)
         for attempt in range(3):
             new = b"large-%d-%d" % (pages, attempt) + bytes(20_000)
             try:
-                (offset,) = topic.append([Append(0, records(new))])
+                (offset,) = offsets_of(topic.append([Append.encoded(0, records(new))]))
                 acknowledged[0, offset] = new
             except AppendFailed:
                 refused.add(new)
@@ -161,13 +166,15 @@ def the_room_ends_at_any_page_of_a_roll(path: Path) -> None:
         ballast.unlink()
         # A process that opens it now knows what is on disk and nothing else: also who has sent what.
         other = DirectoryLog(path)
-        retried = other.topic("t").append([Append(0, records(values[7]), Origin(producers[7], 0, 0))])
+        retried = offsets_of(
+            other.topic("t").append([Append.encoded(0, records(values[7]), Origin(producers[7], 0, 0))])
+        )
         assert retried == [7], f"{pages} pages: a retry is stored once"
         for handle, name in ((other.topic("t"), b"other"), (topic, b"same")):
             for sequence in (1, 2):
                 value = b"%d %s %d" % (pages, name, sequence) + bytes(60_000)
                 origin = Origin(producers[0 if name == b"other" else 1], 0, sequence)
-                acknowledged[0, handle.append([Append(0, records(value), origin)])[0]] = value
+                acknowledged[0, offsets_of(handle.append([Append.encoded(0, records(value), origin)]))[0]] = value
         check_whole(path, acknowledged, refused)
         log.delete_topic("t")
         log.close()
@@ -181,7 +188,9 @@ def a_missing_index_keeps_nobody_from_reading(path: Path) -> None:
     log = DirectoryLog(path)
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=8_192))
     values = [b"%d" % number for number in range(60)]
-    acknowledged: Sent = {(0, topic.append([Append(0, records(value))])[0]): value for value in values}
+    acknowledged: Sent = {
+        (0, offsets_of(topic.append([Append.encoded(0, records(value))]))[0]): value for value in values
+    }
     indexes = list(path.glob("topics/t/partitions/partition-0/*.index"))
     assert len(indexes) > 3
     for index in indexes:

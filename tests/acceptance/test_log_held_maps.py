@@ -22,6 +22,7 @@ from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
 
@@ -56,7 +57,7 @@ def opened(path: Path) -> DirectoryTopic:
 def append(path: Path, numbers: range, name: bytes = b"old") -> None:
     topic = opened(path)
     for number in numbers:
-        assert topic.append([Append(0, records(number, name))]) == [number]
+        assert offsets_of(topic.append([Append.encoded(0, records(number, name))])) == [number]
 
 
 def held_by(topic: DirectoryTopic) -> list[Batch]:
@@ -99,7 +100,7 @@ def crash_and_recover(path: Path) -> None:
 
         steps.step = die  # type: ignore[method-assign]
         with faults.counted(steps):
-            topic.append([Append(0, records(ROWS))])
+            offsets_of(topic.append([Append.encoded(0, records(ROWS))]))
 
     in_a_child(crash, -signal.SIGKILL)
     in_a_child(lambda: append(path, range(ROWS, ROWS + 3)))
@@ -197,12 +198,12 @@ def test_g7_a_writer_of_a_deleted_topic_writes_nothing_into_its_namesake(tmp_pat
     """Nor is it told that its messages are stored: they would be gone with the files."""
     old = new_topic(tmp_path)
     for number in range(ROWS):
-        old.append([Append(0, records(number))])
+        offsets_of(old.append([Append.encoded(0, records(number))]))
     delete_and_make_again(tmp_path)
     refused = 0
     for number in range(ROWS):  # through a roll, which makes files by their path
         try:
-            old.append([Append(0, records(number, b"late"))])
+            offsets_of(old.append([Append.encoded(0, records(number, b"late"))]))
         except LogError:
             refused += 1
     stored = [v for batch in held_by(opened(tmp_path)) for v in batch.records.column("value").to_pylist()]

@@ -23,7 +23,8 @@ from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.log.directory.published import PublishedFile
-from pxrs.log.directory.segment import frames
+from pxrs.log.directory.segments.frames import frames
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.log_contract import records
@@ -56,7 +57,7 @@ def value(number: int) -> bytes:
 def append(topic: DirectoryTopic, count: int = 1) -> None:
     for _ in range(count):
         end = topic.end(0)
-        assert topic.append([Append(0, records([value(end)]))]) == [end]
+        assert offsets_of(topic.append([Append.encoded(0, records([value(end)]))])) == [end]
 
 
 def new_topic(path: Path, **options: Any) -> DirectoryTopic:
@@ -155,7 +156,7 @@ def test_a_copy_in_the_order_of_names_opens_at_what_is_whole_and_is_written_to(
     told = findings(target)
     late = opened(target)
     if first == "append":
-        offset = late.append([Append(0, records([b"after"]))])[0]
+        offset = offsets_of(late.append([Append.encoded(0, records([b"after"]))]))[0]
         assert offset >= promised, "an offset that the copy says was given is given again"
     found = read(late)
     kept = {at: each for at, each in found.items() if each != b"after"}
@@ -166,7 +167,7 @@ def test_a_copy_in_the_order_of_names_opens_at_what_is_whole_and_is_written_to(
         assert f"messages up to {promised} were published" in caplog.text
     end = late.end(0)
     assert end >= promised
-    assert late.append([Append(0, records([b"next"]))]) == [end]
+    assert offsets_of(late.append([Append.encoded(0, records([b"next"]))])) == [end]
     assert read(opened(target)) == {**found, end: b"next"}
     assert findings(target) == []
     assert all(size >= before[name] for name, size in sizes(target).items() if name in before), "nothing was cut"
@@ -185,7 +186,7 @@ def test_a_copy_that_ends_within_a_frame_keeps_the_frames_before_it(
     maybe_boot()
     late = opened(tmp_path)
     assert read(late) == {at: value(at) for at in range(max(0, whole))}
-    assert late.append([Append(0, records([b"next"]))]) == [10]
+    assert offsets_of(late.append([Append.encoded(0, records([b"next"]))])) == [10]
     assert findings(tmp_path) == []
 
 
@@ -211,7 +212,7 @@ def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(segm
 
         def work(path: Path = path, step: int = step) -> None:
             with faults.counted(faults.Steps(step, faults.kill)):
-                opened(path).append([Append(0, records([b"first"]))])
+                offsets_of(opened(path).append([Append.encoded(0, records([b"first"]))]))
 
         with faults.child(work) as pid:
             code = faults.wait_exit(pid)
@@ -219,7 +220,7 @@ def test_who_is_killed_at_any_step_of_the_recovery_leaves_a_copy_that_opens(segm
         kept = {at: value(at) for at in range(whole)}
         assert read(late) in (kept, {**kept, end: b"first"})
         next_offset = late.end(0)
-        assert late.append([Append(0, records([b"next"]))]) == [next_offset]
+        assert offsets_of(late.append([Append.encoded(0, records([b"next"]))])) == [next_offset]
         assert read(opened(path)) in ({**kept, end: b"next"}, {**kept, end: b"first", end + 1: b"next"})
         assert findings(path) == []
         shutil.rmtree(path)
@@ -241,7 +242,7 @@ def test_a_copy_of_a_segment_whose_first_append_could_not_be_synced_lacks_the_ne
     with monkeypatch.context() as failing:
         failing.setattr(disk, "sync_data", fail)
         with pytest.raises(LogError, match="when it was synced"):
-            topic.append([Append(0, records([b"lost"]))])
+            offsets_of(topic.append([Append.encoded(0, records([b"lost"]))]))
     append(topic, 3)
     is_rolled = False
 
@@ -254,7 +255,7 @@ def test_a_copy_of_a_segment_whose_first_append_could_not_be_synced_lacks_the_ne
     copy(tmp_path / "hub", tmp_path / "copy", between)
     late = opened(tmp_path / "copy")
     assert read(late) == {at: value(at) for at in range(3)}
-    assert late.append([Append(0, records([b"new"]))]) == [topic.end(0)]
+    assert offsets_of(late.append([Append.encoded(0, records([b"new"]))])) == [topic.end(0)]
 
 
 @pytest.mark.parametrize("durability", ["disk", "os"])
@@ -284,7 +285,7 @@ def test_a_copy_that_ends_before_the_start_that_retention_left_goes_on_at_the_st
         assert read(late) == {}
         assert kept == {} or read_from(late, min(kept)) == kept
     next_offset = late.end(0)
-    assert late.append([Append(0, records([b"new"]))]) == [max(start, next_offset)]
+    assert offsets_of(late.append([Append.encoded(0, records([b"new"]))])) == [max(start, next_offset)]
     assert list(read(late).values()) == list(read(opened(tmp_path / "copy")).values()) == [b"new"]
     assert findings(tmp_path / "copy") == []
     with pxrs.open(tmp_path / "copy") as hub, hub.consumer("t", "g", until="end") as inbox:
@@ -329,7 +330,7 @@ def test_real_damage_in_a_short_file_is_an_error_and_nothing_is_cut(
     before = sizes(tmp_path)
     maybe_boot()
     with pytest.raises(DamagedFrame, match="checksum"):
-        opened(tmp_path).append([Append(0, records([b"next"]))])
+        offsets_of(opened(tmp_path).append([Append.encoded(0, records([b"next"]))]))
     with pytest.raises(DamagedFrame):
         read(opened(tmp_path))
     assert sizes(tmp_path) == before
@@ -345,7 +346,7 @@ def test_damage_in_the_last_published_frame_is_no_copy(tmp_path: Path, boot: Cal
     tail.write_bytes(data)
     boot()
     with pytest.raises(DamagedFrame, match="payload"):
-        opened(tmp_path).append([Append(0, records([b"next"]))])
+        offsets_of(opened(tmp_path).append([Append.encoded(0, records([b"next"]))]))
     assert tail.read_bytes() == data
 
 
@@ -361,7 +362,7 @@ def test_segments_that_somebody_removed_are_an_error_and_no_copy(
     maybe_boot()
     late = opened(tmp_path)
     with pytest.raises(DamagedFrame, match="is missing, and messages up to offset 60"):
-        late.append([Append(0, records([b"next"]))])
+        offsets_of(late.append([Append.encoded(0, records([b"next"]))]))
     assert late.read(0, 0)[0].records.column("value")[0].as_py() == value(0), "the rest stays readable"
     with pytest.raises(LogError):
         late.read(0, 59)

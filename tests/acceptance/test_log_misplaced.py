@@ -20,6 +20,7 @@ from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing.log_contract import records
 
@@ -49,13 +50,13 @@ def new_topic(path: Path, name: str = "t", **options: Any) -> DirectoryTopic:
     assert isinstance(topic, DirectoryTopic)
     for partition, count in COUNTS.items():
         for number in range(count):
-            topic.append([append(partition, number)])
+            offsets_of(topic.append([append(partition, number)]))
     return topic
 
 
 def append(partition: int, number: int) -> Append:
     value = b"%d-%03d" % (partition, number) + b"x" * 300
-    return Append(partition, records([value], [number]), Origin(uuid.UUID(int=partition + 1), 0, number))
+    return Append.encoded(partition, records([value], [number]), Origin(uuid.UUID(int=partition + 1), 0, number))
 
 
 def opened(path: Path, name: str = "t") -> DirectoryTopic:
@@ -121,7 +122,7 @@ def test_l2_a_published_end_of_another_partition_cuts_nothing(tmp_path: Path, ma
     maybe_boot()
     late = opened(tmp_path)
     for number in (0, 1):
-        is_refused(lambda number=number: late.append([append(number, COUNTS[number])]))  # type: ignore[misc]
+        is_refused(lambda number=number: offsets_of(late.append([append(number, COUNTS[number])])))  # type: ignore[misc]
         is_refused(lambda number=number: late.end(number))  # type: ignore[misc]
     assert sizes(topic) == before
     assert [name for name, what in findings(tmp_path) if "another topic or partition" in what] == ["published"] * 2
@@ -129,7 +130,7 @@ def test_l2_a_published_end_of_another_partition_cuts_nothing(tmp_path: Path, ma
     late = opened(tmp_path)
     for number in (0, 1):
         assert read(late, number) == sent(number)
-        assert late.append([append(number, COUNTS[number])]) == [COUNTS[number]]
+        assert offsets_of(late.append([append(number, COUNTS[number])])) == [COUNTS[number]]
 
 
 @pytest.mark.parametrize("is_sealed", [False, True], ids=["tail", "sealed"])
@@ -144,7 +145,7 @@ def test_a_segment_of_another_partition_is_neither_read_nor_cut_nor_removed(
     for number in (0, 1):
         is_refused(lambda number=number: late.read(number, 0))  # type: ignore[misc]
         if not is_sealed:
-            is_refused(lambda number=number: late.append([append(number, COUNTS[number])]))  # type: ignore[misc]
+            is_refused(lambda number=number: offsets_of(late.append([append(number, COUNTS[number])])))  # type: ignore[misc]
     if is_sealed:
         is_refused(lambda: late.retain(0))
     assert sizes(topic) == before
@@ -160,7 +161,7 @@ def test_a_segment_that_was_put_into_an_empty_partition_is_not_cut(is_opened: bo
     segment = folder(topic, 2) / f"{0:020d}.log"
     shutil.copy(logs(folder(topic, 1))[0], segment)
     before = sizes(topic)
-    is_refused(lambda: opened(tmp_path).append([append(2, 0)]))
+    is_refused(lambda: offsets_of(opened(tmp_path).append([append(2, 0)])))
     assert sizes(topic) == before
 
 
@@ -173,7 +174,7 @@ def test_a_segment_of_the_same_partition_under_another_name_is_not_cut(
     before = sizes(topic)
     maybe_boot()
     with pytest.raises(DamagedFrame, match=r"where|its name says"):
-        opened(tmp_path).append([append(0, 100)])
+        offsets_of(opened(tmp_path).append([append(0, 100)]))
     assert sizes(topic) == before
 
 
@@ -195,7 +196,7 @@ def test_an_index_of_another_partition_is_made_again(
     for partition in (0, 1):  # several entries, of which only the first agree
         for number in range(rows):
             value = b"%d-%d-" % (partition, number) + b"x" * (300 + 50 * partition)
-            topic.append([Append(partition, records([value], [number]))])
+            offsets_of(topic.append([Append.encoded(partition, records([value], [number]))]))
         topic._partition(partition).seal(1 << 62)
     indexes = [folder(topic, number) / f"{0:020d}.index" for number in (0, 1)]
     if not is_named:
@@ -228,8 +229,8 @@ def test_l4_a_state_of_producers_of_another_partition_is_found_again_in_the_segm
     assert [name for name, _ in findings(tmp_path)] == [path.name for path in last]
     late = opened(tmp_path)
     for number, count in COUNTS.items():
-        assert late.append([append(number, count - 1)]) == [count - 1], "a retry is stored once"
-        assert late.append([append(number, count)]) == [count]
+        assert offsets_of(late.append([append(number, count - 1)])) == [count - 1], "a retry is stored once"
+        assert offsets_of(late.append([append(number, count)])) == [count]
     assert "found again in the segments" in caplog.text
 
 
@@ -259,13 +260,13 @@ def test_l2_an_older_published_end_of_the_same_partition_cuts_nothing(
     assert isinstance(topic, DirectoryTopic)
     published = folder(topic, 0) / "published"
     for number in range(60):
-        topic.append([append(0, number)])
+        offsets_of(topic.append([append(0, number)]))
         if number == at:
             older = published.read_bytes()
     published.unlink()
     published.write_bytes(older)
     late = opened(tmp_path)
-    assert late.append([append(0, 60)]) == [60]
+    assert offsets_of(late.append([append(0, 60)])) == [60]
     assert read(late, 0) == sent(0, 61)
     assert f"offset {at + 1}" in caplog.text
     assert findings(tmp_path) == []
@@ -293,7 +294,7 @@ def test_l2_format_1_names_no_partition_and_still_nothing_is_cut_by_a_published_
     swap(partitions / "partition-0/published", partitions / "partition-1/published")
     for number in (0, 1):
         try:
-            opened(tmp_path / "log", "orders").append([Append(number, records([b"next"]))])
+            offsets_of(opened(tmp_path / "log", "orders").append([Append.encoded(number, records([b"next"]))]))
         except DamagedFrame:
             pass
         else:

@@ -21,7 +21,8 @@ from pxrs.log.contract import Append, TopicLog
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.reserved import RESERVED_OFFSETS
-from pxrs.log.directory.segment import frames, next_frame
+from pxrs.log.directory.segments.frames import frames, next_frame
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import power
 from pxrs.testing.log_contract import records
@@ -103,7 +104,9 @@ def test_after_a_boot_a_flipped_bit_costs_one_message_and_is_told(
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
     producer = uuid.uuid4()
     for number in range(50):
-        topic.append([Append(0, records([b"%d" % number + b"x" * 300]), Origin(producer, 0, number))])
+        offsets_of(
+            topic.append([Append.encoded(0, records([b"%d" % number + b"x" * 300]), Origin(producer, 0, number))])
+        )
     log.close()
     frame_bytes = tail(tmp_path).stat().st_size // 50
     flip(tail(tmp_path), 7 * frame_bytes + within)
@@ -123,8 +126,10 @@ def test_after_a_boot_a_flipped_bit_costs_one_message_and_is_told(
     topic = DirectoryLog(tmp_path).topic("t")
     end = topic.end(0)
     assert end == 1 + RESERVED_OFFSETS
-    assert topic.append([Append(0, records([b"retry"]), Origin(producer, 0, 48))]) == [48], "stored once"
-    assert topic.append([Append(0, records([b"after"]))]) == [end]
+    assert offsets_of(topic.append([Append.encoded(0, records([b"retry"]), Origin(producer, 0, 48))])) == [48], (
+        "stored once"
+    )
+    assert offsets_of(topic.append([Append.encoded(0, records([b"after"]))])) == [end]
     found, damaged = read(DirectoryLog(tmp_path).topic("t"))
     assert (found.keys(), damaged) == (whole | {end}, [7])
     (told,) = [each for checked in check(tmp_path) for each in checked.findings]
@@ -136,7 +141,7 @@ def test_after_a_boot_whole_messages_between_two_damaged_ones_are_kept(
 ) -> None:
     topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
     for number in range(50):
-        topic.append([Append(0, records([b"%d" % number + b"x" * 300]))])
+        offsets_of(topic.append([Append.encoded(0, records([b"%d" % number + b"x" * 300]))]))
     frame_bytes = tail(tmp_path).stat().st_size // 50
     for number in (7, 30, 31, 48):
         flip(tail(tmp_path), number * frame_bytes + 20)
@@ -154,7 +159,7 @@ def test_after_a_boot_a_frame_that_somebody_sent_as_a_message_is_not_taken_for_o
     frame = header + forged.data.to_pybytes() + padding(forged)
     copies = b"".join(bytes(shift) + frame + bytes(32 - shift) for shift in range(0, 32, 8))  # one will be aligned
     for sent in (b"0", copies, b"2", b"3"):
-        topic.append([Append(0, records([sent]))])
+        offsets_of(topic.append([Append.encoded(0, records([sent]))]))
     data = pa.py_buffer(tail(tmp_path).read_bytes())
     second, third = [at for at, _ in frames(data, "", 0, data.size)][1:3]
     assert second < next_frame(memoryview(data), "", second + 32, data.size) < third, "a copy is aligned"
@@ -166,16 +171,16 @@ def test_after_a_boot_a_frame_that_somebody_sent_as_a_message_is_not_taken_for_o
 def test_an_older_reservation_gives_no_published_offset_again(tmp_path: Path, boot: Callable[[], None]) -> None:
     """As in a copy of which `reserved` was made before `published`."""
     topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
-    topic.append([Append(0, records([b"first"]))])
+    offsets_of(topic.append([Append.encoded(0, records([b"first"]))]))
     reserved = tail(tmp_path).parent / "reserved"
     older = reserved.read_bytes()
-    topic.append([Append(0, records([b"x"] * (RESERVED_OFFSETS + 5)))])
+    offsets_of(topic.append([Append.encoded(0, records([b"x"] * (RESERVED_OFFSETS + 5)))]))
     assert reserved.read_bytes() != older
     reserved.write_bytes(older)
     end = topic.end(0)
     lose_the_last_byte(tmp_path)
     boot()
-    assert DirectoryLog(tmp_path).topic("t").append([Append(0, records([b"next"]))])[0] >= end
+    assert offsets_of(DirectoryLog(tmp_path).topic("t").append([Append.encoded(0, records([b"next"]))]))[0] >= end
 
 
 def test_no_append_is_synced_and_offsets_are_reserved_many_at_a_time(
@@ -243,7 +248,7 @@ def tape(fast: Path) -> power.Tape:
         for number in range(16):
             sizes = [dice.choice((1, 10, 2000)) for _ in range(dice.randint(1, 3))]
             values = [b"%d-%d-" % (number, i) + b"x" * size for i, size in enumerate(sizes)]
-            (offset,) = topic.append([Append(0, records(values))])
+            (offset,) = offsets_of(topic.append([Append.encoded(0, records(values))]))
             tape.mark((offset, values))
             tape.mark((int(tail(root).stem), []))
     assert int(tail(root).stem) > 0
@@ -272,7 +277,9 @@ def test_l1_whatever_a_power_loss_takes_the_rest_is_right_and_no_offset_is_given
         assert all(value == sent[at] for at, value in found.items() if at < len(sent)), f"seed {seed}"
         assert found.keys() >= set(range(sealed)), f"seed {seed}: what was sealed is lost"
         assert found.keys() >= whole_frames(target), f"seed {seed}: what is whole is lost"
-        assert topic.append([Append(0, records([b"after"]))])[0] >= len(sent), f"seed {seed}: an offset was given again"
+        assert offsets_of(topic.append([Append.encoded(0, records([b"after"]))]))[0] >= len(sent), (
+            f"seed {seed}: an offset was given again"
+        )
         assert bool(findings(target)) == bool(lost), f"seed {seed}: damage, and nothing else, is told"
         kept = sum(at < len(sent) for at in found)
         shortest, longest = shortest + (kept < len(sent)), longest + (kept == len(sent) > 0)
@@ -287,7 +294,7 @@ def test_l1_whatever_a_power_loss_takes_the_rest_is_right_and_no_offset_is_given
 def test_a_damaged_reservation_is_told_and_never_guessed(tmp_path: Path, boot: Callable[[], None]) -> None:
     log = DirectoryLog(tmp_path)
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
-    topic.append([Append(0, records([b"a"]))])
+    offsets_of(topic.append([Append.encoded(0, records([b"a"]))]))
     log.close()
     (tail(tmp_path).parent / "reserved").write_text("12x")
     boot()

@@ -16,15 +16,16 @@ import pyarrow as pa
 import pytest
 
 import pxrs
-from pxrs.hub import TopicHandle
 from pxrs.log.batch import SCHEMA
 from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.crew import HELPERS_MAX
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.waiting import eventually
+from pxrs.topics import TopicHandle
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 MEGABYTE = 1 << 20
@@ -160,7 +161,7 @@ def fill_segments(path: Path, appends: int) -> int:
     log = DirectoryLog(path)
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=40_000))
     for number in range(appends):
-        topic.append([Append(0, records(number * ROWS, ROWS))])
+        offsets_of(topic.append([Append.encoded(0, records(number * ROWS, ROWS))]))
     assert len(list(path.glob("topics/t/partitions/partition-0/*.log"))) > appends // 6
     log.close()
     return appends * ROWS
@@ -241,7 +242,7 @@ def find_times(path: Path, total: int) -> Work:
 def append_one(path: Path, total: int) -> Work:
     topic = opened(path)
     with Work() as work:
-        assert topic.append([Append(0, records(total, 1))]) == [total]
+        assert offsets_of(topic.append([Append.encoded(0, records(total, 1))])) == [total]
     topic.close()
     return work
 

@@ -20,6 +20,7 @@ import pytest
 
 from pxrs.errors import (
     AppendFailed,
+    AppendUnknown,
     Closed,
     DamagedFrame,
     LogBusy,
@@ -32,12 +33,12 @@ from pxrs.errors import (
 from pxrs.inotify import Notifier
 from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.contract import Append
-from pxrs.log.directory import log as directory_module
 from pxrs.log.directory import partition as partition_module
-from pxrs.log.directory import reading
+from pxrs.log.directory import reading, tailing
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
-from pxrs.log.directory.segment import Sealed
+from pxrs.log.directory.sealed import Sealed
+from pxrs.log.outcomes import MaybeStored, Outcome, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic
 from pxrs.producer.producer import Producer
@@ -59,7 +60,7 @@ def records(*values: bytes, timestamp: int = 1) -> pa.RecordBatch:
 
 def one(value: bytes, producer: uuid.UUID | None = None, sequence: int = 0, timestamp: int = 1) -> list[Append]:
     batch = records(value, timestamp=timestamp)
-    return [Append(0, batch) if producer is None else Append(0, batch, Origin(producer, 0, sequence))]
+    return [Append.encoded(0, batch) if producer is None else Append.encoded(0, batch, Origin(producer, 0, sequence))]
 
 
 def new_topic(path: Path, **options: Any) -> DirectoryTopic:
@@ -80,7 +81,7 @@ def fill(topic: DirectoryTopic, count: int, producer: uuid.UUID | None = None, t
     """Appends of about 700 bytes: a segment holds eleven of them. Their times are a second apart."""
     sent = [b"old-%d" % number for number in range(count)]
     for number, value in enumerate(sent):
-        assert topic.append(one(value, producer, number, timestamp + number * SECOND)) == [number]
+        assert offsets_of(topic.append(one(value, producer, number, timestamp + number * SECOND))) == [number]
     return sent
 
 
@@ -156,19 +157,19 @@ def test_l3_a_writer_dies_in_a_roll_and_a_smaller_batch_comes_next(
         late = opened(tmp_path)
         late.is_name_durable = True  # else the sync of the topic's name would be the first one
         with before_each("fsync", faults.kill):  # the new segment is made, its name is not synced yet
-            late.append(one(b"x" * 2000))
+            offsets_of(late.append(one(b"x" * 2000)))
 
     with faults.child(work) as pid:
         assert faults.wait_exit(pid) == -signal.SIGKILL
     assert len(segments(tmp_path)) == 2
     assert segments(tmp_path)[0].stat().st_size + 710 < 8192, "there is room for a small one"
-    assert topic.append(one(b"small")) == [10]
+    assert offsets_of(topic.append(one(b"small"))) == [10]
     if is_booted:
         boot()
     late = opened(tmp_path)
     assert values(late) == [*sent, b"small"]
     large = [b"%d" % number * 3000 for number in range(3)]
-    assert [late.append(one(value)) for value in large] == [[11], [12], [13]]
+    assert [offsets_of(late.append(one(value))) for value in large] == [[11], [12], [13]]
     boot()
     assert values(opened(tmp_path)) == [*sent, b"small", *large]
     assert findings(tmp_path) == []
@@ -178,8 +179,10 @@ def test_l3_a_writer_dies_in_a_roll_and_a_smaller_batch_comes_next(
 
 
 def fail_sync(topic: DirectoryTopic, append: list[Append]) -> None:
-    with before_each("fdatasync", faults.fail(errno.EIO)), pytest.raises(AppendFailed):
-        topic.append(append)
+    with before_each("fdatasync", faults.fail(errno.EIO)):
+        (outcome,) = topic.append(append)
+    assert isinstance(outcome, MaybeStored), "the system may have written it, and may show it after a start"
+    assert isinstance(outcome.error, AppendUnknown)
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["same handle", "another handle"])
@@ -188,19 +191,19 @@ def test_l4_the_retry_after_a_failed_sync_is_stored_once(is_same: bool, tmp_path
     sent = fill(topic, 5, producer)
     fail_sync(topic, one(b"again", producer, 5))
     retrying = topic if is_same else opened(tmp_path)
-    assert [retrying.append(one(b"again", producer, 5)) for _ in range(2)] == [[5], [5]]
-    assert retrying.append(one(b"next", producer, 6)) == [6]
-    assert opened(tmp_path).append(one(b"old-4", producer, 4)) == [4], "remembered through the roll"
+    assert [offsets_of(retrying.append(one(b"again", producer, 5))) for _ in range(2)] == [[5], [5]]
+    assert offsets_of(retrying.append(one(b"next", producer, 6))) == [6]
+    assert offsets_of(opened(tmp_path).append(one(b"old-4", producer, 4))) == [4], "remembered through the roll"
     assert values(topic) == values(opened(tmp_path)) == [*sent, b"again", b"next"]
     assert findings(tmp_path) == []
 
 
 def test_l4_a_failed_sync_of_one_producer_makes_nobody_forget_another(tmp_path: Path) -> None:
     topic, other, producer = new_topic(tmp_path), opened(tmp_path), uuid.uuid4()
-    assert topic.append(one(b"once", producer)) == [0]
+    assert offsets_of(topic.append(one(b"once", producer))) == [0]
     fail_sync(other, one(b"other"))
-    assert other.append(one(b"other")) == [1]
-    assert topic.append(one(b"once", producer)) == [0], "its acknowledgement was lost, say"
+    assert offsets_of(other.append(one(b"other"))) == [1]
+    assert offsets_of(topic.append(one(b"once", producer))) == [0], "its acknowledgement was lost, say"
     assert values(opened(tmp_path)) == [b"once", b"other"]
 
 
@@ -208,12 +211,12 @@ def test_l3_the_segment_that_a_failed_sync_ends_is_indexed_whole(tmp_path: Path,
     """Also by a handle that has not seen its last frames: an index of a part would let retention take the rest."""
     topic = new_topic(tmp_path, retention_s=1000.0, segment_s=1e6)
     wall.us = 1 * SECOND
-    topic.append(one(b"old", timestamp=1 * SECOND))
+    offsets_of(topic.append(one(b"old", timestamp=1 * SECOND)))
     other = opened(tmp_path)
     wall.us = 5000 * SECOND
-    other.append(one(b"new", timestamp=5000 * SECOND))
+    offsets_of(other.append(one(b"new", timestamp=5000 * SECOND)))
     fail_sync(other, one(b"lost", timestamp=5000 * SECOND))
-    assert topic.append(one(b"later", timestamp=9000 * SECOND)) == [2]
+    assert offsets_of(topic.append(one(b"later", timestamp=9000 * SECOND))) == [2]
     assert len(segments(tmp_path)) == 2
     late = opened(tmp_path)
     assert late.offset_at(0, 5000 * SECOND) == 1
@@ -228,7 +231,7 @@ def test_l3_the_segment_that_a_failed_sync_ends_is_indexed_whole(tmp_path: Path,
 def test_l3_closing_during_an_append_gives_the_lock_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = DirectoryLog(tmp_path)
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1))
-    topic.append(one(b"first"))
+    offsets_of(topic.append(one(b"first")))
     is_writing, may_write = threading.Event(), threading.Event()
     original = os.pwritev
 
@@ -239,13 +242,13 @@ def test_l3_closing_during_an_append_gives_the_lock_to_nobody(tmp_path: Path, mo
         return original(*arguments)
 
     monkeypatch.setattr(os, "pwritev", slow)
-    appending, appended = in_a_thread(lambda: topic.append(one(b"from the thread")), "appends")
+    appending, appended = in_a_thread(lambda: offsets_of(topic.append(one(b"from the thread"))), "appends")
     assert is_writing.wait(BOUND_S)
     closing, _ = in_a_thread(log.close)
     closing.join(0.2)  # it may wait for the append, or not
     stored = {0: b"first"}
     with contextlib.suppress(LogBusy):
-        stored[opened(tmp_path, timeout=0.2).append(one(b"from another"))[0]] = b"from another"
+        stored[offsets_of(opened(tmp_path, timeout=0.2).append(one(b"from another")))[0]] = b"from another"
     may_write.set()
     for thread in (appending, closing):
         thread.join(BOUND_S)
@@ -254,7 +257,7 @@ def test_l3_closing_during_an_append_gives_the_lock_to_nobody(tmp_path: Path, mo
         assert appended[0][0] not in stored, "two were told the same place"
         stored[appended[0][0]] = b"from the thread"
     stored[len(stored)] = b"last"
-    assert opened(tmp_path).append(one(b"last")) == [len(stored) - 1]
+    assert offsets_of(opened(tmp_path).append(one(b"last"))) == [len(stored) - 1]
     assert dict(enumerate(values(opened(tmp_path)))) == stored
     assert findings(tmp_path) == []
     assert isinstance(appended[0], list | PxrsError)
@@ -314,15 +317,15 @@ def test_x15_who_waits_without_a_bound_hears_of_the_end(
 ) -> None:
     log = DirectoryLog(tmp_path)
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1))
-    topic.append(one(b"seen"))
+    offsets_of(topic.append(one(b"seen")))
     is_waiting = threading.Event()
-    original = Notifier.wait
+    original = Notifier.sleep
 
-    def wait(self: Notifier, timeout: float | None) -> object:
+    def sleep(self: Notifier, timeout: float | None) -> None:
         is_waiting.set()
-        return original(self, timeout)
+        original(self, timeout)
 
-    monkeypatch.setattr(Notifier, "wait", wait)
+    monkeypatch.setattr(Notifier, "sleep", sleep)
     waiting, told = in_a_thread(lambda: topic.wait({0: 1}, None))
     assert is_waiting.wait(BOUND_S)
     act(log, tmp_path)
@@ -335,12 +338,12 @@ def test_x15_more_waiters_than_the_system_allows_get_an_error_of_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = new_topic(tmp_path)
-    topic.append(one(b"seen"))
+    offsets_of(topic.append(one(b"seen")))
 
     def no_more() -> Notifier:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(directory_module, "Notifier", no_more)
+    monkeypatch.setattr(tailing, "Notifier", no_more)
     with pytest.raises(LogError):
         topic.wait({0: 1}, BOUND_S)
     monkeypatch.undo()
@@ -401,7 +404,7 @@ def test_f5_after_a_boot_a_damaged_tail_leaves_the_sealed_segments_readable(
         (batch,) = late.read(0, len(stored), 1)
         stored += batch.records.column("value").to_pylist()
     assert stored == sent[:first]
-    for action in (lambda: late.read(0, first), lambda: late.append(one(b"not behind damage"))):
+    for action in (lambda: late.read(0, first), lambda: offsets_of(late.append(one(b"not behind damage")))):
         with pytest.raises(DamagedFrame):
             action()
 
@@ -409,12 +412,12 @@ def test_f5_after_a_boot_a_damaged_tail_leaves_the_sealed_segments_readable(
 def test_f5_a_torn_append_that_holds_a_copy_of_an_older_frame_is_cut(tmp_path: Path, boot: Callable[[], None]) -> None:
     """Such as a message that is a part of a log. The copy is no proof that what is before it was synced."""
     topic = new_topic(tmp_path, segment_bytes=1 << 20)
-    assert topic.append(one(b"acknowledged")) == [0]
+    assert offsets_of(topic.append(one(b"acknowledged"))) == [0]
     (file,) = segments(tmp_path)
     frame = file.read_bytes()
     published = (file.parent / "published").read_bytes()
     copies = b"".join(bytes(shift) + frame + bytes(32 - shift) for shift in range(0, 32, 8))  # one will be aligned
-    topic.append([Append(0, records(b"." * 6000, copies))])
+    offsets_of(topic.append([Append.encoded(0, records(b"." * 6000, copies))]))
     torn = bytearray(file.read_bytes())
     torn[len(frame) : 4096] = bytes(4096 - len(frame))  # its first block has not reached the medium
     file.unlink()
@@ -423,7 +426,7 @@ def test_f5_a_torn_append_that_holds_a_copy_of_an_older_frame_is_cut(tmp_path: P
     boot()
     late = opened(tmp_path)
     assert values(late) == [b"acknowledged"]
-    assert late.append(one(b"next")) == [1]
+    assert offsets_of(late.append(one(b"next"))) == [1]
     assert values(opened(tmp_path)) == [b"acknowledged", b"next"]
     assert findings(tmp_path) == []
 
@@ -431,11 +434,13 @@ def test_f5_a_torn_append_that_holds_a_copy_of_an_older_frame_is_cut(tmp_path: P
 @pytest.mark.parametrize("harm", ["missing", "damaged", "empty"])
 def test_l4_a_lost_state_of_producers_is_found_again_in_the_segments(harm: str, tmp_path: Path) -> None:
     topic, silent, producer = new_topic(tmp_path), uuid.uuid4(), uuid.uuid4()
-    assert topic.append(one(b"once", silent)) == [0]
+    assert offsets_of(topic.append(one(b"once", silent))) == [0]
     for sequence in range(30):
-        topic.append(one(b"%d" % sequence, producer, sequence))
-    topic.append(one(b"x" * 7000, producer, 30))  # one segment more, so that the retry is in none but sealed ones
-    topic.append(one(b"y" * 7000, producer, 31))
+        offsets_of(topic.append(one(b"%d" % sequence, producer, sequence)))
+    offsets_of(
+        topic.append(one(b"x" * 7000, producer, 30))
+    )  # one segment more, so that the retry is in none but sealed ones
+    offsets_of(topic.append(one(b"y" * 7000, producer, 31)))
     state = segments(tmp_path)[-1].with_suffix(".producers")
     if harm == "damaged":
         flip(state, state.stat().st_size // 2)
@@ -444,9 +449,13 @@ def test_l4_a_lost_state_of_producers_is_found_again_in_the_segments(harm: str, 
         if harm == "empty":
             state.touch()
     late = opened(tmp_path)
-    assert late.append(one(b"once", silent)) == [0]
-    assert [late.append(one(b"again", producer, sequence)) for sequence in (28, 30, 31)] == [[29], [31], [32]]
-    assert late.append(one(b"next", producer, 32)) == [33]
+    assert offsets_of(late.append(one(b"once", silent))) == [0]
+    assert [offsets_of(late.append(one(b"again", producer, sequence))) for sequence in (28, 30, 31)] == [
+        [29],
+        [31],
+        [32],
+    ]
+    assert offsets_of(late.append(one(b"next", producer, 32))) == [33]
     assert late.end(0) == 34
 
 
@@ -455,24 +464,24 @@ def test_l4_a_silent_producer_is_forgotten_at_a_roll_and_found_in_the_segments(
 ) -> None:
     monkeypatch.setattr(partition_module, "SILENT_S_MAX", -3600.0)
     topic, silent, other = new_topic(tmp_path), uuid.uuid4(), uuid.uuid4()
-    topic.append(one(b"before"))
-    assert topic.append(one(b"once", silent)) == [1]
+    offsets_of(topic.append(one(b"before")))
+    assert offsets_of(topic.append(one(b"once", silent))) == [1]
     for _ in range(3):
-        topic.append(one(b"x" * 7000))
+        offsets_of(topic.append(one(b"x" * 7000)))
     assert len(segments(tmp_path)) > 2
     retry, begin = one(b"once", silent)[0], one(b"begin", other)[0]
     for log in (topic, opened(tmp_path)):
         for since in (None, 0, 1):
             if since is None:
                 with pytest.raises(UnknownProducer):
-                    log.append([retry])
+                    offsets_of(log.append([retry]))
             else:
-                assert log.append([retry._replace(since=since)]) == [1]
-    assert topic.append([begin._replace(since=topic.end(0))]) == [5]
+                assert offsets_of(log.append([retry._replace(since=since)])) == [1]
+    assert offsets_of(topic.append([begin._replace(since=topic.end(0))])) == [5]
     for path in segments(tmp_path)[0].parent.glob(f"{segments(tmp_path)[0].stem}.*"):
         path.unlink()  # as retention does
     with pytest.raises(UnknownProducer):
-        opened(tmp_path).append([retry._replace(since=1)])
+        offsets_of(opened(tmp_path).append([retry._replace(since=1)]))
     assert topic.end(0) == 6
 
 
@@ -488,13 +497,13 @@ def test_l4_a_forgotten_producer_goes_on_though_another_partition_fails_at_the_s
                     out.send(b"%d" % round_number, partition=number)
                 out.flush()
                 crowd = [one(b"crowd", uuid.uuid4())[0]._replace(since=0) for _ in range(PRODUCERS_MAX)]
-                topic.append(crowd)
+                offsets_of(topic.append(crowd))
                 failing = topic._partition(1)
                 stored = failing.append
 
                 def fail_once(
                     batches: Any, failing: Any = failing, stored: Any = stored, error: Exception = error
-                ) -> list[int]:
+                ) -> list[Outcome]:
                     monkeypatch.setattr(failing, "append", stored)
                     raise error
 
@@ -507,9 +516,9 @@ def test_an_interrupt_while_others_appends_are_learnt_forgets_none_of_them(
     action: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, boot: Callable[[], None]
 ) -> None:
     topic, producer = new_topic(tmp_path, retention_s=1000.0), uuid.uuid4()
-    topic.append(one(b"0", producer))
+    offsets_of(topic.append(one(b"0", producer)))
     other = opened(tmp_path)
-    assert other.append(one(b"1", producer, 1)) == [1]
+    assert offsets_of(other.append(one(b"1", producer, 1))) == [1]
 
     def interrupted(*arguments: object) -> None:
         monkeypatch.undo()
@@ -521,40 +530,40 @@ def test_an_interrupt_while_others_appends_are_learnt_forgets_none_of_them(
     monkeypatch.setattr("pxrs.log.producers.Producers.note_all", interrupted)
     acts = {
         "retain": lambda: topic.retain(SECOND),
-        "append": lambda: topic.append(one(b"x")),
+        "append": lambda: offsets_of(topic.append(one(b"x"))),
         "end": lambda: topic.end(0),
     }
     with pytest.raises(KeyboardInterrupt):
         acts[action]()
-    assert topic.append(one(b"1", producer, 1)) == [1], "stored once"
-    topic.append(one(b"y" * 9000))  # rolls, and writes down what it knows
-    topic.append(one(b"z"))
-    assert opened(tmp_path).append(one(b"1", producer, 1)) == [1]
+    assert offsets_of(topic.append(one(b"1", producer, 1))) == [1], "stored once"
+    offsets_of(topic.append(one(b"y" * 9000)))  # rolls, and writes down what it knows
+    offsets_of(topic.append(one(b"z")))
+    assert offsets_of(opened(tmp_path).append(one(b"1", producer, 1))) == [1]
 
 
 def test_a_refused_append_costs_no_look_at_the_whole_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     topic = new_topic(tmp_path)
-    topic.append(one(b"0"))
+    offsets_of(topic.append(one(b"0")))
     tail = topic._partition(0)._tail
     with pytest.raises(UnknownProducer):
-        topic.append(one(b"1", uuid.uuid4(), 3))
+        offsets_of(topic.append(one(b"1", uuid.uuid4(), 3)))
     assert topic._partition(0)._tail is tail
 
 
 def test_a_link_whose_folder_was_removed_by_hand_is_no_topic_and_leaves_the_name_free(tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
-    topic.append(one(b"a"))
+    offsets_of(topic.append(one(b"a")))
     shutil.rmtree(topic._folder)
     assert DirectoryLog(tmp_path).topics() == []
-    assert new_topic(tmp_path).append(one(b"b")) == [0]
+    assert offsets_of(new_topic(tmp_path).append(one(b"b"))) == [0]
 
 
 def test_a_topic_that_was_deleted_is_unknown_in_the_same_process_too(tmp_path: Path) -> None:
     log = DirectoryLog(tmp_path)
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1))
-    topic.append(one(b"a"))
+    offsets_of(topic.append(one(b"a")))
     log.delete_topic("t")
-    for act in (lambda: topic.end(0), lambda: topic.append(one(b"b")), lambda: topic.wait({0: 0}, 1.0)):
+    for act in (lambda: topic.end(0), lambda: offsets_of(topic.append(one(b"b"))), lambda: topic.wait({0: 0}, 1.0)):
         with pytest.raises(UnknownTopic):
             act()
 
@@ -587,7 +596,7 @@ def test_messages_of_a_quiet_partition_go_when_they_are_old(tmp_path: Path, wall
     assert topic.retain(6003 * SECOND) == {0: 3}
     assert (topic.start(0), topic.end(0)) == (3, 3)
     assert topic.retain(9000 * SECOND) == {}
-    assert topic.append(one(b"next", timestamp=9000 * SECOND)) == [3]
+    assert offsets_of(topic.append(one(b"next", timestamp=9000 * SECOND))) == [3]
     assert values(opened(tmp_path), 3) == [b"next"]
     assert findings(tmp_path) == []
 
@@ -604,7 +613,7 @@ def test_f5_a_missing_tail_is_an_error_and_never_an_end(tmp_path: Path) -> None:
             late.read(0, offset)
         assert not isinstance(error.value, OffsetTrimmed), "nothing was trimmed"
     with pytest.raises(LogError):
-        late.append(one(b"not behind a gap"))
+        offsets_of(late.append(one(b"not behind a gap")))
     assert late.read(0, 0, 1)[0].records.column("value").to_pylist() == sent[:1], "the rest stays readable"
 
 
@@ -645,7 +654,7 @@ def test_l2_a_reader_of_the_tail_is_told_when_a_roll_and_retention_were_faster(
         base = original(*arguments)
         monkeypatch.undo()
         for _ in range(30):  # what it is about to open is sealed, and removed
-            topic.append(one(b"new"))
+            offsets_of(topic.append(one(b"new")))
         assert topic.retain(0)[0] > 5
         return base
 

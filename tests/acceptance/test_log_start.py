@@ -22,6 +22,7 @@ from pxrs.log.directory.check import Finding, check
 from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.start import NAME, write_start
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
 
@@ -36,7 +37,7 @@ def make(path: Path, rows: int = ROWS, **settings: Any) -> Path:
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=4096, **settings))
     for number in range(rows):
         row = {"value": b"%d" % number + b"x" * 500, "timestamp": number}
-        topic.append([Append(0, pa.RecordBatch.from_pylist([row], SCHEMA))])
+        offsets_of(topic.append([Append.encoded(0, pa.RecordBatch.from_pylist([row], SCHEMA))]))
     log.close()
     return Path(topic.partition_folder(0)) if isinstance(topic, DirectoryTopic) else path
 

@@ -105,7 +105,7 @@ def test_nothing_unread_is_removed_before_it_is_known_in_which_registry_the_grou
     assert home is not None
     with pxrs.open(hub.url, "memory:") as stranger, pytest.raises(pxrs.errors.WrongRegistry):
         stranger.consumer("kept", group="careful")
-    with pxrs.open(hub.url, hub._registry_url) as again:
+    with pxrs.open(hub.url, hub.registry_address) as again:
         assert again.check_registry() == home
 
 

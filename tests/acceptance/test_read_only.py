@@ -36,6 +36,7 @@ from pxrs.cli.app import app
 from pxrs.errors import AccessDenied, DamagedFrame, LogError, NoWritePermission, PxrsError
 from pxrs.log.contract import Append
 from pxrs.log.directory.published import NAME as PUBLISHED
+from pxrs.log.outcomes import offsets_of
 from pxrs.registry.file import journal
 from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.state import Change
@@ -569,7 +570,7 @@ def test_l1_after_a_boot_a_reader_sees_what_was_published_before_and_more_once_a
             assert [message.value for message in orders.messages(0, 3)] == [b"6", b"8"]
         assert len([record for record in caplog.records if "from offset 5 on are not shown yet" in record.message]) == 1
         with pytest.raises(NoWritePermission):
-            orders.log.append([Append(0, orders.read(0, 0)[0].records)])
+            offsets_of(orders.log.append([Append.encoded(0, orders.read(0, 0)[0].records)]))
     with pxrs.open(data) as hub:
         assert hub.topic("orders").end(0) == 7
     with reading_only(data), contextlib.closing(reader), pytest.raises(pxrs.errors.Closed):

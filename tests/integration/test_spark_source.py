@@ -26,7 +26,7 @@ import pxrs
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import SharedState
 from pxrs.hub import Hub
-from pxrs.spark import pipeline, session
+from pxrs.spark import pipeline
 from pxrs.spark.pipeline import Pipeline, Place
 from pxrs.spark.run import Run
 from pxrs.testing.transfer import Row, transfer
@@ -43,14 +43,6 @@ WAITING_MAX = 2_000
 STEP = 300
 """So many messages are done by each before the next thing happens."""
 PATIENCE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def spark() -> Iterator[Any]:
-    found = session("tests", "local[2]", {"spark.sql.shuffle.partitions": "1"})
-    found.sparkContext.setLogLevel("OFF")
-    yield found
-    found.stop()
 
 
 @pytest.fixture

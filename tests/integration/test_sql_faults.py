@@ -320,7 +320,7 @@ class TestLeases:
             second.commit(expect={"m": ABSENT}, put={"owner": b"second"})
             assert lease.alive, "its holder has not noticed"
             with pytest.raises(LeaseExpired):
-                lease._renew()
+                lease.stored.renew()
             with pytest.raises(LeaseExpired):
                 first.commit(put={"owner": b"first"}, lease=lease)
             assert not lease.alive
@@ -384,9 +384,9 @@ class TestLeases:
             first.commit(ephemeral={"m": b""}, lease=lease)
             self.step(server, -3600)
             assert second.get("m") is not None
-            lease._renew()
+            lease.stored.renew()
             self.step(server, -3600 + 20)
-            lease._renew()
+            lease.stored.renew()
             self.step(server, -3600 + 40)
             assert second.get("m") is not None
             first.commit(put={"a": b""}, lease=lease)
@@ -434,7 +434,7 @@ class TestLeases:
             lease = registry.lease(30)
             self.step(server, 60)
             with pytest.raises(LeaseExpired):
-                lease._renew()
+                lease.stored.renew()
             with pytest.raises(LeaseExpired):
                 registry.commit(put={"a": b""}, lease=lease)
 
@@ -442,7 +442,7 @@ class TestLeases:
         url = url_of(server)
         with open_sql(url) as registry, open_sql(url) as other, registry.lease(30) as lease:
             plan = plan_of(registry, Commit({}, {}, {"m": b""}, frozenset(), lease, False))
-            ending = threading.Thread(target=lambda: other._end(lease.id))
+            ending = threading.Thread(target=other.attach(lease.secret).end)
             with registry.database.session(time.monotonic() + 5) as session:
                 found = plan.judge(session.begin(plan.locks))
                 ending.start()

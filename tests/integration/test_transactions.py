@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from pxrs.consumer.transactions import Transactions, _Loop, _Taken
 from pxrs.errors import InvalidGroup
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.hub import Hub
+from pxrs.testing.forked import Forked
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers import PostgresServer
 
@@ -638,9 +638,9 @@ class Process:
     def __init__(self, place: Place, name: str) -> None:
         self.name, self.errors = name, place.folder / f"{name}.stderr"
         url = place.engine_url + ("" if place.engine_url.startswith("sqlite") else f"?application_name={name}")
-        command = [sys.executable, __file__, str(place.folder / "data"), place.registry, url, name, "1.5"]
+        arguments = [str(place.folder / "data"), place.registry, url, name, "1.5"]
         with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(command, stderr=errors)
+            self.process = Forked(__file__, arguments, stderr=errors.fileno())
 
     @property
     def is_running(self) -> bool:

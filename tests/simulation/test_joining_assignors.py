@@ -16,9 +16,10 @@ import pytest
 
 from pxrs.errors import AssignorMismatch, Conflict
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import Get, MemberProtocol, Operation, Steps, Write
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import ChosenAssignor, Keys, Member
 from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Get, Operation, Steps, Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 SWITCHES_MAX = 4

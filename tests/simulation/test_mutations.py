@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pxrs.group import reconcile
-from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.reconcile import Claim
 from pxrs.group.records import Checkpoint, Leader, Owner
 from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator import Defects, SimulatedMember, SimulatedStore, Simulation, Violation, simulate
 from pxrs.testing.simulator.ghost import ADMIN, RETENTION
 from pxrs.testing.simulator.store import Request
@@ -162,8 +163,8 @@ def pause_without_checkpoint(operation: Operation, member: SimulatedMember, stor
 class PausesAgain(MemberProtocol):
     """After a lost reply the pause is written again, whether it had landed or not."""
 
-    def _learn(self, partition: int) -> Steps[bool]:
-        is_owned = yield from super()._learn(partition)
+    def read_again(self, partition: int) -> Steps[bool]:
+        is_owned = yield from super().read_again(partition)
         if is_owned:
             self.held[partition].checkpoint = replace(self.held[partition].checkpoint, failure="")
         return is_owned

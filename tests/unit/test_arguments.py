@@ -19,7 +19,7 @@ import pxrs.registry
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import InvalidArgument, InvalidGroup, OffsetOutOfRange, PartitionNotAssigned, PxrsError
 from pxrs.group.admin import GroupHandle
-from pxrs.hub import Hub, TopicHandle
+from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.producer.producer import Producer
 from pxrs.queue.handle import QueueHandle
@@ -27,6 +27,7 @@ from pxrs.queue.listener import QueueListener
 from pxrs.queue.policy import ConsumeTimes, ExponentialBackoff, FixedBackoff
 from pxrs.registry import Registry
 from pxrs.testing.waiting import eventually
+from pxrs.topics import TopicHandle
 
 BOUND_S = 30.0
 PARTITIONS = 3

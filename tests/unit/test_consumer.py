@@ -1260,7 +1260,7 @@ def poison(*bad: tuple[int, int]) -> tuple[Callable[[Message], None], list[tuple
 
 
 def admin(hub: Hub) -> GroupHandle:
-    return GroupHandle(hub.registry, "g", hub._log)
+    return GroupHandle(hub.registry, "g", hub.log)
 
 
 def test_x14_pause_holds_only_the_partition_of_the_message_and_shows_why(hub: Hub) -> None:
@@ -1602,7 +1602,7 @@ def test_a_start_without_a_time_zone_is_refused_and_leaves_no_member_behind(hub:
 
 def test_a_member_that_cannot_begin_leaves_nothing_behind(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     create(hub, partitions=2, count=1)
-    monkeypatch.setattr(hub._log.topic("t"), "start", lambda partition: 1 // 0)
+    monkeypatch.setattr(hub.log.topic("t"), "start", lambda partition: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         hub.consumer("t", "g")
     assert members(hub) == []

@@ -21,6 +21,7 @@ from pxrs.failures import TRACEBACK_CHARACTERS_MAX, Failure
 from pxrs.group.records import Keys, Paused
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryTopic
+from pxrs.log.outcomes import Outcome
 from pxrs.model import Message
 from pxrs.producer.producer import MESSAGE_BYTES_MAX, Producer
 from pxrs.testing.waiting import aside, eventually
@@ -314,7 +315,7 @@ def test_x14_a_full_disk_below_the_dead_letters_pauses_and_a_retry_works_when_th
     append, is_full = MemoryTopic.append, threading.Event()
     is_full.set()
 
-    def limited(self: MemoryTopic, batches: Any) -> list[int]:
+    def limited(self: MemoryTopic, batches: Any) -> list[Outcome]:
         if self.name == "dead" and is_full.is_set():
             raise AppendFailed("no space left on device")
         return append(self, batches)

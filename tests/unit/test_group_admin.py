@@ -30,13 +30,14 @@ from pxrs.errors import (
 )
 from pxrs.group.admin import GroupHandle, groups
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import MemberProtocol, Steps, Write, drive
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
 from pxrs.producer.producer import Producer
 from pxrs.registry import Registry
 from pxrs.registry.contract import ABSENT
+from pxrs.registry.steps import Steps, Write, drive
 
 PARTITIONS = 4
 KEYS = Keys("billing")

@@ -14,9 +14,10 @@ import pxrs
 from pxrs import registry as registries
 from pxrs.errors import Conflict, GroupElsewhere
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import Get, MemberProtocol, Operation, Write, drive, perform
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Home, Keys, Member
 from pxrs.registry import Registry
+from pxrs.registry.steps import Get, Operation, Write, drive, perform
 
 KEYS = Keys("g")
 

@@ -66,8 +66,8 @@ def raises_wrong_registry(inbox: pxrs.Consumer) -> bool:
 
 
 def record_of(hub: pxrs.Hub) -> HubRecordFile:
-    assert hub._belonging is not None
-    return hub._belonging.record
+    assert hub.parts.belonging is not None
+    return hub.parts.belonging.record
 
 
 def other(hub: pxrs.Hub) -> pxrs.Hub:
@@ -218,7 +218,7 @@ def test_a_hub_of_the_previous_version_retains_nothing_until_a_member_has_joined
     for file in Path(place.url).glob("hub.*"):
         file.unlink()  # as version 0.1 leaves it
     place.registry.commit(delete=[Keys("slow").home])
-    url = str(place._registry_url)
+    url = place.registry_address
     with pxrs.open(place.url, url) as hub:
         topic = hub.topic("t")
         with pytest.raises(RetentionPostponed, match="pxrs registry adopt"):
@@ -285,7 +285,7 @@ def test_a_damaged_record_stops_what_needs_it_and_is_mended_by_adopt(place: pxrs
     data = bytearray(record.read_bytes())
     data[-5] ^= 1
     record.write_bytes(data)
-    with pxrs.open(place.url, str(place._registry_url)) as hub:
+    with pxrs.open(place.url, place.registry_address) as hub:
         with pytest.raises(DamagedFrame, match=r"hub\.record.*pxrs registry adopt"):
             hub.consumer("t", "slow")
         with pytest.raises(DamagedFrame):
@@ -297,5 +297,4 @@ def test_a_damaged_record_stops_what_needs_it_and_is_mended_by_adopt(place: pxrs
 
 def test_a_password_is_neither_shown_nor_stored(tmp_path: Path) -> None:
     with pxrs.open(tmp_path, "postgresql://me:secret@127.0.0.1:1/none?timeout=0.2&namespace=prod") as hub:
-        assert hub._belonging is not None
-        assert hub._belonging.shown == "postgresql://me:***@127.0.0.1:1/none?namespace=prod"
+        assert hub.registry_address == "postgresql://me:***@127.0.0.1:1/none?namespace=prod"

@@ -25,6 +25,7 @@ from pxrs.log.batch import (
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import CODECS
 from pxrs.testing.log_contract import records, values_from
 
@@ -134,10 +135,12 @@ def test_a_golden_directory_is_read_and_gone_on_with(version: int, tmp_path: Pat
     found = [values_from(topic, number) for number in (0, 1)]
     assert found == [messages[::2], [*messages[1::2], b"behind a gap"]]
     assert topic.offset_at(1, 1_700_000_000_000_050) == 65_537, "behind what the first append had reserved"
-    assert topic.append([Append(0, records([messages[10]]), Origin(PRODUCER, 0, 5))]) == [5], "a retry is stored once"
+    assert offsets_of(topic.append([Append.encoded(0, records([messages[10]]), Origin(PRODUCER, 0, 5))])) == [5], (
+        "a retry is stored once"
+    )
     with pytest.raises(SequenceGap):
-        topic.append([Append(1, records([b"x"]), Origin(PRODUCER, 0, 9))])
+        offsets_of(topic.append([Append.encoded(1, records([b"x"]), Origin(PRODUCER, 0, 9))]))
     end = topic.end(0)
-    assert topic.append([Append(0, records([b"next"]), Origin(PRODUCER, 0, 6))]) == [end]
+    assert offsets_of(topic.append([Append.encoded(0, records([b"next"]), Origin(PRODUCER, 0, 6))])) == [end]
     assert values_from(topic, 0) == [*messages[::2], b"next"], "a frame of format 2 behind those of the golden format"
     assert [finding for checked in check(tmp_path / "log") for finding in checked.findings] == []

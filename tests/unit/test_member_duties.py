@@ -73,7 +73,7 @@ def send(hub: Hub, partitions: int, count: int) -> None:
 def another(place: Place, hub: Hub) -> tuple[Hub, HookedRegistry]:
     """A hub with the same topic, and a registry handle of its own."""
     registry = HookedRegistry(place.store)
-    return place.open(registry, hub._log), registry  # type: ignore[arg-type]
+    return place.open(registry, hub.log), registry  # type: ignore[arg-type]
 
 
 def is_leader(consumer: Consumer) -> bool:

@@ -97,16 +97,16 @@ class Stalling(MemoryRegistry):
             raise OutcomeUnknown("stalling:: no reply")
         return versions
 
-    def _lease(self, ttl: float) -> Lease:
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
         self._pass()
-        lease = super()._lease(ttl)
-        end = lease._end
+        lease = super()._lease(ttl, renewed)
+        end = lease.stored.end
 
         def end_in_time() -> None:
             self._pass()
             end()
 
-        lease._end = end_in_time
+        lease.stored.end = end_in_time  # type: ignore[method-assign]
         return lease
 
 
@@ -117,7 +117,7 @@ class Scene:
         self.hub: Hub = place.open(self.registry)
         self.hub.create_topic("t", partitions=2)
         self.send()
-        self.observer: Hub = place.open(log=self.hub._log)  # type: ignore[arg-type]
+        self.observer: Hub = place.open(log=self.hub.log)  # type: ignore[arg-type]
 
     def send(self) -> None:
         for partition in range(2):
@@ -369,8 +369,8 @@ def test_a_lease_that_ends_during_the_join_is_an_error_of_the_group(
 ) -> None:
     begin = scene.registry._lease
 
-    def ended(ttl: float) -> Lease:
-        lease = begin(ttl)
+    def ended(ttl: float, renewed: bool) -> Lease:
+        lease = begin(ttl, renewed)
         lease.expire()
         return lease
 

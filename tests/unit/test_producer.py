@@ -20,6 +20,7 @@ import pytest
 
 from pxrs.errors import (
     AppendFailed,
+    AppendUnknown,
     BufferFull,
     Closed,
     InvalidRecord,
@@ -29,37 +30,56 @@ from pxrs.errors import (
     UnknownProducer,
     UsedAfterFork,
 )
-from pxrs.log.batch import SCHEMA, Origin
+from pxrs.log.batch import SCHEMA, Origin, Payload
 from pxrs.log.contract import Append
 from pxrs.log.memory import MemoryLog, MemoryTopic
+from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic
+from pxrs.producer import appender
 from pxrs.producer.hashing import murmur2, xxh64
 from pxrs.producer.outgoing import Chunk, Receipt
 from pxrs.producer.producer import Producer
 
 
 class Fickle(MemoryTopic):
-    """A topic whose appends do what the test wants: `before` may raise, or hold the append up."""
+    """A topic whose appends do what the test wants: `before` and `after` may raise for the whole call, or delay it."""
 
     def __init__(self, topic: Topic) -> None:
         super().__init__(topic, MemoryLog())
         self.calls: list[list[Append]] = []
         self.before: Callable[[Sequence[Append]], None] = lambda appends: None
         self.after: Callable[[Sequence[Append]], None] = lambda appends: None
+        self.refusals: dict[int, Exception] = {}
+        """Partitions that store nothing, and why."""
+        self.lost_replies: dict[int, int] = {}
+        """Partitions that store batches and then do not tell, each with how often."""
 
-    def append(self, appends: Sequence[Append]) -> list[int]:
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
         self.calls.append(list(appends))
         self.before(appends)
-        offsets = super().append(appends)
+        stored = iter(super().append([each for each in appends if each.partition not in self.refusals]))
         self.after(appends)
-        return offsets
+        lost = {number for number in {each.partition for each in appends} if self.lost_replies.get(number)}
+        for number in lost:
+            self.lost_replies[number] -= 1
+        return [self._outcome(each, stored, lost) for each in appends]
+
+    def _outcome(self, append: Append, stored: Iterator[Outcome], lost: set[int]) -> Outcome:
+        if append.partition in self.refusals:
+            return NotStored(self.refusals[append.partition])
+        outcome = next(stored)
+        return MaybeStored(AppendUnknown("the reply was lost")) if append.partition in lost else outcome
 
     def values(self, partition: int) -> list[bytes | None]:
         return [v for batch in self.read(partition, 0, 1 << 30) for v in batch.records.column("value").to_pylist()]
 
     def column(self, name: str) -> list[Any]:
         return [v for batch in self.read(0, 0, 1 << 30) for v in batch.records.column(name).to_pylist()]
+
+
+def decoded(append: Append) -> pa.RecordBatch:
+    return pa.ipc.read_record_batch(append.payload.data, SCHEMA)
 
 
 class Gate:
@@ -74,13 +94,13 @@ class Gate:
 
 
 class Failing:
-    """Raises for some partitions, or for the first so many calls."""
+    """Raises in the first so many calls."""
 
-    def __init__(self, error: Exception, *, times: int = 1 << 30, partitions: Sequence[int] = range(100)) -> None:
-        self.error, self.times, self.partitions = error, times, partitions
+    def __init__(self, error: Exception, *, times: int = 1 << 30) -> None:
+        self.error, self.times = error, times
 
     def __call__(self, appends: Sequence[Append]) -> None:
-        if self.times and any(append.partition in self.partitions for append in appends):
+        if self.times:
             self.times -= 1
             raise self.error
 
@@ -136,7 +156,7 @@ def test_receipts_find_their_places_among_chunks_that_are_sorted_together(topic:
     for i in range(45):
         assert places[1 + 4 * i][0] == xxh64(b"k%d" % (i % 7)) % 4
         assert places[3 + 4 * i][0] == i % 4
-    assert max(append.records.num_rows for call in topic.calls for append in call) <= 10
+    assert max(append.payload.rows for call in topic.calls for append in call) <= 10
     for partition in range(4):
         mine = [offset for number, offset in places if number == partition]
         assert mine == sorted(mine)
@@ -227,7 +247,7 @@ def test_batches_keep_their_limits(topic: Fickle) -> None:
             out.send(b"." * (i % 100 * 10), key=b"k%d" % (i % 5))
         out.send(b"." * 10_000, key=b"large")
         out.flush()
-    batches = [append.records for call in topic.calls for append in call]
+    batches = [decoded(append) for call in topic.calls for append in call]
     assert sum(batch.num_rows for batch in batches) == 501
     assert max(batch.num_rows for batch in batches) == 10
     assert all(batch.num_rows == 1 or batch.nbytes <= 3000 for batch in batches)
@@ -315,7 +335,7 @@ def test_l4_a_failed_append_is_tried_again_and_stored_once(topic: Fickle) -> Non
 
 def test_l4_an_append_whose_reply_was_lost_is_stored_once() -> None:
     topic = make(2)
-    topic.after = Failing(AppendFailed("stored, but who knows"), times=3)
+    topic.after = Failing(AppendUnknown("stored, but who knows"), times=3)
     gate = Gate()
     topic.before = gate
     with Producer(topic, linger_s=60, batch_rows=1) as out:
@@ -333,7 +353,7 @@ def crowd(partition: int) -> list[Append]:
     """A batch of each of so many producers that all others are forgotten."""
     one = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in SCHEMA], schema=SCHEMA)
     one = one.set_column(2, SCHEMA.field(2), pa.array([0], SCHEMA.field(2).type))
-    return [Append(partition, one, Origin(uuid.uuid4(), 0, 0), 0) for _ in range(PRODUCERS_MAX)]
+    return [Append.encoded(partition, one, Origin(uuid.uuid4(), 0, 0), 0) for _ in range(PRODUCERS_MAX)]
 
 
 def test_l4_a_producer_that_was_forgotten_goes_on_under_another_name(topic: Fickle) -> None:
@@ -342,7 +362,7 @@ def test_l4_a_producer_that_was_forgotten_goes_on_under_another_name(topic: Fick
             receipts = [out.send(b"%d" % number, partition=partition) for partition in range(4)]
             out.flush()
             assert [receipt.result()[0] for receipt in receipts] == [0, 1, 2, 3]
-            MemoryTopic.append(topic, [*crowd(0), *crowd(2)])
+            offsets_of(MemoryTopic.append(topic, [*crowd(0), *crowd(2)]))
     for partition in range(4):
         assert [value for value in topic.values(partition) if value is not None] == [b"0", b"1", b"2"]
 
@@ -353,8 +373,8 @@ def test_l4_a_batch_that_may_be_stored_gets_no_other_name(single: tuple[Fickle, 
 
     def forget(appends: Sequence[Append]) -> None:
         topic.after = lambda appends: None
-        MemoryTopic.append(topic, crowd(0))
-        raise AppendFailed("stored, but who knows")
+        offsets_of(MemoryTopic.append(topic, crowd(0)))
+        raise AppendUnknown("stored, but who knows")
 
     for each in range(number):
         out.send(b"%d" % each)
@@ -370,9 +390,74 @@ def test_l4_a_batch_that_may_be_stored_gets_no_other_name(single: tuple[Fickle, 
     assert [value for value in topic.values(0) if value is not None] == [b"%d" % each for each in range(number + 1)]
 
 
+def test_w1_only_a_partition_whose_reply_was_lost_is_resent_and_under_the_same_origin(topic: Fickle) -> None:
+    topic.lost_replies = {1: 2}
+    with Producer(topic, linger_s=60, batch_rows=1) as out:
+        receipts = [out.send(b"%d" % number, partition=number % 2) for number in range(4)]
+        out.flush()
+        assert [receipt.result(0) for receipt in receipts] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    first, *resent = topic.calls
+    assert [append.partition for append in first] == [0, 0, 1, 1]
+    assert [[append.origin for append in call] for call in resent] == [[a.origin for a in first[2:]]] * 2
+    assert (topic.values(0), topic.values(1)) == ([b"0", b"2"], [b"1", b"3"])
+
+
+def test_a_partition_is_acknowledged_while_another_one_is_still_resent(topic: Fickle) -> None:
+    topic.refusals = {1: AppendFailed("for a moment")}
+    with Producer(topic, linger_s=0, tries_max=1_000) as out:
+        slow, fast = out.send(b"slow", partition=1), out.send(b"fast", partition=0)
+        assert fast.result(30) == (0, 0)
+        assert not slow.is_done
+        topic.refusals = {}
+        assert slow.result(30) == (1, 0)
+
+
+def test_l4_a_batch_that_was_refused_before_gets_another_name_if_its_producer_was_forgotten(
+    single: tuple[Fickle, Producer],
+) -> None:
+    """A refusal says that nothing is stored, so a batch that was only refused cannot be stored twice."""
+    topic, out = single
+    out.send(b"0")
+    out.flush()
+    topic.refusals = {0: AppendFailed("for a moment")}
+    calls = len(topic.calls)
+
+    def forget_before_the_second_try(appends: Sequence[Append]) -> None:
+        if len(topic.calls) == calls + 2:
+            topic.refusals = {}
+            offsets_of(MemoryTopic.append(topic, crowd(0)))
+
+    topic.before = forget_before_the_second_try
+    out.send(b"1")
+    out.flush()
+    assert [value for value in topic.values(0) if value is not None] == [b"0", b"1"]
+
+
+def test_a_batch_that_cannot_be_encoded_fails_its_partition_alone(
+    topic: Fickle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = appender.encode
+
+    def refuse(records: pa.RecordBatch, codec: str) -> Payload:
+        if b"bad" in records.column("value").to_pylist():
+            raise InvalidRecord("too large")
+        return encode(records, codec)
+
+    monkeypatch.setattr(appender, "encode", refuse)
+    with Producer(topic, linger_s=60, batch_rows=1) as out:
+        good = [out.send(b"good", partition=number) for number in (0, 1)]
+        bad = [out.send(value, partition=1) for value in (b"bad", b"good")]
+        with pytest.raises(InvalidRecord, match="too large"):
+            out.flush()
+        assert [receipt.result(0) for receipt in good] == [(0, 0), (1, 0)]
+        for receipt in bad:
+            with pytest.raises(InvalidRecord, match="too large"):
+                receipt.result(0)
+
+
 def test_a_partition_that_fails_for_good_fails_alone_and_in_order(topic: Fickle) -> None:
     failure = AppendFailed("disk full")
-    topic.before = Failing(failure, partitions=[1])
+    topic.refusals = {1: failure}
     with Producer(topic, linger_s=60, batch_rows=1, tries_max=2) as out:
         lost = [out.send(b"lost", partition=1) for _ in range(3)]
         kept = [out.send(b"kept", partition=p) for p in (0, 2)]
@@ -382,7 +467,7 @@ def test_a_partition_that_fails_for_good_fails_alone_and_in_order(topic: Fickle)
             with pytest.raises(AppendFailed, match="disk full"):
                 receipt.result(10)
         assert [receipt.result(10) for receipt in kept] == [(0, 0), (2, 0)]
-        topic.before = lambda appends: None
+        topic.refusals = {}
         with pytest.raises(AppendFailed, match="disk full"):
             out.send(b"later", partition=1)
         with pytest.raises(AppendFailed, match="disk full"):
@@ -394,7 +479,7 @@ def test_a_partition_that_fails_for_good_fails_alone_and_in_order(topic: Fickle)
 
 
 def test_messages_without_a_key_avoid_a_partition_that_failed(topic: Fickle) -> None:
-    topic.before = Failing(LogError("broken"), partitions=[2])
+    topic.refusals = {2: LogError("broken")}
     with Producer(topic, linger_s=60, batch_rows=2) as out:
         out.send(b"lost", partition=2)
         with pytest.raises(LogError):
@@ -415,7 +500,7 @@ def test_an_error_that_no_retry_helps_is_not_retried(single: tuple[Fickle, Produ
         out.flush()
     with pytest.raises(LogError, match="what is this"):
         receipt.result()
-    assert len(topic.calls) == 2  # together, then the partition alone
+    assert len(topic.calls) == 1
 
 
 def test_an_error_is_raised_by_close_if_nobody_heard_of_it(topic: Fickle) -> None:
@@ -506,7 +591,7 @@ def test_x16_senders_go_on_when_there_is_room() -> None:
 
 
 def test_the_buffer_is_given_back_after_failures(topic: Fickle) -> None:
-    topic.before = Failing(LogError("broken"), partitions=[0])
+    topic.refusals = {0: LogError("broken")}
     with Producer(topic, linger_s=60, batch_rows=3) as out:
         for i in range(100):
             with contextlib.suppress(LogError):  # sooner or later
@@ -692,7 +777,7 @@ def test_a_batch_is_stored_without_the_nulls_of_its_neighbours(partitions: int) 
             out.send(b"v" * 10, b"%d" % i)
         out.send_batch(pa.table({"value": [b"v" * 10] * 5_000, "key": [b"%d" % i for i in range(5_000)]}))
         out.flush()
-    batches = [append.records for call in topic.calls for append in call]
+    batches = [decoded(append) for call in topic.calls for append in call]
     assert sum(batch.num_rows for batch in batches) == 10_000
     assert sum(batch.serialize().size - 1_000 for batch in batches) < 40 * 10_000
 

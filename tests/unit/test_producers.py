@@ -9,7 +9,7 @@ import pytest
 
 from pxrs.errors import SequenceGap, UnknownProducer
 from pxrs.log.batch import ANONYMOUS, Origin
-from pxrs.log.producers import BATCHES_KEPT, PRODUCERS_MAX, Asked, Placed, Producers
+from pxrs.log.producers import BATCHES_KEPT, PRODUCERS_MAX, Incoming, Placement, Producers
 
 A, B = uuid.UUID(int=1), uuid.UUID(int=2)
 END = 1 << 61
@@ -24,7 +24,7 @@ def noted(*batches: tuple[uuid.UUID, int, int, int], now: float = 0.0) -> Produc
 
 def check(producers: Producers, origin: Origin, since: int | None = None) -> int | None:
     """The offset of the batch if it is a duplicate, None if it is new."""
-    (placed,) = producers.place([Asked(origin, 1, since)], END)
+    (placed,) = producers.place([Incoming(origin, 1, since)], END)
     return None if placed.is_new else placed.offset
 
 
@@ -68,7 +68,7 @@ def test_checking_changes_nothing() -> None:
     producers = noted((A, 0, 0, 0))
     before = producers.dump()
     check(producers, Origin(A, 0, 1))
-    producers.place([Asked(Origin(A, 0, 1), 3), Asked(Origin(B, 0, 0), 3)], 1)
+    producers.place([Incoming(Origin(A, 0, 1), 3), Incoming(Origin(B, 0, 0), 3)], 1)
     assert producers.dump() == before
 
 
@@ -90,15 +90,15 @@ def test_the_longest_silent_producer_is_forgotten_first() -> None:
 def test_several_batches_are_placed_together() -> None:
     producers = noted((A, 0, 0, 0))
     origins = [Origin(A, 0, 0), Origin(A, 0, 1), ANONYMOUS, Origin(A, 0, 1), Origin(B, 0, 0)]
-    assert producers.place([*map(Asked, origins, (9, 2, 3, 2, 1))], 9) == [
-        Placed(0, False),
-        Placed(9, True),
-        Placed(11, True),
-        Placed(9, False),
-        Placed(14, True),
+    assert producers.place([*map(Incoming, origins, (9, 2, 3, 2, 1))], 9) == [
+        Placement(0, False),
+        Placement(9, True),
+        Placement(11, True),
+        Placement(9, False),
+        Placement(14, True),
     ]
     with pytest.raises(SequenceGap):
-        producers.place([Asked(Origin(A, 0, 1), 1), Asked(Origin(A, 0, 3), 1)], 9)
+        producers.place([Incoming(Origin(A, 0, 1), 1), Incoming(Origin(A, 0, 3), 1)], 9)
 
 
 def test_the_state_goes_through_json() -> None:
@@ -151,13 +151,13 @@ def test_l4_what_was_forgotten_is_recalled_from_where_the_sender_began() -> None
         looks.append(offset)
         return None if offset < 20 else [each for each in stored if each[1] >= offset]
 
-    asked = [Asked(Origin(A, 3, sequence), 1, 30) for sequence in range(3)]
+    asked = [Incoming(Origin(A, 3, sequence), 1, 30) for sequence in range(3)]
     recalled = few.recall(asked, 51, since, 0.0)
-    assert few.place(recalled, 51) == [Placed(40, False), Placed(41, False), Placed(51, True)]
+    assert few.place(recalled, 51) == [Placement(40, False), Placement(41, False), Placement(51, True)]
     assert looks == [30], "once for all of them"
-    stranger = [Asked(Origin(uuid.UUID(int=9), 0, 0), 1, 30)]
-    assert few.place(few.recall(stranger, 51, since, 0.0), 51) == [Placed(51, True)]
-    too_old = [Asked(Origin(uuid.UUID(int=9), 0, 0), 1, 10)]
+    stranger = [Incoming(Origin(uuid.UUID(int=9), 0, 0), 1, 30)]
+    assert few.place(few.recall(stranger, 51, since, 0.0), 51) == [Placement(51, True)]
+    too_old = [Incoming(Origin(uuid.UUID(int=9), 0, 0), 1, 10)]
     with pytest.raises(UnknownProducer):
         few.place(few.recall(too_old, 51, since, 0.0), 51)
 

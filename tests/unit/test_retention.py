@@ -22,6 +22,7 @@ from pxrs.group.records import gate_key
 from pxrs.log.batch import _LAYOUTS, MAGIC, SCHEMA, encode
 from pxrs.log.contract import Append, RetentionPlan, TopicLog
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.producer.producer import Producer
 
@@ -138,7 +139,7 @@ def test_a_segment_without_stored_times_is_as_young_as_its_file_or_its_messages(
     if is_sealed:
         monkeypatch.setattr(clock, "wall_time_us", lambda: 5050 * 1_000_000)
         next_record = pa.RecordBatch.from_pylist([{"value": b"y", "timestamp": 0}], SCHEMA)
-        assert topic.append([Append(0, next_record)]) == [1]
+        assert offsets_of(topic.append([Append.encoded(0, next_record)])) == [1]
         assert len(list(tmp_path.glob("logs/*/partitions/*/*.log"))) == 2, "it takes no appends of another format"
     assert topic.retain(5099 * 1_000_000) == {}
     assert topic.retain(5101 * 1_000_000) == {0: 1}

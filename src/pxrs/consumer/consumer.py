@@ -150,7 +150,7 @@ class Consumer:
         self._lanes, self._settling = self._hand_out.lanes, self._hand_out.settling
         self._read_ahead, self._changes = self._hand_out.read_ahead, self._hand_out.changes
         self._events = GroupEvents(self._hand_out, callbacks)
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this consumer. The hub closes its log and registry when nothing refers to it any more."""
         self._is_started = False
         relay.connect(self._events)
@@ -381,7 +381,7 @@ class Consumer:
         if self._lifetime.is_forked or sys.is_finalizing():
             return
         name, self._lifetime.is_closed = repr(self), True
-        dropped.apart(_leave, self._member, self._hub)
+        dropped.apart(_leave, self._member, self.hub)
         dropped.warn(name, "its member leaves the group; what was in hand is not done, and goes to others", self)
 
     def __enter__(self) -> Self:

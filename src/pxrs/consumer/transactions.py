@@ -51,8 +51,8 @@ from pxrs.consumer.hand_out import HandOut
 from pxrs.consumer.readers import Loop, Reading
 from pxrs.consumer.states import Event
 from pxrs.errors import Conflict, InvalidGroup, OutcomeUnknown, PartitionLost, RegistryUnavailable
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite, Holding
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import Holding
 from pxrs.group.records import Checkpoint
 from pxrs.limited_log import Outage
 from pxrs.log.batch import Batch
@@ -221,18 +221,14 @@ class _Loop:
                 return False
             if holding.checkpoint_version is not None:
                 return True
-            if not self.member.learn_checkpoint(lane):
+            fence = self.member.read_checkpoint_again(lane)
+            if fence is None:
                 return False
             version, holding.checkpoint_version = holding.checkpoint_version, None
-            topic = self.hand_out.source.id
-            expect = {
-                self.keys.owner(topic, lane.partition): holding.version,
-                self.keys.checkpoint(topic, lane.partition): version or _NOT_KNOWN,
-            }
             try:
                 # It writes nothing. It takes the locks of both rows, which the transaction in doubt has until it is
                 # over.
-                self.registry.commit(expect)
+                self.registry.commit(fence.expect)
             except Conflict:
                 return False  # the transaction has just committed, or the partition is lost: read again
             holding.checkpoint_version = version
@@ -354,22 +350,22 @@ class _Taken:
         """Lock, compare and write, as the registry would; the checkpoint and its version. Raises PartitionLost."""
         loop, holding = self._loop, self._holding
         self.borrowed.limit_waits()
-        topic, number = loop.hand_out.source.id, self._lane.partition
-        owner, key = loop.keys.owner(topic, number), loop.keys.checkpoint(topic, number)
+        place = loop.hand_out.source.id, self._lane.partition
         checkpoint = Checkpoint(self._end, time.time(), loop.member.name, holding.epoch)
-        expected = holding.checkpoint_version
+        expected = _NOT_KNOWN if holding.checkpoint_version is None else holding.checkpoint_version
         while True:
-            expect = {owner: holding.version, key: _NOT_KNOWN if expected is None else expected}
-            commit = self.borrowed.lock_commit(expect, {key: checkpoint.dump()}, is_quiet=True)
+            write = CheckpointWrite(loop.keys, place, holding.version, expected, checkpoint)
+            commit = self.borrowed.lock_commit(write.expect, write.put, is_quiet=True)
             try:
                 version = commit.write()
             except Conflict as conflict:
-                if owner in conflict.keys or key not in commit.versions:
-                    raise PartitionLost(loop.keys.group, [number]) from conflict
+                key = write.checkpoint_key
+                if FencedWrite([write]).lost(conflict) or key not in commit.versions:
+                    raise PartitionLost(loop.keys.group, [self._lane.partition]) from conflict
                 # The partition is still owned, so that an ordinary commit of this member was faster: it may have passed
                 # a gap. Both rows are locked now.
                 if self._locked_checkpoint(key).offset > self._start:
-                    raise PartitionLost(loop.keys.group, [number]) from conflict
+                    raise PartitionLost(loop.keys.group, [self._lane.partition]) from conflict
                 expected = commit.versions[key]
                 continue
             assert version is not None

@@ -54,16 +54,18 @@ from pxrs.errors import (
 )
 from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
+from pxrs.group.checkpoints import FencedWrite, Holding
 from pxrs.group.foreign import foreign_of
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
-from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, Holding, MemberProtocol, Steps, drive
+from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, MemberProtocol
 from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease
 from pxrs.registry.limit import time_limit
+from pxrs.registry.steps import Steps, drive
 from pxrs.registry.watch import Watch
 
 _logger = logging.getLogger(__name__)
@@ -303,13 +305,13 @@ class GroupMember:
         RegistryUnavailable if that cannot be told now."""
         self._home()
 
-    def learn_checkpoint(self, lane: Lane) -> bool:
-        """Read the checkpoint of a lane again after a lost reply. False if the lane turned out to be lost. The caller
-        is in `procedure`."""
+    def read_checkpoint_again(self, lane: Lane) -> FencedWrite | None:
+        """Read the checkpoint of a lane again after a lost reply. Returns what a write of it would expect now; None if
+        the lane turned out to be lost. The caller is in `procedure`."""
         protocol = self._protocol
-        if protocol is None or self.holding(lane) is None:
-            return False
-        return self._drive(protocol._learn(lane.partition))
+        if protocol is None or self.holding(lane) is None or not self._drive(protocol.read_again(lane.partition)):
+            return None
+        return protocol.checkpoint_write([lane.partition])
 
     def check(self) -> None:
         """Raise what has ended this member. For the user's threads: what was raised here, `close` does not raise."""
@@ -820,7 +822,7 @@ class GroupMember:
         """A checkpoint that the protocol does not know of was refused by the fence: the lane is lost."""
         with self.procedure():
             if self._protocol is not None and self.holding(lane) is not None:
-                self._protocol._lose(lane.partition)
+                self._protocol.lose(lane.partition)
 
     def _fail(self, error: BaseException) -> None:
         if self._untold is None and error is not self._error:  # else `check` has raised it

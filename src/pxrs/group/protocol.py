@@ -1,8 +1,7 @@
 """What a member says to the registry, step by step, without a thread, a clock or a store.
 
-Every procedure is a generator that yields one operation at a time and is sent its result, so that the same code runs
-against a real store (`drive`) and in the simulator, which stops it between any two operations, loses replies, lets them
-land late, and lets the member die.
+Every procedure is a generator that yields one registry operation at a time (`registry/steps.py`), so that the same code
+runs on a real store and in the simulator.
 
 Invariants, each with the mutation of the simulator that breaks without it:
 - A checkpoint is written only together with the owner key's version at which this member claimed, and its own (G4).
@@ -24,9 +23,9 @@ the member, runs when the procedure is over: see `GroupMember.procedure`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from pxrs.errors import (
     AssignorMismatch,
@@ -36,6 +35,7 @@ from pxrs.errors import (
     PartitionLost,
     RegistryUnavailable,
 )
+from pxrs.group.checkpoints import FencedWrite, Holding, Outcome
 from pxrs.group.foreign import Foreign, changed, check_meaning, former_reads
 from pxrs.group.lane import Lane
 from pxrs.group.reconcile import (
@@ -57,7 +57,6 @@ from pxrs.group.reconcile import (
     reconcile,
 )
 from pxrs.group.records import (
-    BY_HAND,
     Assignment,
     Checkpoint,
     ChosenAssignor,
@@ -74,8 +73,8 @@ from pxrs.group.records import (
     partition_of,
     start_key,
 )
-from pxrs.registry.contract import ABSENT, Entry, Registry
-from pxrs.registry.lease import Lease
+from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Get, Scan, Steps, Write
 
 ATTEMPTS_MAX: Final = 100
 """How often a commit is tried again because another one was faster."""
@@ -88,55 +87,8 @@ LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
 RELEASED: Final = "this member released it before all that was handed out was done"
 
 
-class Get(NamedTuple):
-    key: str
-
-
-class Scan(NamedTuple):
-    prefix: str
-    after: str | None = None
-    limit: int | None = None
-
-
-class Write(NamedTuple):
-    expect: Mapping[str, int]
-    put: Mapping[str, bytes] = {}
-    ephemeral: Mapping[str, bytes] = {}
-    is_leased: bool = True
-    """Whether the member's lease must be alive for it to happen."""
-    is_quiet: bool = False
-
-
-Operation = Get | Scan | Write
 CommitMore = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
 """Makes one registry commit of these expectations and writes, and of more of its own. Returns the new versions."""
-T = TypeVar("T")
-Steps = Generator[Operation, Any, T]
-
-
-def drive(steps: Steps[T], registry: Registry, lease: Lease | None) -> T:
-    """Perform the operations on a store."""
-    try:
-        operation = next(steps)
-        while True:
-            try:
-                result = perform(operation, registry, lease)
-            except Exception as error:  # noqa: BLE001 - the procedure decides what an error means
-                operation = steps.throw(error)
-            else:
-                operation = steps.send(result)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
-
-
-def perform(operation: Operation, registry: Registry, lease: Lease | None) -> Any:
-    match operation:
-        case Get(key):
-            return registry.get(key)
-        case Scan(prefix, after, limit):
-            return registry.scan(prefix, after, limit)
-        case Write(expect, put, ephemeral, is_leased, is_quiet):
-            return registry.commit(expect, put, ephemeral, lease if is_leased or ephemeral else None, quiet=is_quiet)
 
 
 class Hooks(Protocol):
@@ -153,22 +105,6 @@ class Hooks(Protocol):
         """It stays after all: `is_stopping` is cleared as soon as this returns."""
 
     def lost(self, lane: Lane) -> None: ...
-
-
-@dataclass(slots=True)
-class Holding:
-    """A partition that this member owns."""
-
-    epoch: int
-    version: int
-    """Of the owner key, at which it was claimed: the fence."""
-    checkpoint: Checkpoint
-    checkpoint_version: int | None
-    """None after a lost reply: to be read again."""
-    lane: Lane
-    is_revoking: bool = False
-    may_be_released: bool = False
-    """A release was sent and its reply lost: it may still land."""
 
 
 @dataclass(slots=True)
@@ -366,7 +302,7 @@ class MemberProtocol:
                     case Resume(partition):
                         has_changed = (yield from self._resume(partition)) or has_changed
                     case Lose(partition):
-                        self._lose(partition)
+                        self.lose(partition)
                         has_changed = True
                     case Leave():
                         self.lose_all(LEASE_ENDED)
@@ -495,7 +431,7 @@ class MemberProtocol:
         holding.is_revoking = holding.lane.is_stopping = False
         return False
 
-    def _lose(self, partition: int, reason: str = TAKEN) -> None:
+    def lose(self, partition: int, reason: str = TAKEN) -> None:
         holding = self.held.pop(partition)
         lane = holding.lane
         lane.has_undone, lane.lost_reason = lane.position > holding.checkpoint.offset, reason
@@ -505,7 +441,7 @@ class MemberProtocol:
     def lose_all(self, reason: str) -> None:
         """Nothing here is owned any more, or may be: the lease is gone, or this member has left."""
         for partition in list(self.held):
-            self._lose(partition, reason)
+            self.lose(partition, reason)
 
     def due(self) -> list[int]:
         """The partitions whose checkpoint is behind what is done."""
@@ -530,54 +466,55 @@ class MemberProtocol:
         lost: list[int] = []
         while partitions:
             for number in partitions:
-                if self.held[number].checkpoint_version is None and not (yield from self._learn(number)):
+                if self.held[number].checkpoint_version is None and not (yield from self.read_again(number)):
                     lost.append(number)
             partitions = [number for number in partitions if number in self.held]
             if not partitions:
                 break
-            write, checkpoints = self._checkpoint_write(partitions, is_last)
+            write = self.checkpoint_write(partitions, is_last=is_last)
             try:
-                versions = yield write
+                versions = yield Write(write.expect, write.put, is_leased=False, is_quiet=not is_last)
             except Conflict as conflict:
-                lost += self._after_conflict(partitions, conflict)
+                lost += self._settle(write, conflict)
                 partitions = [number for number in partitions if number in self.held]
                 continue
-            except OutcomeUnknown:
-                for number in partitions:
-                    self.held[number].checkpoint_version = None
-                    self.held[number].may_be_released |= is_last
+            except OutcomeUnknown as unknown:
+                self._settle(write, unknown)
                 raise
-            self._note_checkpoints(partitions, checkpoints, versions)
+            self._settle(write, versions)
             if is_last:
-                for number in partitions:
-                    holding = self.held.pop(number)
-                    # By what was written: more may have been done since, which the next owner will do again.
-                    holding.lane.has_undone = holding.lane.handed > holding.checkpoint.offset
-                    holding.lane.lost_reason = RELEASED
-                    holding.lane.is_stopping = holding.lane.is_lost = True
-                    self.hooks.released(holding.lane)
+                self._release(partitions)
             break
         return lost
+
+    def _release(self, partitions: list[int]) -> None:
+        """The registry has confirmed the release: these are not owned any more."""
+        for number in partitions:
+            holding = self.held.pop(number)
+            # By what was written: more may have been done since, which the next owner will do again.
+            holding.lane.has_undone = holding.lane.handed > holding.checkpoint.offset
+            holding.lane.lost_reason = RELEASED
+            holding.lane.is_stopping = holding.lane.is_lost = True
+            self.hooks.released(holding.lane)
 
     def commit_with(self, partitions: list[int], write: CommitMore) -> Steps[dict[str, int]]:
         """The checkpoints of what is done, fenced as ever, in a commit that `write` makes of them and of more.
 
         Raises PartitionLost if any of it is owned no more, and what `write` raises."""
         for number in partitions:
-            if self.held[number].checkpoint_version is None and not (yield from self._learn(number)):
+            if self.held[number].checkpoint_version is None and not (yield from self.read_again(number)):
                 raise PartitionLost(self.keys.group, [number], TAKEN)
-        planned, checkpoints = self._checkpoint_write(partitions, is_last=False)
+        planned = self.checkpoint_write(partitions)
         try:
             versions = write(planned.expect, planned.put)
         except Conflict as conflict:
-            if lost := self._after_conflict(partitions, conflict):
+            if lost := self._settle(planned, conflict):
                 raise PartitionLost(self.keys.group, lost, TAKEN) from conflict
             raise
-        except OutcomeUnknown:
-            for number in partitions:
-                self.held[number].checkpoint_version = None
+        except OutcomeUnknown as unknown:
+            self._settle(planned, unknown)
             raise
-        self._note_checkpoints(partitions, checkpoints, versions)
+        self._settle(planned, versions)
         return versions
 
     def pause(self, partition: int, paused: Paused) -> Steps[bool]:
@@ -593,78 +530,59 @@ class MemberProtocol:
             holding = self.held.get(partition)
             if holding is None:
                 return False
-            if holding.checkpoint_version is None and not (yield from self._learn(partition)):
+            if holding.checkpoint_version is None and not (yield from self.read_again(partition)):
                 return False
             if holding.checkpoint.failure == paused.failure:
                 return True
             there: Entry | None = yield Get(key)
             if there is not None and Paused.load(key, there.value).offset == paused.offset:
                 return True  # it stands already, and an administrator may have decided on it
-            planned, checkpoints = self._checkpoint_write([partition], is_last=False)
-            checkpoint = replace(checkpoints[partition], failure=paused.failure)
+            planned = self.checkpoint_write([partition], failure=paused.failure)
             expect = {**planned.expect, key: ABSENT if there is None else there.version}
-            put = {self.keys.checkpoint(*place): checkpoint.dump(), key: paused.dump()}
             try:
-                versions = yield Write(expect, put, is_leased=False)
+                versions = yield Write(expect, {**planned.put, key: paused.dump()}, is_leased=False)
             except Conflict as conflict:
-                self._after_conflict([partition], conflict)
+                self._settle(planned, conflict)
                 continue
-            except OutcomeUnknown:
-                holding.checkpoint_version = None
+            except OutcomeUnknown as unknown:
+                self._settle(planned, unknown)
                 raise
-            self._note_checkpoints([partition], {partition: checkpoint}, versions)
+            self._settle(planned, versions)
             return True
         raise RegistryUnavailable(f"{key} was changed by others {PAUSE_ATTEMPTS_MAX} times; try again")
 
-    def _note_checkpoints(
-        self, partitions: list[int], checkpoints: Mapping[int, Checkpoint], versions: Mapping[str, int]
-    ) -> None:
-        for number in partitions:
-            holding = self.held[number]
-            holding.checkpoint, holding.may_be_released = checkpoints[number], False
-            holding.checkpoint_version = versions[self.keys.checkpoint(self.member.topic, number)]
+    def checkpoint_write(
+        self, partitions: Iterable[int], *, is_last: bool = False, failure: str | None = None
+    ) -> FencedWrite:
+        """The checkpoints of what is done, as a value: see `Holding.write`. Their versions must be known."""
+        topic, when, name = self.member.topic, self.wall(), self.member.name
+        holdings = [self.held[number] for number in partitions]
+        return FencedWrite(
+            [each.write(self.keys, topic, when, name, is_last=is_last, failure=failure) for each in holdings]
+        )
 
-    def _checkpoint_write(self, partitions: list[int], is_last: bool) -> tuple[Write, dict[int, Checkpoint]]:
-        topic, keys = self.member.topic, self.keys
-        expect: dict[str, int] = {}
-        put: dict[str, bytes] = {}
-        checkpoints = {}
-        for number in partitions:
-            holding = self.held[number]
-            assert holding.checkpoint_version is not None
-            offset = max(holding.lane.done, holding.checkpoint.offset)
-            # That a person has set it, and when, is worth knowing until somebody comes further: see `spark.planning`.
-            is_set = offset == holding.checkpoint.offset and holding.checkpoint.by in BY_HAND
-            new = Checkpoint(offset, self.wall(), self.member.name, holding.epoch, holding.checkpoint.failure)
-            checkpoints[number] = holding.checkpoint if is_set else new
-            expect[keys.owner(topic, number)] = holding.version
-            expect[keys.checkpoint(topic, number)] = holding.checkpoint_version
-            put[keys.checkpoint(topic, number)] = checkpoints[number].dump()
-            if is_last:
-                put[keys.owner(topic, number)] = Owner(None, holding.epoch + 1).dump()
-        return Write(expect, put, is_leased=False, is_quiet=not is_last), checkpoints
-
-    def _after_conflict(self, partitions: list[int], conflict: Conflict) -> list[int]:
-        """Which are lost; of the others, the checkpoints are read again."""
-        topic, lost = self.member.topic, []
-        for number in partitions:
-            if self.keys.owner(topic, number) in conflict.keys:
-                self._lose(number)
+    def _settle(self, write: FencedWrite, outcome: Mapping[str, int] | Conflict | OutcomeUnknown) -> list[int]:
+        """Note what a commit of this write has returned or raised. The partitions that turned out to be lost."""
+        lost = []
+        for part, settled in write.settle(outcome):
+            _, number = part.partition
+            self.held[number].settle(part, settled)
+            if settled.outcome is Outcome.LOST:
+                self.lose(number)
                 lost.append(number)
-            elif self.keys.checkpoint(topic, number) in conflict.keys:
-                self.held[number].checkpoint_version = None
         return lost
 
-    def _learn(self, partition: int) -> Steps[bool]:
-        """Read a checkpoint's version again, if the partition is still owned: an own commit may have landed late."""
+    def read_again(self, partition: int) -> Steps[bool]:
+        """Read a checkpoint and its version again, because a write of this member may have been applied late. False if
+        the partition turned out to be lost."""
         holding = self.held[partition]
         owner: Entry | None = yield Get(self.keys.owner(self.member.topic, partition))
         if owner is None or owner.version != holding.version:
-            self._lose(partition)
+            self.lose(partition)
             return False
         entry: Entry | None = yield Get(self.keys.checkpoint(self.member.topic, partition))
         if entry is None:
-            self._lose(partition)
+            self.lose(partition)
             return False
         holding.checkpoint, holding.checkpoint_version = Checkpoint.load(entry.key, entry.value), entry.version
         return True

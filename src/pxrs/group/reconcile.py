@@ -17,12 +17,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from pxrs.group.assign import targets_of
-from pxrs.group.records import Assignment, Leader, Member, Owner
+from pxrs.group.records import Assignment, Leader, Member, Owner, TopicPartition
+from pxrs.group.snapshot import NOBODY
 from pxrs.registry.contract import ABSENT
-
-Place = tuple[str, int]
-"""(topic id, partition)."""
-NOBODY = Owner(None, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +29,9 @@ class Snapshot:
     members: Mapping[str, Member]
     leader: tuple[Leader, int] | None = None
     assignment: tuple[Assignment, int] | None = None
-    owners: Mapping[Place, tuple[Owner, int]] = field(default_factory=dict)
+    owners: Mapping[TopicPartition, tuple[Owner, int]] = field(default_factory=dict)
 
-    def owner(self, place: Place) -> tuple[Owner, int]:
+    def owner(self, place: TopicPartition) -> tuple[Owner, int]:
         return self.owners.get(place, (NOBODY, ABSENT))
 
 
@@ -93,7 +90,7 @@ class Lose:
 class Fence:
     """Take it from an owner that lives and does not release it in time."""
 
-    place: Place
+    place: TopicPartition
     version: int
     epoch: int
     leader_version: int
@@ -122,11 +119,11 @@ class Me:
     """Of those it is revoking, the ones with nothing in hand."""
 
 
-Asked = Mapping[tuple[Place, int], float]
+Asked = Mapping[tuple[TopicPartition, int], float]
 """Since when, on this member's clock, each partition has been asked of its owner, which is named by its epoch."""
 
 
-def asked_since(snapshot: Snapshot, before: Asked, now: float) -> dict[tuple[Place, int], float]:
+def asked_since(snapshot: Snapshot, before: Asked, now: float) -> dict[tuple[TopicPartition, int], float]:
     """What is asked of whom, and since when. The time does not begin anew when another one asks (G9)."""
     if snapshot.assignment is None:
         return {}
@@ -231,7 +228,7 @@ def next_fence_at(snapshot: Snapshot, incarnation: str, asked: Asked, handover_s
 
 def _fence_times(
     snapshot: Snapshot, incarnation: str, asked: Asked, handover_s: float
-) -> dict[tuple[Place, int], float]:
+) -> dict[tuple[TopicPartition, int], float]:
     """When each partition that is asked of its owner may be taken from it. Empty unless this member leads: nobody else
     may fence, so nobody else has to wake for it."""
     if snapshot.assignment is None or snapshot.leader is None or snapshot.leader[0].incarnation != incarnation:

@@ -35,6 +35,10 @@ BY_HAND: Final = ("reset", "import")
 """Who has written a checkpoint, if it was no member but a person."""
 
 
+TopicPartition = tuple[str, int]
+"""The id of a topic or source, and the number of a partition of it."""
+
+
 class Keys:
     """The keys of one group."""
 
@@ -76,8 +80,8 @@ def gate_key(topic: str) -> str:
     return f"topics/{topic}/gate"
 
 
-def partition_of(key: str) -> tuple[str, int]:
-    """(topic id, partition) of an owner's, a checkpoint's or a pause's key."""
+def partition_of(key: str) -> TopicPartition:
+    """The partition of an owner's, a checkpoint's or a pause's key."""
     _, topic, number = key.rsplit("/", 2)
     return topic, int(number)
 

@@ -108,14 +108,19 @@ class Header(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """A batch made ready to be stored, but for its offset."""
+    """An encoded batch: everything of its frame that does not depend on where the frame is stored."""
 
     data: pa.Buffer
+    """One Arrow IPC record batch of SCHEMA, without the schema, its buffers compressed by `codec`."""
     checksum: int
+    """XXH3-64 of `data`."""
     rows: int
     first_timestamp: int
+    """The earliest time of a record, microseconds since 1970."""
     last_timestamp: int
+    """The latest."""
     codec: int
+    """The index of the codec's name in CODECS."""
 
     @property
     def frame_bytes(self) -> int:
@@ -156,7 +161,8 @@ class Batch(NamedTuple):
 
 
 def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:
-    """Make a batch ready. Raises InvalidRecord if it is empty, of another schema, or too large for one frame."""
+    """The records as a log stores them. Raises InvalidRecord if there are none, if their schema is not SCHEMA, or if
+    they are too large for one frame."""
     if not records.schema.equals(SCHEMA):
         raise InvalidRecord(f"the batch's columns are {records.schema.to_string()}; they must be {SCHEMA.to_string()}")
     if records.num_rows == 0:
@@ -178,6 +184,32 @@ def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:
         times["max"].value,
         CODECS.index(codec),
     )
+
+
+def check_encoded(payload: Payload) -> None:
+    """Check a payload that somebody else has encoded, before it is stored. Raises InvalidRecord.
+
+    A frame that readers cannot decode would stop every one of them at its offset. So an uncompressed payload is
+    decoded, which copies nothing, and its rows are counted. A compressed one is not, because decompressing costs about
+    as much as the whole append: its checksum and its outer form are checked, and a reader checks the rest."""
+    size = payload.data.size
+    if not 0 < payload.rows <= GAP_ROWS_MAX or not 0 <= payload.codec < len(CODECS):
+        raise InvalidRecord(f"the batch was not encoded by pxrs: {payload.rows} rows, codec {payload.codec}")
+    if not size or payload.frame_bytes > FRAME_BYTES_MAX:
+        raise InvalidRecord(f"the batch has {size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
+    if xxhash.xxh3_64_intdigest(payload.data) != payload.checksum:
+        raise InvalidRecord("the batch was damaged after it was encoded: its checksum does not match")
+    try:
+        if payload.codec:
+            is_batch = pa.ipc.read_message(payload.data).type == "record batch"
+            rows = payload.rows
+        else:
+            records = pa.ipc.read_record_batch(payload.data, SCHEMA)
+            is_batch, rows = not records.column("timestamp").null_count, records.num_rows
+    except (pa.ArrowInvalid, EOFError, OSError) as error:
+        raise InvalidRecord(f"the batch is no Arrow record batch of the log's columns: {error}") from error
+    if not is_batch or rows != payload.rows:
+        raise InvalidRecord(f"the batch was not encoded by pxrs: it has {rows} rows and says {payload.rows}")
 
 
 def _serialize(records: pa.RecordBatch, codec: str) -> pa.Buffer:

@@ -1,55 +1,57 @@
 """Which batches of which producers a partition has stored, so that a retry is stored once (L4).
 
-Bookkeeping without a clock. A producer numbers its batches 0, 1, 2... in each partition; the last few of each
-producer are remembered with their offsets, of so many producers and for so long after their last batch. What cannot be
-told apart is refused, never stored blindly: who was forgotten gets UnknownProducer.
+A producer numbers its batches in each partition 0, 1, 2... (the sequence). `Producers` remembers, for each of at most
+PRODUCERS_MAX producers, the offsets of its last BATCHES_KEPT batches, until it has sent nothing for SILENT_S_MAX. A
+batch of a producer that was forgotten is refused with UnknownProducer: it may be a retry of a batch that is stored.
 
-A producer that begins looks the same as one that was forgotten and tries its first batch again. So the sender says
-where the partition ended before its first try: if everything of those who were forgotten lies before that, it is new.
-If not, the log itself is asked, from there on (`recall`).
+The first batch (sequence 0) of a producer that is not remembered is ambiguous: the producer may be new, or it may have
+been forgotten and resend its first batch. So the sender names an offset at which the partition ended before its first
+try (`Incoming.since`). If all batches of forgotten producers lie before that offset, the producer is new. Otherwise
+`recall` searches the partition's own batches from that offset on.
+
+This module reads no clock and no file; times are arguments.
 """
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
-from pxrs.errors import MisplacedFile, SequenceGap, UnknownProducer
+from pxrs.errors import SequenceGap, UnknownProducer
 from pxrs.log.batch import NO_PRODUCER, Header, Origin
-from pxrs.log.directory.index import read_with_checksum, with_checksum
 
 PRODUCERS_MAX: Final = 1_000
 BATCHES_KEPT: Final = 5
 SILENT_S_MAX: Final = 7 * 86_400.0
 
 
-class Asked(NamedTuple):
-    """A batch that wants a place."""
+class Incoming(NamedTuple):
+    """A batch that is to be appended."""
 
     origin: Origin
     rows: int
     since: int | None = None
-    """An offset at which the partition ended before the producer's first try; None if nobody knows one."""
+    """An offset at which the partition ended before the producer's first try; None if it is not known."""
 
 
-class Placed(NamedTuple):
-    """Where a batch goes, or where it already is."""
+class Placement(NamedTuple):
+    """The offset of a batch's first record."""
 
     offset: int
     is_new: bool
+    """The batch is to be stored there. False: it is a duplicate of one that is stored there already."""
 
 
 class _Known(NamedTuple):
-    """A producer as the partition last saw it. The batches are in the order of their sequences, the last one newest."""
+    """What is remembered of one producer."""
 
     epoch: int
     batches: tuple[tuple[int, int], ...]
-    """(sequence, base offset)."""
+    """(sequence, base offset) of its last BATCHES_KEPT batches, the newest last."""
     seen_at: float = 0.0
-    """Seconds since 1970, by the clock of whoever noted it."""
+    """When its last batch was noted, in seconds since 1970 by the clock of the process that noted it."""
 
     def with_batch(self, origin: Origin, base_offset: int, now: float) -> _Known:
         if origin.epoch > self.epoch:
@@ -58,79 +60,83 @@ class _Known(NamedTuple):
 
 
 class Producers:
-    """The producers of one partition. Not thread-safe: the append lock guards it."""
+    """The producers of one partition. Not thread-safe: callers hold the partition's append lock."""
 
     def __init__(self, producers_max: int = PRODUCERS_MAX, forgotten: int = -1) -> None:
         self._producers_max = producers_max
-        self._known: dict[uuid.UUID, _Known] = {}  # the longest silent first
+        self._known: dict[uuid.UUID, _Known] = {}  # ordered by the last batch, the oldest first
         self.forgotten = forgotten
-        """Every batch of a producer that was forgotten has this offset or a smaller one."""
+        """The highest offset of a batch of any producer that was forgotten; -1 if none was."""
 
     def recall(
         self,
-        asked: list[Asked],
+        incoming: list[Incoming],
         end: int,
         stored_since: Callable[[int], Iterable[tuple[Origin, int]] | None],
         now: float,
-    ) -> list[Asked]:
-        """Find out about producers who may have been forgotten. The same batches, for `place`: of one that was looked
-        for, nothing is in doubt any more.
+    ) -> list[Incoming]:
+        """Search the stored batches for producers that may have been forgotten, and remember those that are found.
+        Returns the same batches for `place`; the `since` of a producer that was searched for is `end`, so that `place`
+        takes a producer that was not found for a new one.
 
-        stored_since: the origins of the batches from an offset on, with their own offsets; None if not all of them are
-        there any more."""
-        doubtful: dict[int, set[uuid.UUID]] = {}
-        for each in asked if self.forgotten >= 0 else ():
-            if each.since is not None and self._is_in_doubt(each):
-                doubtful.setdefault(each.since, set()).add(each.origin.producer)
-        certain: set[uuid.UUID] = set()
-        for since, producers in doubtful.items():
+        stored_since: given an offset, returns the origins and offsets of the batches from there on; None if some of
+        them cannot be read any more."""
+        ambiguous: dict[int, set[uuid.UUID]] = {}
+        for each in incoming if self.forgotten >= 0 else ():
+            if each.since is not None and self._may_be_forgotten(each):
+                ambiguous.setdefault(each.since, set()).add(each.origin.producer)
+        searched: set[uuid.UUID] = set()
+        for since, producers in ambiguous.items():
             stored = stored_since(since)
             if stored is not None:
                 for origin, offset in stored:
                     if origin.producer in producers:
-                        self._note(origin, offset, now)  # and forgets nobody: `place` asks for them next
-                certain |= producers
-        return [each._replace(since=end) if each.origin.producer in certain else each for each in asked]
+                        # Not `note`, which may forget another producer: `place` is called with this state.
+                        self._note(origin, offset, now)
+                searched |= producers
+        return [each._replace(since=end) if each.origin.producer in searched else each for each in incoming]
 
-    def _is_in_doubt(self, asked: Asked) -> bool:
-        producer = asked.origin.producer
+    def _may_be_forgotten(self, incoming: Incoming) -> bool:
+        producer = incoming.origin.producer
         if producer == NO_PRODUCER or producer in self._known:
             return False
-        return self.forgotten >= (0 if asked.since is None else asked.since)
+        return self.forgotten >= (0 if incoming.since is None else incoming.since)
 
-    def place(self, asked: Iterable[Asked], end: int) -> list[Placed]:
-        """Where batches go if they are appended at `end` together, duplicates among them included.
+    def place(self, incoming: Iterable[Incoming], end: int) -> list[Placement]:
+        """The offsets of these batches if they are appended together at `end`. Duplicates, also of each other, get the
+        offset that is stored.
 
-        Raises UnknownProducer or SequenceGap for any of them. Notes nothing: call `note` for each new one when it is
-        stored."""
+        Raises UnknownProducer or SequenceGap if one of the batches must be refused. Changes nothing: call `note` for
+        each new batch once it is stored."""
         placed = []
         seen: dict[uuid.UUID, _Known] = {}
-        for each in asked:
+        for each in incoming:
             origin = each.origin
             if origin.producer == NO_PRODUCER:
-                placed.append(Placed(end, True))
+                placed.append(Placement(end, True))
                 end += each.rows
                 continue
             known = seen.get(origin.producer) or self._known.get(origin.producer)
-            if known is None and self._is_in_doubt(each):
+            if known is None and self._may_be_forgotten(each):
                 raise UnknownProducer(f"{_name(origin)}: producers were forgotten, and it may be one of them")
             offset = _check(origin, known)
             if offset is not None:
-                placed.append(Placed(offset, False))
+                placed.append(Placement(offset, False))
                 continue
             seen[origin.producer] = (known or _Known(origin.epoch, ())).with_batch(origin, end, 0.0)
-            placed.append(Placed(end, True))
+            placed.append(Placement(end, True))
             end += each.rows
         return placed
 
     def note(self, origin: Origin, base_offset: int, now: float) -> None:
-        """Remember a stored batch. One that is known already or older is left alone, so a recovery may note twice."""
+        """Remember a stored batch. A batch that is remembered already, or older than the last one of its producer,
+        changes nothing, so that recovery may call this twice for one batch."""
         self._note(origin, base_offset, now)
         self._forget_beyond()
 
     def note_all(self, headers: Iterable[Header], now: float) -> None:
-        """Remember what a part of the log holds: of each producer, its last batches."""
-        last: dict[bytes, deque[Header]] = {}  # the one that was silent longest first
+        """Remember the last BATCHES_KEPT batches of each producer among these frames, given in the order of the log."""
+        last: dict[bytes, deque[Header]] = {}  # ordered by the last batch, the oldest first
         for header in headers:
             kept = last.pop(header.producer, None) or deque(maxlen=BATCHES_KEPT)
             kept.append(header)
@@ -152,7 +158,7 @@ class Producers:
         self._known[origin.producer] = known.with_batch(origin, base_offset, now)
 
     def forget_silent(self, before: float) -> None:
-        """Those whose last batch was noted before this time."""
+        """Forget the producers whose last batch was noted before this time, in seconds since 1970."""
         for producer in [producer for producer, known in self._known.items() if known.seen_at < before]:
             self._forget(producer)
 
@@ -165,7 +171,7 @@ class Producers:
         del self._known[producer]
 
     def dump(self) -> dict[str, Any]:
-        """The whole state for JSON, the longest silent producer first."""
+        """The whole state for JSON, the producer with the oldest last batch first."""
         return {
             "forgotten": self.forgotten,
             "producers": [
@@ -175,7 +181,7 @@ class Producers:
         }
 
     def load(self, dumped: dict[str, Any]) -> None:
-        """Take a dumped state in place of this one. Raises KeyError, TypeError or ValueError if it is none."""
+        """Replace this state by a dumped one. Raises KeyError, TypeError or ValueError if it is no dumped state."""
         known = {
             uuid.UUID(hex=producer): _Known(int(epoch), tuple((int(s), int(o)) for s, o in batches), float(seen_at))
             for producer, epoch, batches, seen_at in dumped["producers"]
@@ -189,33 +195,11 @@ class Producers:
         return len(self._known)
 
 
-def producers_path(segment: str) -> str:
-    return segment.removesuffix(".log") + ".producers"
-
-
-def dump_producers(producers: Producers, place: int, base: int) -> bytes:
-    """As it is kept beside the segment that begins at `base`: JSON, with a checksum of its text. It names the partition
-    by its `place_id`, and the segment."""
-    return with_checksum(json.dumps({"place": f"{place:016x}", "segment": base, **producers.dump()}))
-
-
-def load_producers(path: str, place: int, base: int) -> Producers | None:
-    """None if the file is missing or damaged: the state is then found in the segments before it. Raises MisplacedFile
-    if it belongs to another partition or segment."""
-    producers = Producers()
-    try:
-        text = read_with_checksum(path)
-        if text is None:
-            return None
-        found = json.loads(text)
-        producers.load(found)
-        # The format before has neither field.
-        written_for = found.get("place", f"{place:016x}"), found.get("segment", base)
-    except (FileNotFoundError, KeyError, TypeError, ValueError):
-        return None
-    if written_for != (f"{place:016x}", base):
-        raise MisplacedFile(path, 0, "it was written for another topic, partition or segment")
-    return producers
+def named(error: UnknownProducer | SequenceGap, place: str) -> UnknownProducer | SequenceGap:
+    """The same error, whose message begins with the partition that has raised it."""
+    if isinstance(error, UnknownProducer):
+        return UnknownProducer(f"{place}: {error.what}", error.stored)
+    return SequenceGap(f"{place}: {error}")
 
 
 def _name(origin: Origin) -> str:

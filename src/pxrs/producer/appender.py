@@ -1,11 +1,20 @@
-"""A producer's batches into the log, each stored once whatever is tried again (L4).
+"""Gives a producer's batches to the log and resends them until each has a final outcome, stored once (L4, W1).
 
-Every batch carries the producer's id and its number in the partition. No more batches of a partition go into one append
-than the log remembers: whatever became of it, the retry can be answered. When the tries are used up, the batch fails,
-and with it every later one of its partition: leaving one out would break the order.
+Each batch carries an origin: the producer's id, and the batch's number in its partition. The Appender alone resends,
+and decides by the outcome of each batch (`pxrs.log.outcomes`):
 
-A partition that has forgotten the producer refuses its next batch. If that was the batch's first try, nothing of it can
-be stored: it goes under a new id. After another try only its outcome is unknown, and that is what is said.
+| outcome of a try                                | what the Appender does                                          |
+|-------------------------------------------------|-----------------------------------------------------------------|
+| StoredAt                                        | done                                                            |
+| NotStored or MaybeStored, with AppendFailed     | after a pause it resends the batch under the same origin, until |
+|                                                 | `tries_max` tries are made; then the partition has failed       |
+| NotStored, with UnknownProducer: the log has    | if no try was MaybeStored, the batch is not in the log, and     |
+| forgotten this producer                         | goes under a new producer id, at once; else: has failed         |
+| anything else                                   | the partition has failed                                        |
+
+A partition that has failed takes no more batches of this producer: to leave one out would break the order. One append
+has at most BATCHES_KEPT batches of a partition, as many as the log remembers, so that the resending of any of them is
+recognised. The other partitions of the append are acknowledged while one is resent.
 """
 
 from __future__ import annotations
@@ -15,116 +24,165 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final
 
-from pxrs.errors import AppendFailed, LogError, UnknownProducer
-from pxrs.log.batch import Origin
+from pxrs.errors import AppendFailed, AppendUnknown, PxrsError, UnknownProducer
+from pxrs.log.batch import Origin, encode
 from pxrs.log.contract import Append, TopicLog
+from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.log.producers import BATCHES_KEPT
 from pxrs.producer.outgoing import SentBatch
 
-Outcome = tuple[SentBatch, int | BaseException]
+Result = tuple[SentBatch, int | BaseException]
 """A batch, and its offset or why it has none."""
 _BACKOFF_S: Final = (0.01, 1.0)
+"""The pause before the second try, and the longest one; each is twice the one before."""
 
 
 @dataclass(slots=True)
 class _Identity:
-    """Who the producer is to one partition."""
+    """Under which id the producer appends to one partition."""
 
     id: uuid.UUID
     since: int | None
-    """Where the partition ended before; None if it could not be told."""
+    """The end of the partition before the first batch under this id; None if it could not be read."""
     batches: int = 0
+    """How many batches have been given an origin with this id."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The batches of one partition in the present append that have no final outcome yet."""
+
+    batches: list[SentBatch]
+    appends: list[Append]
+    may_be_stored: bool = False
+    """An earlier try was MaybeStored."""
+    is_renamed: bool = False
+    """The batches were given a second producer id, after the log had forgotten the first one."""
 
 
 class Appender:
-    """Of one producer, for its thread alone."""
+    """Belongs to one producer. Not thread-safe: the producer's background thread alone calls it."""
 
     def __init__(self, log: TopicLog, tries_max: int) -> None:
         self._log, self._tries_max = log, tries_max
         self._identities: dict[int, _Identity] = {}
         self.broken: dict[int, BaseException] = {}
-        """The partitions that take no more, and why."""
+        """The partitions that have failed, each with its error. The producer reads it under its own lock."""
 
-    def store(self, batches: list[SentBatch]) -> Iterator[list[Outcome]]:
-        """Append them, in order; a part of them at a time."""
+    def store(self, batches: list[SentBatch]) -> Iterator[list[Result]]:
+        """Append the batches in order. Yields results as they become final."""
         counts = [0] * self._log.partitions
         parts: dict[int, list[SentBatch]] = {}
         for batch in batches:
             parts.setdefault(counts[batch.partition] // BATCHES_KEPT, []).append(batch)
             counts[batch.partition] += 1
         for part in parts.values():
-            yield self._store(part)
+            yield from self._store(part)
 
-    def _store(self, batches: list[SentBatch]) -> list[Outcome]:
-        outcomes: list[Outcome] = [(each, self.broken[each.partition]) for each in batches if self._is_broken(each)]
-        sound = [each for each in batches if not self._is_broken(each)]
-        if not sound:
-            return outcomes
-        appends = [self._append_of(batch) for batch in sound]
-        try:
-            return outcomes + self._append(sound, appends)
-        except Exception:  # noqa: BLE001 - tried again below, where each partition gets its own error
-            return outcomes + self._store_apart(sound, appends)
-
-    def _store_apart(self, batches: list[SentBatch], appends: list[Append]) -> list[Outcome]:
-        """One append for each partition, so that one that fails does not fail the others."""
-        outcomes: list[Outcome] = []
-        for partition in dict.fromkeys(batch.partition for batch in batches):
-            mine = [batch for batch in batches if batch.partition == partition]
-            try:
-                offsets = self._log.append([append for append in appends if append.partition == partition])
-                outcomes += zip(mine, offsets, strict=True)
-            except Exception as error:  # noqa: BLE001 - raised by the receipts, flush and close
-                self.broken[partition] = error
-                outcomes += [(batch, error) for batch in mine]
-        return outcomes
-
-    def _append(self, batches: list[SentBatch], appends: list[Append]) -> list[Outcome]:
-        """Try until it is stored. Raises the last AppendFailed, and any other error; `appends` are then as they are to
-        be tried next."""
-        wait_s, wait_s_max = _BACKOFF_S
+    def _store(self, batches: list[SentBatch]) -> Iterator[list[Result]]:
+        pending, results = self._prepare(batches)
+        pause_s, pause_s_max = _BACKOFF_S
         tries = 0
-        while True:
+        while pending:
             tries += 1
-            try:
-                return list(zip(batches, self._log.append(appends), strict=True))
-            except LogError as error:
-                refused = error.refused if tries == 1 else frozenset()
-                self._rename(appends, refused)
-                if isinstance(error, UnknownProducer) and refused:
+            outcomes = self._append([append for each in pending.values() for append in each.appends])
+            is_paused = False
+            for partition, each in list(pending.items()):
+                mine = [next(outcomes) for _ in each.appends]
+                error = self._take_stored(each, mine, results)
+                if error is None:
+                    del pending[partition]
+                elif self._may_rename(each, error):
+                    self._rename(partition, each)
+                elif isinstance(error, AppendFailed) and tries < self._tries_max:
+                    is_paused = True
+                else:
+                    self.broken[partition] = error
+                    results += [(batch, error) for batch in each.batches]
+                    del pending[partition]
+            if results:
+                yield results
+                results = []
+            if is_paused:
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 2, pause_s_max)
+        if results:
+            yield results
+
+    def _prepare(self, batches: list[SentBatch]) -> tuple[dict[int, _Pending], list[Result]]:
+        """Encode the batches, by partition; and the results of those that have failed already."""
+        pending: dict[int, _Pending] = {}
+        failed: list[Result] = []
+        for batch in batches:
+            partition = batch.partition
+            if partition not in self.broken:
+                try:
+                    assert batch.records is not None
+                    payload = encode(batch.records, self._log.topic.codec)
+                except Exception as error:  # noqa: BLE001 - raised by the receipts, flush and close
+                    self.broken[partition] = error
+                else:
+                    mine = pending.setdefault(partition, _Pending([], []))
+                    mine.batches.append(batch)
+                    mine.appends.append(self._next(Append(partition, payload)))
                     continue
-                if not isinstance(error, AppendFailed) or tries >= self._tries_max:
-                    raise
-                time.sleep(wait_s)
-                wait_s = min(wait_s * 2, wait_s_max)
+            failed.append((batch, self.broken[partition]))
+        return pending, failed
 
-    def _rename(self, appends: list[Append], partitions: frozenset[int]) -> None:
-        for partition in partitions:
-            del self._identities[partition]
-        for at, append in enumerate(appends):
-            if append.partition in partitions:
-                appends[at] = self._next(append)
+    def _append(self, appends: list[Append]) -> Iterator[Outcome]:
+        """One try. An error that the log raises is the outcome of every batch."""
+        try:
+            return iter(self._log.append(appends))
+        except AppendUnknown as error:
+            raised: Outcome = MaybeStored(error)
+        except PxrsError as error:  # see `TopicLog.append`: it raises these before anything is stored
+            raised = NotStored(error)
+        except Exception as error:  # noqa: BLE001 - a defect of the log: the batches may be stored
+            raised = MaybeStored(error)
+        return repeat(raised, len(appends))
 
-    def _append_of(self, batch: SentBatch) -> Append:
-        assert batch.records is not None
-        return self._next(Append(batch.partition, batch.records))
+    @staticmethod
+    def _take_stored(pending: _Pending, outcomes: list[Outcome], results: list[Result]) -> Exception | None:
+        """Move the batches that are stored from `pending` to `results`. The error of the others; None if all are
+        stored."""
+        error: Exception | None = None
+        batches, appends = [], []
+        for batch, append, outcome in zip(pending.batches, pending.appends, outcomes, strict=True):
+            if isinstance(outcome, StoredAt):
+                results.append((batch, outcome.offset))
+                continue
+            pending.may_be_stored |= isinstance(outcome, MaybeStored)
+            error = error or outcome.error
+            batches.append(batch)
+            appends.append(append)
+        pending.batches, pending.appends = batches, appends
+        return error
+
+    @staticmethod
+    def _may_rename(pending: _Pending, error: Exception) -> bool:
+        """Whether the log has forgotten the producer, and the batches are certain not to be in the log."""
+        is_forgotten = isinstance(error, UnknownProducer) and error.stored is None
+        return is_forgotten and not pending.may_be_stored and not pending.is_renamed
+
+    def _rename(self, partition: int, pending: _Pending) -> None:
+        del self._identities[partition]
+        pending.appends = [self._next(append) for append in pending.appends]
+        pending.is_renamed = True
 
     def _next(self, append: Append) -> Append:
-        """The same records, as this producer's next batch."""
+        """The same payload, as this producer's next batch of the partition."""
         who = self._identities.get(append.partition)
         if who is None:
             who = self._identities[append.partition] = _Identity(uuid.uuid4(), self._end(append.partition))
         who.batches += 1
-        # Only a first one looks like a producer that begins: a later one says itself that others went before it.
+        # Only the first batch of an id can be taken for the beginning of a new producer: see `Incoming.since`.
         since = who.since if who.batches == 1 else None
-        return Append(append.partition, append.records, Origin(who.id, 0, who.batches - 1), since)
+        return Append(append.partition, append.payload, Origin(who.id, 0, who.batches - 1), since)
 
     def _end(self, partition: int) -> int | None:
-        with suppress(Exception):  # the append will tell
+        with suppress(Exception):  # the append that follows meets the same error, and reports it
             return self._log.end(partition)
         return None
-
-    def _is_broken(self, batch: SentBatch) -> bool:
-        return batch.partition in self.broken

@@ -44,7 +44,7 @@ from pxrs.limited_log import Outage
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
 from pxrs.model import microseconds_of
-from pxrs.producer.appender import Appender, Outcome
+from pxrs.producer.appender import Appender, Result
 from pxrs.producer.hashing import hash_named, partitions_of, read_table, slices, sort_by_partition, split_table
 from pxrs.producer.keyless import RUN_ROWS, KeylessSpread
 from pxrs.producer.outgoing import (
@@ -147,7 +147,6 @@ class Producer:
         "_error",
         "_error_is_known",
         "_hash",
-        "_hub",
         "_in_hand",
         "_is_closing",
         "_is_ended",
@@ -171,6 +170,8 @@ class Producer:
         "_since",
         "_thread",
         "_work",
+        "hub",
+        "link",
     )
 
     def __init__(
@@ -197,7 +198,7 @@ class Producer:
                         whichever is shorter, while something is stored; the log itself if none is given.
         """
         self._log = log
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this producer. It closes its log with its last reference, which is here."""
         self._linger_s = arguments.seconds(InvalidArgument, "linger_s", linger_s, 0, 60)
         self._batch_rows = arguments.whole(InvalidArgument, "batch_rows", batch_rows, 1, 1 << 20)
@@ -241,7 +242,8 @@ class Producer:
         """Chooses the partitions of messages without a key. Used under `_lock`."""
         self._is_pressed = False
         self._is_closing = self._is_ended = False
-        self._link = ProducerLink(self)
+        self.link = self._link = ProducerLink(self)
+        """`link`: what a hub refers to in order to close this producer, which may still be dropped without `close`."""
         name = f"pxrs-producer-{log.name}"
         self._thread = threading.Thread(target=_serve, args=(self._link, self._work), name=name, daemon=True)
         self._thread.start()
@@ -660,7 +662,7 @@ class Producer:
             except Exception as error:  # noqa: BLE001 - what was sent is stored, and it is tried again
                 self._retain_outage.failed(error)
 
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+    def _settle(self, outcomes: Sequence[Result]) -> None:
         """Under the lock: tell those who wait, and give the buffer back."""
         for batch, outcome in outcomes:
             if isinstance(outcome, BaseException):

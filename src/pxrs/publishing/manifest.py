@@ -27,12 +27,11 @@ one after the other.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from pxrs.errors import (
@@ -48,12 +47,26 @@ from pxrs.errors import (
     SequenceGap,
     UnknownProducer,
 )
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite, Outcome
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
+from pxrs.log.outcomes import StoredAt
+from pxrs.publishing.feed import Feed
 from pxrs.publishing.outage import UNREACHABLE, ride_out
 from pxrs.publishing.planning import Spans
-from pxrs.publishing.staging import Feed, Staging
+from pxrs.publishing.records import (
+    MANIFESTS,
+    Manifest,
+    Step,
+    epochs_of,
+    have_common_partitions,
+    manifests_of,
+    query_of,
+    ranges_of,
+    step_for,
+)
+from pxrs.publishing.staging.contract import Staging
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.identity import fingerprint
 
@@ -82,43 +95,10 @@ RESTART: Final = (
 )
 """What is said of a batch that cannot be published any more by those who read it."""
 
-Ranges = dict[str, dict[str, list[int]]]
-"""What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    batch: int
-    files: list[str]
-    ranges: Ranges = field(default_factory=dict)
-    is_published: bool = False
-    ends: list[int] = field(default_factory=list)
-    """Of the topic's partitions, before anything of the batch was appended. None were noted by earlier versions."""
-    planned: str = ""
-    """A hash of what Spark has planned for the batch; empty if that could not be read."""
-    at: float = 0.0
-    """When it was written, in seconds since 1970."""
-    epochs: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of the same places and partitions as `ranges`: the epoch of the owner under which the batch was planned. A
-    batch is known by it among others that read the same offsets. Empty in manifests of version 0.1."""
-    has_state: bool | None = None
-    """Whether the query keeps state in its checkpoint location; None if that could not be found out."""
-
-    def dump(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
-
-    @classmethod
-    def load(cls, entry: Entry) -> Manifest:
-        try:
-            found = json.loads(entry.value)
-            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
-        except (ValueError, TypeError) as error:
-            raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
-
 
 def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
     """Remove what queries have left of a topic that was deleted, by its id: their manifests, and what they staged."""
-    for entry in registry.scan(f"spark/{topic}/"):
+    for entry in registry.scan(manifests_of(topic)):
         registry.commit(delete=[entry.key])
     staging.forget_topic(topic)
 
@@ -137,7 +117,7 @@ def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collecti
 def _written_at(registry: Registry, topic: str) -> float:
     """When the last manifest of the topic was written."""
     last = 0.0
-    for entry in registry.scan(f"spark/{topic}/"):
+    for entry in registry.scan(manifests_of(topic)):
         with contextlib.suppress(RegistryCorrupt):
             last = max(last, Manifest.load(entry).at)
     return last
@@ -151,8 +131,8 @@ def published_spans(registry: Registry, group: str, topic: str, spans: Spans) ->
     epoch under which it was planned counts: offsets alone may be of another query, from before a reset."""
     place = f"{group}/{topic}"
     found: dict[int, bool | None] = {}
-    for entry in registry.scan("spark/"):
-        if entry.key.count("/") != 2:  # keys of manifests are spark/<topic id>/<query>
+    for entry in registry.scan(MANIFESTS):
+        if entry.key.count("/") != 2:  # the keys of manifests are spark/<topic id>/<query>
             continue
         try:
             manifest = Manifest.load(entry)
@@ -172,7 +152,7 @@ class Publisher:
     def __init__(self, registry: Registry, topic: TopicLog, staging: Staging) -> None:
         self._registry, self._topic, self._staging = registry, topic, staging
         self.topic_id = topic.id
-        self._prefix = f"spark/{topic.id}/"
+        self._prefix = manifests_of(topic.id)
         self._registry_id = ""
         self._patience_s = PATIENCE_S
         self._strangers: set[str] = set()
@@ -198,33 +178,33 @@ class Publisher:
         Raises BatchRefused, PartitionLost; RegistryUnavailable if the registry stayed away, OutcomeUnknown if it did
         not say whether it took the batch."""
         self._patience_s = max([PATIENCE_S, *(feed.lease_s for feed in feeds)])
-        ranges, epochs = _ranges(feeds), _epochs(feeds)
+        ranges, epochs = ranges_of(feeds), epochs_of(feeds)
         ours = Manifest(batch, list(files), ranges, planned=planned, epochs=epochs, has_state=has_state)
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         self._finish_before(query, ours)
         while True:
             entry = self._get(self._prefix + query)
-            if entry is not None:
-                last = _load(entry)
-                _check_order(query, last, ours)
-                self._finish_own(query, last, entry.version)
-                if last.batch == batch:
-                    return
-                if not last.is_published:
-                    continue  # only what was looked at is written over: another driver may be further by now
+            last = None if entry is None else _load(entry)
+            step = step_for(query, last, ours)
+            if entry is not None and last is not None:
+                self._finish_own(query, last, entry.version)  # of a published batch, this removes what is staged
+            if step in (Step.STOP, Step.FINISH_THEN_STOP):
+                return
+            if step is Step.FINISH_THEN_LOOK:
+                continue  # finishing has changed the manifest's version, and another driver may have gone on since
             if not files and not any(ours.ranges.values()):
                 # Nothing was read or made, and nothing is written down: if the batch is repeated, it may read more.
                 self._staging.clear(self._topic.id, query, batch)
                 return
-            if not self._staging.secure(self._topic.id, query, batch, files):
+            if not self._staging.make_durable(self._topic.id, query, batch, files):
                 if self._get(self._prefix + query) != entry:
                     continue  # another driver of this query has published the batch, and cleared up
                 raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
-            ends = [self._topic.end(number) for number in range(self._topic.partitions)]
+            ends = self._topic.ends()
             ours = replace(ours, ends=ends, at=time.time())
             version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
             if version is not None:
-                self._staging.mark(self._topic.id)
+                self._staging.keep_topic(self._topic.id)
                 self._finish_own(query, ours, version)
                 return
 
@@ -233,7 +213,7 @@ class Publisher:
         what they have staged for nothing."""
         needed: dict[str, int | None] = {}
         for entry in self._scan(self._prefix):
-            query, manifest = entry.key.rpartition("/")[2], self._load_other(entry)
+            query, manifest = query_of(entry.key), self._load_other(entry)
             if manifest is None:
                 needed[query] = None
             elif not manifest.is_published:
@@ -248,12 +228,12 @@ class Publisher:
         never. What somebody is still publishing in other partitions is left to him until the next batch."""
         unfinished = {}
         for entry in self._scan(self._prefix):
-            other = entry.key.rpartition("/")[2]
+            other = query_of(entry.key)
             manifest = None if other == query else self._load_other(entry)
             if manifest is None or manifest.is_published:
                 continue
             is_left = self._unfinished.get(other) == entry.version
-            if is_left or _has_common_partitions(manifest.ranges, ours.ranges):
+            if is_left or have_common_partitions(manifest.ranges, ours.ranges):
                 self._finish_other(other, manifest, entry.version)
             else:
                 unfinished[other] = entry.version
@@ -261,7 +241,7 @@ class Publisher:
 
     def _load_other(self, entry: Entry) -> Manifest | None:
         """None if it is damaged. Of that is told once."""
-        query = entry.key.rpartition("/")[2]
+        query = query_of(entry.key)
         try:
             return Manifest.load(entry)
         except RegistryCorrupt as error:
@@ -343,23 +323,26 @@ class Publisher:
     def _write(self, query: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
         """The version of the manifest as written; None if there is one of this batch."""
         key = self._prefix + query
-        expect, put = {key: version}, {key: manifest.dump()}
+        parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
-            self._add_checkpoints(feed, expect, put)
+            self._add_checkpoints(feed, parts)
+        checkpoints = FencedWrite(list(parts.values()))
         try:
-            return self._commit(expect, put)[key]
+            return self._commit({key: version, **checkpoints.expect}, {key: manifest.dump(), **checkpoints.put})[key]
         except Conflict as conflict:
             entry = self._get(key)
             if entry is not None and _load(entry).batch == manifest.batch:
                 return None  # by a try whose reply was lost, or by another driver
-            raise _refusal(query, manifest, conflict, feeds) from conflict
+            raise _refusal(query, manifest, conflict, checkpoints) from conflict
 
-    def _add_checkpoints(self, feed: Feed, expect: dict[str, int], put: dict[str, bytes]) -> None:
-        """What the batch has read is done when it is published: the owners must still be those who read it."""
+    def _add_checkpoints(self, feed: Feed, parts: dict[str, CheckpointWrite]) -> None:
+        """What the batch has read is done when it is published: the owners must still be those who read it.
+
+        parts: by the key of the checkpoint."""
         keys = Keys(feed.group)
         for number, span in feed.spans.items():
             key = keys.checkpoint(feed.topic, number)
-            if key in expect:  # two sources of this query have read it, one before and one after it was taken away
+            if key in parts:  # two sources of this query have read it, one before and one after it was taken away
                 raise PartitionLost(feed.group, [number], advice=RESTART)
             entry = self._get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
@@ -371,9 +354,8 @@ class Publisher:
                     "group was reset while the batch was on its way. To follow the group, start with a new checkpoint "
                     f"location; to follow Spark, reset the group to offset {span.start}"
                 )
-            expect[key] = entry.version
-            expect[keys.owner(feed.topic, number)] = feed.fences[number]
-            put[key] = Checkpoint(span.end, time.time(), "spark", span.epoch).dump()
+            checkpoint = Checkpoint(span.end, time.time(), "spark", span.epoch)
+            parts[key] = CheckpointWrite(keys, (feed.topic, number), feed.fences[number], entry.version, checkpoint)
 
     # The appends.
 
@@ -409,7 +391,8 @@ class Publisher:
             sequence = sequences[partition] = sequences.get(partition, -1) + 1
             origin = Origin(producer, manifest.batch, sequence)
             since = manifest.ends[partition] if manifest.ends else None
-            waiting.setdefault(partition, []).append(Append(partition, records, origin, since))
+            append = Append.encoded(partition, records, origin, since, codec=self._topic.topic.codec)
+            waiting.setdefault(partition, []).append(append)
             size += records.nbytes
             if size >= _APPEND_BYTES_MAX or len(waiting[partition]) == _TOGETHER_MAX:
                 self._append_all(waiting)
@@ -417,22 +400,18 @@ class Publisher:
         self._append_all(waiting)
 
     def _append_all(self, waiting: Mapping[int, Sequence[Append]]) -> None:
-        """All partitions together, because their syncs then are one wait; where some were made before, one by one."""
+        """Append to all partitions in one call, because they then wait for their syncs at the same time. Raises the
+        first error of a batch that is not stored."""
         together = [append for appends in waiting.values() for append in appends]
-        try:
-            if together:
-                self._topic.append(together)
-        except UnknownProducer:
-            for appends in waiting.values():
-                self._append_again(appends)
+        for append, outcome in zip(together, self._topic.append(together) if together else [], strict=True):
+            if not isinstance(outcome, StoredAt) and not _was_stored(outcome.error, waiting[append.partition]):
+                raise outcome.error
 
-    def _append_again(self, appends: Sequence[Append]) -> None:
-        try:
-            self._topic.append(appends)
-        except UnknownProducer as error:
-            # Stored by one who began to publish this manifest, and went on so far that the log only knows its end.
-            if error.stored is None or error.stored < appends[-1].origin[1:]:
-                raise
+
+def _was_stored(error: Exception, appends: Sequence[Append]) -> bool:
+    """Whether the log refuses these batches of one partition because they are stored: another driver that published
+    this manifest has stored them, and so many behind them that the log remembers only later ones."""
+    return isinstance(error, UnknownProducer) and error.stored is not None and error.stored >= appends[-1].origin[1:]
 
 
 def _load(entry: Entry) -> Manifest:
@@ -446,56 +425,10 @@ def _load(entry: Entry) -> Manifest:
         ) from error
 
 
-def _ranges(feeds: Sequence[Feed]) -> Ranges:
-    ranges: Ranges = {}
-    for feed in feeds:
-        of_topic = ranges.setdefault(f"{feed.group}/{feed.topic}", {})
-        of_topic.update({str(number): [span.start, span.end] for number, span in feed.spans.items()})
-    return ranges
-
-
-def _epochs(feeds: Sequence[Feed]) -> dict[str, dict[str, int]]:
-    epochs: dict[str, dict[str, int]] = {}
-    for feed in feeds:
-        of_topic = epochs.setdefault(f"{feed.group}/{feed.topic}", {})
-        of_topic.update({str(number): span.epoch for number, span in feed.spans.items()})
-    return epochs
-
-
-def _has_common_partitions(one: Ranges, other: Ranges) -> bool:
-    return any(parts.keys() & other.get(place, {}).keys() for place, parts in one.items())
-
-
-def _check_order(query: str, last: Manifest, ours: Manifest) -> None:
-    if last.batch > ours.batch:
-        raise BatchRefused(
-            f"query {query} has published batch {last.batch} and comes with batch {ours.batch}: an old checkpoint "
-            "location was restored. Start with a new one"
-        )
-    if last.batch == ours.batch:
-        if last.planned and ours.planned and last.planned != ours.planned:
-            raise BatchRefused(
-                f"query {query} has published batch {ours.batch}, and Spark has planned it anew: an old checkpoint "
-                "location was restored. Restore the last one; or start with a new one, and have the source begin "
-                "behind what is in the topic"
-            )
-        for place, ranges in ours.ranges.items():
-            for number, read in ranges.items():
-                if last.ranges.get(place, {}).get(number) != read:
-                    raise BatchRefused(
-                        f"query {query} repeats batch {ours.batch} with other input: offsets {read[0]} to {read[1]} of "
-                        f"{place}/{number}. Start with a new checkpoint location"
-                    )
-
-
-def _refusal(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence[Feed]) -> PxrsError:
-    for feed in feeds:
-        keys = Keys(feed.group)
-        lost = [
-            number
-            for number in feed.spans
-            if {keys.owner(feed.topic, number), keys.checkpoint(feed.topic, number)} & set(conflict.keys)
-        ]
-        if lost:
-            return PartitionLost(feed.group, lost, advice=RESTART)
+def _refusal(query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite) -> PxrsError:
+    # Stale: somebody has written the checkpoint since this publisher read it.
+    lost = [each for each, settled in checkpoints.settle(conflict) if settled.outcome in (Outcome.LOST, Outcome.STALE)]
+    if lost:
+        group = lost[0].keys.group
+        return PartitionLost(group, [e.partition[1] for e in lost if e.keys.group == group], advice=RESTART)
     return BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}")

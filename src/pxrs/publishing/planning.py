@@ -22,7 +22,12 @@ from typing import Any, Final, NamedTuple
 
 from pxrs.errors import CheckpointsDiffer, InvalidOption
 from pxrs.group.records import BY_HAND, Checkpoint
-from pxrs.spark.options import EARLIEST, LATEST, Offsets
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+"""Stand for the first and for the next offset of a partition, as in the JSON of offsets of Spark's Kafka source."""
+Offsets = str | dict[int, int]
+"""A word such as "earliest", or offsets by partition, in which EARLIEST and LATEST may stand."""
 
 REPLACED: Final = (
     "Start the query with a new checkpoint location: its group then begins the new topic where startingOffsets says"

@@ -46,7 +46,7 @@ class QueueHandle:
     def __init__(self, store: QueueStore, queue: Queue) -> None:
         self.store, self.settings = store, queue
         self._registry = store.registry
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this handle. It closes its registry with its last reference, which is here."""
 
     @property

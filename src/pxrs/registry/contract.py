@@ -23,6 +23,7 @@ import os
 import re
 import sys
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +45,9 @@ from pxrs.errors import (
     UsedAfterFork,
     ValueTooLarge,
 )
-from pxrs.registry.lease import LEASE_TTL_MIN, Lease
+from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
 from pxrs.registry.limit import check_time
+from pxrs.registry.renewal import Renewer
 from pxrs.registry.watch import Watch
 
 ABSENT: Final = 0
@@ -128,6 +130,10 @@ class Registry(ABC):
         self._closed = False
         self._handles_lock = threading.Lock()
         self._leases: set[Lease] = set()
+        """The leases that this handle renews."""
+        self._unrenewed: weakref.WeakSet[Lease] = weakref.WeakSet()
+        """The other leases that this handle has given out."""
+        self._renewer = Renewer(clock)
         self._watches: set[Watch] = set()
 
     # The public face.
@@ -183,16 +189,42 @@ class Registry(ABC):
         check_time(self.url)
         return self._commit(commit)
 
-    def lease(self, ttl: float | timedelta) -> Lease:
-        """A new lease, renewed in the background until it is closed. The store may grant more than `ttl` seconds."""
+    def lease(self, ttl: float | timedelta, renewed: bool = True) -> Lease:
+        """A new lease. The store may grant more than `ttl` seconds.
+
+        renewed: whether this handle renews the lease in the background until it is closed, which ends the lease. If
+                 False, it lives for its ttl after each `Lease.renew`, whatever becomes of this handle or process."""
         self._check_usable()
         seconds = arguments.seconds(InvalidArgument, "ttl", ttl, LEASE_TTL_MIN, arguments.DAY_S)
         check_time(self.url)
-        lease = self._lease(seconds)
-        with self._handles_lock:
-            if not self._closed:
-                self._leases.add(lease)
-                return lease
+        return self._give_out(self._lease(seconds, renewed), renewed)
+
+    def attach(self, secret: str, renewed: bool = False) -> Lease:
+        """A grant of this handle for a living lease, by the `Lease.secret` of it. Attaching renews the lease once.
+
+        Raises LeaseExpired if no living lease has this secret.
+
+        renewed: as in `lease`."""
+        self._check_usable()
+        if not isinstance(secret, str):
+            raise InvalidArgument(f"secret is of type {type(secret).__name__}: give the `secret` of a lease")
+        check_time(self.url)
+        if not secret.isascii():
+            raise not_attached()
+        return self._give_out(self._attach(secret, renewed), renewed)
+
+    def _give_out(self, lease: Lease, renewed: bool) -> Lease:
+        """Keep account of a new grant, and renew it if that was asked for."""
+        try:
+            if renewed:
+                self._renewer.add(lease)
+            with self._handles_lock:
+                if not self._closed:
+                    (self._leases if renewed else self._unrenewed).add(lease)
+                    return lease
+        except BaseException:
+            lease.close()
+            raise
         lease.close()
         raise Closed(f"the registry {self.url} was closed")
 
@@ -220,17 +252,19 @@ class Registry(ABC):
         return watch
 
     def close(self) -> None:
-        """End the leases, wake the waiters, let go of the store. In this order: ending a lease needs the store."""
+        """End the leases that this handle renews, wake the waiters, let go of the store. In this order: ending a lease
+        needs the store. Leases that it does not renew stay in the store until they expire."""
         if os.getpid() != self._pid:
             return  # it is the parent's
         with self._handles_lock:
             if self._closed:
                 return
             self._closed = True
-            leases, watches = list(self._leases), list(self._watches)
+            leases, watches = [*self._leases, *self._unrenewed], list(self._watches)
         try:
+            self._renewer.close()
             for lease in leases:
-                lease.expire()  # no more renewals, whatever follows
+                lease.expire()
             if len(leases) > 1:  # a store that does not answer is waited for once, not once for each lease
                 # RuntimeError: the interpreter is exiting and starts no more threads. Then one after the other, below.
                 with suppress(RuntimeError), ThreadPoolExecutor(min(len(leases), CLOSERS_MAX)) as pool:
@@ -265,8 +299,14 @@ class Registry(ABC):
     def _commit(self, commit: Commit) -> dict[str, int]: ...
 
     @abstractmethod
-    def _lease(self, ttl: float) -> Lease:
-        """Pass `on_gone=self._forget_lease` to the lease."""
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
+        """A new lease. A backend does not renew it itself; `renewed` says that this handle will. If it is False, the
+        lease must outlive this process. Pass `on_closed=self._forget_lease` to the lease."""
+
+    @abstractmethod
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        """A grant for the living lease of this secret, which is ASCII text and may be malformed. Raise `not_attached()`
+        if there is none, without any effect on a lease whose secret is another one."""
 
     @abstractmethod
     def _watch(self, watch: Watch) -> None:
@@ -294,6 +334,7 @@ class Registry(ABC):
     def _forget_lease(self, lease: Lease) -> None:
         with self._handles_lock:
             self._leases.discard(lease)
+            self._unrenewed.discard(lease)
 
     def _forget_watch(self, watch: Watch) -> None:
         with self._handles_lock:
@@ -317,9 +358,12 @@ class Registry(ABC):
             raise InvalidCommit(f"written twice in one commit: {', '.join(sorted(both))}")
         if commit.ephemeral and commit.lease is None:
             raise InvalidCommit("ephemeral keys need the lease that they live with")
-        if commit.lease is not None and commit.lease not in self._leases and commit.lease.alive:
-            raise InvalidCommit("the lease belongs to another registry handle")
+        if commit.lease is not None and commit.lease.alive and not self._has_given_out(commit.lease):
+            raise InvalidCommit("the lease belongs to another registry handle: attach to it with its secret")
         self._check_size(commit)
+
+    def _has_given_out(self, lease: Lease) -> bool:
+        return lease in self._leases or lease in self._unrenewed
 
     def _check_size(self, commit: Commit) -> None:
         for key, value in commit.written.items():

@@ -6,14 +6,14 @@ Handles that share a `MemoryStore` see the same keys, as two processes would on 
 from __future__ import annotations
 
 import threading
-import uuid
 import weakref
+from typing import NamedTuple
 
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import LeaseExpired
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
-from pxrs.registry.lease import Lease
+from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.state import Change, State
 from pxrs.registry.watch import Watch
 
@@ -35,6 +35,8 @@ class MemoryStore:
         self._state = State()
         self._version = 0
         self._expiry: dict[str, float] = {}
+        """When each living lease ends unless it is renewed, by its id, on `clock`."""
+        self._ttls: dict[str, float] = {}
         self._handles: weakref.WeakSet[MemoryRegistry] = weakref.WeakSet()
         self._begun = threading.Event()
         self._timer: threading.Thread | None = None
@@ -59,35 +61,39 @@ class MemoryStore:
             version = self._apply(change)
         return dict.fromkeys(commit.written, version)
 
-    def begin_lease(self, ttl: float) -> tuple[str, float]:
-        lease = uuid.uuid4().hex
+    def begin_lease(self, lease: str, ttl: float) -> float:
+        """Begin a lease with this id; returns its deadline."""
         with self._lock:
             self._apply(Change(lease_begins=lease))
+            self._ttls[lease] = ttl
             deadline = self._expiry[lease] = self.clock.now() + ttl
             self._time_expiry()
             self._begun.set()  # it may be due before all others
-        return lease, deadline
+        return deadline
 
-    def renew_lease(self, lease: str, ttl: float) -> float:
+    def renew_lease(self, lease: str) -> Renewed:
+        """Renew the lease for its ttl, from now on."""
         with self._lock:
             self._end_expired()
             if lease not in self._expiry:
                 raise LeaseExpired(f"lease {lease} has ended")
+            ttl = self._ttls[lease]
             deadline = self._expiry[lease] = self.clock.now() + ttl
-            return deadline
+            return Renewed(ttl, deadline)
 
     def end_lease(self, lease: str) -> None:
         with self._lock:
             if self._expiry.pop(lease, None) is not None:
+                del self._ttls[lease]
                 self._apply(Change(leases_end=(lease,)))
 
-    def attach(self, handle: MemoryRegistry) -> None:
+    def add_handle(self, handle: MemoryRegistry) -> None:
         with self._lock:
             self._handles.add(handle)
             if self._expiry:
                 self._time_expiry()
 
-    def detach(self, handle: MemoryRegistry) -> None:
+    def remove_handle(self, handle: MemoryRegistry) -> None:
         with self._lock:
             self._handles.discard(handle)
             if not self._handles:
@@ -106,7 +112,7 @@ class MemoryStore:
             return
         now = self.clock.now()
         for lease in [lease for lease, expiry in self._expiry.items() if expiry <= now]:
-            del self._expiry[lease]
+            del self._expiry[lease], self._ttls[lease]
             self._apply(Change(leases_end=(lease,)))
 
     def _time_expiry(self) -> None:
@@ -128,6 +134,29 @@ class MemoryStore:
             self.clock.wait(self._begun, first)
 
 
+class Renewed(NamedTuple):
+    """What a renewal returns."""
+
+    ttl: float
+    deadline: float
+
+
+class MemoryLease:
+    """A lease in a `MemoryStore`, see `registry.lease.StoredLease`."""
+
+    def __init__(self, store: MemoryStore, lease: str) -> None:
+        self._store, self._lease = store, lease
+
+    def renew(self) -> float:
+        return self._store.renew_lease(self._lease).deadline
+
+    def end(self) -> None:
+        self._store.end_lease(self._lease)
+
+    def let_go(self) -> None:
+        """Nothing is held for it."""
+
+
 class MemoryRegistry(Registry):
     """A handle to a `MemoryStore`, by default one of its own."""
 
@@ -136,7 +165,7 @@ class MemoryRegistry(Registry):
     def __init__(self, store: MemoryStore | None = None) -> None:
         self._store = store or MemoryStore()
         super().__init__("memory:", clock=self._store.clock)
-        self._store.attach(self)
+        self._store.add_handle(self)
 
     def _get(self, key: str) -> Entry | None:
         return self._store.get(key)
@@ -147,15 +176,26 @@ class MemoryRegistry(Registry):
     def _commit(self, commit: Commit) -> dict[str, int]:
         return self._store.commit(commit)
 
-    def _lease(self, ttl: float) -> Lease:
-        lease, deadline = self._store.begin_lease(ttl)
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
+        secret = new_secret()
+        return self._grant(secret, ttl, self._store.begin_lease(id_of(secret), ttl))
+
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        try:
+            ttl, deadline = self._store.renew_lease(id_of(secret))
+        except LeaseExpired:
+            raise not_attached() from None
+        return self._grant(secret, ttl, deadline)
+
+    def _grant(self, secret: str, ttl: float, deadline: float) -> Lease:
+        lease = id_of(secret)
         return Lease(
             lease,
             ttl,
             deadline,
-            renew=lambda: self._store.renew_lease(lease, ttl),
-            end=lambda: self._store.end_lease(lease),
-            on_gone=self._forget_lease,
+            secret=secret,
+            stored=MemoryLease(self._store, lease),
+            on_closed=self._forget_lease,
             clock=self.clock,
         )
 
@@ -163,4 +203,4 @@ class MemoryRegistry(Registry):
         """Nothing to do: every change passes `_wake` under the store's lock."""
 
     def _close(self) -> None:
-        self._store.detach(self)
+        self._store.remove_handle(self)

@@ -305,7 +305,8 @@ def pin_starts(hub: Hub, each: Pipeline, place: Place) -> None:
     another "latest". Where only the rows have begun, the dead letters begin no later than they are."""
     topic = hub.topic(each.source)
     given = {name: str(value) for name, value in each.options.items() if name.lower().startswith("starting")}
-    starts = start_offsets(topic.log, stream_options({**place.options(each.source), "group": each.group, **given}))
+    options = stream_options({**place.options(each.source), "group": each.group, **given})
+    starts = start_offsets(topic.log, options.starting, options.starting_us)
     for number, start in starts.items():
         rows, dead = (Keys(group).checkpoint(topic.id, number) for group in each.groups())
         begun = hub.registry.get(rows)

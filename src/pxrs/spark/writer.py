@@ -21,14 +21,18 @@ from pyspark.sql.types import StructType
 
 from pxrs.clock import boot_id
 from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, LogError, RegistryReplaced
-from pxrs.hub import Hub, TopicHandle
+from pxrs.hub import Hub
 from pxrs.model import Topic
+from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
 from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
-from pxrs.publishing.staging import Feed, Staged, Staging
+from pxrs.publishing.staging.contract import Staged, TaskStaging
+from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import Where
-from pxrs.spark.reader import check_machine, open_hub, run_of
+from pxrs.spark.reader import open_hub
+from pxrs.spark.tasks import check_machine, run_of
+from pxrs.topics import TopicHandle
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ class Stager:
     """What a task needs to stage rows for a topic, and no more. The registry's address stays in the driver: it may hold
     a password, and Spark sends this to every executor."""
 
-    url: str
+    staging: TaskStaging
     topic: Topic
     machine: str
 
@@ -63,13 +67,14 @@ class Stager:
         with open_hub(where) as hub:
             handle = topic_to_write(hub, where.topic)
             handle.log.check_writable()  # here rather than in every task
-            Staging(where.url).check_writable()
-            return cls(where.url, handle.topic, boot_id())
+            staging = DirectoryStaging(where.url)
+            staging.check_writable()
+            return cls(staging, handle.topic, boot_id())
 
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
         check_machine(self.machine)
         context = TaskContext.get()
-        staged = Staging(self.url).stage(self.topic, query, batch, context.partitionId(), rows)
+        staged = self.staging.stage(self.topic, query, batch, context.partitionId(), rows)
         return StagedMessage(query, staged, run_of(context))
 
 
@@ -175,7 +180,7 @@ def publish_batch(
     if len(queries) != 1:
         raise BatchRefused(f"batch {batch} is of {len(queries)} queries")
     ((query, run),) = queries
-    feeds = Staging(where.url).feeds(query, batch, run)
+    feeds = DirectoryStaging(where.url).feeds(query, batch, run)
     location = find_location(query, checkpoints, told[0].locations)
     _refuse_shared_state(feeds, location)
     planned = "" if location is None else hash_of_plan(location, batch)
@@ -259,7 +264,7 @@ def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
 def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
     """One that has cleaned up. Raises WrongRegistry: with another registry it would not find what was published."""
     hub.check_registry()
-    staging = Staging(where.url)
+    staging = DirectoryStaging(where.url)
     publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
     publisher.finish_others()
     try:

@@ -201,7 +201,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
         if checkpoint.by == name:  # not where the group begins, which belongs to nobody
             note("kept", partition, checkpoint.epoch, checkpoint.offset, moment)
 
-    source = sql_table(**json.loads(topic)) if topic.startswith("{") else hub._log.topic(topic)
+    source = sql_table(**json.loads(topic)) if topic.startswith("{") else hub.log.topic(topic)
     _tell_checkpoints(hub.registry, Keys(group), note_kept)
     consumer = Consumer(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import xxhash
 
 from pxrs import clock
 from pxrs.errors import (
@@ -36,6 +37,7 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin
 from pxrs.log.contract import Append, Log, TopicLog
+from pxrs.log.outcomes import NotStored, StoredAt, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import CODECS, Topic
 
@@ -117,7 +119,7 @@ class _Topics(_Fixtures):
         assert log.topics() == sorted(made, key=lambda topic: topic.name)
 
     def test_a_name_is_taken_once(self, log: Log, topic: TopicLog) -> None:
-        topic.append([Append(0, records([b"kept"]))])
+        offsets_of(topic.append([Append.encoded(0, records([b"kept"]))]))
         with pytest.raises(TopicExists):
             log.create_topic(new_topic())
         assert values_from(log.topic("orders"), 0) == [b"kept"]
@@ -140,11 +142,11 @@ class _Topics(_Fixtures):
         assert [each.name for each in log.topics()] == ["orders"]
 
     def test_the_longest_name_is_good(self, log: Log) -> None:
-        log.create_topic(new_topic("n" * 200)).append([Append(0, records([b"1"]))])
+        offsets_of(log.create_topic(new_topic("n" * 200)).append([Append.encoded(0, records([b"1"]))]))
         assert values_from(log.topic("n" * 200), 0) == [b"1"]
 
     def test_g7_a_topic_made_again_is_another_one(self, log: Log, topic: TopicLog) -> None:
-        topic.append([Append(0, records([b"old"]))])
+        offsets_of(topic.append([Append.encoded(0, records([b"old"]))]))
         assert log.delete_topic("orders") == topic.id
         assert (log.topics(), log.damaged_topics()) == ([], [])
         with pytest.raises(UnknownTopic):
@@ -152,14 +154,14 @@ class _Topics(_Fixtures):
         again = log.create_topic(new_topic())
         assert again.id != topic.id
         assert again.end(0) == 0
-        again.append([Append(0, records([b"new"]))])
+        offsets_of(again.append([Append.encoded(0, records([b"new"]))]))
         assert values_from(again, 0) == [b"new"]
 
     def test_a_deleted_topic_takes_no_more_appends(self, log: Log, topic: TopicLog) -> None:
         log.delete_topic("orders")
         log.create_topic(new_topic())
         with pytest.raises(TopicDeleted) as deleted:
-            topic.append([Append(0, records([b"stray"]))])
+            offsets_of(topic.append([Append.encoded(0, records([b"stray"]))]))
         assert (deleted.value.id, deleted.value.is_made_again) == (topic.id, True)
         assert values_from(log.topic("orders"), 0) == []
 
@@ -171,26 +173,32 @@ class _Topics(_Fixtures):
         with pytest.raises(Closed):
             log.create_topic(new_topic("late"))
         with pytest.raises(Closed):
-            topic.append([Append(0, records([b"late"]))])
+            offsets_of(topic.append([Append.encoded(0, records([b"late"]))]))
 
 
 class _Appends(_Fixtures):
     def test_offsets_count_from_0_without_gaps(self, topic: TopicLog) -> None:
-        assert topic.append([Append(0, records([b"a", b"b"]))]) == [0]
-        assert topic.append([Append(0, records([b"c"])), Append(0, records([b"d", b"e"]))]) == [2, 3]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"a", b"b"]))])) == [0]
+        assert offsets_of(
+            topic.append([Append.encoded(0, records([b"c"])), Append.encoded(0, records([b"d", b"e"]))])
+        ) == [2, 3]
         assert (topic.start(0), topic.end(0)) == (0, 5)
         assert values_from(topic, 0) == [b"a", b"b", b"c", b"d", b"e"]
 
     def test_partitions_are_independent(self, topic: TopicLog) -> None:
-        appends = [Append(1, records([b"x"])), Append(0, records([b"a"])), Append(1, records([b"y", b"z"]))]
-        assert topic.append(appends) == [0, 0, 1]
+        appends = [
+            Append.encoded(1, records([b"x"])),
+            Append.encoded(0, records([b"a"])),
+            Append.encoded(1, records([b"y", b"z"])),
+        ]
+        assert offsets_of(topic.append(appends)) == [0, 0, 1]
         assert (values_from(topic, 0), values_from(topic, 1)) == ([b"a"], [b"x", b"y", b"z"])
         assert (topic.end(0), topic.end(1)) == (1, 3)
 
     def test_the_ends_of_all_partitions_are_told_together(self, log: Log, topic: TopicLog) -> None:
         assert topic.ends() == [0, 0]
         for number, values in enumerate(([b"a"], [b"b", b"c"], [b"d"])):
-            log.topic("orders").append([Append(number % 2, records(values))])
+            offsets_of(log.topic("orders").append([Append.encoded(number % 2, records(values))]))
             assert topic.ends() == [topic.end(0), topic.end(1)]
         assert topic.ends() == [2, 2]
         log.delete_topic("orders")
@@ -198,11 +206,11 @@ class _Appends(_Fixtures):
             topic.ends()
 
     def test_appending_nothing_is_nothing(self, topic: TopicLog) -> None:
-        assert topic.append([]) == []
+        assert offsets_of(topic.append([])) == []
         assert topic.end(0) == 0
 
     def test_what_one_handle_appends_another_reads(self, log: Log, topic: TopicLog) -> None:
-        topic.append([Append(0, records([b"a"]))])
+        offsets_of(topic.append([Append.encoded(0, records([b"a"]))]))
         assert values_from(log.topic("orders"), 0) == [b"a"]
 
     def test_nulls_headers_and_times_come_back(self, topic: TopicLog) -> None:
@@ -212,43 +220,99 @@ class _Appends(_Fixtures):
             key=[b"", None, "schlüssel".encode()],
             headers=[None, [], [("trace", b"1"), ("trace", b""), ("ü", None)]],
         )
-        topic.append([Append(0, sent)])
+        offsets_of(topic.append([Append.encoded(0, sent)]))
         (batch,) = topic.read(0, 0)
         assert batch.records.to_pylist() == sent.to_pylist()
 
     def test_a_slice_of_a_batch_is_stored_as_that_slice(self, topic: TopicLog) -> None:
-        topic.append([Append(0, records([b"%d" % i for i in range(10)]).slice(3, 4))])
+        offsets_of(topic.append([Append.encoded(0, records([b"%d" % i for i in range(10)]).slice(3, 4))]))
         assert values_from(topic, 0) == [b"3", b"4", b"5", b"6"]
 
     @pytest.mark.parametrize("codec", CODECS)
     def test_every_codec_gives_back_what_was_stored(self, log: Log, codec: str) -> None:
         topic = log.create_topic(new_topic("coded", codec=codec))
         values = [b"repeat" * 50 + b"%d" % i for i in range(500)]
-        topic.append([Append(0, records(values))])
-        topic.append([Append(0, records([b"x"]))])
+        offsets_of(topic.append([Append.encoded(0, records(values), codec=codec)]))
+        offsets_of(topic.append([Append.encoded(0, records([b"x"]), codec=codec)]))
         assert values_from(topic, 0, 7) == [*values[7:], b"x"]
 
     def test_a_large_message_comes_back(self, topic: TopicLog) -> None:
         value = bytes(range(256)) * 20_000
-        topic.append([Append(0, records([b"small"])), Append(0, records([value])), Append(0, records([b"small"]))])
+        offsets_of(
+            topic.append(
+                [
+                    Append.encoded(0, records([b"small"])),
+                    Append.encoded(0, records([value])),
+                    Append.encoded(0, records([b"small"])),
+                ]
+            )
+        )
         assert values_from(topic, 0) == [b"small", value, b"small"]
 
     def test_an_unfit_batch_is_refused_and_nothing_stored(self, topic: TopicLog) -> None:
         other = pa.RecordBatch.from_pydict({"value": [b"a"]})
         for bad in (records([]), other):
             with pytest.raises(InvalidRecord):
-                topic.append([Append(0, bad)])
+                offsets_of(topic.append([Append.encoded(0, bad)]))
         assert topic.end(0) == 0
+
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_a_batch_that_was_damaged_after_it_was_encoded_is_refused(self, topic: TopicLog, codec: str) -> None:
+        payload = Append.encoded(0, records([b"a", b"b"]), codec=codec).payload
+        noise = b"no Arrow record batch"
+        bad = {
+            "checksum": payload._replace(checksum=payload.checksum ^ 1),
+            "bytes": payload._replace(data=pa.py_buffer(payload.data.to_pybytes()[:-8])),
+            "no bytes": payload._replace(data=pa.py_buffer(b"")),
+            "no batch": payload._replace(data=pa.py_buffer(noise), checksum=xxhash.xxh3_64_intdigest(noise)),
+            "codec": payload._replace(codec=len(CODECS)),
+            "no rows": payload._replace(rows=0),
+        }
+        if codec == "none":
+            bad["rows"] = payload._replace(rows=3)
+        for what, each in bad.items():
+            with pytest.raises(InvalidRecord):
+                topic.append([Append(1, payload), Append(0, each)])
+            assert topic.ends() == [0, 0], what
 
     @pytest.mark.parametrize("partition", [-1, 2])
     def test_a_partition_that_is_not_there_is_refused(self, topic: TopicLog, partition: int) -> None:
         with pytest.raises(InvalidRecord):
-            topic.append([Append(partition, records([b"a"]))])
+            offsets_of(topic.append([Append.encoded(partition, records([b"a"]))]))
         for ask in (topic.start, topic.end, lambda p: topic.read(p, 0), lambda p: topic.offset_at(p, 0)):
             with pytest.raises(InvalidRecord):
                 ask(partition)
         with pytest.raises(InvalidRecord):
             topic.wait({partition: 0}, 0)
+
+    def test_a_partition_that_refuses_its_batches_hides_nothing_about_the_others(
+        self, topic: TopicLog, producer: uuid.UUID
+    ) -> None:
+        first = Append.encoded(1, records([b"a", b"b"]), origin(0, producer))
+        assert topic.append([first]) == [StoredAt(0)]
+        appends = [
+            Append.encoded(0, records([b"gap"]), origin(5, producer)),
+            first,
+            Append.encoded(1, records([b"c"]), origin(1, producer)),
+            Append.encoded(0, records([b"new"])),
+        ]
+        refused, *stored, together = topic.append(appends)
+        assert stored == [StoredAt(0, is_duplicate=True), StoredAt(2)]
+        for outcome in (refused, together):
+            assert isinstance(outcome, NotStored), "all of a partition or nothing"
+            assert isinstance(outcome.error, UnknownProducer)
+        assert (topic.end(0), values_from(topic, 1)) == (0, [b"a", b"b", b"c"])
+
+    def test_partitions_that_fail_in_different_ways_have_their_own_errors(
+        self, topic: TopicLog, producer: uuid.UUID
+    ) -> None:
+        assert topic.append([Append.encoded(0, records([b"a"]), origin(0, producer))]) == [StoredAt(0)]
+        appends = [Append.encoded(number, records([b"x"]), origin(4, producer)) for number in (0, 1)]
+        kinds = [SequenceGap, UnknownProducer]
+        for outcome, kind in zip(topic.append(appends), kinds, strict=True):
+            assert isinstance(outcome, NotStored)
+            assert isinstance(outcome.error, kind)
+        assert topic.ends() == [1, 0]
 
     def test_appends_of_many_threads_keep_offsets_dense_and_each_batch_whole(self, topic: TopicLog) -> None:
         threads, each = 4, 25
@@ -257,7 +321,7 @@ class _Appends(_Fixtures):
             mine = []
             for i in range(each):
                 value = b"%d-%d" % (number, i)
-                offsets = topic.append([Append(p, records([value] * (1 + i % 3))) for p in (0, 1)])
+                offsets = offsets_of(topic.append([Append.encoded(p, records([value] * (1 + i % 3))) for p in (0, 1)]))
                 mine.append((offsets[0], value))
             return mine
 
@@ -281,7 +345,7 @@ class _Reads(_Fixtures):
         """Ten batches of ten messages of about 1 kB in partition 0, of the times 0, 10, 20..."""
         for i in range(10):
             values = [b"%03d" % (i * 10 + j) + b"." * 1000 for j in range(10)]
-            topic.append([Append(0, records(values, [(i * 10 + j) * 10 for j in range(10)]))])
+            offsets_of(topic.append([Append.encoded(0, records(values, [(i * 10 + j) * 10 for j in range(10)]))]))
         return topic
 
     @pytest.mark.parametrize("offset", [0, 1, 9, 10, 55, 99])
@@ -323,14 +387,18 @@ class _Reads(_Fixtures):
         assert filled.offset_at(1, timestamp) == 0
 
     def test_offset_at_with_times_out_of_order(self, topic: TopicLog) -> None:
-        topic.append([Append(0, records([b"a", b"b"], [50, 10])), Append(0, records([b"c", b"d"], [20, 60]))])
+        offsets_of(
+            topic.append(
+                [Append.encoded(0, records([b"a", b"b"], [50, 10])), Append.encoded(0, records([b"c", b"d"], [20, 60]))]
+            )
+        )
         assert [topic.offset_at(0, time) for time in (5, 15, 50, 51, 60, 61)] == [0, 0, 0, 3, 3, 4]
 
     def test_what_was_read_stays_as_it_was(self, filled: TopicLog) -> None:
         (first, *_) = filled.read(0, 0)
         before = first.records.to_pylist()
         for _ in range(5):
-            filled.append([Append(0, records([b"more" * 300] * 20))])
+            offsets_of(filled.append([Append.encoded(0, records([b"more" * 300] * 20))]))
         assert first.records.to_pylist() == before
 
 
@@ -339,89 +407,89 @@ class _Origins(_Fixtures):
 
     def test_l4_a_retry_is_answered_and_not_stored_again(self, topic: TopicLog, producer: uuid.UUID) -> None:
         for sequence in range(7):
-            topic.append([Append(0, records([b"%d" % sequence] * 2), origin(sequence, producer))])
+            offsets_of(topic.append([Append.encoded(0, records([b"%d" % sequence] * 2), origin(sequence, producer))]))
         for sequence in range(2, 7):
-            again = [Append(0, records([b"%d" % sequence] * 2), origin(sequence, producer))]
-            assert topic.append(again) == [sequence * 2]
+            again = [Append.encoded(0, records([b"%d" % sequence] * 2), origin(sequence, producer))]
+            assert offsets_of(topic.append(again)) == [sequence * 2]
         assert topic.end(0) == 14
-        assert topic.append([Append(0, records([b"7"]), origin(7, producer))]) == [14]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"7"]), origin(7, producer))])) == [14]
 
     def test_l4_a_retry_too_old_to_be_known_is_refused(self, topic: TopicLog, producer: uuid.UUID) -> None:
         for sequence in range(6):
-            topic.append([Append(0, records([b"a"]), origin(sequence, producer))])
+            offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(sequence, producer))]))
         with pytest.raises(UnknownProducer):
-            topic.append([Append(0, records([b"a"]), origin(0, producer))])
+            offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(0, producer))]))
         assert topic.end(0) == 6
 
     def test_l4_a_gap_is_refused(self, topic: TopicLog, producer: uuid.UUID) -> None:
-        topic.append([Append(0, records([b"a"]), origin(0, producer))])
+        offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(0, producer))]))
         with pytest.raises(SequenceGap):
-            topic.append([Append(0, records([b"c"]), origin(2, producer))])
+            offsets_of(topic.append([Append.encoded(0, records([b"c"]), origin(2, producer))]))
         assert topic.end(0) == 1
-        topic.append([Append(0, records([b"b"]), origin(1, producer))])
+        offsets_of(topic.append([Append.encoded(0, records([b"b"]), origin(1, producer))]))
 
     def test_l4_an_unknown_producer_begins_at_0(self, topic: TopicLog, producer: uuid.UUID) -> None:
         with pytest.raises(UnknownProducer):
-            topic.append([Append(0, records([b"a"]), origin(3, producer))])
+            offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(3, producer))]))
         assert topic.end(0) == 0
 
     def test_l4_a_new_epoch_begins_at_0_and_ends_the_old_one(self, topic: TopicLog, producer: uuid.UUID) -> None:
-        topic.append([Append(0, records([b"a"]), origin(0, producer, 1))])
+        offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(0, producer, 1))]))
         with pytest.raises(SequenceGap):
-            topic.append([Append(0, records([b"b"]), origin(1, producer, 2))])
-        assert topic.append([Append(0, records([b"b"]), origin(0, producer, 2))]) == [1]
+            offsets_of(topic.append([Append.encoded(0, records([b"b"]), origin(1, producer, 2))]))
+        assert offsets_of(topic.append([Append.encoded(0, records([b"b"]), origin(0, producer, 2))])) == [1]
         for sequence in (0, 1):
             with pytest.raises(UnknownProducer):
-                topic.append([Append(0, records([b"zombie"]), origin(sequence, producer, 1))])
+                offsets_of(topic.append([Append.encoded(0, records([b"zombie"]), origin(sequence, producer, 1))]))
         assert values_from(topic, 0) == [b"a", b"b"]
 
     def test_l4_who_was_forgotten_is_found_again_or_refused(self, topic: TopicLog, producer: uuid.UUID) -> None:
         since = topic.end(0)
-        batches = [Append(0, records([b"%d" % i]), origin(i, producer), since) for i in range(2)]
-        assert topic.append(batches[:1]) == [0]
-        crowd = [Append(0, records([b"x"]), origin(0, uuid.uuid4()), since) for _ in range(PRODUCERS_MAX)]
-        topic.append(crowd)
+        batches = [Append.encoded(0, records([b"%d" % i]), origin(i, producer), since) for i in range(2)]
+        assert offsets_of(topic.append(batches[:1])) == [0]
+        crowd = [Append.encoded(0, records([b"x"]), origin(0, uuid.uuid4()), since) for _ in range(PRODUCERS_MAX)]
+        offsets_of(topic.append(crowd))
         end = topic.end(0)
         with pytest.raises(UnknownProducer) as refused:
-            topic.append([batches[0]._replace(since=None)])
-        assert refused.value.refused == {0}
-        assert topic.append(batches) == [0, end], "it is looked for from where it began"
-        assert topic.append([Append(0, records([b"a"]), origin(0, uuid.uuid4()), end)]) == [end + 1]
+            offsets_of(topic.append([batches[0]._replace(since=None)]))
+        assert refused.value.stored is None
+        assert offsets_of(topic.append(batches)) == [0, end], "it is looked for from where it began"
+        assert offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(0, uuid.uuid4()), end)])) == [end + 1]
 
     def test_l4_sequences_count_in_each_partition(self, topic: TopicLog, producer: uuid.UUID) -> None:
         for partition in (0, 1):
-            assert topic.append([Append(partition, records([b"a"]), origin(0, producer))]) == [0]
+            assert offsets_of(topic.append([Append.encoded(partition, records([b"a"]), origin(0, producer))])) == [0]
         with pytest.raises(SequenceGap):
-            topic.append([Append(1, records([b"c"]), origin(2, producer))])
+            offsets_of(topic.append([Append.encoded(1, records([b"c"]), origin(2, producer))]))
 
     def test_l4_producers_are_independent(self, topic: TopicLog) -> None:
         first, second = uuid.uuid4(), uuid.uuid4()
-        assert topic.append([Append(0, records([b"a"]), origin(0, first))]) == [0]
-        assert topic.append([Append(0, records([b"b"]), origin(0, second))]) == [1]
-        assert topic.append([Append(0, records([b"a"]), origin(0, first))]) == [0]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(0, first))])) == [0]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"b"]), origin(0, second))])) == [1]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(0, first))])) == [0]
 
     def test_l4_batches_without_a_producer_are_never_taken_for_the_same(self, topic: TopicLog) -> None:
         for expected in (0, 1):
-            assert topic.append([Append(0, records([b"a"]), ANONYMOUS)]) == [expected]
+            assert offsets_of(topic.append([Append.encoded(0, records([b"a"]), ANONYMOUS)])) == [expected]
 
     def test_l4_one_append_with_several_batches_and_its_retry(self, topic: TopicLog, producer: uuid.UUID) -> None:
-        appends = [Append(p, records([b"%d" % i]), origin(i, producer)) for p in (0, 1) for i in range(3)]
-        assert topic.append(appends) == [0, 1, 2, 0, 1, 2]
-        assert topic.append(appends) == [0, 1, 2, 0, 1, 2]
-        half_new = [Append(0, records([b"%d" % i]), origin(i, producer)) for i in (2, 3)]
-        assert topic.append(half_new) == [2, 3]
+        appends = [Append.encoded(p, records([b"%d" % i]), origin(i, producer)) for p in (0, 1) for i in range(3)]
+        assert offsets_of(topic.append(appends)) == [0, 1, 2, 0, 1, 2]
+        assert offsets_of(topic.append(appends)) == [0, 1, 2, 0, 1, 2]
+        half_new = [Append.encoded(0, records([b"%d" % i]), origin(i, producer)) for i in (2, 3)]
+        assert offsets_of(topic.append(half_new)) == [2, 3]
         assert values_from(topic, 0) == [b"0", b"1", b"2", b"3"]
 
     def test_l4_one_batch_twice_in_one_append_is_stored_once(self, topic: TopicLog, producer: uuid.UUID) -> None:
-        twice = [Append(0, records([b"a"]), origin(0, producer))] * 2
-        assert topic.append(twice) == [0, 0]
+        twice = [Append.encoded(0, records([b"a"]), origin(0, producer))] * 2
+        assert offsets_of(topic.append(twice)) == [0, 0]
         assert topic.end(0) == 1
 
     def test_a_partition_takes_all_of_an_append_or_nothing(self, topic: TopicLog, producer: uuid.UUID) -> None:
         with pytest.raises(SequenceGap):
-            topic.append([Append(0, records([b"a"]), origin(i, producer)) for i in (0, 1, 3)])
+            offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(i, producer)) for i in (0, 1, 3)]))
         assert topic.end(0) == 0
-        assert topic.append([Append(0, records([b"a"]), origin(0, producer))]) == [0]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"a"]), origin(0, producer))])) == [0]
 
 
 class _Waits(_Fixtures):
@@ -429,7 +497,7 @@ class _Waits(_Fixtures):
         with ThreadPoolExecutor(1) as pool:
             for i in range(5):
                 waiter = pool.submit(topic.wait, {0: 0, 1: i}, 30)
-                topic.append([Append(1, records([b"a"]))])
+                offsets_of(topic.append([Append.encoded(1, records([b"a"]))]))
                 assert waiter.result(30) == {1}
 
     def test_x15_an_append_through_another_handle_wakes(self, log: Log, topic: TopicLog) -> None:
@@ -443,16 +511,16 @@ class _Waits(_Fixtures):
         with ThreadPoolExecutor(1) as pool:
             waiter = pool.submit(wait)
             assert waiting.wait(30)
-            topic.append([Append(0, records([b"a"]))])
+            offsets_of(topic.append([Append.encoded(0, records([b"a"]))]))
             assert waiter.result(30) == {0}
 
     def test_a_waiter_learns_of_all_that_have_messages_at_once(self, topic: TopicLog) -> None:
-        topic.append([Append(p, records([b"a"])) for p in (0, 1)])
+        offsets_of(topic.append([Append.encoded(p, records([b"a"])) for p in (0, 1)]))
         assert topic.wait({0: 0, 1: 0}, None) == {0, 1}
         assert topic.wait({0: 1, 1: 0}, None) == {1}
 
     def test_time_runs_out(self, topic: TopicLog) -> None:
-        topic.append([Append(0, records([b"a"]))])
+        offsets_of(topic.append([Append.encoded(0, records([b"a"]))]))
         assert topic.wait({0: 1, 1: 0}, 0.05) == set()
         assert topic.wait({0: 1}, 0) == set()
 
@@ -461,7 +529,7 @@ class _Waits(_Fixtures):
 
         def write() -> None:
             for i in range(last):
-                topic.append([Append(0, records([b"%d" % i]))])
+                offsets_of(topic.append([Append.encoded(0, records([b"%d" % i]))]))
 
         seen: list[bytes] = []
         with ThreadPoolExecutor(1) as pool:
@@ -487,7 +555,7 @@ class _Retention(_Fixtures):
         """Batches of 5 kB, so that each fills the smallest segment; batch i is stored at i seconds."""
         for i in range(batches):
             wall.append(i * 1_000_000)
-            topic.append([Append(0, records([b"%04d" % i + b"." * 5000], [5]))])
+            offsets_of(topic.append([Append.encoded(0, records([b"%04d" % i + b"." * 5000], [5]))]))
 
     def check(self, topic: TopicLog, moved: dict[int, int], end: int) -> None:
         start = topic.start(0)
@@ -502,7 +570,7 @@ class _Retention(_Fixtures):
             assert (trimmed.value.offset, trimmed.value.first_offset) == (offset, start)
         assert topic.offset_at(0, 0) == start
         assert topic.wait({0: 0}, 0) == {0}
-        assert topic.append([Append(0, records([b"next"]))]) == [end]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"next"]))])) == [end]
 
     def test_retention_by_time_removes_only_what_is_old(self, log: Log, wall: list[int]) -> None:
         topic = log.create_topic(new_topic(retention_s=10.0, segment_bytes=4096))
@@ -520,18 +588,18 @@ class _Retention(_Fixtures):
         topic = log.create_topic(new_topic(retention_s=10.0))
         wall.append(100_000_000)
         for _ in range(3):
-            topic.append([Append(0, records([b"x"], [time_us]))])
+            offsets_of(topic.append([Append.encoded(0, records([b"x"], [time_us]))]))
         assert topic.retain(now=105_000_000) == {}
         assert topic.retain(now=110_000_000) == {}
         assert topic.retain(now=110_000_001) == {0: 3}
-        assert topic.append([Append(0, records([b"next"], [time_us]))]) == [3]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"next"], [time_us]))])) == [3]
 
     def test_retention_by_time_also_takes_what_comes_in_a_trickle(self, log: Log, wall: list[int]) -> None:
         """A message each second: the partition never falls silent, and the newest messages are always young."""
         topic = log.create_topic(new_topic(retention_s=40.0))
         for second in range(200):
             wall.append(second * 1_000_000)
-            assert topic.append([Append(0, records([b"%d" % second], [5]))]) == [second]
+            assert offsets_of(topic.append([Append.encoded(0, records([b"%d" % second], [5]))])) == [second]
             topic.retain(wall[-1])
             kept = second - topic.start(0)
             assert min(second, 40) <= kept, "a message of the last forty seconds is gone"
@@ -547,7 +615,7 @@ class _Retention(_Fixtures):
         for second in range(200):
             year = 365 * 86_400 if 50 <= second < 50 + ahead else 0
             wall.append((second + year) * 1_000_000)
-            topic.append([Append(0, records([b"%d" % second]))])
+            offsets_of(topic.append([Append.encoded(0, records([b"%d" % second]))]))
             if not year:  # a retention that goes by such a clock takes all the others for old
                 topic.retain(wall[-1])
             kept = second - topic.start(0)
@@ -575,11 +643,11 @@ class _Retention(_Fixtures):
     def test_l4_a_retry_is_known_after_retention(self, log: Log, producer: uuid.UUID) -> None:
         topic = log.create_topic(new_topic(retention_s=1.0, segment_bytes=4096))
         for i in range(5):
-            topic.append([Append(0, records([b"." * 5000], [i]), origin(i, producer))])
+            offsets_of(topic.append([Append.encoded(0, records([b"." * 5000], [i]), origin(i, producer))]))
         topic.retain(now=clock.wall_time_us() + 10**9)
         assert topic.start(0) == 5
-        assert topic.append([Append(0, records([b"." * 5000], [4]), origin(4, producer))]) == [4]
-        assert topic.append([Append(0, records([b"."], [5]), origin(5, producer))]) == [5]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"." * 5000], [4]), origin(4, producer))])) == [4]
+        assert offsets_of(topic.append([Append.encoded(0, records([b"."], [5]), origin(5, producer))])) == [5]
 
 
 class LogContract(_Topics, _Appends, _Reads, _Origins, _Waits, _Retention):

@@ -28,13 +28,16 @@ from pxrs.log.contract import DamagedTopic
 from pxrs.log.directory.description import look_up
 from pxrs.log.directory.index import Index
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.producers_file import load_producers, producers_path
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import NOTHING, Published, PublishedFile
 from pxrs.log.directory.reserved import read_reserved
-from pxrs.log.directory.scanning import next_run
-from pxrs.log.directory.segment import begins_an_append_behind, index_path, next_frame, segment_bases, segment_path
+from pxrs.log.directory.scanning import is_later_than, next_run
+from pxrs.log.directory.sealed import index_path
+from pxrs.log.directory.segments.files import segment_bases, segment_path
+from pxrs.log.directory.segments.frames import next_frame
+from pxrs.log.directory.segments.scanning import has_later_append
 from pxrs.log.directory.start import missing_before, read_start
-from pxrs.log.producers import load_producers, producers_path
 from pxrs.model import TOPIC_NAME, Topic
 from pxrs.wording import counted
 
@@ -373,7 +376,7 @@ def _is_certain(
     if position == 0 and isinstance(result, Header | MisplacedFile):
         return True
     if place.is_synced:
-        return begins_an_append_behind(data, path, position, offset, place.id)
+        return has_later_append(data, path, position, is_later_than(offset), place.id)
     return bool(next_run(data, path, position, offset, place.id, _OFFSET_MAX))
 
 

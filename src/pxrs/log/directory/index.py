@@ -7,20 +7,16 @@ another partition is made again from the segment, which alone is the truth.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
-import uuid
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import islice
 from operator import itemgetter
 from typing import Final, NamedTuple
 
 import xxhash
 
-from pxrs import disk
 from pxrs.log.batch import Header
+from pxrs.log.retention import NO_TIME
 
 INTERVAL_BYTES: Final = 64 << 10
 _MAGIC: Final = b"PXI3"
@@ -30,8 +26,6 @@ _MAGIC_2: Final = b"PXI2"
 _HEAD_2: Final = struct.Struct("<4sIQq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<QQq")
-NO_TIME: Final = -(1 << 63)
-ANY_TIME: Final = (1 << 63) - 1
 
 
 class Entry(NamedTuple):
@@ -125,44 +119,3 @@ def stored_time(last_stored: int, segment: int | str, *, is_stamped: bool) -> in
     the time at which the file was last written counts too: the later of the two, so that nothing is removed too early.
     segment: its path or descriptor."""
     return last_stored if is_stamped else max(last_stored, os.stat(segment).st_mtime_ns // 1000)
-
-
-def credible_time(stored: Sequence[int], at: int, now: int) -> int:
-    """When the piece number `at` of a partition was stored, of pieces that were stored in this order at these times.
-
-    A time later than `now` was given by a clock that was ahead. The piece was stored before those behind it, so the
-    time of the next one that is not later than `now` stands for it. Else it would keep itself and all behind it from
-    being removed for as long as that clock was ahead. ANY_TIME is no such time: a damaged segment has it, and stays."""
-    return next((time for time in islice(stored, at, None) if time <= now or time == ANY_TIME), stored[at])
-
-
-def write_beside(path: str, data: bytes, *, is_durable: bool = False) -> None:
-    """Put a small file in its place whole. If it is to be durable, the caller syncs the folder."""
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            left = memoryview(data)
-            while left:  # a disk that is nearly full takes a part, and only the next call fails
-                left = left[os.write(descriptor, left) :]
-            if is_durable:
-                disk.sync_data(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def with_checksum(text: str) -> bytes:
-    """A small text as it is kept in a file, one line with its checksum first."""
-    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
-
-
-def read_with_checksum(path: str) -> str | None:
-    """The text; None if the checksum does not match. Raises FileNotFoundError."""
-    with open(path, "rb") as file:
-        checksum, _, text = file.read().rstrip(b"\n").partition(b" ")
-    return text.decode() if xxhash.xxh3_64_hexdigest(text).encode() == checksum else None

@@ -26,13 +26,14 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from pxrs import disk
 from pxrs.errors import (
     AppendFailed,
+    AppendUnknown,
     Closed,
     HubMoved,
     InvalidRecord,
@@ -40,28 +41,30 @@ from pxrs.errors import (
     LogBusy,
     LogError,
     ReadFailed,
+    SequenceGap,
     TopicDeleted,
     TopicExists,
     UnknownProducer,
     UnknownTopic,
     UsedAfterFork,
-    refused_in,
 )
-from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
-from pxrs.log.batch import Batch, encode, place_id
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
+from pxrs.log.batch import Batch, check_encoded, place_id
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.directory.crew import Crew
 from pxrs.log.directory.description import look_up, target_of, write_topic
 from pxrs.log.directory.ends import Ends
-from pxrs.log.directory.index import credible_time
-from pxrs.log.directory.partition import Partition, Ready
+from pxrs.log.directory.partition import Partition
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import Published
 from pxrs.log.directory.reading import SealedSegment
+from pxrs.log.directory.tailing import Tailer
+from pxrs.log.outcomes import MaybeStored, NotStored, Outcome
+from pxrs.log.producers import named
+from pxrs.log.retention import credible_time
 from pxrs.model import TOPIC_NAME, Topic
+from pxrs.waiting import Callback, Subscription
 
 _logger: Final = logging.getLogger(__name__)
-_RESTING_MAX: Final = 4
 
 
 class DirectoryLog(Log):
@@ -73,9 +76,11 @@ class DirectoryLog(Log):
         if self._root.exists() and not self._root.is_dir():
             raise InvalidUrl(f"{path} is a file; a log is kept in a directory")
         disk.refuse_network_file_system(self._root, "a log")
+        self.url, self.folder, self.own_registry = str(self._root), self._root, self._root / "registry"
         self._place = Place(self._root)
         self._topics, self._logs = self._root / "topics", self._root / "logs"
         self._timeout = timeout
+        self._tailer = Tailer()
         self._lock = threading.Lock()
         self._open: dict[str, DirectoryTopic] = {}
         self._told: set[str] = set()
@@ -94,7 +99,7 @@ class DirectoryLog(Log):
                 raise self._exists(topic.name)
             disk.make_folders(self._topics)
             disk.make_folders(self._logs)
-            self._finish_deletions()
+            self.finish_deletions()
             folder = self._logs / topic.id
             try:
                 folder.mkdir()
@@ -196,7 +201,7 @@ class DirectoryLog(Log):
                 if found is not None:
                     found.close(is_deleted=True)
                 found = self._open[topic.name] = DirectoryTopic(
-                    topic, self._logs / topic.id, self._timeout, self._place
+                    topic, self._logs / topic.id, self._timeout, self._place, self._tailer
                 )
             return found
 
@@ -220,10 +225,10 @@ class DirectoryLog(Log):
             raise LogError(
                 f"topic {name} is deleted, but a power loss may bring it back: {disk.explain(error)}"
             ) from error
-        self._finish_deletions()
+        self.finish_deletions()
         return identity
 
-    def _finish_deletions(self) -> None:
+    def finish_deletions(self) -> None:
         """Remove the folders of links that were moved away, by this process or by one that died before it did.
 
         Several processes may do this at once. What fails is logged: the topics are deleted all the same, and the next
@@ -248,6 +253,7 @@ class DirectoryLog(Log):
             for topic in self._open.values():
                 topic.close()
             self._open.clear()
+        self._tailer.close()
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -339,8 +345,8 @@ class Place:
 class DirectoryTopic(TopicLog):
     """One topic, its partitions opened as they are used."""
 
-    def __init__(self, topic: Topic, folder: Path, timeout: float, place: Place) -> None:
-        """place: the directory of the whole log."""
+    def __init__(self, topic: Topic, folder: Path, timeout: float, place: Place, tailer: Tailer) -> None:
+        """place: the directory of the whole log. tailer: that of the whole log, which tells of changes."""
         self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
         self.is_name_durable = False
@@ -349,19 +355,21 @@ class DirectoryTopic(TopicLog):
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
         self._crew = Crew()
-        self._resting: list[_Waiter] = []
-        self._waiting: set[_Waiter] = set()
-        self._ends = Ends(topic.partitions, self.end, self._watched_path)
+        self._ends = Ends(tailer, topic.partitions, self.end, self._watched_path)
         self._pid = os.getpid()
         self._is_closed = self._is_deleted = False
         _in_use.add(self)
 
-    def start(self, partition: int) -> int:
-        with self._reading(partition) as opened:
-            self._place.check()  # the segments are listed by path; nothing that is open is looked at
-            found = opened.reader.start()
-            self._check_listed()
-            return found
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        found: dict[int, Bounds] = {}
+        self._check_usable()
+        self._place.check()  # the segments are listed by path; nothing that is open is looked at
+        for partition in partitions:
+            with self._reading(partition) as opened:
+                start = opened.reader.start()  # before the end, which never lies before it then
+                found[partition] = Bounds(start, opened.published().end)
+        self._check_listed()
+        return found
 
     def end(self, partition: int) -> int:
         with self._reading(partition) as opened:
@@ -450,33 +458,45 @@ class DirectoryTopic(TopicLog):
         if (refusal := disk.write_refusal(self.partition_folder(0))) is not None:
             raise disk.log_error(refusal, where=f"{self.name}: ")
 
-    def append(self, appends: Sequence[Append]) -> list[int]:
-        ready: dict[int, list[Ready]] = {}
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        by_partition: dict[int, list[Append]] = {}
         for append in appends:
-            payload = encode(append.records, self.topic.codec)
-            ready.setdefault(append.partition, []).append(Ready(payload, append.origin, append.since))
-        partitions = {number: self._partition(number) for number in ready}
-        refused: dict[int, UnknownProducer] = {}
-
-        def store(number: int) -> list[int]:
-            try:
-                return partitions[number].append(ready[number])
-            except UnknownProducer as error:
-                refused[number] = error
-                return []
-
+            check_encoded(append.payload)
+            by_partition.setdefault(append.partition, []).append(append)
+        partitions = {number: self._partition(number) for number in by_partition}
         try:
             self._make_name_durable()
-            stored = self._crew.run([functools.partial(store, number) for number in ready])
+        except AppendFailed as error:
+            return [NotStored(self._reason(error))] * len(appends)
+
+        def store(number: int) -> Iterator[Outcome]:
+            return iter(self._append(partitions[number], by_partition[number]))
+
+        # In parallel, so that the partitions wait for their syncs at the same time.
+        stored = self._crew.run([functools.partial(store, number) for number in by_partition])
+        outcomes = dict(zip(by_partition, stored, strict=True))
+        return [next(outcomes[append.partition]) for append in appends]
+
+    def _append(self, partition: Partition, batches: list[Append]) -> list[Outcome]:
+        """The outcomes of the batches of one partition; an error is the outcome of all of them."""
+        try:
+            return partition.append(batches)
+        except (UnknownProducer, SequenceGap) as error:
+            return [NotStored(named(error, partition.place))] * len(batches)
+        except AppendUnknown as error:
+            return [MaybeStored(self._reason(error))] * len(batches)
         except (LogError, Closed) as error:
+            return [NotStored(self._reason(error))] * len(batches)
+        except Exception as error:  # noqa: BLE001 - a defect: it must not hide the outcomes of other partitions
+            return [MaybeStored(error)] * len(batches)
+
+    def _reason(self, error: LogError | Closed) -> Exception:
+        """TopicDeleted, HubMoved or Closed, if that is the reason of this error; otherwise the error itself."""
+        try:
             self._check_there(error)
-            if isinstance(error, LogError):
-                error.refused = refused_in(refused)
-            raise
-        if refused:
-            raise UnknownProducer.of(self.name, refused)
-        offsets = {number: iter(places) for number, places in zip(ready, stored, strict=True)}
-        return [next(offsets[append.partition]) for append in appends]
+        except (TopicDeleted, HubMoved, Closed) as reason:
+            return reason
+        return error
 
     def _make_name_durable(self) -> None:
         """Before the first append of this process, sync the folders that hold the topic's link.
@@ -490,74 +510,50 @@ class DirectoryTopic(TopicLog):
             raise AppendFailed(f"{self.name}: the topic's name could not be synced: {disk.explain(error)}") from error
         self.is_name_durable = True
 
-    def wait(
-        self,
-        positions: Mapping[int, int],
-        timeout: float | None = None,
-        is_over: Callable[[], bool] | None = None,
-    ) -> set[int]:
-        """Be told by the kernel of each partition's published end, in this process or another."""
-        ready = self._ready(positions)
-        if ready or timeout == 0:
-            return ready
-        until = None if timeout is None else time.monotonic() + timeout
-        with self._waiter() as waiter:
-            for partition in positions:
-                waiter.watch(partition, self._watched_path)
-            while not (ready := self._ready(positions)):  # after arming, so that nothing is missed
-                left = None if until is None else until - time.monotonic()
-                if (left is not None and left <= 0) or (is_over is not None and is_over()):
-                    break
-                waiter.notifier.wait(left)
-                self._check_usable()
-        return ready
+    def readable(self, positions: Mapping[int, int]) -> list[int]:
+        self._check_usable()
+        for partition in positions:
+            self._partition(partition)
+        self._ends.refresh()
+        found = []
+        for partition, offset in positions.items():
+            try:
+                is_readable = self._ends.of(partition) != offset
+            except LogError:  # `read` raises it too, or reads what is whole before the damage
+                is_readable = True
+            if is_readable:
+                found.append(partition)
+        if not found:
+            # Nothing is read now that would notice it. A deletion moves the folder first: the files in it, which are
+            # what the kernel tells of, go later.
+            self._place.check()
+            self._check_listed()
+        return found
+
+    def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
+        """The kernel tells of each partition's published end, whether it moves in this process or another."""
+        chosen = tuple(partitions)
+        self._check_usable()
+        for partition in chosen:
+            self._partition(partition)
+        try:
+            return self._ends.subscribe(chosen, callback)
+        except OSError as error:
+            self._check_there(error)
+            raise LogError(
+                f"{self.name}: the system refused to tell of changes: {disk.explain(error)}; see also `sysctl "
+                "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
+            ) from error
 
     def wake(self) -> None:
-        with self._lock:
-            for waiter in self._waiting:
-                waiter.notifier.interrupt()
+        self._ends.wake_all()
 
     def _watched_path(self, partition: int) -> str:
-        """What the kernel is to tell of, to learn that the partition's published end has moved: the file that holds it.
-        That file may be missing, if this process may not make it: then the folder, whose files it is one of."""
+        """The file that is modified when the partition's published end moves, for the kernel to watch. That file may be
+        missing, if this process may not make it: then the folder that it will be in."""
         folder = self._partition(partition).folder
         path = f"{folder}/{PUBLISHED}"
         return path if os.path.exists(path) else folder
-
-    @contextlib.contextmanager
-    def _waiter(self) -> Iterator[_Waiter]:
-        """Kept for the next one who waits: closing what the kernel tells through can take it many milliseconds."""
-        with self._lock:
-            self._check_usable()
-            waiter = self._resting.pop() if self._resting else None
-            if waiter is not None:
-                self._waiting.add(waiter)
-        if waiter is None:
-            try:
-                waiter = _Waiter()
-            except OSError as error:
-                raise LogError(
-                    f"{self.name}: too many wait at once: {disk.explain(error)}; see also `sysctl "
-                    "fs.inotify.max_user_instances`"
-                ) from error
-            with self._lock:
-                self._waiting.add(waiter)
-        try:
-            yield waiter
-        except OSError as error:
-            self._check_there(error)
-            raise LogError(f"{self.name}: cannot wait: {disk.explain(error)}") from error
-        finally:
-            with self._lock:
-                self._waiting.discard(waiter)
-                is_kept = not self._is_closed and len(self._resting) < _RESTING_MAX
-                if is_kept:
-                    self._resting.append(waiter)
-            if not is_kept:
-                waiter.notifier.close()
-
-    def _ready(self, positions: Mapping[int, int]) -> set[int]:
-        return {partition for partition, offset in positions.items() if self.end(partition) > offset}
 
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
         plan = RetentionPlan({}, [])
@@ -650,28 +646,10 @@ class DirectoryTopic(TopicLog):
             self._is_closed, self._is_deleted = True, is_deleted
             opened = list(self._open.values())
             self._open.clear()
-            for waiter in self._waiting:
-                waiter.notifier.interrupt()
-            for waiter in self._resting:
-                waiter.notifier.close()
-            self._resting.clear()
         for partition in opened:
             partition.close()
         self._ends.close()
         self._crew.close()
-
-
-class _Waiter:
-    """A notifier, and the partitions that it has been told to watch."""
-
-    def __init__(self) -> None:
-        self.notifier = Notifier()
-        self._watched: set[int] = set()
-
-    def watch(self, partition: int, path_of: Callable[[int], str]) -> None:
-        if partition not in self._watched:
-            self.notifier.add(path_of(partition), MODIFY | ATTRIB | DELETE_SELF)
-            self._watched.add(partition)
 
 
 _in_use: weakref.WeakSet[DirectoryTopic] = weakref.WeakSet()

@@ -20,14 +20,15 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, OffsetOutOfRange, OffsetTrimmed
-from pxrs.log.batch import HEADER_BYTES, HEADER_BYTES_MIN, NO_RECORDS, Batch, Header, read_header, read_payload
+from pxrs.log.batch import HEADER_BYTES, NO_RECORDS, Batch, Header, read_payload
 from pxrs.log.directory.index import Index
 from pxrs.log.directory.published import Published
-from pxrs.log.directory.segment import Sealed, frames, last_run, segment_bases, segment_path
+from pxrs.log.directory.sealed import Sealed, last_run
+from pxrs.log.directory.segments.files import pread, segment_bases, segment_path
+from pxrs.log.directory.segments.frames import frames, headers_of
 from pxrs.log.directory.start import missing_before, read_start
 
 MAPPED_MAX: Final = 16
-PIECE_BYTES: Final = 64 << 10
 TAIL_READ_BYTES: Final = 256 << 10
 _NO_OFFSETS: Final = pa.array([], pa.int64())
 
@@ -306,32 +307,3 @@ def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch,
     size = header.frame_bytes if header.codec == 0 else max(header.frame_bytes, records.nbytes)
     skip = offset - header.base_offset
     return (Batch(offset, records.slice(skip)) if skip > 0 else Batch(header.base_offset, records)), size
-
-
-def headers_of(
-    descriptor: int, path: str, position: int, end: int, place: int | None = None
-) -> Iterator[tuple[int, Header]]:
-    """Of the frames from this position on, read a piece of the file at a time: many small frames, or part of one.
-
-    Raises DamagedFrame, and MisplacedFile at a frame of another partition than `place`, where that is given."""
-    while position < end:
-        begin = position
-        piece = memoryview(pread(descriptor, min(PIECE_BYTES, end - begin), begin))
-        # A header may be shorter than HEADER_BYTES where the piece ends with what is to be read.
-        needed = HEADER_BYTES if begin + len(piece) < end else HEADER_BYTES_MIN
-        while position < end and position - begin + needed <= len(piece):
-            header = read_header(piece[position - begin : position - begin + HEADER_BYTES], path, position, place)
-            yield position, header
-            position += header.frame_bytes
-        if position == begin:
-            raise DamagedFrame(path, position, "no whole header is left in what was published")
-
-
-def pread(descriptor: int, size: int, position: int) -> bytes:
-    data = os.pread(descriptor, size, position)
-    while len(data) < size:
-        more = os.pread(descriptor, size - len(data), position + len(data))
-        if not more:
-            break
-        data += more
-    return data

@@ -18,22 +18,19 @@ from pathlib import Path
 import pyarrow as pa
 
 from pxrs import clock, disk
+from pxrs.disk import replace_file
 from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import GAP_ROWS_MAX, Header, gap_bytes
-from pxrs.log.directory.index import Index, write_beside
+from pxrs.log.directory.index import Index
+from pxrs.log.directory.producers_file import dump_producers, load_producers, producers_path
 from pxrs.log.directory.published import Published, PublishedFile
-from pxrs.log.directory.reading import headers_of, pread
 from pxrs.log.directory.reserved import read_reserved
-from pxrs.log.directory.scanning import Scanned, check_short, scan, whole_behind
-from pxrs.log.directory.segment import (
-    Sealed,
-    begins_an_append_behind,
-    index_path,
-    pwrite_all,
-    segment_bases,
-    segment_path,
-)
-from pxrs.log.producers import Producers, dump_producers, load_producers, producers_path
+from pxrs.log.directory.scanning import Scanned, check_short, is_later_than, scan, whole_behind
+from pxrs.log.directory.sealed import Sealed, index_path
+from pxrs.log.directory.segments.files import segment_bases, segment_path
+from pxrs.log.directory.segments.frames import headers_of
+from pxrs.log.directory.segments.writing import OpenSegment
+from pxrs.log.producers import Producers
 
 _logger = logging.getLogger(__name__)
 
@@ -166,32 +163,25 @@ class Recovery:
         # Only a power loss takes what was published, and only where appends are not synced.
         is_lossy = not self._is_synced and not self._published.is_of_this_boot()
         reserved = read_reserved(self.folder, self._place_id) if is_lossy else 0
-        base = self._last_base(last)
-        path = segment_path(self.folder, base)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        segment = OpenSegment.open(self.folder, self._last_base(last), is_created=True)
         try:
-            data = pa.py_buffer(pread(descriptor, os.fstat(descriptor).st_size, 0))
-            is_suspect = known is not None and known.is_suspect and known.segment == base and not is_outdated
+            data = segment.read()
+            is_suspect = known is not None and known.is_suspect and known.segment == segment.base and not is_outdated
             if known is not None and is_suspect and data.size >= known.segment_bytes:
-                # What a failed sync left behind its end is no part of the log, though it can be read.
+                # What a failed sync left behind the published end is not part of the log, though it can be read.
                 return self._published.rebuild(*known[1:4], is_suspect=True)
-            scanned = scan(data, path, base, self._place_id)
+            scanned = scan(data, segment.path, segment.base, self._place_id)
             if is_lossy:
-                return self._recover_lossy(descriptor, data, base, scanned, max(reserved, last.end))
+                return self._recover_lossy(segment, data, scanned, max(reserved, last.end))
             if scanned.end < last.end:
-                check_short(data, path, base, scanned, last, self._place_id)
-                self._tell_short(path, scanned.end, last.end)
-                return self._go_on_behind(base, scanned.found, scanned.end, last.end)
-            if scanned.damage is not None:
-                if begins_an_append_behind(data, path, scanned.position, scanned.end, self._place_id):
-                    raise scanned.damage
-                os.ftruncate(descriptor, scanned.position)
-            disk.sync_data(descriptor)
-            disk.sync_folder(self.folder)
+                check_short(data, segment.path, segment.base, scanned, last, self._place_id)
+                self._tell_short(segment.path, scanned.end, last.end)
+                return self._go_on_behind(segment.base, scanned.found, scanned.end, last.end)
+            segment.keep_whole(data, scanned.scan, is_later_than(scanned.end), self._place_id)
         finally:
-            os.close(descriptor)
-        # If there is one of this boot, the damaged one may have been the mark of a failed sync.
-        return self._published.rebuild(base, scanned.position, scanned.end, is_suspect=known is not None)
+            segment.close()
+        # If a slot of this boot is whole, the damaged one may have been the mark of a failed sync.
+        return self._published.rebuild(segment.base, scanned.position, scanned.end, is_suspect=known is not None)
 
     def _last_base(self, last: Published) -> int:
         """The first offset of the last segment that is there. Raises DamagedFrame if somebody has removed later ones.
@@ -208,10 +198,11 @@ class Recovery:
             raise DamagedFrame(path, 0, f"the segment is missing, and messages up to offset {last.end} were published")
         return bases[-1]
 
-    def _recover_lossy(self, descriptor: int, data: pa.Buffer, base: int, scanned: Scanned, until: int) -> Published:
-        """After another boot, where appends were not synced: a power loss may have taken any part of the last segment.
-        What is whole is kept. The offsets behind it, up to the last that may have been given away, become a gap."""
-        path = segment_path(self.folder, base)
+    def _recover_lossy(self, segment: OpenSegment, data: pa.Buffer, scanned: Scanned, until: int) -> Published:
+        """After a start of the machine, where appends were not synced: a power loss may have taken any part of the last
+        segment. The whole frames are kept. The offsets behind them, up to the last one that may have been given to a
+        message, become a gap."""
+        base, path = segment.base, segment.path
         behind, damaged = whole_behind(data, path, scanned, self._place_id, until)
         found = scanned.found + behind
         position = found[-1][0] + found[-1][1].frame_bytes if found else 0
@@ -236,13 +227,13 @@ class Recovery:
                 end,
                 data.size - position,
             )
-            os.ftruncate(descriptor, position)
-        if damaged:  # nothing can be appended to it: whoever does reads all headers first
-            disk.sync_data(descriptor)
+            segment.cut(position)
+        if damaged:  # nothing can be appended to the segment any more, because an append reads all its headers first
+            segment.sync()
             return self._go_on_behind(base, found, end, until)
         gap = self.gap(end, until)
-        pwrite_all(descriptor, [gap], position)
-        disk.sync_data(descriptor)
+        segment.write([gap], position)
+        segment.sync()
         disk.sync_folder(self.folder)
         return self._published.rebuild(base, position + len(gap), max(end, until))
 
@@ -258,16 +249,16 @@ class Recovery:
                 _logger.warning("%s: producers from before offset %d are forgotten: %s", self.place, base, damage)
                 producers = Producers(forgotten=base - 1)
             producers.note_all((header for _, header in found), time.time())
-            write_beside(producers_path(path), dump_producers(producers, self._place_id, end), is_durable=True)
+            replace_file(producers_path(path), dump_producers(producers, self._place_id, end), is_durable=True)
         gap = self.gap(end, until)
-        write_beside(path, gap, is_durable=True)
+        replace_file(path, gap, is_durable=True)
         disk.sync_folder(self.folder)
         if found:
             # Only now: an index says that another segment follows.
             index = Index()
             for position, header in found:
                 index.note(header, position)
-            write_beside(index_path(segment_path(self.folder, base)), index.dump(self._place_id))
+            replace_file(index_path(segment_path(self.folder, base)), index.dump(self._place_id))
         return self._published.rebuild(end, len(gap), max(end, until))
 
     def gap(self, end: int, until: int) -> bytes:

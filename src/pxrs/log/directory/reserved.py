@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from pxrs.disk import read_with_checksum, with_checksum
 from pxrs.errors import DamagedFrame, MisplacedFile
-from pxrs.log.directory.index import read_with_checksum, with_checksum
 
 RESERVED: Final = "reserved"
 RESERVED_OFFSETS: Final = 1 << 16

@@ -12,15 +12,17 @@ Three things look alike at first, a frame that is not whole:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from pxrs.errors import DamagedFrame, MisplacedFile
-from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, check_payload, read_header
+from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, read_header
 from pxrs.log.directory.published import Published
-from pxrs.log.directory.segment import begins_an_append_behind, frames, next_frame
+from pxrs.log.directory.segments import scanning
+from pxrs.log.directory.segments.frames import next_frame
+from pxrs.log.directory.segments.scanning import FrameCheck, Scan
 
 
 class Scanned(NamedTuple):
@@ -32,7 +34,11 @@ class Scanned(NamedTuple):
     end: int
     """The offset there."""
     damage: DamagedFrame | None
-    """What is wrong with what follows; None if nothing does."""
+    """Why the bytes behind them are no whole frame of this partition; None if there are none."""
+
+    @property
+    def scan(self) -> Scan:
+        return Scan(self.found, self.position, self.damage)
 
 
 class Damage(NamedTuple):
@@ -67,21 +73,35 @@ def scan(data: pa.Buffer, path: str, base: int, place: int) -> Scanned:
 
 
 def _whole(data: pa.Buffer, path: str, begin: int, offset: int, place: int) -> Iterator[tuple[int, Header]]:
-    """Frames without a break from `begin` on, each checked with its payload. Raises DamagedFrame at the first that is
-    not whole; the first offset is not checked if `begin` is the segment's."""
-    view = memoryview(data)
-    for at, header in frames(data, path, begin, data.size, place=place):
+    """The whole frames of this partition from `begin` on, with consecutive offsets from `offset` on. Raises
+    DamagedFrame at the first frame that is none of these."""
+    return scanning.whole_frames(data, path, begin, _in_order(path, offset), place)
+
+
+def _in_order(path: str, offset: int) -> FrameCheck:
+    """Checks that each frame begins at the offset at which the one before it ends, and the first at `offset`. The
+    offset of a segment's first frame is not checked here: `scan` tells by it that a file has another one's name."""
+
+    def check(at: int, header: Header) -> None:
+        nonlocal offset
         if header.base_offset != offset and at:
             raise DamagedFrame(path, at, f"offset {header.base_offset} where {offset} must be")
-        check_payload(header, view[at : at + header.frame_bytes], path, at)
-        yield at, header
         offset = header.next_offset
+
+    return check
+
+
+def is_later_than(offset: int) -> Callable[[Header], bool]:
+    """For `has_later_append`: whether a frame was given an offset behind this one."""
+    return lambda header: header.base_offset > offset
 
 
 def check_short(data: pa.Buffer, path: str, base: int, scanned: Scanned, last: Published, place: int) -> None:
     """Of a segment whose whole frames end before what was published: that its file ends too early, as in a copy that
     was made under load. Raises DamagedFrame if no byte is missing, or if whole appends lie behind the damage."""
-    if scanned.damage is not None and begins_an_append_behind(data, path, scanned.position, scanned.end, place):
+    if scanned.damage is not None and scanning.has_later_append(
+        data, path, scanned.position, is_later_than(scanned.end), place
+    ):
         raise scanned.damage
     if last.segment == base and data.size >= last.segment_bytes:
         raise scanned.damage or DamagedFrame(

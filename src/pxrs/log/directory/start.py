@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Final
 
 from pxrs import disk
+from pxrs.disk import read_with_checksum, replace_file, with_checksum
 from pxrs.errors import DamagedFrame, MisplacedFile
-from pxrs.log.directory.index import read_with_checksum, with_checksum, write_beside
-from pxrs.log.directory.segment import segment_path
+from pxrs.log.directory.segments.files import segment_path
 
 NAME: Final = "start"
 _ADVICE: Final = "remove it: the first segment that is there is then taken for the beginning"
@@ -38,7 +38,7 @@ def read_start(folder: str, place: int, *, is_retained: bool) -> int | None:
 
 def write_start(folder: str, place: int, offset: int) -> None:
     """Durable when it returns. Under the partition's lock."""
-    write_beside(f"{folder}/{NAME}", with_checksum(f"{offset} {place:016x}"), is_durable=True)
+    replace_file(f"{folder}/{NAME}", with_checksum(f"{offset} {place:016x}"), is_durable=True)
     disk.sync_folder(folder)
 
 

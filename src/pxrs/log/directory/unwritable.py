@@ -24,7 +24,7 @@ from typing import Final
 
 from pxrs.errors import DamagedFrame
 from pxrs.log.directory.published import NOTHING, Published, PublishedFile
-from pxrs.log.directory.segment import segment_bases, segment_path
+from pxrs.log.directory.segments.files import segment_bases, segment_path
 
 _logger = logging.getLogger(__name__)
 _LOOKS: Final = 20

@@ -60,7 +60,7 @@ class Connection:
             self._channel = grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
         keys, leases = rpc.KVStub(self._channel), rpc.LeaseStub(self._channel)
         self.range, self.txn = keys.Range, keys.Txn
-        self.grant, self.revoke = leases.LeaseGrant, leases.LeaseRevoke
+        self.grant, self.revoke, self.time_to_live = leases.LeaseGrant, leases.LeaseRevoke, leases.LeaseTimeToLive
         self.authenticate = rpc.AuthStub(self._channel).Authenticate
         self.watch = rpc.WatchStub(self._channel).Watch
         self._keep_alive = leases.LeaseKeepAlive

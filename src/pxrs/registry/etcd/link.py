@@ -62,7 +62,7 @@ class Link:
     ) -> None:
         """`where` names the cluster in messages."""
         self.timeout_s = timeout_s
-        self._where = where
+        self.where = where
         self._targets = tuple(targets)
         self._certificates, self._login = certificates, login
         self._closed = threading.Event()
@@ -97,12 +97,12 @@ class Link:
                 self._give_back(connection)
             self.learn(fault, connection, metadata)
             if fault.proof is Proof.LOST and not repeatable:
-                raise OutcomeUnknown(f"{self._where}: no reply from {connection.target}: {fault.text}")
+                raise OutcomeUnknown(f"{self.where}: no reply from {connection.target}: {fault.text}")
             if fault.proof is Proof.LOGIN and may_log_in:
                 may_log_in = False
                 continue
             if fault.is_final or time.monotonic() + pause_s >= until:
-                raise fault.error(f"{self._where}: {connection.target}")
+                raise fault.error(f"{self.where}: {connection.target}")
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -170,7 +170,7 @@ class Link:
     def _dial(self, until: float) -> tuple[Connection, Metadata]:
         """Take a new connection, or the current one with a new token. Nothing has been sent when this fails."""
         if not self._dialling.acquire(timeout=_seconds_to(until)):
-            raise RegistryUnavailable(f"{self._where}: {self._why}")
+            raise RegistryUnavailable(f"{self.where}: {self._why}")
         try:
             return self._dial_in_turn(until)
         finally:
@@ -192,7 +192,7 @@ class Link:
             if taken is not None:
                 return taken
             if time.monotonic() + pause_s >= until:
-                raise RegistryUnavailable(f"{self._where}: {self._why}")
+                raise RegistryUnavailable(f"{self.where}: {self._why}")
             failures += 1
             if failures % len(self._targets) == 0:
                 self._closed.wait(pause_s)
@@ -224,7 +224,7 @@ class Link:
             metadata += (("token", answer.token),)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise AccessDenied(f"{self._where}: the user or the password was refused") from None
+                raise AccessDenied(f"{self.where}: the user or the password was refused") from None
             if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:  # else the server asks nobody for a name
                 self._give_up(connection)
                 raise
@@ -233,7 +233,7 @@ class Link:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise Closed(f"the registry {self._where} was closed")
+            raise Closed(f"the registry {self.where} was closed")
 
 
 def _seconds_to(until: float) -> float:

@@ -2,11 +2,8 @@
 
 - A commit is one transaction: it compares the modification revision of every expected key and, if it fails, reads what
   they are, so that a refusal needs no second round trip.
-- A lease's own key, `/<namespace>/;leases/<id>`, is bound to it and so is there exactly as long as the lease lives in
-  etcd. A commit that names the lease compares that key, whatever it writes (R3). No user key can have a `;`.
-- A lease's deadline is counted from before the request, less a tenth for clocks that run at different speeds. A leader
-  that has lost its office and does not know it yet still answers renewals, which the new one does not know of: so a
-  renewal counts only if a linearizable read after it finds the same term.
+- A lease has a key of its own, which is bound to it (`lease`). A commit that names the lease compares that key,
+  whatever it writes (R3).
 - A store that runs full says so to the commit that filled it, though that one took effect. So the first time is
   OutcomeUnknown; from then on a write of our own is tried first, and StorageFull means that nothing was sent.
 - Renewals have a connection of their own, so no commit is in their way (R6).
@@ -16,21 +13,20 @@ On failure: `link` says what is tried again and what is not.
 
 from __future__ import annotations
 
-import math
-import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from pyetcd import etcdrpc as rpc
 
-from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable, StorageFull
+from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, StorageFull
 from pxrs.registry.contract import ABSENT, Commit, Entry, Limits, Registry
 from pxrs.registry.etcd.connection import Certificates
-from pxrs.registry.etcd.link import Link, Login, Send
+from pxrs.registry.etcd.lease import Granted, attach, begin, lease_key
+from pxrs.registry.etcd.link import Link, Login
 from pxrs.registry.etcd.narrowing import Narrowing
 from pxrs.registry.etcd.stream import Stream
-from pxrs.registry.lease import RENEWALS_PER_TTL, Lease
+from pxrs.registry.lease import Lease
 from pxrs.registry.watch import Watch
 
 # etcd takes 128 comparisons, one of which may be the lease's. Of its 1.5 MiB for a request, the most keys of
@@ -39,7 +35,7 @@ LIMITS: Final = Limits(commit_keys_max=127, commit_bytes_max=1_400_000, value_by
 
 PAGE_KEYS_FIRST, PAGE_KEYS_MAX, PAGE_BYTES = 100, 5_000, 4 << 20
 # Names with a `;` are ours alone.
-_OURS, _LEASES, _ROOM = b";", b";leases/", b";room"
+_OURS, _ROOM = b";", b";room"
 _VERSION_MAX = 2**63 - 1
 
 
@@ -154,7 +150,7 @@ class EtcdRegistry(Registry):
             failure.append(_read(name))
         if commit.lease is not None:
             lease = int(commit.lease.id, 16)
-            name = self._lease_key(commit.lease.id)
+            name = lease_key(root, commit.lease.id)
             compare.append(
                 rpc.Compare(key=name, target=rpc.Compare.CREATE, result=rpc.Compare.GREATER, create_revision=0)
             )
@@ -181,56 +177,22 @@ class EtcdRegistry(Registry):
 
     # Leases.
 
-    def _lease(self, ttl: float) -> Lease:
-        def grant(send: Send) -> tuple[str, float, float]:
-            # A new number for every attempt: what a lost one has left behind has no keys of the user's, and expires.
-            number = secrets.randbelow(_VERSION_MAX) + 1
-            lease_id, sent_at = f"{number:x}", self.clock.now()
-            granted = float(send("grant", rpc.LeaseGrantRequest(ID=number, TTL=math.ceil(ttl))).TTL)
-            put = rpc.PutRequest(key=self._lease_key(lease_id), lease=number)
-            send("txn", rpc.TxnRequest(success=[rpc.RequestOp(request_put=put)]))
-            return lease_id, granted, _deadline(sent_at, granted)
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
+        return self._grant(begin(self._renewals, self._root, ttl, self.clock))
 
-        try:
-            lease_id, granted, deadline = self._renewals.call(grant, repeatable=True)
-        except LeaseExpired:
-            raise RegistryUnavailable(f"{self.url}: a lease of {ttl:g} s ended before it could be used") from None
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        return self._grant(attach(self._renewals, self._root, secret, self.clock))
+
+    def _grant(self, granted: Granted) -> Lease:
         return Lease(
-            lease_id,
-            granted,
-            deadline,
-            renew=lambda: self._renew(lease_id, granted),
-            end=lambda: self._end(lease_id, granted),
-            on_gone=self._forget_lease,
+            granted.stored.id,
+            granted.stored.ttl,
+            granted.deadline,
+            secret=granted.secret,
+            stored=granted.stored,
+            on_closed=self._forget_lease,
             clock=self.clock,
         )
-
-    def _renew(self, lease_id: str, ttl: float) -> float:
-        sent_at = self.clock.now()
-
-        def renew(send: Send) -> float:
-            answer = send("keep_alive", rpc.LeaseKeepAliveRequest(ID=int(lease_id, 16)))
-            read = send("range", rpc.RangeRequest(key=self._lease_key(lease_id), keys_only=True))
-            if answer.TTL <= 0 or not read.kvs:
-                raise LeaseExpired(f"lease {lease_id} has ended in etcd")
-            if answer.header.raft_term != read.header.raft_term:
-                raise RegistryUnavailable(f"{self.url}: the leader changed while lease {lease_id} was renewed")
-            return float(answer.TTL)
-
-        timeout_s = min(ttl / RENEWALS_PER_TTL, self._renewals.timeout_s)
-        return _deadline(sent_at, self._renewals.call(renew, repeatable=True, timeout_s=timeout_s))
-
-    def _end(self, lease_id: str, ttl: float) -> None:
-        request = rpc.LeaseRevokeRequest(ID=int(lease_id, 16))
-        try:
-            self._renewals.call(
-                lambda send: send("revoke", request), repeatable=True, timeout_s=min(ttl, self._renewals.timeout_s)
-            )
-        except LeaseExpired:
-            return  # it had ended already
-
-    def _lease_key(self, lease_id: str) -> bytes:
-        return self._root + _LEASES + lease_id.encode()
 
     # Watches.
 
@@ -259,7 +221,3 @@ def _end_of(prefix: bytes) -> bytes:
 
 def _read(name: bytes) -> Any:
     return rpc.RequestOp(request_range=rpc.RangeRequest(key=name, keys_only=True))
-
-
-def _deadline(sent_at: float, ttl: float) -> float:
-    return sent_at + 0.9 * ttl

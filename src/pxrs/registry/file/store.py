@@ -1,7 +1,7 @@
 """The registry on a local directory, for the processes of one machine: no server, no lock that anyone waits for.
 
-`journal.py` holds the keys, `liveness.py` knows who is alive; this is the shell around both: threads, leases, watches,
-and the translation of the operating system's errors.
+`journal.py` holds the keys, `lease.py` knows which leases are over; this is the shell around both: threads, leases,
+watches, and the translation of the operating system's errors.
 
 A process that may read the directory and not write to it can get, scan and watch. It cannot end the lease of a dead
 holder, which takes a write. It leaves the keys of such a lease out of what it reads, from when it first met the lease
@@ -19,7 +19,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -43,8 +42,8 @@ from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.file.folder import Generation
 from pxrs.registry.file.journal import Journal, NotMade, Published
-from pxrs.registry.file.liveness import LeaseFile, expiry_of
-from pxrs.registry.lease import Lease
+from pxrs.registry.file.lease import FileLease, LeaseFile, expiry_of, is_over, read
+from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.state import Change, State
 from pxrs.registry.watch import Watch
@@ -236,51 +235,56 @@ class FileRegistry(Registry):
         """Remove what was left by holders that died before their lease began, and end what nobody has noticed."""
         names = {entry.name for entry in os.scandir(self._lease_folder)}
         for name in names - known:
-            if expiry_of(self._lease_folder / name) is None:
+            if self._is_over(name):
                 self._remove_lease_file(name)
         self._end_leases([lease for lease in known if self._is_over(lease)])
 
     # Leases.
 
-    def _lease(self, ttl: float) -> Lease:
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
         self._check_writable()
-        lease = uuid.uuid4().hex
+        secret = new_secret()
+        lease = id_of(secret)
         with self._os_errors():
-            file = LeaseFile(self._lease_folder, self._journal.scratch, lease, ttl, SYSTEM)
+            file = LeaseFile.create(self._lease_folder, self._journal.scratch, lease, ttl, SYSTEM, is_held=renewed)
         try:
             self._publish(Change(lease_begins=lease), lambda: None)
             deadline = file.renew()
-            self._interrupt_watcher()  # it times the nearest expiry
-            return Lease(
-                lease,
-                ttl,
-                deadline,
-                renew=partial(self._renew, file),
-                end=partial(self._end, lease, file),
-                on_gone=self._forget_lease,
-                clock=SYSTEM,
-            )
         except (OutcomeUnknown, LeaseExpired) as error:  # without its file the lease is over, if it has begun at all
             file.remove()
             raise RegistryUnavailable(f"{self.url}: no lease could be taken in time: {error}") from error
         except BaseException:
             file.remove()
             raise
+        self._interrupt_watcher()  # it times the nearest expiry
+        return self._grant(file, secret, deadline)
 
-    def _renew(self, file: LeaseFile) -> float:
-        with self._os_errors():
-            return file.renew()
-
-    def _end(self, lease: str, file: LeaseFile) -> None:
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        """The lease stays as it is: held by the process that took it, or unheld."""
+        self._check_writable()
+        path = self._lease_folder / id_of(secret)
         try:
-            self._end_leases([lease])
-        finally:
-            file.remove()
+            with self._os_errors():
+                with self._lock:
+                    self._catch_up()
+                    has_begun = path.name in self._journal.state.leases
+                record = read(path)
+                if not has_begun or record is None or record.ttl is None or is_over(path, SYSTEM):
+                    raise not_attached()
+                file = LeaseFile(path, record.ttl, SYSTEM)
+                return self._grant(file, secret, file.renew())
+        except LeaseExpired:
+            raise not_attached() from None
+
+    def _grant(self, file: LeaseFile, secret: str, deadline: float) -> Lease:
+        lease = id_of(secret)
+        stored = FileLease(file, partial(self._end_leases, [lease]), self._os_errors)
+        return Lease(
+            lease, file.ttl, deadline, secret=secret, stored=stored, on_closed=self._forget_lease, clock=SYSTEM
+        )
 
     def _is_over(self, lease: str) -> bool:
-        now = SYSTEM.now()  # before the date is read, see `expiry_of`
-        expiry = expiry_of(self._lease_folder / lease)
-        return expiry is None or now >= expiry
+        return is_over(self._lease_folder / lease, SYSTEM)
 
     def _over_among(self, keys: Iterable[str]) -> list[str]:
         """The leases of these keys whose holders are dead or too old."""
@@ -459,7 +463,9 @@ class _Watcher:
         registry._end_or_hide(over)
         pauses = [expiry - SYSTEM.now() for lease, expiry in self._due.items() if lease not in over]
         for lease, looks in list(self._suspects.items()):
-            if lease in over or lease not in self._due or looks >= len(DEATH_LOOKS_S):
+            # An unheld lease does not die with a process: its file is closed after each renewal.
+            is_unheld = (record := read(registry._lease_folder / lease)) is not None and not record.is_held
+            if lease in over or lease not in self._due or looks >= len(DEATH_LOOKS_S) or is_unheld:
                 del self._suspects[lease]
             else:
                 self._suspects[lease] += 1

@@ -1,6 +1,6 @@
 """The registry on ZooKeeper (tested with 3.9), through the `kazoo` client.
 
-    zookeeper://user:password@host:2181,host:2181/chroot?namespace=prod&timeout=10&ca=FILE&cert=FILE&key=FILE
+    zookeeper://user:password@host:2181,host:2181/chroot?namespace=prod&timeout=10&sessions=256&ca=FILE
 
 A commit is one ZooKeeper transaction, a lease a session of its own, a watch a tree of one-shot watches. Reads go
 behind an empty transaction, because `sync` alone is not linearizable (R1). Nodes are made for all to use, or, with a
@@ -19,6 +19,7 @@ from pxrs.errors import InvalidUrl
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Registry
 from pxrs.registry.zookeeper.layout import Layout
+from pxrs.registry.zookeeper.lease import SESSIONS_MAX
 from pxrs.registry.zookeeper.registry import ZooKeeperRegistry
 from pxrs.registry.zookeeper.session import Endpoint
 
@@ -27,12 +28,14 @@ __all__ = ["ZooKeeperRegistry", "open"]
 DEFAULT_PORT = 2181
 TIMEOUT_S = 10.0
 CHROOT_BYTES_MAX = 128
+SESSIONS_LIMIT = 100_000
+"""The largest value of the option `sessions`."""
 _CHROOT = re.compile(r"(/(?!\.{1,2}(/|$))[!-.0-~]+)*")
 
 
 def open(address: Address) -> Registry:
     """Open a handle; it connects in the background, and the first call waits for it."""
-    address.refuse_unknown_options(("timeout", "ca", "cert", "key", "password_file"))
+    address.refuse_unknown_options(("timeout", "sessions", "ca", "cert", "key", "password_file"))
     hosts = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in address.hosts(DEFAULT_PORT))
     user, password = address.credentials()
     if user is not None and password is None:
@@ -40,7 +43,14 @@ def open(address: Address) -> Registry:
     ca, cert, key = _certificates(address)
     login = None if user is None else f"{user}:{password}"
     endpoint = Endpoint(address.text, hosts, address.seconds("timeout", TIMEOUT_S), login, ca, cert, key)
-    return ZooKeeperRegistry(endpoint, Layout(_root(address)))
+    return ZooKeeperRegistry(endpoint, Layout(_root(address)), sessions_max=_sessions(address))
+
+
+def _sessions(address: Address) -> int:
+    text = address.options.get("sessions", str(SESSIONS_MAX))
+    if not text.isdecimal() or not 0 < int(text) <= SESSIONS_LIMIT:
+        raise InvalidUrl(f"{address.text}: sessions is {text!r}: give a number from 1 to {SESSIONS_LIMIT:,}")
+    return int(text)
 
 
 def _root(address: Address) -> str:

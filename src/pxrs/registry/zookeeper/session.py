@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
     AuthFailedError,
+    ConnectionDropped,
     ConnectionLoss,
     InvalidACLError,
     KazooException,
@@ -71,6 +72,9 @@ PAUSE_S = 0.02
 CLOSE_S_MAX = 1.0
 """How long a registry's own session may take to be closed. Nothing hangs on it: the server may forget it later."""
 
+LEAVE_S_MAX = 1.0
+"""How long `Client.leave` waits for kazoo's thread, which has nothing more to do than to notice."""
+
 DENIED = (NoAuthError, AuthFailedError, InvalidACLError, SessionClosedRequireSaslError)
 # The request was not executed: the session was over, or is served by another server now, or the server was too busy.
 REFUSED = (SessionExpiredError, SessionMovedError, ThrottledOpError)
@@ -109,16 +113,24 @@ class Endpoint:
 
 
 class Client(KazooClient):  # type: ignore[misc]
-    """kazoo's client with the `Line` below, started."""
+    """kazoo's client with the `Line` below."""
 
     def __init__(
-        self, endpoint: Endpoint, session_s: float, clock: Clock, on_state: Callable[[str], None], line: type[Line]
+        self,
+        endpoint: Endpoint,
+        session_s: float,
+        clock: Clock,
+        on_state: Callable[[str], None],
+        line: type[Line],
+        session: tuple[int, bytes] | None = None,
     ) -> None:
+        """`session`: the id and the password of a session to take up again; None makes a new one."""
         self._clock, self._patience_s = clock, endpoint.timeout
         self._one_by_one = threading.Lock()
         super().__init__(
             hosts=",".join(endpoint.hosts),
             timeout=session_s,
+            client_id=session,
             handler=_Handler(session_s / len(endpoint.hosts)),
             default_acl=endpoint.acl,
             auth_data=[("digest", endpoint.login)] if endpoint.login else None,
@@ -135,7 +147,11 @@ class Client(KazooClient):  # type: ignore[misc]
         self.line.clock = clock
         self.add_listener(lambda state: self._told(state, on_state))
         self.was_refused = False
-        self.is_connected: threading.Event = self.start_async()
+        self.is_connected = threading.Event()
+
+    def begin(self) -> None:
+        """Start the thread that connects, and stays connected until `shut` or `leave`."""
+        self.is_connected = self.start_async()
 
     def _call(self, request: Any, async_object: Any) -> Any:
         """kazoo wakes its connection by a byte in a pipe, and waits for ever if that is full of bytes that a hanging
@@ -179,13 +195,35 @@ class Client(KazooClient):  # type: ignore[misc]
         self.line.drop()
         return False
 
+    def leave(self) -> None:
+        """Drop the connection and free everything. The server is told nothing and keeps the session until it expires.
+        When this returns, the session is not touched any more."""
+        self.line.is_left = True
+        self._stopped.set()
+        self.line.drop()
+        if self.line.connection_stopped.wait(LEAVE_S_MAX):
+            self.line.stop()
+            self.close()
+        else:  # it waits for a host that accepts no connection; `Line` drops the connection if one is made
+            log.warning("the connection thread of a session has not ended within %g s", LEAVE_S_MAX)
+            threading.Thread(target=self._free, name="pxrs-zookeeper-stop", daemon=True).start()
+
+    def _free(self) -> None:
+        self.line.stop()
+        self.close()
+
 
 class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
-    """kazoo would give a single silent host the whole session's time to accept a connection."""
+    """kazoo would give a single silent host the whole session's time to accept a connection. And it would start two
+    threads for callbacks, for each session: without them it makes callbacks on the connection's own thread, which is as
+    good, because ours only set a flag or put an item on a queue."""
 
     def __init__(self, connect_s_max: float) -> None:
         super().__init__()
         self._connect_s_max = connect_s_max
+
+    def start(self) -> None:
+        """Start no thread; what is not `running` makes callbacks at once."""
 
     def create_connection(self, *args: Any, **options: Any) -> Any:
         options["timeout"] = min(options["timeout"], self._connect_s_max)
@@ -201,13 +239,19 @@ class Line(ConnectionHandler):  # type: ignore[misc]
     touched_at: float = 0.0
     """Before the connection was asked for that stands now. The leader itself grants it, and counts from then."""
     has_ended = False
+    is_left = False
+    """Set by `Client.leave`: no further connection is made."""
     on_event: Callable[[str, bool], None] = staticmethod(lambda path, is_gone: None)
     """Told of the path of what has changed, and whether it is gone, in the order in which the server sent events and
     answers. Kazoo calls back from another thread, and only for watches that it has set itself."""
 
     def _connect(self, host: str, hostip: str, port: int) -> Any:
+        if self.is_left:
+            raise ConnectionDropped("the session was left")
         began = self.clock.now()
         read_timeout_ms, connect_timeout_ms = super()._connect(host, hostip, port)
+        if self.is_left:
+            raise ConnectionDropped("the session was left")
         self.granted_s = round(read_timeout_ms * 1.5) / 1000  # kazoo waits for two thirds of it
         self.touched_at = began
         return read_timeout_ms, connect_timeout_ms
@@ -270,9 +314,8 @@ class Session(ABC):
     def attempt(self, action: Callable[[Client, float], T], until: float) -> T:
         """Do the action on a standing connection, again if it was disturbed before it had an effect."""
         while True:
-            client = self.connected(until)
             try:
-                return action(client, until)
+                return action(self.connected(until), until)
             except TryAgain:
                 reason = "its keys kept changing"
             except _DISTURBED as error:
@@ -413,4 +456,5 @@ class LastingSession(Session):
     def _start(self) -> Client:
         client = Client(self.endpoint, self._session_s, self.clock, self._on_state, Line)
         client.line.on_event = self._on_event
+        client.begin()
         return client

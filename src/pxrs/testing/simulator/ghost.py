@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from pxrs.group.protocol import Write
-from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import (
     BY_HAND,
     Assignment,
@@ -21,8 +19,11 @@ from pxrs.group.records import (
     Owner,
     Paused,
     Starts,
+    TopicPartition,
     partition_of,
 )
+from pxrs.group.snapshot import NOBODY
+from pxrs.registry.steps import Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 if TYPE_CHECKING:
@@ -47,20 +48,20 @@ class Violation(AssertionError):
 class Ghost:
     def __init__(self, keys: Keys, store: SimulatedStore) -> None:
         self.keys, self.store = keys, store
-        self.owners: dict[Place, Owner] = {}
-        self.checkpoints: dict[Place, int] = {}
-        self.at_claim: dict[tuple[Place, int], int | None] = {}
+        self.owners: dict[TopicPartition, Owner] = {}
+        self.checkpoints: dict[TopicPartition, int] = {}
+        self.at_claim: dict[tuple[TopicPartition, int], int | None] = {}
         """The checkpoint at the moment of each claim, by epoch; None if there was none."""
         self.leader: Leader | None = None
         self.assignment = Assignment(0)
-        self.taken: set[tuple[Place, int]] = set()
+        self.taken: set[tuple[TopicPartition, int]] = set()
         """Epochs that were taken from a living owner, by a fence or a reset: it may not know for a while."""
-        self.start: dict[Place, int] = {}
+        self.start: dict[TopicPartition, int] = {}
         """Where retention has left each partition: what lies before it may be gone."""
-        self.end: dict[Place, int] = {}
-        self.end_at_first_join: dict[Place, int] = {}
-        self.finished: dict[Place, set[int]] = {}
-        self.next_out: dict[tuple[Place, int], int] = {}
+        self.end: dict[TopicPartition, int] = {}
+        self.end_at_first_join: dict[TopicPartition, int] = {}
+        self.finished: dict[TopicPartition, set[int]] = {}
+        self.next_out: dict[tuple[TopicPartition, int], int] = {}
         self.failures: set[str] = set()
         """Those whose pause was written. An admin may have removed it since."""
         self.is_calm = False
@@ -105,7 +106,7 @@ class Ghost:
             self.start[place] = start
         self.moves += 1
 
-    def _checkpoint(self, request: Request, place: Place, checkpoint: Checkpoint) -> None:
+    def _checkpoint(self, request: Request, place: TopicPartition, checkpoint: Checkpoint) -> None:
         before = self.checkpoints.get(place)
         if checkpoint.offset < self.start.get(place, 0):
             raise Violation(
@@ -140,12 +141,12 @@ class Ghost:
                 )
         self.checkpoints[place] = checkpoint.offset
 
-    def _not_skipped(self, place: Place, offset: int) -> None:
+    def _not_skipped(self, place: TopicPartition, offset: int) -> None:
         if offset > self.end_at_first_join.get(place, offset):
             end = self.end_at_first_join[place]
             raise Violation("G6 start pinned", f"{place} begins at {offset}, and ended at {end} at the first join")
 
-    def _owner(self, request: Request, write: Write, place: Place, owner: Owner) -> None:
+    def _owner(self, request: Request, write: Write, place: TopicPartition, owner: Owner) -> None:
         before = self.owners.get(place, NOBODY)
         if owner.epoch <= before.epoch:
             raise Violation("X9 epochs rise", f"{place} went from {before} to {owner}")
@@ -155,7 +156,7 @@ class Ghost:
             self._fenced(request, place, before)  # a leader may be the slow one itself
         self.owners[place] = owner
 
-    def _claimed(self, request: Request, place: Place, before: Owner, owner: Owner) -> None:
+    def _claimed(self, request: Request, place: TopicPartition, before: Owner, owner: Owner) -> None:
         self.claims += 1
         if owner.incarnation != request.incarnation:
             raise Violation("X3 claims for itself", f"{request.incarnation} made {owner.incarnation} own {place}")
@@ -163,7 +164,7 @@ class Ghost:
             raise Violation("X6 release, then claim", f"{owner.incarnation} claimed {place} from living {before}")
         self.at_claim[place, owner.epoch] = self.checkpoints.get(place)
 
-    def _paused(self, request: Request, place: Place, paused: Paused) -> None:
+    def _paused(self, request: Request, place: TopicPartition, paused: Paused) -> None:
         owner = self.owners.get(place, NOBODY)
         if owner.incarnation != request.incarnation:
             raise Violation("X9 stale epoch", f"{request.incarnation} paused {place}, which {owner} has")
@@ -171,7 +172,7 @@ class Ghost:
             raise Violation("X14 paused once", f"{place}: the pause of {paused.failure} was written again")
         self.failures.add(paused.failure)
 
-    def _fenced(self, request: Request, place: Place, before: Owner) -> None:
+    def _fenced(self, request: Request, place: TopicPartition, before: Owner) -> None:
         self.taken.add((place, before.epoch))
         if request.incarnation == ADMIN:
             return
@@ -212,7 +213,7 @@ class Ghost:
             if place in self.checkpoints:
                 self._not_skipped(place, min(self.checkpoints[place], self.end_at_first_join[place]))
 
-    def assigned(self, place: Place, epoch: int, offset: int) -> None:
+    def assigned(self, place: TopicPartition, epoch: int, offset: int) -> None:
         at_claim = self.at_claim[place, epoch]
         if self.owners[place].epoch != epoch:
             pass  # it was slow to read the checkpoint, and has lost the partition already
@@ -222,7 +223,7 @@ class Ghost:
             raise Violation("G3 starts at the checkpoint", f"{place} was at {at_claim} and starts at {offset}")
         self.next_out[place, epoch] = offset
 
-    def hand_out(self, place: Place, lane: Lane) -> None:
+    def hand_out(self, place: TopicPartition, lane: Lane) -> None:
         self.handed += 1
         epoch, offset = lane.epoch, lane.position
         if offset != self.next_out[place, epoch]:
@@ -231,12 +232,12 @@ class Ghost:
         if (place, epoch) not in self.taken and offset < self.checkpoints.get(place, 0):
             raise Violation("X11 nothing again", f"{place}: {offset} is below the checkpoint {self.checkpoints[place]}")
 
-    def finish(self, place: Place, offset: int) -> None:
+    def finish(self, place: TopicPartition, offset: int) -> None:
         self.finished.setdefault(place, set()).add(offset)
 
     def check_owners(self, members: Iterable[SimulatedMember]) -> None:
         """At most one member acts as the owner of a partition, those aside from whom it was taken."""
-        seen: dict[Place, SimulatedMember] = {}
+        seen: dict[TopicPartition, SimulatedMember] = {}
         for member in members:
             for place, lane in member.acting():
                 if (place, lane.epoch) in self.taken:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pxrs.errors import AssignorMismatch, Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
-from pxrs.group.reconcile import Place
-from pxrs.group.records import Member, Paused
+from pxrs.group.protocol import MemberProtocol
+from pxrs.group.records import Member, Paused, TopicPartition
+from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator.store import Request
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class SimulatedMember:
         self.request: Request | None = None
         self.in_hand: list[tuple[str, Lane, int]] = []
         """Topic, lane and offset of what the handler is at."""
-        self.revoked_places: list[Place] = []
+        self.revoked_places: list[TopicPartition] = []
         self.failures: dict[int, tuple[Lane, Paused]] = {}
         """By partition, a pause that it does not know to be written."""
 
@@ -94,7 +94,7 @@ class SimulatedMember:
     def is_stopped(self) -> bool:
         return self.simulation.now < self.stopped_until
 
-    def acting(self) -> Iterator[tuple[Place, Lane]]:
+    def acting(self) -> Iterator[tuple[TopicPartition, Lane]]:
         """The lanes of which it hands out messages, or has some in hand, believing that they are its own."""
         if self.protocol is None or not self.is_alive:
             return

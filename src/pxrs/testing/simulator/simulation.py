@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pxrs.errors import RegistryError, RetentionPostponed
-from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
-from pxrs.group.reconcile import Place
-from pxrs.group.records import Checkpoint, Gate, Home, Keys, Member, Owner, Starts, gate_key, start_key
+from pxrs.group.protocol import MemberProtocol
+from pxrs.group.records import Checkpoint, Gate, Home, Keys, Member, Owner, Starts, TopicPartition, gate_key, start_key
 from pxrs.group.retention import move_start
 from pxrs.registry.contract import ABSENT
+from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator.ghost import ADMIN, RETENTION, Ghost, Violation
 from pxrs.testing.simulator.member import SimulatedMember
 from pxrs.testing.simulator.store import Request, SimulatedStore
@@ -361,7 +361,7 @@ class Simulation:
             self.late.remove(request)
             self.apply(request)
 
-    def _reset(self, place: Place) -> None:
+    def _reset(self, place: TopicPartition) -> None:
         """An admin sets a checkpoint back, and in the same commit frees the owner (G5), has the members look, and goes
         through the gate of retention (O10)."""
         keys, state = self.keys, self.store.state
@@ -543,11 +543,11 @@ class Simulation:
         after = self._owners()
         self._check_moves(before, after)
 
-    def _owners(self) -> dict[Place, tuple[str | None, int]]:
+    def _owners(self) -> dict[TopicPartition, tuple[str | None, int]]:
         places = [(self.topic, number) for number in range(self.partitions)]
         return {place: (self.ghost.owners[place].incarnation, self.ghost.owners[place].epoch) for place in places}
 
-    def _check_moves(self, before: dict[Place, Any], after: dict[Place, Any]) -> None:
+    def _check_moves(self, before: dict[TopicPartition, Any], after: dict[TopicPartition, Any]) -> None:
         moved = [place for place in before if before[place][0] != after[place][0]]
         has = [sum(owner == member.incarnation for owner, _ in before.values()) for member in self.members]
         fewest = fewest_moves(has, self.partitions)

@@ -1,67 +1,25 @@
-"""Segments: files of frames, named by their first offset.
+"""A segment that another one follows, mapped and read without a copy, and found around damage.
 
-`frames` walks headers; nothing of a payload is touched until it is read. A segment that is sealed (another one follows)
-is mapped and read without a copy. So is the one that is appended to, but only up to its published end: what lies behind
-that may be cut, and a map of it would kill the reader (L2).
+Nothing is appended to such a segment any more, so that a map of it stays valid until retention unlinks the file (L2).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import re
 from collections.abc import Callable, Iterator
-from typing import Final
 
 import pyarrow as pa
 
+from pxrs.disk import replace_file
 from pxrs.errors import DamagedFrame, MisplacedFile
-from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, HEADER_BYTES_MIN, MAGIC, Header, read_header, read_payload
-from pxrs.log.directory.index import ANY_TIME, Entry, Index, stored_time, write_beside
+from pxrs.log.batch import ALIGNMENT, HEADER_BYTES, Header, read_header, read_payload
+from pxrs.log.directory.index import Entry, Index, stored_time
+from pxrs.log.directory.segments.files import SUFFIX
+from pxrs.log.directory.segments.frames import frames, next_frame
+from pxrs.log.retention import ANY_TIME
 
-SUFFIX: Final = ".log"
-_MAGIC: Final = re.compile(re.escape(MAGIC))
 _logger = logging.getLogger(__name__)
-
-
-def segment_path(folder: str, base: int) -> str:
-    return f"{folder}/{base:020d}{SUFFIX}"
-
-
-def segment_bases(folder: str) -> list[int]:
-    """The first offsets of the segments that are there, in order."""
-    names = (name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX))
-    return sorted(int(name) for name in names if len(name) == 20 and name.isdigit())
-
-
-def frames(
-    data: pa.Buffer, path: str, begin: int, end: int, origin: int = 0, place: int | None = None
-) -> Iterator[tuple[int, Header]]:
-    """The frames from `begin` up to `end`, positions in the file whose byte `origin` is the buffer's first.
-
-    Raises DamagedFrame, and MisplacedFile at a frame of another partition than `place`, where that is given."""
-    view = memoryview(data)
-    position = begin
-    while position < end:
-        header = read_header(view[position - origin : position - origin + HEADER_BYTES], path, position, place)
-        if position + header.frame_bytes > end:
-            raise DamagedFrame(path, position, "the frame is longer than the segment")
-        yield position, header
-        position += header.frame_bytes
-
-
-def next_frame(view: memoryview, path: str, begin: int, limit: int, place: int | None = None) -> int:
-    """Where the next whole header of this partition is, behind damage; the limit if there is none."""
-    for found in _MAGIC.finditer(view, begin, limit):
-        position = found.start()
-        if position % ALIGNMENT == 0 and position + HEADER_BYTES_MIN <= limit:
-            try:
-                read_header(view[position : min(position + HEADER_BYTES, limit)], path, position, place)
-            except DamagedFrame:
-                continue
-            return position
-    return limit
 
 
 class Sealed:
@@ -188,7 +146,7 @@ class Sealed:
         """Beside the segment, if it covers all of it."""
         if index.last_time != ANY_TIME:
             with contextlib.suppress(OSError):  # it saves the next reader the work, no more
-                write_beside(index_path(self.path), index.dump(self._place))
+                replace_file(index_path(self.path), index.dump(self._place))
 
     def _scan(self) -> Index:
         index = Index()
@@ -246,32 +204,3 @@ def last_run(
 
 def index_path(segment: str) -> str:
     return segment.removesuffix(SUFFIX) + ".index"
-
-
-def begins_an_append_behind(data: pa.Buffer, path: str, position: int, end: int, place: int) -> bool:
-    """Whether a whole frame that begins an append lies behind `position`: then what is before it was synced.
-
-    end: the offset at `position`. A message may hold a copy of a frame; one of an older offset proves nothing."""
-    view = memoryview(data)
-    for at in range(-(-(position + 1) // ALIGNMENT) * ALIGNMENT, data.size - HEADER_BYTES_MIN + 1, ALIGNMENT):
-        if bytes(view[at : at + 4]) != MAGIC:
-            continue
-        try:
-            header = read_header(view[at : at + HEADER_BYTES], path, at, place)
-            read_payload(header, data.slice(at, min(header.frame_bytes, data.size - at)), path, at)
-        except DamagedFrame:
-            continue
-        if header.follows == 0 and header.base_offset > end:
-            return True
-    return False
-
-
-def pwrite_all(descriptor: int, pieces: list[object], position: int) -> None:
-    buffers = [memoryview(piece).cast("B") for piece in pieces if len(memoryview(piece))]  # type: ignore[arg-type]
-    while buffers:
-        written = os.pwritev(descriptor, buffers[:1000], position)
-        position += written
-        while buffers and written >= len(buffers[0]):
-            written -= len(buffers.pop(0))
-        if written:
-            buffers[0] = buffers[0][written:]
