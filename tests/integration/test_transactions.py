@@ -25,7 +25,7 @@ from sqlalchemy.exc import OperationalError
 
 import pxrs
 from pxrs.consumer.consumer import Consumer
-from pxrs.consumer.transactions import _Loop, _Taken, transactions
+from pxrs.consumer.transactions import Transactions, _Loop, _Taken
 from pxrs.errors import InvalidGroup
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.hub import Hub
@@ -161,6 +161,12 @@ def loop_on(loop: Iterator[Any]) -> Iterator[Any]:
     """Go on with a loop that is under way; `for` would begin it anew."""
     while (found := next(loop, None)) is not None:
         yield found
+
+
+def transactions(inbox: Consumer, engine: Any, max_messages: Any = 500) -> Transactions:
+    loop = inbox.transactions(engine, max_messages)
+    assert isinstance(loop, Transactions)
+    return loop
 
 
 def once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, extra: Callable[[], None], *, first: bool) -> None:
@@ -361,7 +367,7 @@ class TestFence:
                 for theirs, connection in transactions(heir, place.engine):
                     book(theirs, connection, "heir")
         assert place.sum == total
-        zombie._ends = {0: 0}
+        zombie._hand_out._ends = {0: 0}
         assert not list(loop_on(loop))
         assert {row[2] for row in place.rows()} == {"heir"}
         assert place.sum == total

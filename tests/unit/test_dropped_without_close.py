@@ -190,7 +190,7 @@ def test_a_consumer_that_is_collected_on_a_thread_that_holds_its_locks_blocks_no
         soon(lambda: inbox[0].assignment == [0])
         watch = inbox[0]._member._watch
         assert watch is not None
-        locks: list[Any] = [inbox[0]._lock, inbox[0]._member._mutex, hub._lock, hub.registry._handles_lock]
+        locks: list[Any] = [inbox[0]._lanes.lock, inbox[0]._member._mutex, hub._lock, hub.registry._handles_lock]
         locks.append(watch._raised._cond)  # type: ignore[attr-defined]
         for lock in locks:
             assert lock.acquire(timeout=BOUND_S)

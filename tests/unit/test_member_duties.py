@@ -121,7 +121,7 @@ def test_x8_a_leader_whose_fence_is_refused_again_and_again_pauses_between_its_t
     eventually(lambda: refused.count > 0, PATIENCE_S)
     assert counted(registry).in_a_second() < 600
     registry.before = lambda commit: None
-    eventually(lambda: len(leads._lanes) == 1, PATIENCE_S)
+    eventually(lambda: len(leads._lanes.owned()) == 1, PATIENCE_S)
     eventually(lambda: len(waits.assignment) == 1, PATIENCE_S)
 
 

@@ -234,7 +234,7 @@ def test_a_commit_after_the_lease_has_ended_says_so_and_not_that_somebody_took_t
     assert lease is not None
     lease.expire()
     inbox._member.wake()
-    eventually(lambda: len(inbox._lost) == 2, PATIENCE_S)
+    eventually(lambda: len(inbox._settling._lost) == 2, PATIENCE_S)
     error = in_time(inbox.commit, PartitionLost)
     assert error.partitions == (0, 1)
     assert "the lease of this member ended" in str(error)
@@ -261,7 +261,7 @@ def test_a_commit_that_waits_for_a_member_that_has_lost_everything_says_lost(sce
         scene.registry.stall()
         lease.expire()
     inbox._member.wake()
-    eventually(lambda: len(inbox._lost) == 2, PATIENCE_S)
+    eventually(lambda: len(inbox._settling._lost) == 2, PATIENCE_S)
     scene.registry.timeout_s = TIMEOUT_S
     error = in_time(inbox.commit, PartitionLost)
     assert error.partitions == (0, 1)

@@ -54,7 +54,7 @@ from pxrs.errors import (
 )
 from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
-from pxrs.group.checkpoints import Holding
+from pxrs.group.checkpoints import FencedWrite, Holding
 from pxrs.group.foreign import foreign_of
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
@@ -276,6 +276,42 @@ class GroupMember:
     @property
     def incarnation(self) -> str | None:
         return self._protocol.incarnation if self._protocol is not None else None
+
+    @property
+    def registry(self) -> Registry:
+        """Where the group is kept."""
+        return self._registry
+
+    def are_meant_for_others(self, partitions: Sequence[int]) -> bool:
+        """Whether the assignment, as this member last read it, gives each of these partitions to another member that is
+        there. False if that is not known."""
+        protocol = self._protocol
+        seen = protocol.snapshot if protocol is not None else None
+        if protocol is None or seen is None or seen.assignment is None:
+            return False
+        targets = [seen.assignment[0].target(self._source.id, number) for number in partitions]
+        return all(target in seen.members and target != protocol.incarnation for target in targets)
+
+    # For checkpoints that are written in a transaction of the user's own database.
+
+    def holding(self, lane: Lane) -> Holding | None:
+        """The member's record of a lane, None if the lane is owned no more. Its fields change under the mutex."""
+        protocol = self._protocol
+        holding = protocol.held.get(lane.partition) if protocol is not None else None
+        return None if holding is None or holding.lane is not lane else holding
+
+    def check_home(self) -> None:
+        """Raise WrongRegistry, HubMoved or DamagedFrame if no checkpoint may be written from here any more, and
+        RegistryUnavailable if that cannot be told now."""
+        self._home()
+
+    def read_checkpoint_again(self, lane: Lane) -> FencedWrite | None:
+        """Read the checkpoint of a lane again after a lost reply. Returns what a write of it would expect now; None if
+        the lane turned out to be lost. The caller is in `procedure`."""
+        protocol = self._protocol
+        if protocol is None or self.holding(lane) is None or not self._drive(protocol.read_again(lane.partition)):
+            return None
+        return protocol.checkpoint_write([lane.partition])
 
     def check(self) -> None:
         """Raise what has ended this member. For the user's threads: what was raised here, `close` does not raise."""
@@ -695,7 +731,7 @@ class GroupMember:
         if lane in self._fresh:
             self._fresh.remove(lane)
             return
-        if not lane.is_drained and not lane._open:
+        if not lane.is_drained and not lane.has_unacknowledged:
             self._adrift.append(lane)
         self._listener.lane_lost(lane)
 
@@ -782,11 +818,11 @@ class GroupMember:
             if not holding.is_revoking and holding.lane not in self._fresh:
                 self._listener.lane_revoked(holding.lane)
 
-    def lose(self, protocol: MemberProtocol, holding: Holding) -> None:
-        """A commit that the protocol does not know of was refused by the fence."""
+    def lose(self, lane: Lane) -> None:
+        """A checkpoint that the protocol does not know of was refused by the fence: the lane is lost."""
         with self.procedure():
-            if protocol.held.get(holding.lane.partition) is holding:
-                protocol.lose(holding.lane.partition)
+            if self._protocol is not None and self.holding(lane) is not None:
+                self._protocol.lose(lane.partition)
 
     def _fail(self, error: BaseException) -> None:
         if self._untold is None and error is not self._error:  # else `check` has raised it

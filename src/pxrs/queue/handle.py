@@ -20,7 +20,7 @@ from pxrs.queue.store import SCAN_ITEMS, QueueStore
 from pxrs.registry.contract import Entry
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from pxrs.registry.sql.borrowed import Connection
 
 _logger = logging.getLogger(__name__)
 

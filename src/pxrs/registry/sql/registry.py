@@ -34,7 +34,7 @@ from pxrs.registry.limit import seconds_left
 from pxrs.registry.sql.commit import CommitPlan, LeasesDue
 from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
 from pxrs.registry.sql.lease import TRUSTED, LeaseTable, SqlLease
-from pxrs.registry.sql.statements import ALIVE, OVER, Call, Statement, key_range
+from pxrs.registry.sql.statements import ALIVE, OVER, Call, Statement, Statements, key_range
 from pxrs.registry.watch import PrefixWatch
 
 log = logging.getLogger(__name__)
@@ -302,6 +302,30 @@ class SqlRegistry(Registry):
     def _close(self) -> None:
         self._watcher.close()
         self.database.close()
+
+    # For statements that run on a connection of the user's: see `borrowed`.
+
+    @property
+    def statements(self) -> Statements:
+        """All statements, for the dialect of this database."""
+        return self._statements
+
+    def call(self, statement: Statement, **values: object) -> Call:
+        """A statement with its values, in this registry's namespace."""
+        return self._call(statement, **values)
+
+    def check_usable(self) -> None:
+        """Raise Closed or UsedAfterFork if this handle may not be used."""
+        self._check_usable()
+
+    def plan(self, commit: Commit) -> CommitPlan:
+        """The statements of a commit."""
+        return CommitPlan(commit, self._namespace, self._statements, self._channel)
+
+    def read(self, call: Call) -> list[Row]:
+        """The rows of a statement that only reads, on a connection of the registry's own. Raises
+        RegistryUnavailable."""
+        return self._patiently(lambda deadline: self._read(call, deadline))
 
     # What these share.
 
