@@ -16,7 +16,8 @@ import typer.main
 
 import pxrs
 from pxrs import wording
-from pxrs.cli import app, pipeline, worker_process
+from pxrs.cli import app, worker_process
+from pxrs.cli.pipeline import progress
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.testing.command import Call, Result, run_here
 
@@ -154,7 +155,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
     capfd.readouterr()
     worker_process.tell(True, "started", "worker 1 started")
     assert check_times(capfd.readouterr().err) == {"time"}
-    pipeline.tell_event(True, "stopping", "stopping")
+    progress.tell_event(True, "stopping", "stopping")
     assert check_times(capfd.readouterr().out) == {"time"}
 
 
