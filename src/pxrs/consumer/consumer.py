@@ -47,10 +47,10 @@ from pxrs.errors import (
     PartitionsPaused,
     UsedAfterFork,
 )
+from pxrs.group.committing import CommitMore
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember, Timings
 from pxrs.group.positions import check_start
-from pxrs.group.protocol import CommitMore
 from pxrs.group.records import Home
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
@@ -234,6 +234,7 @@ class Consumer:
             assignor=assignor,
             topic_names=topic_names,
             home=home,
+            sees_all=self._ends is not None,
         )
         self._member.start()
         self._is_started = True
@@ -867,15 +868,7 @@ class Consumer:
         short = [lane for partition, lane in mine.items() if not lane.is_lost and lane.position < self._ends[partition]]
         if not all(lane.is_failed for lane in short):
             return False
-        protocol = self._member._protocol
-        snapshot = protocol.snapshot if protocol is not None else None
-        if snapshot is None:
-            return False
-        others = (number for number in range(self._source.partitions) if number not in mine)
-        if snapshot.assignment is None:
-            return False
-        targets = (snapshot.assignment[0].target(self._source.id, number) for number in others)
-        if not all(target in snapshot.members and target != self._member.incarnation for target in targets):
+        if not self._member.are_of_others(number for number in range(self._source.partitions) if number not in mine):
             return False
         if short:  # nothing here will move them on
             raise PartitionsPaused(self.group, sorted(lane.partition for lane in short))
