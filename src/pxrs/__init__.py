@@ -21,6 +21,8 @@ from pxrs.queue.policy import (
 )
 from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
 from pxrs.topics import TopicHandle
+from pxrs.upkeep.janitor import UpkeepStatus
+from pxrs.upkeep.records import RoundReport
 
 if TYPE_CHECKING:
     from pxrs.consumer.consumer import ConsumedBatch, Consumer
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from pxrs.queue.listener import Handled, QueueListener
     from pxrs.queue.transaction import Transaction
     from pxrs.sources.catalog import RegisteredSource
-    from pxrs.upkeep.janitor import UpkeepStatus
-    from pxrs.upkeep.records import RoundReport
 
 __version__: str
 __all__ = [
@@ -123,13 +123,11 @@ _LAZY: Final = {
     "QueueListener": "pxrs.queue.listener",
     "Receipt": "pxrs.producer.outgoing",
     "RegisteredSource": "pxrs.sources.catalog",
-    "RoundReport": "pxrs.upkeep.records",
     "Stored": "pxrs.producer.outgoing",
     "TableReceipt": "pxrs.producer.outgoing",
     "Timings": "pxrs.group.member",
     "TopicLag": "pxrs.group.lag",
     "Transaction": "pxrs.queue.transaction",
-    "UpkeepStatus": "pxrs.upkeep.janitor",
 }
 
 if not TYPE_CHECKING:
