@@ -22,6 +22,8 @@ from pxrs.queue.policy import (
 )
 from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
 from pxrs.topics import TopicHandle
+from pxrs.upkeep.janitor import UpkeepStatus
+from pxrs.upkeep.records import RoundReport
 from pxrs.waiting import Cancel, Subscription
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from pxrs.queue.listener import Handled, QueueListener
     from pxrs.queue.transaction import Transaction
     from pxrs.sources.catalog import RegisteredSource
-    from pxrs.upkeep.janitor import UpkeepStatus
-    from pxrs.upkeep.records import RoundReport
 
 __version__: str
 __all__ = [
@@ -133,13 +133,11 @@ _LAZY: Final = {
     "QueueListener": "pxrs.queue.listener",
     "Receipt": "pxrs.producer.receipts",
     "RegisteredSource": "pxrs.sources.catalog",
-    "RoundReport": "pxrs.upkeep.records",
     "Stored": "pxrs.producer.receipts",
     "TableReceipt": "pxrs.producer.receipts",
     "Timings": "pxrs.group.member",
     "TopicLag": "pxrs.group.lag",
     "Transaction": "pxrs.queue.transaction",
-    "UpkeepStatus": "pxrs.upkeep.janitor",
 }
 
 if not TYPE_CHECKING:

@@ -1,8 +1,11 @@
-"""What `pxrs.open` returns: one place's topics, and the doors to send and read.
+"""`pxrs.open`, and the `Hub` that it returns: a log and a registry, and everything that users do with them.
 
-Nothing is made by accident: a topic exists once `create_topic` made it, and asking for another name is an error.
-Closing goes from the outside in: consumers first, which still write checkpoints; then producers, which still write
-messages; then the log; then the registry.
+Nothing is created by a mistyped name: a topic exists once `create_topic` has made it, and asking for another name is an
+error. `close` goes from the users of the log and the registry to those two: queues; consumers, which still write
+checkpoints; producers, which still append; upkeep; sources; the log; the registry.
+
+This file is longer than others because it is the reference of the public operations, each with its documentation. The
+work is done in the modules that it calls.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, TABLE_POLL_S_D
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import LEASE_TTL_MIN
 from pxrs.topics import TopicHandle, Topics
+from pxrs.upkeep.janitor import Janitor, UpkeepStatus
+from pxrs.upkeep.records import RoundReport
 
 LEASE_TTL_DEFAULT: Final = 10.0
 RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
@@ -45,8 +50,6 @@ if TYPE_CHECKING:
     from pxrs.queue.transaction import Transaction
     from pxrs.sources.catalog import RegisteredSource
     from pxrs.sources.sql_table import SqlTable
-    from pxrs.upkeep.janitor import Janitor, UpkeepStatus
-    from pxrs.upkeep.records import RoundReport
 
 
 class _Made(Protocol):
@@ -65,11 +68,11 @@ def open(
     lease_ttl: float | timedelta = LEASE_TTL_DEFAULT,
     upkeep: bool = True,
 ) -> Hub:
-    """Open a place for messages: a directory, or `memory:` for this process alone.
+    """Open a hub: a log and its registry.
 
-    url:       the directory, which the first `create_topic` makes. Without it, `registry` must be given: such a hub has
-               the queues of that registry and the groups of sources that are no topics; what needs topics raises
-               NoDirectory.
+    url:       a directory, or `memory:` for this process alone. The first `create_topic` makes the directory. Without a
+               url, `registry` must be given: such a hub has the queues of that registry and the groups of sources that
+               are no topics; what needs topics raises NoDirectory.
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
                kept with the messages.
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
@@ -94,7 +97,8 @@ def open(
 
 
 class Hub:
-    """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own.
+    """A log and a registry that are open: topics, producers, consumers, groups, queues. Threads share it; a forked
+    child must open its own.
 
     Close it, by `close` or a `with` block. A hub that is dropped without that closes itself, with a ResourceWarning,
     when neither it nor a consumer, producer, transaction or handle that it made is referenced any more."""
@@ -128,9 +132,7 @@ class Hub:
         self._lock = threading.Lock()
         self._producers: weakref.WeakSet[SendingThread] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
-        self._may_be_janitor = upkeep
-        self._upkeep: Janitor | None = None
-        """Made when it is first needed, under `_lock`."""
+        self._janitor = Janitor(self.parts, takes_part=upkeep)
 
     @property
     def registry(self) -> Registry:
@@ -362,7 +364,7 @@ class Hub:
         with self._lock:
             if not self.parts.is_closed:
                 self._producers.add(producer.sending)
-                self._take_part(handle.topic, sends=True)
+                self._janitor.take_part(handle.topic, sends=True)
                 return producer
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -411,7 +413,7 @@ class Hub:
             if not self.parts.is_closed:
                 self._consumers.add(consumer)
                 if isinstance(source, TopicLog):
-                    self._take_part(source.topic, sends=False)
+                    self._janitor.take_part(source.topic, sends=False)
                 return consumer
         consumer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -501,7 +503,7 @@ class Hub:
     def upkeep(self) -> UpkeepStatus:
         """Who does the upkeep of this hub's directory, since when, and how the last round went."""
         self.parts.check_usable()
-        return self._janitor().status()
+        return self._janitor.status()
 
     def run_upkeep(self) -> RoundReport:
         """Do one round of upkeep now, whoever is the janitor, and return what it did and what failed.
@@ -509,31 +511,14 @@ class Hub:
         Raises LogNotWritable if this process may not write to the directory; nothing was done then."""
         self.parts.check_usable()
         self.log.check_topics()
-        return self._janitor().run_round()
+        return self._janitor.run_round()
 
     def start_upkeep(self) -> None:
         """Stand for election as the janitor now, instead of with the first producer or consumer of a topic with a
         retention: for a process that is there for upkeep alone, as `pxrs upkeep` is."""
         self.parts.check_usable()
         self.log.check_topics()
-        self._janitor().start()
-
-    def _janitor(self) -> Janitor:
-        with self._lock:
-            self.parts.check_open()
-            return self._janitor_locked()
-
-    def _janitor_locked(self) -> Janitor:
-        from pxrs.upkeep.janitor import Janitor
-
-        if self._upkeep is None:
-            self._upkeep = Janitor(self.parts)
-        return self._upkeep
-
-    def _take_part(self, topic: Topic, *, sends: bool) -> None:
-        """Under `_lock`: a producer or consumer of the topic was made."""
-        if self._may_be_janitor and topic.is_retained:
-            self._janitor_locked().take_part(topic, sends=sends)
+        self._janitor.start()
 
     def close(self) -> None:
         """Close the queues, the consumers, the producers, sending what waits in them, the upkeep, the sources, the log
@@ -547,8 +532,7 @@ class Hub:
             closing: list[Callable[[], None]] = [self.parts.close_queues]
             closing += [consumer.close for consumer in self._consumers]
             closing += [sending.close for sending in self._producers]
-            closing += [] if self._upkeep is None else [self._upkeep.close]
-            closing += [self._sources.close, self.log.close, self.parts.registry.close]
+            closing += [self._janitor.close, self._sources.close, self.log.close, self.parts.registry.close]
         errors = []
         for close in closing:
             try:

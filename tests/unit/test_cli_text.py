@@ -22,7 +22,7 @@ from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.testing.command import Call, Result, run_here
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
-TIMES = {"since", "when", "put_at", "died_at", "created", "timestamp", "time"}
+TIMES = {"since", "ended", "when", "put_at", "died_at", "created", "timestamp", "time"}
 """The names of the fields that hold a time, in any output with --json."""
 T_US = 1_700_000_000_123_456
 T_TEXT = "2023-11-14T22:13:20.123456Z"
@@ -132,6 +132,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
         "queue depth": [("queue", "depth", "mail", *at)],
         "queue take": [("queue", "take", "mail", "--peek", *at), ("queue", "take", "mail", *at)],
         "queue dead list": [("queue", "dead", "list", "mail", *at)],
+        "upkeep status": [("upkeep", "--once", *at), ("upkeep", "status", *at)],
         "registry scan": [("registry", "scan", registry, "queues/")],  # stored values are shown as they are stored
         "registry get": [("registry", "get", registry, key)],
     }
@@ -149,6 +150,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
     assert times["group describe"] == {"since", "when"}
     assert times["tail"] == {"timestamp"}
     assert times["source list"] == {"since"}
+    assert times["upkeep status"] == {"since", "ended"}
     assert times["queue describe"] == {"created"}
     assert times["queue take"] == {"put_at"}
     assert times["queue dead list"] == {"put_at", "died_at"}

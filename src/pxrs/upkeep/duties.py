@@ -19,6 +19,7 @@ from pxrs.upkeep import retention
 from pxrs.upkeep.records import RoundReport
 
 if TYPE_CHECKING:
+    from pxrs.belonging import Belonging
     from pxrs.registry.contract import Registry
 
 ERRORS_MAX = 100
@@ -128,9 +129,9 @@ class Round:
 
     def _project_groups(self) -> None:
         """Write the readable files of groups that nobody leads: a leader writes those of its own group."""
-        registry = self._parts.registry.get()
-        if registry.folder is None:
-            return
+        registry, belonging = self._parts.registry.get(), self._parts.belonging
+        if registry.folder is None or belonging is None:
+            return  # no files of groups, or the topics are this process's own: others know the names of theirs
         from pxrs.group.admin import groups
         from pxrs.group.projection import FOLDER, projection_of
         from pxrs.group.records import GROUP_NAME, Keys
@@ -144,16 +145,14 @@ class Round:
                 raise Stopped
             keys = Keys(name)
             projection = projection_of(registry, keys, lambda: names)
-            if projection is not None and self._is_ours(registry, keys.home):
+            if projection is not None and _is_ours(registry, keys.home, belonging):
                 projection.refresh(only_if_nobody_leads=True)
 
-    def _is_ours(self, registry: Registry, home_key: str) -> bool:
-        """Whether the group reads topics of this hub, or no topics. Another hub's group has names that are not known
-        here; its own janitor writes its files."""
-        from pxrs.group.records import Home
 
-        entry = registry.get(home_key)
-        if entry is None or self._parts.belonging is None:
-            return True
-        ours = self._parts.belonging.check()
-        return ours is not None and Home.load(entry.key, entry.value).hub in ("", ours.hub)
+def _is_ours(registry: Registry, home_key: str, belonging: Belonging) -> bool:
+    """Whether a group reads topics of this hub, or no topics. The names of another hub's topics are not known here; its
+    own janitor writes the files of its groups."""
+    from pxrs.group.records import Home
+
+    entry, ours = registry.get(home_key), belonging.check()
+    return entry is None or (ours is not None and Home.load(entry.key, entry.value).hub in ("", ours.hub))

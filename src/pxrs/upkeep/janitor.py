@@ -66,8 +66,9 @@ class UpkeepStatus:
 class Janitor:
     """Upkeep of one open hub. Any thread may call it."""
 
-    def __init__(self, parts: HubParts) -> None:
-        self._parts, self._clock = parts, parts.log.clock
+    def __init__(self, parts: HubParts, *, takes_part: bool) -> None:
+        """takes_part: whether producers and consumers start the thread."""
+        self._parts, self._clock, self._takes_part = parts, parts.log.clock, takes_part
         self._guard = threading.Lock()
         """Guards the fields below, never held during a round."""
         self._thread: threading.Thread | None = None
@@ -92,7 +93,7 @@ class Janitor:
     def take_part(self, topic: Topic, *, sends: bool) -> None:
         """This hub has made a producer (`sends`) or a consumer of the topic. If the topic has a retention, start the
         thread, and have it look one interval of that retention from now at the latest."""
-        if not topic.is_retained or self._parts.log.is_kept_by_server:
+        if not self._takes_part or not topic.is_retained or self._parts.log.is_kept_by_server:
             return
         with self._guard:
             if sends:
@@ -141,7 +142,9 @@ class Janitor:
             raise
         except PxrsError as error:
             reason = reason or str(error)
-        report = known.report if known.report is not None and _is_shared(standing) else last or known.report
+        # A janitor reports only now and then, so its own memory is newer; a candidate's own rounds were long ago.
+        is_at_work = standing is not None and standing.role is not Role.CANDIDATE
+        report = last if is_at_work and last is not None else known.report or last
         if known.claim is None or not known.is_alive:
             return UpkeepStatus(role, reason, last_round=report)
         return UpkeepStatus(role, reason, f"{known.claim.host}:{known.claim.pid}", known.claim.since, report)
@@ -273,8 +276,3 @@ class Janitor:
         there = {f"retention of {topic.name}" for topic in topics}
         for subject in [each for each in self._outages if each.startswith("retention of ") and each not in there]:
             del self._outages[subject]
-
-
-def _is_shared(standing: Standing | None) -> bool:
-    """Whether rounds of this hub are reported in the registry, or done by another hub."""
-    return standing is None or standing.role in (Role.ELECTED, Role.CANDIDATE)
