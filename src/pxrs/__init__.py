@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pxrs.queue.listener import Handled, QueueListener
     from pxrs.queue.transaction import Transaction
     from pxrs.sources.catalog import RegisteredSource
+    from pxrs.upkeep.janitor import UpkeepStatus
+    from pxrs.upkeep.records import RoundReport
 
 __version__: str
 __all__ = [
@@ -83,6 +85,7 @@ __all__ = [
     "RegisteredSource",
     "Registry",
     "RetentionPlan",
+    "RoundReport",
     "Source",
     "Stored",
     "Subscription",
@@ -94,6 +97,7 @@ __all__ = [
     "TopicLog",
     "TopicPartition",
     "Transaction",
+    "UpkeepStatus",
     "Watch",
     "__version__",
     "errors",
@@ -124,11 +128,13 @@ _LAZY: Final = {
     "QueueListener": "pxrs.queue.listener",
     "Receipt": "pxrs.producer.outgoing",
     "RegisteredSource": "pxrs.sources.catalog",
+    "RoundReport": "pxrs.upkeep.records",
     "Stored": "pxrs.producer.outgoing",
     "TableReceipt": "pxrs.producer.outgoing",
     "Timings": "pxrs.group.member",
     "TopicLag": "pxrs.group.lag",
     "Transaction": "pxrs.queue.transaction",
+    "UpkeepStatus": "pxrs.upkeep.janitor",
 }
 
 if not TYPE_CHECKING:

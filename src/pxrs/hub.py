@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar, Unpack
 
 from pxrs import arguments, dropped
 from pxrs.address import LazyRegistry, open_log
-from pxrs.errors import Closed, InvalidGroup, InvalidQueue, InvalidTopic, InvalidUrl
+from pxrs.errors import Closed, InvalidArgument, InvalidGroup, InvalidQueue, InvalidTopic, InvalidUrl
 from pxrs.hub_parts import HubParts
 from pxrs.hub_sources import HubSources
 from pxrs.log.contract import DamagedTopic, Log, Source, TopicLog
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from pxrs.queue.transaction import Transaction
     from pxrs.sources.catalog import RegisteredSource
     from pxrs.sources.sql_table import SqlTable
+    from pxrs.upkeep.janitor import Janitor, UpkeepStatus
+    from pxrs.upkeep.records import RoundReport
 
 
 class _Made(Protocol):
@@ -60,6 +62,7 @@ def open(
     registry: str | os.PathLike[str] | None = None,
     *,
     lease_ttl: float | timedelta = LEASE_TTL_DEFAULT,
+    upkeep: bool = True,
 ) -> Hub:
     """Open a place for messages: a directory, or `memory:` for this process alone.
 
@@ -69,22 +72,24 @@ def open(
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
                kept with the messages.
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
+    upkeep:    whether this hub may be elected to do the upkeep of its directory, such as retention: see `pxrs.upkeep`.
     """
     ttl = arguments.seconds(InvalidQueue, "lease_ttl", lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
+    arguments.flag(InvalidArgument, "upkeep", upkeep)
     given = None if registry is None else LazyRegistry(registry)
     if url is None:
         if given is None:
             raise InvalidUrl("the url was not given: give a directory, memory:, or registry=... for queues alone")
         from pxrs.log.absent import AbsentLog
 
-        return Hub(AbsentLog(given.shown), given, lease_ttl=ttl)
+        return Hub(AbsentLog(given.shown), given, lease_ttl=ttl, upkeep=upkeep)
     log = open_log(url)
     if given is None:
         if log.own_registry is None:
             log.close()
             raise InvalidUrl(f"{log.url} keeps no registry of its own: give its address as registry=...")
         given = LazyRegistry(log.own_registry)
-    return Hub(log, given, lease_ttl=ttl)
+    return Hub(log, given, lease_ttl=ttl, upkeep=upkeep)
 
 
 class Hub:
@@ -97,10 +102,17 @@ class Hub:
     # its arguments and calls the module that does the work: `topics`, `hub_sources`, `belonging`, `upkeep`,
     # `group.admin`, `queue.store`. The rest is the life of the hub: what refers to it, and in which order it closes.
 
-    def __init__(self, log: Log, registry: Registry | LazyRegistry, *, lease_ttl: float = LEASE_TTL_DEFAULT) -> None:
-        """`pxrs.open` makes both from their addresses. The hub closes them.
+    def __init__(
+        self,
+        log: Log,
+        registry: Registry | LazyRegistry,
+        *,
+        lease_ttl: float = LEASE_TTL_DEFAULT,
+        upkeep: bool = True,
+    ) -> None:
+        """`pxrs.open` makes the log and the registry from their addresses. The hub closes them.
 
-        lease_ttl: seconds; see `open`."""
+        lease_ttl, upkeep: see `open`; lease_ttl in seconds."""
         self.log = log
         """The topics by name, without what the hub adds to them."""
         lazy = registry if isinstance(registry, LazyRegistry) else LazyRegistry(registry)
@@ -115,6 +127,9 @@ class Hub:
         self._lock = threading.Lock()
         self._producers: weakref.WeakSet[ProducerLink] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self._may_be_janitor = upkeep
+        self._upkeep: Janitor | None = None
+        """Made when it is first needed, under `_lock`."""
 
     @property
     def registry(self) -> Registry:
@@ -342,10 +357,11 @@ class Hub:
         self.parts.check_usable()
         handle = self.topic(topic)
         handle.log.check_writable()
-        producer = self._keep(Producer(handle.log, retain=handle.retain, **options))
+        producer = self._keep(Producer(handle.log, **options))
         with self._lock:
             if not self.parts.is_closed:
                 self._producers.add(producer.link)
+                self._take_part(handle.topic, sends=True)
                 return producer
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -393,6 +409,8 @@ class Hub:
         with self._lock:
             if not self.parts.is_closed:
                 self._consumers.add(consumer)
+                if isinstance(source, TopicLog):
+                    self._take_part(source.topic, sends=False)
                 return consumer
         consumer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -477,9 +495,48 @@ class Hub:
 
         return self._keep(Transaction(self.parts.queue_store()))
 
+    # Upkeep.
+
+    def upkeep(self) -> UpkeepStatus:
+        """Who does the upkeep of this hub's directory, since when, and how the last round went."""
+        self.parts.check_usable()
+        return self._janitor().status()
+
+    def run_upkeep(self) -> RoundReport:
+        """Do one round of upkeep now, whoever is the janitor, and return what it did and what failed.
+
+        Raises LogNotWritable if this process may not write to the directory; nothing was done then."""
+        self.parts.check_usable()
+        self.log.check_topics()
+        return self._janitor().run_round()
+
+    def start_upkeep(self) -> None:
+        """Stand for election as the janitor now, instead of with the first producer or consumer of a topic with a
+        retention: for a process that is there for upkeep alone, as `pxrs upkeep` is."""
+        self.parts.check_usable()
+        self.log.check_topics()
+        self._janitor().start()
+
+    def _janitor(self) -> Janitor:
+        with self._lock:
+            self.parts.check_open()
+            return self._janitor_locked()
+
+    def _janitor_locked(self) -> Janitor:
+        from pxrs.upkeep.janitor import Janitor
+
+        if self._upkeep is None:
+            self._upkeep = Janitor(self.parts)
+        return self._upkeep
+
+    def _take_part(self, topic: Topic, *, sends: bool) -> None:
+        """Under `_lock`: a producer or consumer of the topic was made."""
+        if self._may_be_janitor and topic.is_retained:
+            self._janitor_locked().take_part(topic, sends=sends)
+
     def close(self) -> None:
-        """Close the queues, the consumers, the producers, sending what waits in them, the sources, the log and the
-        registry, in this order.
+        """Close the queues, the consumers, the producers, sending what waits in them, the upkeep, the sources, the log
+        and the registry, in this order.
 
         Raises the first error, when all are closed."""
         if os.getpid() != self.parts.pid:
@@ -489,6 +546,7 @@ class Hub:
             closing: list[Callable[[], None]] = [self.parts.close_queues]
             closing += [consumer.close for consumer in self._consumers]
             closing += [link.close for link in self._producers]
+            closing += [] if self._upkeep is None else [self._upkeep.close]
             closing += [self._sources.close, self.log.close, self.parts.registry.close]
         errors = []
         for close in closing:

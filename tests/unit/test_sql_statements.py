@@ -26,9 +26,9 @@ from pxrs.errors import (
 from pxrs.registry.address import parse
 from pxrs.registry.contract import ABSENT, Commit
 from pxrs.registry.sql import ddl
+from pxrs.registry.sql.commit import CommitPlan, LeasesDue, common_folder, parse_payload, payload
 from pxrs.registry.sql.database import ConnectionLost, Gate, Row, TransactionAborted
 from pxrs.registry.sql.oracle import OracleDatabase, OracleSession
-from pxrs.registry.sql.planning import CommitPlan, LeasesDue, common_folder, parse_payload, payload
 from pxrs.registry.sql.postgresql import PostgresDatabase
 from pxrs.registry.sql.schema import DIALECTS, DialectName
 from pxrs.registry.sql.statements import Call, Statement, Statements, key_range, statements_for

@@ -52,8 +52,8 @@ from pxrs.log.messages import messages_of
 from pxrs.model import Message
 from pxrs.registry.contract import Commit
 from pxrs.registry.sql.borrowed import DATABASES, SQLITE_WRITE_LOCK, is_autocommit, is_in_transaction, run
-from pxrs.registry.sql.planning import CommitPlan
-from pxrs.registry.sql.store import SqlRegistry
+from pxrs.registry.sql.commit import CommitPlan
+from pxrs.registry.sql.registry import SqlRegistry
 
 _logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import sys
 import threading
@@ -40,7 +39,6 @@ import pyarrow.compute as pc
 
 from pxrs import arguments, dropped
 from pxrs.errors import BufferFull, Closed, InvalidArgument, InvalidRecord, PartlySent, PxrsError, UsedAfterFork
-from pxrs.limited_log import Outage
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
 from pxrs.model import microseconds_of
@@ -70,8 +68,6 @@ BUFFER_BYTES_DEFAULT: Final = 64 << 20
 TRIES_MAX_DEFAULT: Final = 8
 MESSAGE_BYTES_MAX: Final = FRAME_BYTES_MAX - (1 << 16)
 SLICE_BYTES_MAX: Final = 256 << 20
-RETAIN_EVERY_S: Final = 60.0
-"""How often a producer that stores something applies the topic's retention; more often if a quarter of it is less."""
 SMALL_BYTES: Final = 448
 """A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size."""
 SMALL_COUNTED_BYTES: Final = 512
@@ -159,10 +155,6 @@ class Producer:
         "_log",
         "_partitions",
         "_ready",
-        "_retain",
-        "_retain_every_s",
-        "_retain_outage",
-        "_retains_at",
         "_rounds_begun",
         "_rounds_done",
         "_sealed_bytes_max",
@@ -184,7 +176,6 @@ class Producer:
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
         buffer_timeout: float | timedelta = 60.0,
         tries_max: int = TRIES_MAX_DEFAULT,
-        retain: Callable[[], object] | None = None,
     ) -> None:
         """
         linger_s:       how long a batch that is not full waits for more messages.
@@ -194,8 +185,6 @@ class Producer:
                         A small message counts as 512.
         buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried when the log raises AppendFailed.
-        retain:         what applies the topic's retention, every RETAIN_EVERY_S or every quarter of the retention,
-                        whichever is shorter, while something is stored; the log itself if none is given.
         """
         self._log = log
         self.hub: object = None
@@ -205,7 +194,6 @@ class Producer:
         self._batch_bytes = arguments.whole(InvalidArgument, "batch_bytes", batch_bytes, 1, FRAME_BYTES_MAX // 2)
         self._buffer_bytes = arguments.whole(InvalidArgument, "buffer_bytes", buffer_bytes, 1 << 10, 1 << 40)
         self._buffer_timeout = arguments.seconds(InvalidArgument, "buffer_timeout", buffer_timeout, 0, 86_400)
-        arguments.functions(InvalidArgument, retain=retain)
         self._is_forked = False
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
@@ -229,10 +217,6 @@ class Producer:
         self._since = 0.0
         """Nothing that waits in an open chunk is older."""
         self._rounds_begun = self._rounds_done = self._settled = 0
-        self._retains_at = 0.0 if log.topic.is_retained else None
-        self._retain_every_s = min(RETAIN_EVERY_S, (log.topic.retention_s or math.inf) / 4)
-        self._retain = retain or (lambda: log.retain(log.clock.wall_time_us()))
-        self._retain_outage = Outage(_logger, f"retention of {log.name} is held up", extra={"topic": log.name})
         self._appender = Appender(log, arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000))
         self._broken = self._appender.broken
         self._error: BaseException | None = None
@@ -652,15 +636,6 @@ class Producer:
             self._in_hand = []
             self._rounds_done = self._rounds_begun
         self._done.ring()
-        if self._retains_at is not None and time.monotonic() >= self._retains_at:
-            self._retains_at = time.monotonic() + self._retain_every_s
-            try:
-                self._retain()
-                self._retain_outage.worked()
-            except Closed:
-                pass  # the hub is being closed, and sends what was left: the next producer retains
-            except Exception as error:  # noqa: BLE001 - what was sent is stored, and it is tried again
-                self._retain_outage.failed(error)
 
     def _settle(self, outcomes: Sequence[Result]) -> None:
         """Under the lock: tell those who wait, and give the buffer back."""

@@ -84,6 +84,10 @@ _JOB_S: Final = 86_400.0
 PATIENCE_S: Final = 15.0
 """How long a registry that cannot be reached is asked again, at least: if the query's lease is longer, so long."""
 _TRIES_MAX: Final = 20
+"""How often a commit whose outcome is unknown is made again."""
+_LOOKS_MAX: Final = 100
+"""How often `publish` looks at the manifest again. Each time another driver of the same query has changed it, or this
+driver has finished what it found."""
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
 _TOGETHER_MAX: Final = 4
@@ -112,6 +116,22 @@ def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collecti
     for topic in staging.topics():
         if topic not in topics and max(staging.changed_at(topic), _written_at(registry, topic)) < before:
             forget_topic(registry, staging, topic)
+
+
+def needed_batches(registry: Registry, topic: str) -> dict[str, int | None]:
+    """By query, the batch of the topic with this id that its manifest names and that is not published, so that its
+    staged files are needed; None if the manifest is damaged: any batch of that query may be needed."""
+    needed: dict[str, int | None] = {}
+    for entry in registry.scan(f"spark/{topic}/"):
+        query = entry.key.rpartition("/")[2]
+        try:
+            manifest = Manifest.load(entry)
+        except RegistryCorrupt:  # the query's own publisher tells of it
+            needed[query] = None
+            continue
+        if not manifest.is_published:
+            needed[query] = manifest.batch
+    return needed
 
 
 def _written_at(registry: Registry, topic: str) -> float:
@@ -182,7 +202,7 @@ class Publisher:
         ours = Manifest(batch, list(files), ranges, planned=planned, epochs=epochs, has_state=has_state)
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         self._finish_before(query, ours)
-        while True:
+        for _ in range(_LOOKS_MAX):
             entry = self._get(self._prefix + query)
             last = None if entry is None else _load(entry)
             step = step_for(query, last, ours)
@@ -207,6 +227,10 @@ class Publisher:
                 self._staging.keep_topic(self._topic.id)
                 self._finish_own(query, ours, version)
                 return
+        raise BatchRefused(
+            f"query {query}: other drivers have changed its manifest {_LOOKS_MAX} times while this one came with batch "
+            f"{batch}. Run one driver for each checkpoint location"
+        )
 
     def finish_others(self) -> None:
         """Publish what queries have left behind that died between their manifest and their last append, and collect

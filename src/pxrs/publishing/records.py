@@ -51,7 +51,7 @@ class Event(enum.Enum):
 
     COMMIT = "a driver commits the next batch, together with the group's checkpoints"
     FINISH = "all pieces are appended"
-    FORGET = "the job is over, or the topic was deleted a day ago"
+    FORGET = "the write was a job, which has no next batch"
 
 
 TRANSITIONS: Final[Mapping[tuple[ManifestState, Event], ManifestState]] = {

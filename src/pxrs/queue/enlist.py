@@ -41,10 +41,10 @@ from pxrs.queue.records import Queue, first_key, in_sequence, load_number
 from pxrs.queue.store import QueueStore
 from pxrs.registry.contract import ABSENT, Commit, Registry
 from pxrs.registry.sql.borrowed import DATABASES, SQLITE_WRITE_LOCK, is_autocommit, is_in_transaction, run
-from pxrs.registry.sql.planning import CommitPlan
+from pxrs.registry.sql.commit import CommitPlan
+from pxrs.registry.sql.registry import SqlRegistry
 from pxrs.registry.sql.sqlite import SqliteDatabase
 from pxrs.registry.sql.statements import Call, Statement, Statements
-from pxrs.registry.sql.store import SqlRegistry
 
 LOCK_PART: Final = 0.75
 """How much of the registry's `timeout` a lock is waited for, as by the registry itself."""

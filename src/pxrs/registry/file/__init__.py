@@ -12,6 +12,6 @@ def open(address: Address) -> Registry:
     address.refuse_unknown_options(("timeout",))
     directory = address.directory()
 
-    from pxrs.registry.file.store import FileRegistry
+    from pxrs.registry.file.registry import FileRegistry
 
     return FileRegistry(directory, address.namespace, address.seconds("timeout", 10.0))

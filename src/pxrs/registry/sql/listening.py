@@ -25,13 +25,13 @@ import psycopg
 
 from pxrs.errors import Closed, PxrsError, RegistryError
 from pxrs.registry.contract import Entry
-from pxrs.registry.sql.planning import parse_payload
+from pxrs.registry.sql.commit import parse_payload
 from pxrs.registry.sql.wire import Command, Wire
 from pxrs.registry.watch import PrefixWatch
 
 if TYPE_CHECKING:
     from pxrs.registry.sql.postgresql import PostgresDatabase
-    from pxrs.registry.sql.store import SqlRegistry
+    from pxrs.registry.sql.registry import SqlRegistry
 
 log = logging.getLogger(__name__)
 

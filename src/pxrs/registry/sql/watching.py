@@ -21,7 +21,7 @@ from pxrs.registry.sql.database import Gate
 from pxrs.registry.watch import PrefixWatch
 
 if TYPE_CHECKING:
-    from pxrs.registry.sql.store import SqlRegistry
+    from pxrs.registry.sql.registry import SqlRegistry
 
 log = logging.getLogger(__name__)
 

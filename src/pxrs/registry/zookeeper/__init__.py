@@ -18,10 +18,10 @@ import ssl
 from pxrs.errors import InvalidUrl
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Registry
+from pxrs.registry.zookeeper.client import Endpoint
 from pxrs.registry.zookeeper.layout import Layout
 from pxrs.registry.zookeeper.lease import SESSIONS_MAX
 from pxrs.registry.zookeeper.registry import ZooKeeperRegistry
-from pxrs.registry.zookeeper.session import Endpoint
 
 __all__ = ["ZooKeeperRegistry", "open"]
 

@@ -31,10 +31,11 @@ from pxrs.errors import (
     StorageFull,
 )
 from pxrs.registry.contract import ABSENT, Commit
+from pxrs.registry.zookeeper.client import Client
 from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
 from pxrs.registry.zookeeper.lease import LeaseSession
 from pxrs.registry.zookeeper.multi import PROBE, Node, Step, failure, steps, versions
-from pxrs.registry.zookeeper.session import DENIED, REFUSED, Client, Session, TryAgain, barrier, denied
+from pxrs.registry.zookeeper.session import DENIED, REFUSED, Session, TryAgain, barrier, denied
 
 # A server closes the connection on a request of more than 1,048,575 bytes.
 WIRE_BYTES_MAX = 1_048_000

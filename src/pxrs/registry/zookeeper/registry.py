@@ -13,6 +13,7 @@ from pxrs.errors import LeaseExpired
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease, id_of, not_attached
 from pxrs.registry.watch import PrefixWatch
+from pxrs.registry.zookeeper.client import Client, Endpoint
 from pxrs.registry.zookeeper.commit import Attempt
 from pxrs.registry.zookeeper.layout import Layout, Version
 from pxrs.registry.zookeeper.lease import (
@@ -24,7 +25,7 @@ from pxrs.registry.zookeeper.lease import (
     VisitingSession,
     session_of,
 )
-from pxrs.registry.zookeeper.session import Client, Endpoint, LastingSession, Session, barrier
+from pxrs.registry.zookeeper.session import LastingSession, Session, barrier
 from pxrs.registry.zookeeper.watcher import Watcher
 
 # The wire takes a little more than a megabyte. This leaves room for the paths of that many keys of usual length, each

@@ -35,8 +35,9 @@ from kazoo.protocol.states import KazooState
 
 from pxrs.errors import Closed, RegistryError, RegistryUnavailable
 from pxrs.registry.watch import PrefixWatch
+from pxrs.registry.zookeeper.client import Client
 from pxrs.registry.zookeeper.layout import Layout
-from pxrs.registry.zookeeper.session import Client, Session
+from pxrs.registry.zookeeper.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -249,7 +249,8 @@ class FileRegistry(Registry):
             file = LeaseFile.create(self._lease_folder, self._journal.scratch, lease, ttl, SYSTEM, is_held=renewed)
         try:
             self._publish(Change(lease_begins=lease), lambda: None)
-            deadline = file.renew()
+            with self._os_errors():
+                deadline = file.renew()
         except (OutcomeUnknown, LeaseExpired) as error:  # without its file the lease is over, if it has begun at all
             file.remove()
             raise RegistryUnavailable(f"{self.url}: no lease could be taken in time: {error}") from error

@@ -1,6 +1,6 @@
 """The registry on a SQL database: SQLite, PostgreSQL or Oracle.
 
-Linearizable because every commit locks all rows that it names before it looks at them (see `planning`), and a read is
+Linearizable because every commit locks all rows that it names before it looks at them (see `commit`), and a read is
 one statement. READ COMMITTED is enough for that, and all that is asked for.
 
 A lease dies by a write. Whoever meets an entry whose lease is over by the database's clock does not act on it in
@@ -31,9 +31,9 @@ from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
+from pxrs.registry.sql.commit import CommitPlan, LeasesDue
 from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
 from pxrs.registry.sql.lease import TRUSTED, LeaseTable, SqlLease
-from pxrs.registry.sql.planning import CommitPlan, LeasesDue
 from pxrs.registry.sql.statements import ALIVE, OVER, Call, Statement, key_range
 from pxrs.registry.watch import PrefixWatch
 
