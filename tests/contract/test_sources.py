@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,3 +122,20 @@ class TestTable(SourceContract):
         feed = TableFeed(tmp_path / "shop.db")
         yield feed
         feed.end()
+
+
+def spool_feed() -> Any:
+    """The class `SpoolFeed` as docs/writing-a-source.md prints it."""
+    text = (Path(__file__).parents[2] / "docs" / "writing-a-source.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "spool"}
+    exec(code[: code.index("\nfeed = SpoolFeed")], names)
+    return names["SpoolFeed"]
+
+
+class TestTheSourceOfTheGuide(SourceContract):
+    @pytest.fixture
+    def feed(self, tmp_path: Path) -> Iterator[Feed]:
+        feed: Feed = spool_feed()(tmp_path / "faxes")
+        yield feed
+        feed.close()

@@ -45,8 +45,8 @@ class Feed(ABC):
 
     @abstractmethod
     def put(self, values: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Store these messages, each readable when this returns; the partition and offset of each. The messages must
-        come into several partitions if there are at least 16 of them."""
+        """Store these messages, each readable when this returns; the partition and offset of each. Sixteen messages,
+        stored by one call or by one call each, must come into several partitions."""
 
     @abstractmethod
     def trim(self, partition: int, offset: int) -> None:
