@@ -1,14 +1,15 @@
 """The registry's contract in etcd's terms.
 
-- A commit is one transaction: it compares the modification revision of every expected key and, if it fails, reads what
-  they are, so that a refusal needs no second round trip.
+- A commit is one transaction: it compares the modification revision of every expected key and, if one differs, reads
+  all of them, so that `Conflict` can name the keys without a second round trip.
 - A lease has a key of its own, which is bound to it (`lease`). A commit that names the lease compares that key,
   whatever it writes (R3).
-- A store that runs full says so to the commit that filled it, though that one took effect. So the first time is
-  OutcomeUnknown; from then on a write of our own is tried first, and StorageFull means that nothing was sent.
-- Renewals have a connection of their own, so no commit is in their way (R6).
+- etcd answers the commit that fills the store with "no space", although that commit took effect. So the first such
+  answer becomes OutcomeUnknown. From then on a key of the registry's own is written before each commit, and if that
+  fails, StorageFull is raised and nothing of the commit was sent.
+- Renewals have a connection of their own, so that they do not wait for commits (R6).
 
-On failure: `link` says what is tried again and what is not.
+On failure: `link.py` says what is repeated and what is not.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """The journal: every change is a numbered file, and publishing it is one system call.
 
 The problem: several processes change several keys together, any of them may be killed or stopped between any two
-system calls, and nobody may wait for a process that is stopped. So there is no lock. A change is written to a scratch
-file and synced, then published by `link(2)` as the next number: that call is the commit point, for all keys at once.
-`EEXIST` means that another process was first: read what it published, check again, try the next number (R9).
+system calls, and no process may wait for one that is stopped. So there is no lock between processes. A change is
+written to a scratch file and synced, then published by `link(2)` as the next number: that call is the commit point, for
+all keys at once. `EEXIST` means that another process was first: read what it published, check again, try the next
+number (R9).
 
 The folders are described in `layout.py`.
 
 Compaction: the last entry of a generation is a *seal* that names the folder where history goes on. A process that has
 read up to the seal just goes on there; whoever sealed then publishes a snapshot in the new folder, for those who open
-the registry later, and moves the old folders away. Each step is one call that either wins or finds itself late, and a
-folder's name is never used again: a process that slept through a compaction gets `ENOENT`, not a number that was freed.
+the registry later, and moves the old folders away. Each step is one system call that either takes effect or fails
+because another process was first, and a folder's name is never used again: a process that was stopped during a
+compaction gets `ENOENT`, never an entry of another generation under the number that it expects.
 
 Durable before acknowledged: the scratch file is synced before the link, the folder after it; whoever follows a seal
 syncs the folder that holds it before writing behind it. A failure after the link is an unknown outcome.
@@ -18,8 +20,9 @@ syncs the folder that holds it before writing behind it. A failure after the lin
 A missing entry has one of two causes, and they are told apart:
 - A power loss may keep an entry and lose the one before it, if neither was synced. Then neither was acknowledged, and
   whoever opens the registry next publishes a seal in the place of the missing entry: it cuts off what lies behind.
-- Somebody removed the file. Each entry records up to which number its author had synced, and entries of the next
-  generation are written only after the seal was synced: if a missing entry was synced, opening raises RegistryCorrupt.
+- Something other than pxrs removed the file. Each entry records up to which number its author had synced, and entries
+  of the next generation are written only after the seal was synced: if a missing entry was synced, opening raises
+  RegistryCorrupt.
 No power loss happens while a handle is open, so an open handle raises RegistryCorrupt for any missing entry. It looks
 for its own last entry and for the one after the next before it publishes, and compares the whole folder with what it
 has read before its first use after `INSPECT_S`. So it never writes into a hole that one removed file has left, and into
@@ -62,7 +65,7 @@ FOLLOW_TRIES = 5
 
 
 class Published(NamedTuple):
-    """A step that is in the journal for good, once its generation is synced."""
+    """A step that was published. It is durable once its generation is synced."""
 
     generation: Generation
     number: int

@@ -44,7 +44,7 @@ LEAVE_S_MAX = 1.0
 
 
 class Crowded(KazooException):  # type: ignore[misc]
-    """Too many requests wait to be sent; this one is not."""
+    """Too many requests wait to be sent. The request that raised this was not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,9 @@ class Client(KazooClient):  # type: ignore[misc]
         self.is_connected = self.start_async()
 
     def _call(self, request: Any, async_object: Any) -> Any:
-        """kazoo wakes its connection by a byte in a pipe, and waits for ever if that is full of bytes that a hanging
-        connection has not read, one for each request that it has not sent. So there are never so many of them; who
-        finds no room in time is told, and nothing is sent."""
+        """kazoo wakes its connection thread by one byte in a pipe for each request, and blocks for ever if the pipe is
+        full, because the thread hangs and has not read it. So at most UNSENT_MAX requests wait to be sent. A caller
+        that finds no room in time gets `Crowded`, and its request is not sent."""
         until = self._clock.now() + seconds_left(self._patience_s)
         while True:
             with self._one_by_one:
@@ -135,8 +135,8 @@ class Client(KazooClient):  # type: ignore[misc]
         on_state(state)
 
     def shut(self, wait_s: float) -> bool:
-        """End the session and free everything; True if the server said so in time. After that the connection is
-        dropped, and the server is left to find out."""
+        """Close the session and free everything; True if the server confirmed it in time. Otherwise the connection is
+        dropped, and the session ends in the server when it expires."""
 
         def run() -> None:
             try:
@@ -189,19 +189,20 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
 
 
 class Line(ConnectionHandler):  # type: ignore[misc]
-    """kazoo's connection, and what kazoo keeps to itself about it."""
+    """kazoo's connection, with what kazoo does not tell about it."""
 
     clock: Clock
     granted_s: float = 0.0
     """The session time-out that the server granted; known once a request was answered."""
     touched_at: float = 0.0
-    """Before the connection was asked for that stands now. The leader itself grants it, and counts from then."""
+    """The moment before the present connection was asked for. The leader grants it, and counts the session's time-out
+    from then or later."""
     has_ended = False
     is_left = False
     """Set by `Client.leave`: no further connection is made."""
     on_event: Callable[[str, bool], None] = staticmethod(lambda path, is_gone: None)
-    """Told of the path of what has changed, and whether it is gone, in the order in which the server sent events and
-    answers. Kazoo calls back from another thread, and only for watches that it has set itself."""
+    """Called with the path of the node that has changed, and whether the node is gone, in the order in which the server
+    sent events and answers. kazoo's own callbacks are called later, and only for watches that kazoo has set."""
 
     def _connect(self, host: str, hostip: str, port: int) -> Any:
         if self.is_left:
@@ -227,10 +228,10 @@ class Line(ConnectionHandler):  # type: ignore[misc]
         super()._read_watch_event(buffer, offset)
 
     def drop(self) -> None:
-        """Let kazoo find the connection broken, so that it looks for another server."""
+        """Break the connection, so that kazoo connects to another server."""
         if self._socket is not None:
             with suppress(OSError):  # it may be gone already
-                # Not the method of a TLS socket, which would first stop encrypting under kazoo's hands.
+                # Not the method of a TLS socket, which would switch encryption off while kazoo uses the socket.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def zk_loop(self) -> None:

@@ -1,13 +1,13 @@
-"""A ZooKeeper session as kazoo keeps it, and calls through it that end in time.
+"""Calls through a ZooKeeper session, each of which ends in time.
 
-The problem: kazoo reconnects, and after an expiry makes a new session, by itself and without an end; its calls wait for
-ever. Here every call has a bound, kazoo's errors stay inside, and what must be known about a session is known: the
-time-out that the server granted, the moment of the last contact, and that it is over.
+The problem: kazoo's calls wait without a bound, and kazoo reports a lost connection, an expired session and a refused
+request by many errors. Here every call has a bound, and no error of kazoo's leaves this package.
 
 Invariants:
-- Before a connection is there, nothing is handed to kazoo: what it is given while disconnected it may send late.
-- An action is done again only after an error that says that it had no effect, or if it only reads.
-- kazoo's threads are never blocked: what they tell is put on a queue or sets a flag.
+- A request is handed to kazoo only while there is a connection: kazoo may send a request late that it was given while
+  it was disconnected.
+- An action is repeated only after an error that proves that it had no effect, or if it only reads.
+- No callback blocks kazoo's threads: each puts an item on a queue or sets a flag.
 
 On failure: no connection within the bound is `RegistryUnavailable`. If kazoo's own thread dies (it does when a server
 sends an error that it does not know), the next call starts a new client.
@@ -52,10 +52,10 @@ T = TypeVar("T")
 IN_FLIGHT_MAX = 100
 """How many requests of one call are under way at a time; each may bring a value of the largest size."""
 PAUSE_S = 0.02
-"""After a disturbance that left the connection standing; without one, the wait for a connection is the pause."""
+"""How long `attempt` waits before it repeats an action on the same connection."""
 
 CLOSE_S_MAX = 1.0
-"""How long a registry's own session may take to be closed. Nothing hangs on it: the server may forget it later."""
+"""How long a registry's own session may take to be closed. No node depends on it, so it may as well expire."""
 
 DENIED = (NoAuthError, AuthFailedError, InvalidACLError, SessionClosedRequireSaslError)
 # The request was not executed: the session was over, or is served by another server now, or the server was too busy.
@@ -64,7 +64,7 @@ _DISTURBED = (*REFUSED, ConnectionLoss, OperationTimeoutError)
 
 
 class TryAgain(Exception):
-    """Inside an action: nothing was changed, and the reason is gone."""
+    """Raised by an action that has changed nothing and whose next attempt may succeed."""
 
 
 class Session(ABC):
@@ -79,7 +79,7 @@ class Session(ABC):
 
     @abstractmethod
     def _expired(self) -> None:
-        """The server said that the session is over. Raises if that is final."""
+        """The server has said that the session expired. Raises if no other session may take its place."""
 
     def bound(self) -> float:
         """When a call that begins now must end."""
@@ -95,7 +95,7 @@ class Session(ABC):
         raise RegistryUnavailable(f"{self.endpoint.url}: no server could be reached in time")
 
     def attempt(self, action: Callable[[Client, float], T], until: float) -> T:
-        """Do the action on a standing connection, again if it was disturbed before it had an effect."""
+        """Call the action with a connected client; again if it was interrupted before it had an effect."""
         while True:
             try:
                 return action(self.connected(until), until)
@@ -127,8 +127,8 @@ class Session(ABC):
             raise ConnectionLoss(f"kazoo could not read an answer: {error!r}") from error
 
     def gather(self, ask: Callable[[str], Any], paths: Iterable[str]) -> Iterator[Any]:
-        """The answers to a request for each path, in order, None where there is no node. The bound is that of each
-        answer: there may be many of them."""
+        """The answers to a request for each path, in order, None where there is no node. Each answer has a bound of its
+        own, because there may be many of them."""
         waiting: deque[Any] = deque()
         for path in paths:
             if len(waiting) == IN_FLIGHT_MAX:
@@ -167,7 +167,7 @@ class Session(ABC):
     def make(self, client: Client, folders: Iterable[str], until: float) -> None:
         """Make the folders that are not there, the highest first. Others may be doing the same."""
         wanted = sorted(set(folders), key=lambda path: (path.count("/"), path))
-        # Asked before they are made: to make one that is there takes a right on its parent that we may not have.
+        # Look before creating: to create a node that is there takes a right on its parent that we may not have.
         found = self.gather(client.exists_async, wanted)
         missing = [path for path, stat in zip(wanted, list(found), strict=True) if stat is None]
         results = [client.create_async(path, acl=self.endpoint.acl) for path in missing]
@@ -179,12 +179,12 @@ class Session(ABC):
 
 
 def barrier(client: Client, path: str) -> Any:
-    """A transaction that changes nothing. What is asked behind it sees all that was committed before it. Its one answer
-    tells whether the node is there.
+    """A transaction that changes nothing. A request that is sent after it sees everything that was committed before it.
+    Its one answer tells whether the node is there.
 
-    `sync` does not do that: to a client of the leader it means nothing, and the leader tells its followers of a
-    commit before it has applied it itself, so that a reader there can miss what a writer elsewhere was told is done.
-    And a leader that was deposed and has not noticed answers `sync`, and cannot answer this.
+    `sync` does not do that: at the leader it has no effect, and the leader tells its followers of a commit before it
+    has applied the commit itself, so that a reader at the leader can miss a commit that was acknowledged to a client of
+    a follower. And a deposed leader that has not noticed it answers `sync`, but cannot answer this transaction.
     """
     transaction = client.transaction()
     transaction.check(path, -1)
@@ -201,7 +201,8 @@ def _say(error: Exception) -> str:
 
 
 class LastingSession(Session):
-    """A registry's own session. It holds no node, so losing it costs nothing but the watches: another one follows."""
+    """A registry's own session. It has no ephemeral nodes, so that another session can take its place when it expires;
+    only the watches must then be armed again."""
 
     def __init__(
         self,
@@ -211,7 +212,7 @@ class LastingSession(Session):
         on_event: Callable[[str, bool], None],
     ) -> None:
         super().__init__(endpoint, clock)
-        # Short enough that a server that hangs is given up, and another one found, within the bound of a call.
+        # Short enough that kazoo leaves a server that hangs, and finds another one, within the bound of a call.
         self._session_s = max(1.0, endpoint.timeout * 0.6)
         self._on_state, self._on_event = on_state, on_event
         self._guard = threading.Lock()
