@@ -69,7 +69,6 @@ KNOWN_FUNCTIONS = {
     "cli/source.py: add",
     "cli/worker.py: worker",
     "consumer/consumer.py: Consumer.__init__",
-    "producer/producer.py: Producer.__init__",
     "registry/sql/statements.py: _Builder.build",
     "sources/sql_table/__init__.py: sql_table",
     "testing/power.py: recorded",
