@@ -25,7 +25,7 @@ from pxrs.hub_parts import HubParts
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
-from pxrs.publishing.staging import Staging
+from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
 from pxrs.testing.command import run_here
@@ -401,9 +401,9 @@ def test_staged_files_that_no_manifest_names_are_removed_after_a_day(place: Plac
 def test_a_janitor_that_was_frozen_after_it_read_the_manifests_removes_nothing_staged_since(tmp_path: Path) -> None:
     """It wakes up two days later; a manifest names the file by then, and is not published yet."""
     file = staged(tmp_path, "a" * 32, 1, 1.5 * DAY_S)
-    Staging(str(tmp_path)).sweep("a" * 32, {}, now=time.time() - 2 * DAY_S)
+    DirectoryStaging(str(tmp_path)).sweep("a" * 32, {}, now=time.time() - 2 * DAY_S)
     assert file.exists()
-    Staging(str(tmp_path)).sweep("a" * 32, {}, now=time.time())
+    DirectoryStaging(str(tmp_path)).sweep("a" * 32, {}, now=time.time())
     assert not file.exists()
 
 

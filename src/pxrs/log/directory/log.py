@@ -96,7 +96,7 @@ class DirectoryLog(Log):
                 raise self._exists(topic.name)
             disk.make_folders(names.links)
             disk.make_folders(names.folders)
-            names.finish_deletions()
+            self.finish_deletions()
             folder = names.folders / topic.id
             try:
                 folder.mkdir()
@@ -192,7 +192,7 @@ class DirectoryLog(Log):
             raise LogError(
                 f"topic {name} is deleted, but a power loss may bring it back: {disk.explain(error)}"
             ) from error
-        self._names.finish_deletions()
+        self.finish_deletions()
         return identity
 
     def finish_deletions(self) -> None:
