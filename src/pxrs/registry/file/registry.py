@@ -10,6 +10,8 @@ another process has ended it. Every other call raises RegistryNotWritable before
 On failure: a commit that fails before its `link` had no effect; a sync that fails after it is an unknown outcome. A
 process that is killed or stopped at any point blocks no other process, and leaves at most files that the next
 compaction removes.
+
+This file is longer than others because the watching thread, which reads the same fields, is still part of it.
 """
 
 from __future__ import annotations
