@@ -79,7 +79,6 @@ KNOWN_UNDERSCORES = {
     "queue.combine",
     "queue.enlist",
     "queue.transaction",
-    "registry.memory",
     "testing.hooked",
     "testing.queue_worker",
 }
