@@ -76,8 +76,6 @@ KNOWN_UNDERSCORES = {
     "queue.combine",
     "queue.enlist",
     "queue.transaction",
-    "registry.file.store",
-    "registry.memory",
     "testing.hooked",
     "testing.queue_worker",
 }
