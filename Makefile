@@ -13,6 +13,8 @@ FIRST ?= 0
 BENCH_READY := $(VENV)/.bench-ready
 MADE := $(VENV)/pyvenv.cfg
 PYTEST := $(BIN)/python -m pytest
+# Tests start hundreds of Python processes. Where this variable is set, each of them compiles all of pxrs anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 # In this order, so that the files that take longest are not the last: one process would do them while the other waits.
@@ -63,6 +65,7 @@ soak: $(READY) ## The fault tests with larger numbers
 bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.registry
 	$(BIN)/python -m benchmarks.log --gigabytes $(BENCH_GB)
+	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.groups
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.spark

@@ -1,11 +1,71 @@
-"""Tests start many a JVM for a short time: they compile quickly rather than well."""
+"""What all tests share: short-lived JVMs, one Spark session for all files that need one, and Ctrl-C."""
 
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import pytest
+import typer.main
+
+# Tests start many a JVM for a short time: they compile quickly rather than well.
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+# pyarrow imports numpy where it is installed, and numpy starts threads for linear algebra, which nothing here uses.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# `pxrs.cli.app.main` has typer build all commands each time it is called, which takes longer than most commands do.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 # A shell that starts `make test` in the background has SIGINT ignored, and every process would inherit that: the tests
 # of Ctrl-C would wait for ever. Python's own handler is what a process at a prompt has.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+USES_SPARK = {"tests/acceptance/test_examples.py", "tests/integration/test_spark_source.py"}
+"""Files whose tests use the fixture `spark`."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, one process runs all files in `USES_SPARK`, so that a run starts one Spark session for
+    them. Starting a session and running a first query in it takes about 25 s of CPU."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneSparkSession(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "spark" if file in USES_SPARK else file
+
+    return OneSparkSession(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays until the end: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Spark's processes work: what relative paths in a program that they run mean."""
+    return tmp_path_factory.mktemp("spark")
+
+
+@pytest.fixture(scope="session")
+def spark(spark_folder: Path) -> Iterator[Any]:
+    """The Spark session of this process. A test shares it with other tests, so it uses folders, queries, views and
+    settings of its own, and leaves no query running."""
+    pytest.importorskip("pyspark")
+    from pxrs.spark import session
+
+    with contextlib.chdir(spark_folder):
+        found = session("tests", "local[2]", {"spark.sql.shuffle.partitions": "1"})
+    found.sparkContext.setLogLevel("OFF")
+    yield found
+    found.stop()

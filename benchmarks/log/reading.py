@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 import pxrs
 from benchmarks.log.workload import ROWS, Row, pairs, records
 from benchmarks.measure import compare
-from pxrs.hub import TopicHandle
 from pxrs.log.contract import Append
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Message
+from pxrs.topics import TopicHandle
 
 BATCHES = 150
 """Two sealed segments of 64 MiB, and a tail of about 50 MB."""

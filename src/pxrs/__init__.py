@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs import errors, registry
 from pxrs.clock import Clock
-from pxrs.hub import Hub, TopicHandle, open
+from pxrs.hub import Hub, open
 from pxrs.log.batch import Batch, Origin, Payload
-from pxrs.log.contract import Append, DamagedTopic, Log, RetentionPlan, Source, TopicLog
+from pxrs.log.contract import Append, Bounds, DamagedTopic, Fetched, Log, RetentionPlan, Source, TopicLog
 from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
 from pxrs.model import Message, Topic, TopicPartition
 from pxrs.queue.policy import (
@@ -21,6 +21,10 @@ from pxrs.queue.policy import (
     Policy,
 )
 from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
+from pxrs.topics import TopicHandle
+from pxrs.upkeep.janitor import UpkeepStatus
+from pxrs.upkeep.records import RoundReport
+from pxrs.waiting import Cancel, Subscription
 
 if TYPE_CHECKING:
     from pxrs.consumer.consumer import ConsumedBatch, Consumer
@@ -44,6 +48,8 @@ __all__ = [
     "AtLeastOnce",
     "Backoff",
     "Batch",
+    "Bounds",
+    "Cancel",
     "Clock",
     "ConsumeOnce",
     "ConsumeTimes",
@@ -55,6 +61,7 @@ __all__ = [
     "Depth",
     "Entry",
     "ExponentialBackoff",
+    "Fetched",
     "FixedBackoff",
     "GroupDescription",
     "GroupHandle",
@@ -82,9 +89,11 @@ __all__ = [
     "RegisteredSource",
     "Registry",
     "RetentionPlan",
+    "RoundReport",
     "Source",
     "Stored",
     "StoredAt",
+    "Subscription",
     "TableReceipt",
     "Timings",
     "Topic",
@@ -93,6 +102,7 @@ __all__ = [
     "TopicLog",
     "TopicPartition",
     "Transaction",
+    "UpkeepStatus",
     "Watch",
     "__version__",
     "errors",

@@ -21,16 +21,14 @@ alone can tell whether this is their registry.
 from __future__ import annotations
 
 import logging
-import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from pxrs import disk
-from pxrs.errors import Conflict, InvalidUrl, LogError, RetentionPostponed, WrongRegistry
+from pxrs.address import LazyRegistry
+from pxrs.errors import Conflict, InvalidUrl, RetentionPostponed, WrongRegistry
 from pxrs.group.records import Home, Keys
 from pxrs.hub_record import HubRecord, HubRecordFile
-from pxrs.log.contract import RetentionPlan, TopicLog
-from pxrs.registry.address import parse
 from pxrs.registry.contract import ABSENT, Registry
 from pxrs.registry.identity import fingerprint, known_fingerprint
 
@@ -44,26 +42,19 @@ class Belonging:
         self,
         url: str,
         record: HubRecordFile,
-        address: str | os.PathLike[str],
-        registry: Callable[[], Registry],
+        registry: LazyRegistry,
         check_place: Callable[[], None],
     ) -> None:
-        """address: of the registry that the hub was opened with; registry: opens it, or gives it if it is open;
-        check_place: raises HubMoved."""
+        """registry: the one that the hub was opened with; check_place: raises HubMoved."""
         self.record = record
         self._url, self._registry, self._check_place = url, registry, check_place
-        self._address = parse(address)
         self._id: str | None = None
         """The id of the registry that the hub was opened with, once it was asked for."""
 
     @property
     def shown(self) -> str:
         """The address of the registry that the hub was opened with, without a password."""
-        return self._address.shown
-
-    @property
-    def _is_in_memory(self) -> bool:
-        return self._address.scheme == "memory"
+        return self._registry.shown
 
     def check(self) -> Home | None:
         """The hub's identity, None if it has none yet. Raises WrongRegistry, HubMoved."""
@@ -74,9 +65,9 @@ class Belonging:
         """As `check`, for a member of a group: the hub belongs to its registry from now on, if it belonged to none."""
         self._check_place()
         record = self.record.read()
-        if (record is None or not record.registry) and not self._is_in_memory:
+        if (record is None or not record.registry) and not self._registry.is_in_memory:
             self.record.check_writable()  # before the registry is given an id
-            record = self.record.claim(self._own_id() or fingerprint(self._registry()), self.shown)
+            record = self.record.claim(self._own_id() or fingerprint(self._registry.get()), self.shown)
         return self._checked(record)
 
     def begin(self, *, keeps_unread: bool) -> None:
@@ -89,9 +80,9 @@ class Belonging:
             raise disk.log_error(error, self.record.folder) from error
         self.record.begin()
         record = self.record.read()
-        if keeps_unread and record is not None and not record.registry and not self._is_in_memory:
+        if keeps_unread and record is not None and not record.registry and not self._registry.is_in_memory:
             self.record.check_writable()
-            self.record.claim(fingerprint(self._registry()), self.shown)
+            self.record.claim(fingerprint(self._registry.get()), self.shown)
 
     def adopt(self, topics: Iterable[str]) -> tuple[str, str]:
         """Make the hub belong to the registry that it was opened with, whatever it belonged to before; the addresses
@@ -99,14 +90,14 @@ class Belonging:
 
         topics: the ids of the hub's topics. Groups of this registry that have checkpoints of one of them are this
                 hub's, whatever id the hub had when they were written."""
-        if self._is_in_memory:
+        if self._registry.is_in_memory:
             raise InvalidUrl(f"the registry {self.shown} ends with this process: a hub cannot belong to it")
         self._check_place()
         if not self.record.folder.is_dir():
             raise InvalidUrl(f"there is no directory {self.record.folder}")
         self.record.check_writable()
-        before, after = self.record.adopt(fingerprint(self._registry()), self.shown)
-        _take_groups(self._registry(), set(topics), self._home(after))
+        before, after = self.record.adopt(fingerprint(self._registry.get()), self.shown)
+        _take_groups(self._registry.get(), set(topics), self._home(after))
         return "" if before is None else before.address, after.address
 
     def check_retention(self, topic: str) -> None:
@@ -127,61 +118,18 @@ class Belonging:
             return None
         if record.registry and record.registry != self._own_id():
             raise WrongRegistry(self._url, record.address, self.shown)
-        return None if self._is_in_memory else self._home(record)
+        return None if self._registry.is_in_memory else self._home(record)
 
     def _home(self, record: HubRecord) -> Home:
         return Home(record.hub, f"{socket.gethostname()}:{self._url} (hub {record.hub[:8]})")
 
     def _own_id(self) -> str | None:
-        """None if the registry has no id yet, or is a directory that is not there: to look must not write."""
+        """None if the registry has no id yet, or is missing: to look at it must not create an empty one."""
         if self._id is None:
-            if self._address.scheme == "file" and not self._address.directory().is_dir():
+            if self._registry.is_missing:
                 return None
-            self._id = known_fingerprint(self._registry())
+            self._id = known_fingerprint(self._registry.get())
         return self._id
-
-
-def retain_unread(log: TopicLog, registry: Registry, belonging: Belonging | None) -> dict[int, int]:
-    """Apply retention to a topic that keeps what is unread, where `check_retention` has allowed it; the new starts of
-    the partitions that moved.
-
-    The new starts are committed first, and only then anything is removed (see `pxrs.group.retention`). What is removed
-    was decided by the groups of this registry: so the record is read again under the lock, which `adopt` takes too."""
-    from pxrs.group.protocol import drive
-    from pxrs.group.retention import move_start
-
-    plan = RetentionPlan({}, [])
-
-    def decide(unread: Mapping[int, int]) -> Mapping[int, int]:
-        nonlocal plan
-        plan = log.plan_retention(log.clock.wall_time_us(), unread)
-        return plan.starts
-
-    starts = drive(move_start(log.id, decide), registry, None)
-    behind = _behind(log, starts, plan)
-    moved: dict[int, int] = {}
-    if behind and belonging is None:
-        moved = log.trim(behind)
-    elif behind and belonging is not None:
-        with belonging.record.locked():
-            belonging.check_retention(log.name)
-            moved = log.trim(behind)
-    if plan.errors:
-        raise plan.errors[0]
-    return moved
-
-
-def _behind(log: TopicLog, starts: Mapping[int, int], plan: RetentionPlan) -> dict[int, int]:
-    """The partitions that still hold messages from before their start, be it of a retention that died: before it told
-    the log, or before it removed all that the log has counted as removed since, which the plan then names again."""
-    found = {}
-    for number, start in starts.items():
-        try:
-            if number < log.partitions and (number in plan.starts or log.start(number) < start):
-                found[number] = start
-        except LogError as error:  # a damaged partition keeps no other from being trimmed
-            plan.errors.append(error)
-    return found
 
 
 def _take_groups(registry: Registry, topics: set[str], home: Home) -> None:

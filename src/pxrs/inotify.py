@@ -1,4 +1,4 @@
-"""Being told of changes in folders: inotify through the C library on Linux; elsewhere a look twenty times a second."""
+"""Learning of changes to files: inotify through the C library on Linux; elsewhere a look 20 times a second."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ import threading
 from dataclasses import dataclass, field
 
 MODIFY, ATTRIB, CLOSE_WRITE, CREATE, DELETE = 0x2, 0x4, 0x8, 0x100, 0x200
-DELETE_SELF, MOVE_SELF, OVERFLOW = 0x400, 0x800, 0x4000
+DELETE_SELF, MOVE_SELF, OVERFLOW, IGNORED = 0x400, 0x800, 0x4000, 0x8000
 _EVENT = struct.Struct("iIII")
 _POLL_S = 0.05
+_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What happened while waiting."""
+    """The events that one read of the kernel's queue returned."""
 
     overflow: bool = False
+    """The kernel dropped events: anything that is watched may have changed."""
     closed: frozenset[str] = field(default_factory=frozenset)
     """Names of files that a writer has closed, by itself or by dying."""
     changed: frozenset[int] = field(default_factory=frozenset)
-    """The watches, as `add` has numbered them, of which anything was told."""
+    """Numbers of the watches, as `Notifier.add` returned them, that have any event."""
+    ended: frozenset[int] = field(default_factory=frozenset)
+    """Numbers of the watches that the kernel has removed, because their file is gone. They are in `changed` too."""
 
 
 class Notifier:
-    """Waits for changes in some folders. One thread waits; any thread may `interrupt` it."""
+    """An inotify instance. One thread waits on it; any thread may `interrupt` that thread, `add`, or `take`."""
 
     def __init__(self) -> None:
         self._inotify = -1
@@ -45,51 +49,74 @@ class Notifier:
         self._guard = threading.Lock()
         self._closed = False
 
+    @property
+    def has_events(self) -> bool:
+        """False where there is no inotify: `sleep` and `wait` then return often, and whoever waits must look."""
+        return self._inotify >= 0
+
     def add(self, folder: str, mask: int) -> int | None:
-        """The number of the watch; None where there is no inotify. Raises FileNotFoundError if the folder is not
-        there."""
+        """Watch a file or folder; the number of the watch, or None where there is no inotify. Raises FileNotFoundError
+        if it is not there."""
         if self._inotify < 0:  # pragma: no cover - not Linux
             return None
         return self._check(self._libc.inotify_add_watch(self._inotify, os.fsencode(folder), mask), folder)
 
+    def remove(self, watch: int) -> None:
+        """End a watch. One that the kernel has removed already is no error."""
+        if self._inotify >= 0:
+            self._libc.inotify_rm_watch(self._inotify, watch)
+
     def wait(self, timeout: float | None) -> News:
+        """Sleep until there are events, `interrupt` is called, or so many seconds have passed; what has happened."""
+        self.sleep(timeout)
+        return self.take()
+
+    def sleep(self, timeout: float | None) -> None:
+        """As `wait`, and leave the events to be taken. Where there is no inotify, returns after 50 ms at the latest."""
         if self._inotify < 0:  # pragma: no cover - not Linux
             timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
         poll = select.poll()
         for descriptor in (self._inotify, self._interrupt_out):
             if descriptor >= 0:
                 poll.register(descriptor, select.POLLIN)
-        # Whoever waits longer than a day looks once a day: the system takes no number that large.
+        # `poll` refuses very large numbers, so a longer wait returns once a day.
         ready = dict(poll.poll(None if timeout is None else min(max(0.0, timeout), 86_400.0) * 1000))
         if self._interrupt_out in ready:
             os.read(self._interrupt_out, 4096)
-        return self._read() if self._inotify in ready else News()
 
-    def _read(self) -> News:
-        data, position = os.read(self._inotify, 1 << 16), 0
-        overflow, closed, changed = False, set(), set()
+    def take(self) -> News:
+        """The events that are there now, up to 64 KiB of them; never waits."""
+        if self._inotify < 0:  # pragma: no cover - not Linux
+            return News()
+        try:
+            data, position = os.read(self._inotify, _READ_BYTES), 0
+        except BlockingIOError:
+            return News()
+        overflow, closed, changed, ended = False, set(), set(), set()
         while position < len(data):
             watch, mask, _, length = _EVENT.unpack_from(data, position)
             begin = position + _EVENT.size
             position = begin + length
             overflow |= bool(mask & OVERFLOW)
             changed.add(watch)
+            if mask & IGNORED:
+                ended.add(watch)
             if mask & CLOSE_WRITE:
                 closed.add(os.fsdecode(data[begin:position].rstrip(b"\0")))
-        return News(overflow, frozenset(closed), frozenset(changed))
+        return News(overflow, frozenset(closed), frozenset(changed), frozenset(ended))
 
     def interrupt(self) -> None:
-        """Make the waiting thread return at once. After `close` it does nothing."""
+        """Make the waiting thread return at once. After `close` this does nothing."""
         with self._guard:
             if self._closed:
                 return
             try:
                 os.write(self._interrupt_in, b"!")
-            except BlockingIOError:  # it has been interrupted thousands of times already
+            except BlockingIOError:  # the pipe is full: thousands of interrupts are waiting to be read
                 return
 
     def close(self) -> None:
-        """For the waiting thread, when it is done."""
+        """Only when no thread waits: its descriptors could be those of other files by the time it looks at them."""
         with self._guard:
             if self._closed:
                 return

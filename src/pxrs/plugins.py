@@ -15,6 +15,11 @@ from pxrs.errors import InvalidArgument
 T = TypeVar("T", bound=Callable[..., object])
 
 
+def names(ours: Mapping[str, object], entry_point_group: str) -> list[str]:
+    """The names that a setting may have: those of pxrs, then those of installed packages in alphabetical order."""
+    return list(dict.fromkeys([*ours, *sorted(entry.name for entry in entry_points(group=entry_point_group))]))
+
+
 def function_named(
     setting: str, name: object, ours: Mapping[str, T], entry_point_group: str, refusal: type[InvalidArgument]
 ) -> T:
@@ -28,7 +33,7 @@ def function_named(
     # By what each refers to: a package that is found twice, as in a checkout that is installed too, is no conflict.
     found = {entry.value: entry for entry in installed if entry.name == name}
     if not found:
-        choices = ", ".join(dict.fromkeys([*ours, *sorted(entry.name for entry in installed)]))
+        choices = ", ".join(names(ours, entry_point_group))
         raise refusal(
             f"{setting} is {name!r}; choose from {choices}, or install the package that has it (entry point "
             f"{entry_point_group})"

@@ -9,38 +9,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pxrs.spark import session
-
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+AS_A_PROCESS = ROOT / "examples" / "work_queue.py"
+"""It needs no Spark, and begins and ends in the same way as all of them."""
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {AS_A_PROCESS})
 WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
 MARK = "-- end of a command --"
 PATIENCE_S = 240.0
-FAST_START = "-XX:TieredStopAtLevel=1"
+SHORT_LIVED = {"JDK_JAVA_OPTIONS": "-XX:TieredStopAtLevel=1"}
 """These processes live for less than a minute: compiled no further than it is worth."""
-SHORT_LIVED = {"JDK_JAVA_OPTIONS": FAST_START}
-
-
-@pytest.fixture(scope="module")
-def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where Spark's processes work: what relative paths in a program that they run mean."""
-    return tmp_path_factory.mktemp("spark")
-
-
-@pytest.fixture(scope="module")
-def spark(spark_folder: Path) -> Iterator[Any]:
-    config = {"spark.sql.shuffle.partitions": "2", "spark.driver.extraJavaOptions": FAST_START}
-    with contextlib.chdir(spark_folder):
-        found = session("examples", "local[2]", config)
-    found.sparkContext.setLogLevel("OFF")
-    yield found
-    found.stop()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
@@ -76,9 +58,9 @@ def test_python_in_the_documents_that_starts_spark_runs_twice_in_one_folder(
 
 
 def test_an_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
-    path = ROOT / "examples" / "work_queue.py"  # needs no Spark; all of them begin and end in the same way
-    found = re.search(r"^    python (\S+) \[FOLDER\]$", path.read_text(), re.MULTILINE)
+    found = re.search(r"^    python (\S+) \[FOLDER\]$", AS_A_PROCESS.read_text(), re.MULTILINE)
     assert found is not None
+    assert ROOT / found[1] == AS_A_PROCESS
     command = [sys.executable, found[1], str(tmp_path)]
     run = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **SHORT_LIVED}, capture_output=True, text=True, timeout=PATIENCE_S
@@ -104,6 +86,7 @@ def test_the_walkthrough_goes_as_it_is_printed(tmp_path: Path) -> None:
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert run.returncode == 0, (run.stdout, run.stderr)
+    assert run.stderr == "", "nor does the Java that it starts say anything there"
     told = run.stdout.split(f"{MARK}\n")[:-1]
     like = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     for (command, printed), found in zip(steps, told, strict=True):

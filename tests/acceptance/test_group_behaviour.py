@@ -56,7 +56,7 @@ class Watched(Consumer):
         self.refused: list[str] = []
         self._watch_commits(hub)
         super().__init__(
-            hub._log.topic("t"),
+            hub.log.topic("t"),
             hub.registry,
             "g",
             on_revoked=self.revoked.extend,

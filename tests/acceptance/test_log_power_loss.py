@@ -66,25 +66,46 @@ def tape(fast: Path) -> power.Tape:
     return tape
 
 
-def check(tape: power.Tape, at: int, choose: power.Choose, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lose the power, start again, and hold the log to what was promised."""
-    tape.restore(at, choose, target)
-    monkeypatch.setattr(published_module, "boot_id", lambda: "00000000-0000-0000-0000-00000000000f")
-    log = DirectoryLog(target)
-    topic = log.topic("t")
-    values: list[bytes] = []
-    while found := topic.read(0, len(values)):
-        for batch in found:
-            assert batch.base_offset == len(values)
-            values += batch.records.column("value").to_pylist()
-    for offset, promised in tape.marks(at):
-        if promised is None:
-            assert offset <= len(values), f"moment {at}: a reader was at {offset}, and the end is {len(values)}"
-        else:
-            assert values[offset : offset + len(promised)] == promised, f"moment {at}"
-    assert offsets_of(topic.append([Append.encoded(0, records(b"after"))])) == [len(values)]
-    log.close()
-    shutil.rmtree(target)
+class Losses:
+    """Losses of power in a run. The log is started again once on each disk that they leave: many leave equal ones."""
+
+    def __init__(self, tape: power.Tape, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._tape, self._target = tape, target
+        acknowledged = [promised for _, promised in tape.marks(len(tape.events)) if promised is not None]
+        self._values = [value for promised in acknowledged for value in promised]
+        """What the run has appended, by offset."""
+        self._ends: dict[bytes, int] = {}
+        """Where the log ends on a disk, by the disk's digest."""
+        monkeypatch.setattr(published_module, "boot_id", lambda: "00000000-0000-0000-0000-00000000000f")
+
+    def check(self, at: int, choose: power.Choose) -> None:
+        """Lose the power, start again, and hold the log to what was promised."""
+        disk = self._tape.disk(at, choose)
+        digest = disk.digest()
+        if digest not in self._ends:
+            self._ends[digest] = self._start(disk, at)
+        end = self._ends[digest]
+        for offset, promised in self._tape.marks(at):
+            if promised is None:
+                assert offset <= end, f"moment {at}: a reader was at {offset}, and the end is {end}"
+            else:
+                assert offset + len(promised) <= end, f"moment {at}: {offset} was acknowledged, and the end is {end}"
+
+    def _start(self, disk: power.Disk, at: int) -> int:
+        """Open the log that is on this disk, read all of it and append; where it ended."""
+        disk.write(self._target)
+        log = DirectoryLog(self._target)
+        topic = log.topic("t")
+        values: list[bytes] = []
+        while found := topic.read(0, len(values)):
+            for batch in found:
+                assert batch.base_offset == len(values)
+                values += batch.records.column("value").to_pylist()
+        assert values == self._values[: len(values)], f"moment {at}"
+        assert offsets_of(topic.append([Append.encoded(0, records(b"after"))])) == [len(values)]
+        log.close()
+        shutil.rmtree(self._target)
+        return len(values)
 
 
 class OneLoss:
@@ -103,25 +124,26 @@ class OneLoss:
 def test_each_single_block_lost_or_torn_at_every_moment(
     tape: power.Tape, fast: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = 0
+    losses, states = Losses(tape, fast / "state", monkeypatch), 0
     for at in range(len(tape.events) + 1):
         which, things = 0, 1
         while which < things:
             for is_torn in (False, True):
                 loss = OneLoss(which, is_torn)
-                check(tape, at, loss, fast / "state", monkeypatch)
+                losses.check(at, loss)
                 states += 1
             which, things = which + 1, loss.asked
-        check(tape, at, lambda possibilities: 0, fast / "state", monkeypatch)
+        losses.check(at, lambda possibilities: 0)
     assert states > 500
 
 
 def test_seeded_combinations_of_losses(tape: power.Tape, fast: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = Losses(tape, fast / "state", monkeypatch)
     for seed in range(LOSSES):
         dice = random.Random(seed)
         at = dice.randrange(len(tape.events) + 1)
         try:
-            check(tape, at, dice.randrange, fast / "state", monkeypatch)
+            losses.check(at, dice.randrange)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 
@@ -138,5 +160,6 @@ def test_the_simulation_catches_a_log_that_acknowledges_before_it_syncs(
         (offset,) = offsets_of(topic.append([Append.encoded(0, records(b"acknowledged"))]))
         tape.mark((offset, [b"acknowledged"]))
     monkeypatch.undo()
+    losses = Losses(tape, fast / "state", monkeypatch)
     with pytest.raises(AssertionError):
-        check(tape, len(tape.events), lambda possibilities: 0, fast / "state", monkeypatch)
+        losses.check(len(tape.events), lambda possibilities: 0)

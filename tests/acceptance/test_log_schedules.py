@@ -33,12 +33,12 @@ from pxrs.errors import (
 from pxrs.inotify import Notifier
 from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.contract import Append
-from pxrs.log.directory import log as directory_module
 from pxrs.log.directory import partition as partition_module
-from pxrs.log.directory import reading
+from pxrs.log.directory import reading, tailing
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.sealed import Sealed
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import MaybeStored, Outcome, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic
@@ -320,13 +320,13 @@ def test_x15_who_waits_without_a_bound_hears_of_the_end(
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1))
     offsets_of(topic.append(one(b"seen")))
     is_waiting = threading.Event()
-    original = Notifier.wait
+    original = Notifier.sleep
 
-    def wait(self: Notifier, timeout: float | None) -> object:
+    def sleep(self: Notifier, timeout: float | None) -> None:
         is_waiting.set()
-        return original(self, timeout)
+        original(self, timeout)
 
-    monkeypatch.setattr(Notifier, "wait", wait)
+    monkeypatch.setattr(Notifier, "sleep", sleep)
     waiting, told = in_a_thread(lambda: topic.wait({0: 1}, None))
     assert is_waiting.wait(BOUND_S)
     act(log, tmp_path)
@@ -344,7 +344,7 @@ def test_x15_more_waiters_than_the_system_allows_get_an_error_of_the_log(
     def no_more() -> Notifier:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(directory_module, "Notifier", no_more)
+    monkeypatch.setattr(tailing, "Notifier", no_more)
     with pytest.raises(LogError):
         topic.wait({0: 1}, BOUND_S)
     monkeypatch.undo()

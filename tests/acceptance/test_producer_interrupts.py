@@ -182,7 +182,7 @@ def test_x16_a_close_after_an_interrupted_one_still_waits_for_all(tmp_path: Path
         entered, may_store, has_returned = threading.Event(), threading.Event(), threading.Event()
         with pxrs.open(tmp_path) as hub:
             hub.create_topic("t", partitions=1)
-            log = hub._log.topic("t")
+            log = hub.log.topic("t")
             store = log.append
 
             def slow(appends: Sequence[Append]) -> list[int]:

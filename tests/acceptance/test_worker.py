@@ -103,17 +103,19 @@ class Shop:
         members = self.members()
         return members.keys() == set(pids) and all(members.values()) and sum(members.values()) == PARTITIONS
 
-    def worker(self, handler: str, *arguments: str) -> Supervisor:
-        self.supervisors.append(Supervisor(self.folder, handler, *arguments))
+    def worker(self, handler: str, *arguments: str, are_forked: bool = True) -> Supervisor:
+        """are_forked: the workers are, which is cheaper than to start them as `pxrs worker` does."""
+        self.supervisors.append(Supervisor(self.folder, are_forked, handler, *arguments))
         return self.supervisors[-1]
 
 
 class Supervisor:
-    def __init__(self, folder: Path, handler: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, are_forked: bool, handler: str, *arguments: str) -> None:
+        module = "pxrs.testing.forked_workers" if are_forked else "pxrs.cli"
         command = ["worker", handler, "--topic", "t", "--group", "g", "--at", "data", *arguments, "--json"]
         self._told = folder / f"stderr-{time.monotonic_ns()}"
         with self._told.open("wb") as told:
-            self.process = Forked("pxrs.cli", command, cwd=folder, stderr=told.fileno(), has_group=True)
+            self.process = Forked(module, command, cwd=folder, stderr=told.fileno(), has_group=True)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         lines = self._told.read_text().split("\n")[:-1]
@@ -165,7 +167,8 @@ def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(shop: Shop, number: int) -> None:
-    supervisor = shop.worker("shop:handle", "--processes", "3", "--threads", "2", "--commit-interval", "3600")
+    arguments = ("--processes", "3", "--threads", "2", "--commit-interval", "3600")
+    supervisor = shop.worker("shop:handle", *arguments, are_forked=False)
     wait_until(lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), supervisor.events)
     shop.send(4_000)
     wait_until(lambda: len(shop.handled()) > 100, supervisor.events)
@@ -183,7 +186,7 @@ def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(
 
 def test_a_terminal_interrupts_the_supervisor_and_its_workers_together(shop: Shop) -> None:
     shop.send(4_000)
-    supervisor = shop.worker("shop:handle", "--processes", "2")
+    supervisor = shop.worker("shop:handle", "--processes", "2", are_forked=False)
     wait_until(lambda: len(shop.handled()) > 50, supervisor.events)
     assert supervisor.interrupt() == 0, supervisor.events()
     assert sum(offset or 0 for offset in shop.checkpoints().values()) == len(shop.handled())
@@ -193,7 +196,7 @@ def test_a_terminal_interrupts_the_supervisor_and_its_workers_together(shop: Sho
 def test_a_stop_while_the_workers_are_starting_is_not_forgotten(shop: Shop, stop: Callable[[Supervisor], int]) -> None:
     shop.send(4_000)
     for moment_s in (0.0, 0.1, 0.3):
-        supervisor = shop.worker("shop:handle", "--processes", "2")
+        supervisor = shop.worker("shop:handle", "--processes", "2", are_forked=False)
         wait_until(lambda told=supervisor: len(told.pids()) == 2, supervisor.events)
         time.sleep(moment_s)  # no condition to wait on: any moment of a start will do
         assert stop(supervisor) == 0, supervisor.events()
@@ -203,7 +206,7 @@ def test_a_stop_while_the_workers_are_starting_is_not_forgotten(shop: Shop, stop
 
 
 def test_a_worker_that_is_killed_is_started_again(shop: Shop) -> None:
-    supervisor = shop.worker("shop:handle", "--processes", "2")
+    supervisor = shop.worker("shop:handle", "--processes", "2", are_forked=False)
     wait_until(lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), supervisor.events)
     shop.send(400)
     killed, other = supervisor.pids()
@@ -302,7 +305,8 @@ def test_a_bad_setting_is_one_error_and_not_one_for_each_worker(
 
 
 def test_a_killed_supervisor_leaves_no_orphans_and_nothing_undone(shop: Shop) -> None:
-    supervisor = shop.worker("shop:handle", "--processes", "3", "--commit-interval", "3600")
+    arguments = ("--processes", "3", "--commit-interval", "3600")
+    supervisor = shop.worker("shop:handle", *arguments, are_forked=False)
     wait_until(lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), supervisor.events)
     shop.send(4_000)
     wait_until(lambda: len(shop.handled()) > 100, supervisor.events)

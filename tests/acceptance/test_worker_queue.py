@@ -108,7 +108,9 @@ class Supervisor:
         command = ["worker", handler, "--queue", "jobs", *arguments, "--json"]
         self._told = folder / f"stderr-{time.monotonic_ns()}"
         with self._told.open("wb") as told:
-            self.process = Forked("pxrs.cli", command, cwd=folder, stderr=told.fileno(), has_group=True)
+            # `test_worker.py` has workers that are started afresh, and so has one of a queue in `test_examples.py`.
+            module = "pxrs.testing.forked_workers"
+            self.process = Forked(module, command, cwd=folder, stderr=told.fileno(), has_group=True)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         lines = self._told.read_text().split("\n")[:-1]

@@ -13,16 +13,17 @@ from kazoo.protocol.serialization import CheckVersion, Create, Delete, SetData, 
 from kazoo.security import CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from pxrs import registry as registries
-from pxrs.clock import SYSTEM
-from pxrs.errors import CommitTooLarge, Conflict, MissingDependency
+from pxrs.clock import SYSTEM, ManualClock
+from pxrs.errors import CommitTooLarge, Conflict, LeaseExpired, MissingDependency, RegistryUnavailable
 from pxrs.registry import ABSENT
 from pxrs.registry.contract import Commit
 from pxrs.registry.limit import time_limit
 from pxrs.registry.zookeeper import ZooKeeperRegistry
 from pxrs.registry.zookeeper.bulk import MultiRead, SetWatches, next_count
+from pxrs.registry.zookeeper.client import UNSENT_MAX, Client, Crowded, Endpoint
 from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
+from pxrs.registry.zookeeper.lease import Connections, Secret, VisitingSession
 from pxrs.registry.zookeeper.multi import Node, Step, steps
-from pxrs.registry.zookeeper.session import UNSENT_MAX, Client, Crowded
 from pxrs.testing.registry_contract import Backend, SharedRegistryContract, quieten
 from pxrs.testing.servers import ZooKeeperServer
 
@@ -42,7 +43,9 @@ def server() -> Iterator[ZooKeeperServer]:
 class TestZooKeeper(SharedRegistryContract):
     @pytest.fixture
     def backend(self, server: ZooKeeperServer) -> Backend:
-        return Backend(f"{server.url}/tests/contract", ttl=1.0, versions_outlive_deletion=False)
+        return Backend(
+            f"{server.url}/tests/contract", ttl=1.0, versions_outlive_deletion=False, leases_many=20, lease_threads=1
+        )
 
 
 @pytest.fixture
@@ -134,6 +137,61 @@ def test_no_transaction_is_longer_than_was_counted(acl: object) -> None:
 def test_large_values_are_asked_for_few_at_a_time(value_bytes: int, count: int) -> None:
     assert next_count([(b"v" * value_bytes, None)] * 2) == count
     assert next_count([None, None]) == 250
+
+
+# Sessions of leases
+
+
+@pytest.mark.parametrize("session_id", [0x1000_0000_0001, -0x7000_0000_0000_0001])
+def test_the_secret_of_a_lease_holds_its_session(session_id: int) -> None:
+    secret = Secret("token", session_id, bytes(range(16)))
+    assert Secret.parse(secret.text()) == secret
+    for wrong in ("", "a.b", "a.b.c.d", "token.xyz.00", "token.1.0", secret.text().upper(), f"{secret.text()} "):
+        with pytest.raises(LeaseExpired):
+            Secret.parse(wrong)
+
+
+def test_r6_a_renewal_proves_what_the_leader_knows_and_not_what_it_will_hear() -> None:
+    """The leader may hear of a touch half a tick later, and a quarter of the granted time is at least as long."""
+    endpoint = Endpoint("zookeeper://h", ("h:2181",), 1.0)
+    session = VisitingSession(
+        endpoint, Layout("/r"), ManualClock(), Connections("", 1), 4.0, Secret("token", 1, b"password")
+    )
+    trusted_s = 4.0 * 0.95
+    assert session._renewed(sent_at=10.0, touched_at=9.0) == 9.0 + trusted_s
+    assert session._renewed(sent_at=10.5, touched_at=9.0) == 9.0 + trusted_s, "too soon after the first"
+    assert session._renewed(sent_at=11.2, touched_at=9.0) == 10.0 + trusted_s
+    assert session._renewed(sent_at=11.3, touched_at=11.25) == 11.25 + trusted_s, "connected anew"
+
+
+def test_r8_the_connections_of_leases_are_bounded_and_the_error_names_the_option(server: ZooKeeperServer) -> None:
+    url = f"{server.url}/tests/own?namespace=t{uuid4().hex[:12]}&timeout=1&sessions=2"
+    with registries.open(url) as registry:
+        on_request = [registry.lease(4, renewed=False) for _ in range(5)]  # they take turns
+        first, _ = registry.lease(4), registry.lease(4)
+        with pytest.raises(RegistryUnavailable, match="sessions=N"):
+            registry.lease(4)
+        with pytest.raises(RegistryUnavailable, match="sessions=N"):
+            on_request[0].renew()
+        first.close()
+        assert on_request[0].renew() > SYSTEM.now()
+        with registry.lease(4) as again:
+            registry.commit(put={"a": b""}, lease=again)
+
+
+def test_w2_between_two_calls_nothing_is_connected_to_the_session_of_an_unrenewed_lease(
+    registry: ZooKeeperRegistry, server: ZooKeeperServer
+) -> None:
+    lease = registry.lease(4, renewed=False)
+    session = lease.stored
+    assert isinstance(session, VisitingSession)
+    for call in (lease.renew, lambda: registry.commit(ephemeral={"m": b""}, lease=lease)):
+        call()
+        assert session._present is None
+        assert f"{session.secret.session_id:x}".encode() not in server._ask(b"cons")
+    assert server.has_session(session.secret.session_id)
+    lease.end()
+    assert not server.has_session(session.secret.session_id)
 
 
 # On the server

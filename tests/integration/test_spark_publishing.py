@@ -42,15 +42,19 @@ from pxrs.errors import (
     UnknownProducer,
     UnknownTopic,
 )
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
 from pxrs.log.outcomes import NotStored, Outcome
 from pxrs.log.producers import BATCHES_KEPT, Producers
 from pxrs.publishing import manifest, outage
-from pxrs.publishing.manifest import Manifest, Publisher, forget_deleted_topics, forget_topic, published_spans
+from pxrs.publishing.feed import Feed
+from pxrs.publishing.manifest import Publisher, forget_deleted_topics, forget_topic
 from pxrs.publishing.planning import Span, Spans
-from pxrs.publishing.staging import Feed, Staging
+from pxrs.publishing.records import Manifest, published_spans
+from pxrs.publishing.staging.contract import Staging
+from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import ABSENT
 from pxrs.registry.identity import fingerprint
 from pxrs.testing import faults
@@ -177,7 +181,7 @@ class Mutation:
     """What is done wrong on purpose."""
 
     publisher: type[Publisher] = Publisher
-    staging: type[Staging] = Staging
+    staging: Callable[[str], Staging] = DirectoryStaging
     abort: Callable[[Driver, int], None] = lambda driver, batch: None
 
 
@@ -341,7 +345,7 @@ def take_over(place: Place) -> None:
     registry = place.hub.registry
     place.has_gone_on = False
     Driver(place).claim()
-    Publisher(registry, place.hub.topic("out").log, Staging(place.url)).finish_others()
+    Publisher(registry, place.hub.topic("out").log, DirectoryStaging(place.url)).finish_others()
     with place.hub.producer("out") as producer:
         for number, offset in place.checkpoints().items():
             end = place.source.end(number)
@@ -931,7 +935,7 @@ def test_k1_a_manifest_whose_query_never_comes_back_is_finished_by_the_next_writ
         Driver(place, Steps(1, crash, "commit")).run()
     assert place.arrived() == 0
     log = place.hub.topic("out").log
-    Publisher(place.hub.registry, log, Staging(place.url)).finish_others()
+    Publisher(place.hub.registry, log, DirectoryStaging(place.url)).finish_others()
     assert place.arrived() == 2 * BATCH_ROWS
     assert not place.staged()
 
@@ -973,7 +977,7 @@ def make_old(*folders: Path, age_s: float = 2 * 86_400.0) -> None:
 
 
 def test_s3_what_is_staged_for_nothing_is_swept_when_nobody_adds_to_it_for_a_day(place: Place) -> None:
-    staging = Staging(place.url)
+    staging = DirectoryStaging(place.url)
     for query in ("old", "at work", "writing", "needed"):
         for batch in (0, 1):
             staging.stage(place.target.topic, query, batch, 0, [table_of([(b"k", b"v")])])
@@ -1033,14 +1037,14 @@ def test_s3_of_a_deleted_topic_nothing_is_left(place: Place) -> None:
     batch_of(driver, 0, (0, 5))
     for topic in (place.target.topic, place.source.topic):
         driver.staging.stage(topic, "another", 0, 0, [table_of([(b"k", b"v")])])
-    forget_topic(place.hub.registry, Staging(place.url), place.target.id)
+    forget_topic(place.hub.registry, DirectoryStaging(place.url), place.target.id)
     assert place.manifest() is None
     assert {path.parents[2].name for path in place.staged()} == {place.source.id}
 
 
 def test_s3_what_comes_after_a_topic_was_deleted_goes_a_day_later(place: Place) -> None:
     """Late tasks have staged for it, or a late driver has written its manifest."""
-    registry, staging = place.hub.registry, Staging(place.url)
+    registry, staging = place.hub.registry, DirectoryStaging(place.url)
 
     def late(age_s: float) -> str:
         """The id of a topic that was deleted while a batch was on its way that has read, and made nothing."""
@@ -1080,7 +1084,7 @@ def test_s3_what_comes_after_a_topic_was_deleted_goes_a_day_later(place: Place) 
     left = {entry.key.split("/")[1] for entry in registry.scan("spark/")}
     assert left == {"registry", "of-another-log", place.target.id, young, newly_written, newly_staged}
     assert not Path(place.url, "staging", old).exists()
-    forget_deleted_topics(registry, Staging(place.url + "/nowhere"), [])
+    forget_deleted_topics(registry, DirectoryStaging(place.url + "/nowhere"), [])
 
 
 def test_k1_a_task_may_stage_while_another_writer_finishes_its_batch(place: Place) -> None:
@@ -1118,7 +1122,7 @@ def test_k1_a_folder_that_is_removed_before_a_task_writes_into_it_is_made_again(
     def made(path: Path) -> None:
         make(path)
         if next(chances) < 2:
-            Staging(place.url).clear(place.target.id, QUERY, 0)
+            DirectoryStaging(place.url).clear(place.target.id, QUERY, 0)
 
     monkeypatch.setattr(disk, "make_folders", made)
     name = driver.staging.stage(driver.topic, QUERY, 0, 0, [table_of([(b"k", b"v")])]).name
@@ -1468,11 +1472,11 @@ class Direct(Publisher):
         self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
     ) -> None:
         self._append(query, Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS))
-        expect: dict[str, int] = {}
-        put: dict[str, bytes] = {}
+        parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
-            self._add_checkpoints(feed, expect, put)
-        self._registry.commit(expect, put)
+            self._add_checkpoints(feed, parts)
+        checkpoints = FencedWrite(list(parts.values()))
+        self._registry.commit(checkpoints.expect, checkpoints.put)
         self._staging.clear(self._topic.id, query, batch)
 
 
@@ -1538,7 +1542,7 @@ class ClearedFirst(Publisher):
         self._staging.clear(self._topic.id, query, manifest.batch)
 
 
-class SameNames(Staging):
+class SameNames(DirectoryStaging):
     """Staged files without the random part of their names: two tries of a task write to the same one."""
 
     def stage(self, *arguments: Any) -> Any:

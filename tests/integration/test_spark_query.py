@@ -37,13 +37,15 @@ from pxrs.group.records import Checkpoint, Keys, Paused
 from pxrs.hub import Hub
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.memory import MemoryLog
+from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher, fingerprint
 from pxrs.publishing.planning import Span, Spans
 from pxrs.publishing.query import Query
-from pxrs.publishing.staging import Feed, Staging
+from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
 from pxrs.spark.options import ReadOptions, Where
+from pxrs.spark.reader import join_query
 from pxrs.testing.hooked import HookedRegistry
 
 OPTIONS = ReadOptions(Where("memory:", None, "orders"), "g", lease_ttl=1.0, handover_timeout=20.0)
@@ -98,7 +100,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def test_s2_what_spark_has_finished_is_the_groups_checkpoint(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         end, spans = run_batch(query, {}, 100)
         assert sum(span.end - span.start for span in spans.values()) == 100
         assert checkpoints(hub) == [0, 0, 0, 0]
@@ -109,16 +111,16 @@ def test_s2_what_spark_has_finished_is_the_groups_checkpoint(hub: Hub) -> None:
 
 
 def test_what_is_planned_twice_is_not_passed_over(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         first = query.latest({}, 100, None)
         assert query.latest({}, 100, None) == first
 
 
 def test_a_batch_of_before_a_restart_is_read_again_as_it_was(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         start, _ = run_batch(query, {}, 40)
         end, spans = run_batch(query, start, 100)
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         again, _ = query.ranges(start, end)
         assert again == spans
         assert checkpoints(hub) == [10, 10, 10, 10], "the sink expects it where the batch begins"
@@ -129,67 +131,67 @@ def test_a_batch_of_before_a_restart_is_read_again_as_it_was(hub: Hub) -> None:
 
 
 def test_spark_was_ahead_of_the_group_when_the_driver_died(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         finished, spans = run_batch(query, {}, 100)
     assert checkpoints(hub) == [0, 0, 0, 0]
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         _, rest = run_batch(query, finished)
         assert {number: span.start for number, span in rest.items()} == {n: s.end for n, s in spans.items()}
 
 
 def test_a_lost_checkpoint_location_goes_on_where_the_group_is(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         end, _ = run_batch(query, {}, 100)
         query.finish(end)
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         _, spans = run_batch(query, {})
         assert sum(span.end - span.start for span in spans.values()) == 300
 
 
 def test_an_old_checkpoint_location_is_refused(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         old, _ = run_batch(query, {}, 100)
         new, _ = run_batch(query, old, 100)
         query.finish(new)
-    with Query(hub, OPTIONS) as query, pytest.raises(CheckpointsDiffer, match="reset the group to offset 25"):
+    with join_query(hub, OPTIONS) as query, pytest.raises(CheckpointsDiffer, match="reset the group to offset 25"):
         query.latest(old, None, None)
 
 
 def test_a_group_that_was_reset_counts_more_than_what_spark_remembers(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         end, _ = run_batch(query, {})
         query.finish(end)
     hub.group("g").reset(5)
-    with Query(hub, OPTIONS):
+    with join_query(hub, OPTIONS):
         pass  # it came and went without a batch: the reset is not forgotten
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         after, spans = run_batch(query, end)
         assert {span.start for span in spans.values()} == {5}
         query.finish(after)
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         assert query.latest(after, None, None) == after
 
 
 def test_k4_a_second_query_and_a_consumer_are_kept_out(hub: Hub) -> None:
     second = replace(OPTIONS, lease_ttl=0.3)  # it waits for two of them
-    with Query(hub, OPTIONS):
+    with join_query(hub, OPTIONS):
         with pytest.raises(GroupActive, match="alone"):
-            Query(hub, second)
+            join_query(hub, second)
         with pytest.raises(GroupActive, match="alone"):
             hub.consumer("orders", "g")
     with hub.consumer("orders", "g", name="worker-7"), pytest.raises(GroupActive, match="worker-7"):
-        Query(hub, second)
+        join_query(hub, second)
 
 
 def test_a_query_waits_for_one_that_is_leaving(hub: Hub) -> None:
-    first = Query(hub, OPTIONS)
+    first = join_query(hub, OPTIONS)
     threading.Timer(0.2, first.close).start()
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         assert run_batch(query, {})[1]
 
 
 def test_a_shared_group_hands_over_both_ways_and_a_batch_in_hand_is_finished_first(hub: Hub) -> None:
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         end, spans = run_batch(query, {}, 100)
         assert len(spans) == 4
         with hub.consumer("orders", "g", commit_interval=0.05) as inbox:
@@ -206,7 +208,7 @@ def test_a_shared_group_hands_over_both_ways_and_a_batch_in_hand_is_finished_fir
             after, mine = run_batch(query, end)
             assert set(mine) == {0, 1, 2, 3} - theirs
             inbox.commit()
-        until(lambda: len(query._lanes) == 4)
+        until(lambda: len(query.membership.lanes) == 4)
         send(hub, 40)
         last, spans = run_batch(query, after)
         assert {number: span.start for number, span in spans.items()} == dict.fromkeys(range(4), 100)
@@ -215,11 +217,11 @@ def test_a_shared_group_hands_over_both_ways_and_a_batch_in_hand_is_finished_fir
 
 
 def test_k3_a_repeated_batch_reads_nothing_that_others_have_done(hub: Hub) -> None:
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         end, spans = run_batch(query, {}, 100)
     with hub.consumer("orders", "g", until="end") as inbox:
         assert sum(1 for _ in inbox) == 400
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         assert query.ranges({}, end) == ({}, {})
         assert query.latest(end, None, None) == end
     assert spans
@@ -245,12 +247,12 @@ def age(hub: Hub) -> None:
 
 
 def test_s6_what_retention_took_is_an_error_with_its_offsets_or_is_skipped(aging: Hub) -> None:
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         age(aging)
         with pytest.raises(DataLost) as caught:
             query.latest({}, None, None)
         assert (caught.value.place, caught.value.start, caught.value.end) == ("orders/0", 0, 1000)
-    with Query(aging, replace(OPTIONS, fails_on_loss=False)) as query:
+    with join_query(aging, replace(OPTIONS, fails_on_loss=False)) as query:
         assert read(query, {}, query.latest({}, None, None)) == [(1000, 1010)]
         assert checkpoints(aging) == [1000], "the sink expects it where the batch begins"
 
@@ -260,21 +262,23 @@ def publish(hub: Hub, folder: Path, query: Query, spans: Spans, has_state: bool 
     if "out" not in [topic.name for topic in hub.topics()]:
         hub.create_topic("out", partitions=1)
     fences = query._answer[3] if query._answer is not None else {}
-    feed = Feed("g", query.source.id, query.incarnation or "", fingerprint(hub.registry), spans, fences, False)
-    publisher = Publisher(hub.registry, hub.topic("out").log, Staging(str(folder)))
+    feed = Feed(
+        "g", query.source.id, query.membership.incarnation or "", fingerprint(hub.registry), spans, fences, False
+    )
+    publisher = Publisher(hub.registry, hub.topic("out").log, DirectoryStaging(str(folder)))
     publisher.publish("query", 0, [], [feed], has_state=has_state)
 
 
 def test_k3_a_published_batch_is_not_read_again_so_retention_may_have_taken_it(aging: Hub, tmp_path: Path) -> None:
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         end, spans = run_batch(query, {}, 1000)
         publish(aging, tmp_path, query, spans, has_state=False)
     assert checkpoints(aging) == [1000]
     age(aging)
     for _ in range(2):  # it came and went without a batch: the group's checkpoint then names the member as its writer
-        with Query(aging, OPTIONS) as query:
+        with join_query(aging, OPTIONS) as query:
             assert query.ranges({}, end) == ({}, {})
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         assert query.ranges({}, end) == ({}, {})
         after, rest = run_batch(query, end)
         assert {number: (span.start, span.end) for number, span in rest.items()} == {0: (1000, 1010)}
@@ -289,17 +293,17 @@ def test_k3_a_published_batch_is_not_read_again_so_retention_may_have_taken_it(a
 def test_s6_a_published_batch_that_state_needs_is_lost_and_the_error_says_why(
     aging: Hub, tmp_path: Path, has_state: bool | None, says: str
 ) -> None:
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         end, spans = run_batch(query, {}, 1000)
         publish(aging, tmp_path, query, spans, has_state)
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         assert query.ranges({}, end)[0] == spans, "the rows are there"
     age(aging)
-    with Query(aging, OPTIONS) as query, pytest.raises(DataLost, match=says) as caught:
+    with join_query(aging, OPTIONS) as query, pytest.raises(DataLost, match=says) as caught:
         query.ranges({}, end)
     assert (caught.value.place, caught.value.start, caught.value.end) == ("orders/0", 0, 1000)
     assert says in str(pickle.loads(pickle.dumps(caught.value)))
-    with Query(aging, replace(OPTIONS, fails_on_loss=False)) as query:
+    with join_query(aging, replace(OPTIONS, fails_on_loss=False)) as query:
         assert query.ranges({}, end)[0] == spans, "its tasks go on behind what is lost, and say so"
 
 
@@ -307,21 +311,21 @@ def test_k3_only_a_manifest_of_the_very_range_and_epoch_says_that_a_batch_is_pub
     aging: Hub, tmp_path: Path
 ) -> None:
     """With a sink that is no topic of this hub there is no manifest; one of an earlier epoch is of another batch."""
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         end, spans = run_batch(query, {}, 1000)
         query.finish(end)
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         assert query.ranges({}, end)[0] == spans, "Spark has forgotten that it finished the batch"
     aging.group("g").reset(0)
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         later, again = run_batch(query, {}, 1000)
         publish(aging, tmp_path, query, again, has_state=False)
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         assert query.ranges({}, end)[0] == spans
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         shorter = {0: Span(later[0].epoch, 500, 1000)}
         assert query.ranges({}, shorter)[0] == shorter
-    with Query(aging, OPTIONS) as query:
+    with join_query(aging, OPTIONS) as query:
         assert query.ranges({}, later) == ({}, {})
 
 
@@ -329,7 +333,7 @@ def test_k3_only_a_manifest_of_the_very_range_and_epoch_says_that_a_batch_is_pub
 def test_s6_retention_comes_between_two_looks_of_a_batch_that_bytes_bound(
     aging: Hub, monkeypatch: pytest.MonkeyPatch, fails_on_loss: bool
 ) -> None:
-    with Query(aging, replace(OPTIONS, fails_on_loss=fails_on_loss)) as query:
+    with join_query(aging, replace(OPTIONS, fails_on_loss=fails_on_loss)) as query:
         within = query._within_bytes
         monkeypatch.setattr(query, "_within_bytes", lambda *given: (age(aging), within(*given))[1])
         if fails_on_loss:
@@ -343,7 +347,7 @@ def test_s6_retention_comes_between_two_looks_of_a_batch_that_bytes_bound(
 def test_rows_that_are_fewer_than_the_partitions_go_round(hub: Hub) -> None:
     with hub.producer("orders") as out:
         out.send_batch(pa.table({"value": [b"v"] * 1000, "partition": [3] * 1000}))
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         start: Spans = {}
         seen = []
         for _ in range(4):
@@ -376,12 +380,11 @@ def test_an_idle_query_asks_neither_the_log_nor_the_registry_for_each_partition(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int
 ) -> None:
     registry = HookedRegistry(MemoryStore())
-    hub = Hub("memory:", DirectoryLog(tmp_path), "memory:")
-    hub._registry = registry
+    hub = Hub(DirectoryLog(tmp_path), registry)
     with hub:
         hub.create_topic("orders", partitions=partitions)
         send(hub, 40)
-        with Query(hub, PATIENT) as query:
+        with join_query(hub, PATIENT) as query:
             start, _ = run_batch(query, {})
             assert query.latest(start, None, None) == start
             calls = Calls(monkeypatch, registry)
@@ -400,13 +403,13 @@ def test_an_idle_query_asks_neither_the_log_nor_the_registry_for_each_partition(
 
 
 def test_an_idle_query_notices_what_its_group_does(hub: Hub) -> None:
-    with Query(hub, replace(SHARED, lease_ttl=20.0)) as query:
+    with join_query(hub, replace(SHARED, lease_ttl=20.0)) as query:
         start, _ = run_batch(query, {})
         assert query.latest(start, None, None) == start
         assert query._idle is not None
         with hub.consumer("orders", "g", commit_interval=0.05) as inbox:
             until(lambda: (query.latest(start, None, None), len(inbox.assignment) == 2)[1])
-        until(lambda: (query.latest(start, None, None), len(query._lanes) == 4)[1])
+        until(lambda: (query.latest(start, None, None), len(query.membership.lanes) == 4)[1])
         send(hub, 4)
         _, spans = run_batch(query, start)
         assert {(span.start, span.end) for span in spans.values()} == {(100, 101)}
@@ -418,24 +421,27 @@ def pause(hub: Hub, number: int) -> None:
 
 
 def test_x14_a_query_alone_does_not_leave_a_paused_partition_out(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         end, spans = run_batch(query, {}, 100)
     pause(hub, 1)
     for ask in (lambda query: query.latest({}, None, None), lambda query: query.ranges({}, end)):
-        with Query(hub, OPTIONS) as query, pytest.raises(PartitionsPaused, match=r"partition 1, .*pxrs group retry"):
+        with (
+            join_query(hub, OPTIONS) as query,
+            pytest.raises(PartitionsPaused, match=r"partition 1, .*pxrs group retry"),
+        ):
             ask(query)
     hub.group("g").retry("orders", 1)
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         assert query.ranges({}, end)[0] == spans
 
 
 def test_x14_a_shared_query_reads_the_others_first_and_then_tells_of_a_paused_partition(
     hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         planned, _ = run_batch(query, {}, 100)
     pause(hub, 1)
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         query.target_now()
         assert set(query.ranges({}, planned)[0]) == {0, 2, 3}
         end, spans = run_batch(query, planned)
@@ -443,19 +449,19 @@ def test_x14_a_shared_query_reads_the_others_first_and_then_tells_of_a_paused_pa
         assert [record.getMessage() for record in caplog.records if "holds up partition 1" in record.getMessage()]
         with pytest.raises(PartitionsPaused, match="partition 1, "):
             query.latest(end, None, None)
-    with Query(hub, SHARED) as query:  # without an end it stays, for somebody may decide meanwhile
+    with join_query(hub, SHARED) as query:  # without an end it stays, for somebody may decide meanwhile
         assert query.latest(end, None, None) == end
         caplog.clear()
         assert query.latest(end, None, None) == end
         assert not caplog.records, "said once"
         hub.group("g").skip("orders", 1)
-        until(lambda: not any(lane.is_paused for lane in query._lanes.values()))
+        until(lambda: not any(lane.is_paused for lane in query.membership.lanes.values()))
         assert [(span.start, span.end) for span in run_batch(query, end)[1].values()] == [(4, 100)]
 
 
 def test_a_batch_names_no_more_partitions_than_one_commit_can_hold(hub: Hub) -> None:
     hub.registry.limits = replace(hub.registry.limits, commit_keys_max=7)
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         seen: set[int] = set()
         start: Spans = {}
         for _ in range(2):
@@ -466,7 +472,7 @@ def test_a_batch_names_no_more_partitions_than_one_commit_can_hold(hub: Hub) -> 
 
 
 def test_available_now_ends_where_the_log_ended(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         query.target_now()
         send(hub, 40)
         end, _ = run_batch(query, {})
@@ -478,19 +484,19 @@ def test_bytes_bound_a_batch(hub: Hub) -> None:
     hub.create_topic("large", partitions=1)
     with hub.producer("large", batch_rows=10) as out:
         out.send_batch(pa.table({"value": [bytes(1000)] * 400}))
-    with Query(hub, replace(OPTIONS, where=Where("memory:", None, "large"))) as query:
+    with join_query(hub, replace(OPTIONS, where=Where("memory:", None, "large"))) as query:
         end = query.latest({}, None, 50_000)
         assert 10 <= end[0].end <= 70
         assert query.latest(end, None, 1)[0].end == end[0].end + 10, "at least one stored batch"
 
 
 def test_a_lease_that_was_lost_is_taken_anew_and_nothing_is_passed_over(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         start, _ = run_batch(query, {}, 100)
-        lease = query._member.lease
+        lease = query.membership.member.lease
         assert lease is not None
         lease.close()
-        until(lambda: query._member.lease is not lease and query._member.is_settled)
+        until(lambda: query.membership.member.lease is not lease and query.membership.member.is_settled)
         end, spans = run_batch(query, start)
         assert {span.start for span in spans.values()} == {25}
         query.finish(end)
@@ -498,12 +504,12 @@ def test_a_lease_that_was_lost_is_taken_anew_and_nothing_is_passed_over(hub: Hub
 
 
 def test_alone_partitions_that_are_lost_before_the_tasks_begin_are_claimed_again(hub: Hub, tmp_path: Path) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         end = query.latest({}, 100, None)
-        lease = query._member.lease
+        lease = query.membership.member.lease
         assert lease is not None
         lease.close()
-        until(lambda: query._member.lease is not lease and query._member.is_settled)
+        until(lambda: query.membership.member.lease is not lease and query.membership.member.is_settled)
         spans, fences = query.ranges({}, end)
         assert spans == end, "as it was planned"
         assert query.ranges({}, end) == (spans, fences)
@@ -516,16 +522,16 @@ def test_alone_partitions_that_are_lost_before_the_tasks_begin_are_claimed_again
 def test_alone_what_tasks_read_when_the_lease_is_lost_is_refused_and_a_restart_reads_it(
     hub: Hub, tmp_path: Path
 ) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         end, spans = run_batch(query, {}, 100)
-        lease = query._member.lease
+        lease = query.membership.member.lease
         assert lease is not None
         lease.close()
-        until(lambda: query._member.lease is not lease and query._member.is_settled)
+        until(lambda: query.membership.member.lease is not lease and query.membership.member.is_settled)
         assert query.ranges({}, end)[0] == spans, "its tasks are told the same"
         with pytest.raises(PartitionLost, match="Start the query again"):
             publish(hub, tmp_path, query, spans, has_state=False)
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         assert query.ranges({}, end)[0] == spans
         publish(hub, tmp_path, query, spans, has_state=False)
     assert checkpoints(hub) == [25, 25, 25, 25]
@@ -566,8 +572,7 @@ class Outage:
 def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hub, Outage]]:
     """As `hub`, with a registry that may be away."""
     registry = HookedRegistry(MemoryStore())
-    hub = Hub("memory:", MemoryLog(), "memory:")
-    hub._registry = registry
+    hub = Hub(MemoryLog(), registry)
     with hub:
         hub.create_topic("orders", partitions=4)
         send(hub, 400)
@@ -582,9 +587,9 @@ PATIENT = replace(OPTIONS, lease_ttl=20.0)
 
 def test_a_registry_that_is_away_for_less_than_the_lease_ends_no_query(away: tuple[Hub, Outage]) -> None:
     hub, outage = away
-    with Query(hub, PATIENT) as query:
+    with join_query(hub, PATIENT) as query:
         start, _ = run_batch(query, {}, 100)
-        lease = query._member.lease
+        lease = query.membership.member.lease
         outage.begin(refused_max=5)
         end, spans = run_batch(query, start)
         assert {span.start for span in spans.values()} == {25}
@@ -592,7 +597,7 @@ def test_a_registry_that_is_away_for_less_than_the_lease_ends_no_query(away: tup
         assert checkpoints(hub) == [25, 25, 25, 25]
         outage.begin(refused_max=3)
         query.finish(end)
-        assert query._member.lease is lease
+        assert query.membership.member.lease is lease
     assert hub.group("g").describe().lag == 0
 
 
@@ -600,7 +605,7 @@ def test_a_checkpoint_whose_reply_is_lost_ends_no_query(away: tuple[Hub, Outage]
     hub, _ = away
     registry = hub.registry
     assert isinstance(registry, HookedRegistry)
-    with Query(hub, PATIENT) as query:
+    with join_query(hub, PATIENT) as query:
         start, _ = run_batch(query, {}, 100)
         lost: list[Commit] = []
 
@@ -622,29 +627,29 @@ def test_a_registry_that_is_away_for_less_than_the_lease_ends_no_restart(
 ) -> None:
     hub, outage = away
     options = replace(options, lease_ttl=20.0)
-    with Query(hub, options) as query:
+    with join_query(hub, options) as query:
         end, spans = run_batch(query, {}, 100)
         publish(hub, tmp_path, query, spans, has_state=False)
-    with Query(hub, options) as query:
-        query._settle(time.monotonic() + DEADLINE_S)
+    with join_query(hub, options) as query:
+        query.membership.settle(time.monotonic() + DEADLINE_S)
         outage.begin(refused_max=5)
         assert query.ranges({}, end) == ({}, {})
-        assert query.registry_id == fingerprint(hub.registry)
+        assert query.membership.registry_id == fingerprint(hub.registry)
 
 
 def test_after_an_outage_that_outlasts_the_lease_the_query_claims_again_and_passes_nothing_over(
     away: tuple[Hub, Outage],
 ) -> None:
     hub, outage = away
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         start, first = run_batch(query, {}, 100)
-        lease = query._member.lease
+        lease = query.membership.member.lease
         assert lease is not None
         outage.begin()
         threading.Thread(target=lambda: (until(lambda: not lease.alive), setattr(outage, "is_on", False))).start()
         end, spans = run_batch(query, start)
         assert outage.refused
-        assert query._member.lease is not lease
+        assert query.membership.member.lease is not lease
         assert {number: span.start for number, span in spans.items()} == {n: s.end for n, s in first.items()}
         assert all(spans[number].epoch > first[number].epoch for number in spans)
         query.finish(end)
@@ -653,14 +658,14 @@ def test_after_an_outage_that_outlasts_the_lease_the_query_claims_again_and_pass
 
 def test_an_outage_that_does_not_end_ends_the_query_with_advice(away: tuple[Hub, Outage]) -> None:
     hub, outage = away
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         start, _ = run_batch(query, {}, 100)
-        query._settle_s = 0.2
+        query.membership.settle_s = 0.2
         outage.begin()
         with pytest.raises(RegistryUnavailable, match=r"the lease has run out.* Start the query again"):
             query.latest(start, None, None)
         outage.is_on = False
-        query._settle_s = DEADLINE_S
+        query.membership.settle_s = DEADLINE_S
         end, _ = run_batch(query, start)
         outage.renews = True
         outage.begin()
@@ -678,21 +683,21 @@ def test_what_a_group_says_of_an_outage_is_told_with_advice_and_stays_unknown_if
     def refuse() -> None:
         raise error
 
-    with Query(hub, replace(OPTIONS, lease_ttl=0.5)) as query:
+    with join_query(hub, replace(OPTIONS, lease_ttl=0.5)) as query:
         end, _ = run_batch(query, {}, 100)
         with monkeypatch.context() as patch:
-            patch.setattr(query._member, "commit", refuse)
+            patch.setattr(query.membership.member, "commit", refuse)
             with pytest.raises(RegistryError, match=r"no reply\. Start the query again") as caught:
                 query.finish(end)
         assert isinstance(caught.value, OutcomeUnknown) == isinstance(error, OutcomeUnknown)
 
 
 def test_alone_a_repeated_batch_is_read_whole_or_not_at_all(hub: Hub) -> None:
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         end, _ = run_batch(query, {}, 100)
-    with Query(hub, OPTIONS) as query:
-        query._settle(time.monotonic() + DEADLINE_S)
-        lane = query._fresh[2]
+    with join_query(hub, OPTIONS) as query:
+        query.membership.settle(time.monotonic() + DEADLINE_S)
+        lane = query.membership.lanes[2]
         lane.is_lost = True
         with pytest.raises(PartitionLost):
             query.ranges({}, end)
@@ -700,9 +705,9 @@ def test_alone_a_repeated_batch_is_read_whole_or_not_at_all(hub: Hub) -> None:
 
 def lose(query: Query, number: int) -> None:
     """As the member finds out that somebody has taken a partition."""
-    with query._member._mutex:
-        assert query._member._protocol is not None
-        query._member._protocol._lose(number)
+    with query.membership.member._mutex:
+        assert query.membership.member._protocol is not None
+        query.membership.member._protocol.lose(number)
 
 
 def put_checkpoint(hub: Hub, number: int, offset: int) -> None:
@@ -711,12 +716,12 @@ def put_checkpoint(hub: Hub, number: int, offset: int) -> None:
 
 def test_k3_a_batch_is_told_the_same_however_often_spark_asks(hub: Hub) -> None:
     """A stream that stands twice in a plan is asked for twice."""
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         end, spans = run_batch(query, {}, 100)
         lose(query, 2)
         assert query.ranges({}, end)[0] == spans
     put_checkpoint(hub, 1, 10)  # somebody else has done a part of it
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         first = query.ranges({}, end)
         assert set(first[0]) == {0, 2, 3}
         assert query.ranges({}, end) == first
@@ -728,13 +733,13 @@ def test_k3_a_batch_is_told_the_same_however_often_spark_asks(hub: Hub) -> None:
 
 def test_k2_what_is_left_of_a_batch_that_was_published_in_part_is_read_in_the_next(hub: Hub) -> None:
     """One partition was lost between plan and batch, the sink published the others, and the driver died."""
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         end = query.latest({}, 100, None)
         lose(query, 1)
         assert set(query.ranges({}, end)[0]) == {0, 2, 3}
     for number in (0, 2, 3):
         put_checkpoint(hub, number, 25)
-    with Query(hub, SHARED) as query:
+    with join_query(hub, SHARED) as query:
         assert query.ranges({}, end) == ({}, {}), "the sink has this batch, and takes no more of it"
         _, spans = run_batch(query, end)
         assert {number: span.start for number, span in spans.items()} == {0: 25, 1: 0, 2: 25, 3: 25}
@@ -742,15 +747,18 @@ def test_k2_what_is_left_of_a_batch_that_was_published_in_part_is_read_in_the_ne
 
 def test_g7_a_checkpoint_beyond_the_end_is_an_error(hub: Hub) -> None:
     put_checkpoint(hub, 3, 150)
-    with Query(hub, OPTIONS) as query, pytest.raises(CheckpointOutOfRange, match=r"at offset 150 of orders/3.* at 100"):
+    with (
+        join_query(hub, OPTIONS) as query,
+        pytest.raises(CheckpointOutOfRange, match=r"at offset 150 of orders/3.* at 100"),
+    ):
         query.latest({}, None, None)
 
 
 def test_available_now_does_not_end_because_the_lease_has(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process was stopped for longer than its lease, and its member has not yet noticed."""
-    with Query(hub, OPTIONS) as query:
+    with join_query(hub, OPTIONS) as query:
         query.target_now()
-        query._settle(time.monotonic() + DEADLINE_S)
+        query.membership.settle(time.monotonic() + DEADLINE_S)
         deadline = GroupMember.deadline.__get__
         resumed_at = time.monotonic() + 0.5
         is_over = lambda member: float("-inf") if time.monotonic() < resumed_at else deadline(member)  # noqa: E731
@@ -759,7 +767,7 @@ def test_available_now_does_not_end_because_the_lease_has(hub: Hub, monkeypatch:
 
 
 def test_k3_what_a_repeated_batch_leaves_out_is_not_passed_over_by_a_later_restart(single: Hub) -> None:
-    with Query(single, SHARED) as query:
+    with join_query(single, SHARED) as query:
         planned = query.latest({}, None, None)
         assert read(query, {}, planned) == [(0, 100)]
     with single.consumer("orders", "g", ack="manual") as inbox:  # the driver died, and a consumer does a part of it
@@ -768,18 +776,18 @@ def test_k3_what_a_repeated_batch_leaves_out_is_not_passed_over_by_a_later_resta
             messages += inbox.poll(500, 10)
         for message in messages[:50]:
             inbox.ack(message)
-    with Query(single, SHARED) as query:
+    with join_query(single, SHARED) as query:
         assert read(query, {}, planned) == []  # and Spark counts the batch as finished
-    with Query(single, SHARED) as query:
+    with join_query(single, SHARED) as query:
         assert read(query, planned, query.latest(planned, None, None)) == [(50, 100)]
 
 
 def test_k3_what_was_lost_between_plan_and_batch_is_not_passed_over(single: Hub) -> None:
-    with Query(single, replace(SHARED, lease_ttl=5.0)) as query:
+    with join_query(single, replace(SHARED, lease_ttl=5.0)) as query:
         planned = query.latest({}, None, None)
-        lease = query._member.lease
+        lease = query.membership.member.lease
         assert lease is not None
         lease.close()
-        until(lambda: query._member.lease is not lease and query._member.is_settled)
+        until(lambda: query.membership.member.lease is not lease and query.membership.member.is_settled)
         assert read(query, {}, planned) == []
         assert read(query, planned, query.latest(planned, None, None)) == [(0, 100)]

@@ -32,9 +32,11 @@ pytest.importorskip("pyspark")
 
 from pyspark.sql.types import BinaryType, StructType
 
-from pxrs.publishing.manifest import Manifest, Publisher
+from pxrs.publishing.feed import Feed
+from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span
-from pxrs.publishing.staging import Feed, Staging
+from pxrs.publishing.records import Manifest
+from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.spark import writer
 from pxrs.spark.options import Where
 from pxrs.spark.state import refuse_shared_state, stateful_operators
@@ -71,7 +73,7 @@ def commit(
 ) -> None:
     """Stage one row, and do what Spark does in the driver's process."""
     rows = pa.record_batch({"value": pa.array([b"v"])})
-    staged = Staging(hub.url).stage(hub.topic("out").topic, QUERY, batch, 0, [rows])
+    staged = DirectoryStaging(hub.url).stage(hub.topic("out").topic, QUERY, batch, 0, [rows])
     sink = StreamWriter(Where(hub.url, registry, "out"), StructType().add("value", BinaryType()), given)
     sink.commit([StagedMessage(QUERY, staged, RUN, locations)], batch)
 
@@ -79,7 +81,7 @@ def commit(
 def announce_shared(hub: Hub, batch: int) -> None:
     """As a source does that reads under a shared group, of another registry."""
     feed = Feed("g", "topic", "member", "another", {0: Span(1, 0, 1)}, {0: 1}, True)
-    Staging(hub.url).announce(QUERY, batch, RUN, feed)
+    DirectoryStaging(hub.url).announce(QUERY, batch, RUN, feed)
 
 
 @pytest.mark.parametrize("prefix", ["", "file:", "file://"])
@@ -215,8 +217,10 @@ def test_k1_a_topic_that_was_made_again_under_a_stream_is_refused_by_its_name(
         other.delete_topic("out")
         other.create_topic("out", partitions=1)
     rows = pa.record_batch({"value": pa.array([b"v"] * has_rows, pa.binary())})
-    staged = Staging(hub.url).stage(sink.stager.topic, QUERY, 1, 0, [rows])
-    Staging(hub.url).announce(QUERY, 1, RUN, Feed("g", "topic", "m", "another", {0: Span(1, 0, 1)}, {0: 1}, False))
+    staged = DirectoryStaging(hub.url).stage(sink.stager.topic, QUERY, 1, 0, [rows])
+    DirectoryStaging(hub.url).announce(
+        QUERY, 1, RUN, Feed("g", "topic", "m", "another", {0: Span(1, 0, 1)}, {0: 1}, False)
+    )
     for _ in range(2):
         with pytest.raises(
             BatchRefused, match=r"the topic out was deleted and made again while rows for it .*Start the query again"
@@ -267,7 +271,7 @@ def test_s3_the_first_batch_of_a_driver_sweeps_what_is_left_of_deleted_topics(
     topic = hub.create_topic("deleted", partitions=1).topic
     hub.delete_topic("deleted")
     rows = pa.record_batch({"value": pa.array([b"v"])})
-    Staging(hub.url).stage(topic, QUERY, 0, 0, [rows])
+    DirectoryStaging(hub.url).stage(topic, QUERY, 0, 0, [rows])
     folder = Path(hub.url, "staging", topic.id)
     for path in (folder, *folder.rglob("*")):
         os.utime(path, (0, 0))
@@ -290,7 +294,7 @@ def test_many_topics_of_a_hub_share_it_and_what_is_put_away_is_closed(tmp_path: 
     def write(publishers: Publishers, hub: Hub, topic: str, batch: int) -> None:
         rows = pa.record_batch({"value": pa.array([b"v"])})
         found = hub.topic(topic)
-        name = Staging(hub.url).stage(found.topic, QUERY, batch, 0, [rows]).name
+        name = DirectoryStaging(hub.url).stage(found.topic, QUERY, batch, 0, [rows]).name
         assert name is not None
         publishers.get(Where(hub.url, None, topic), found.id).publish(QUERY, batch, [name])
 

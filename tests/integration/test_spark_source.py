@@ -26,8 +26,8 @@ import pxrs
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import SharedState
 from pxrs.hub import Hub
-from pxrs.spark import pipeline, session
-from pxrs.spark.pipeline import Pipeline, Place
+from pxrs.spark import pipeline
+from pxrs.spark.pipeline import HubAddress, Pipeline
 from pxrs.spark.run import Run
 from pxrs.testing.transfer import Row, transfer
 
@@ -43,14 +43,6 @@ WAITING_MAX = 2_000
 STEP = 300
 """So many messages are done by each before the next thing happens."""
 PATIENCE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def spark() -> Iterator[Any]:
-    found = session("tests", "local[2]", {"spark.sql.shuffle.partitions": "1"})
-    found.sparkContext.setLogLevel("OFF")
-    yield found
-    found.stop()
 
 
 @pytest.fixture
@@ -530,7 +522,7 @@ def test_k4_a_pipeline_with_state_in_a_shared_group_is_refused_before_it_starts(
     spark: Any, empty: Hub, tmp_path: Path
 ) -> None:
     def planned(each: Pipeline) -> Run:
-        return Run(spark, empty, [each], Place(empty.url), tmp_path / "checkpoints")
+        return Run(spark, empty, [each], HubAddress(empty.url), tmp_path / "checkpoints")
 
     @pipeline(source="in", sink="out", share_group=True, output_mode="update")
     def totals(rows: Any) -> Any:

@@ -41,8 +41,9 @@ from pxrs.publishing.planning import Range
 from pxrs.spark import reader
 from pxrs.spark.columns import BATCH_ROWS, row_schema
 from pxrs.spark.options import read_options, stream_options
-from pxrs.spark.reader import BatchReader, Slice, StreamReader, read_slice
+from pxrs.spark.reader import BatchReader, StreamReader
 from pxrs.spark.source import PxrsSource
+from pxrs.spark.tasks import Slice, read_slice
 from pxrs.spark.updates import UpdateSink
 
 

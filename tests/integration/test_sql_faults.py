@@ -35,13 +35,14 @@ from pxrs.errors import (
 )
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.contract import Commit
-from pxrs.registry.sql import ddl, sqlite, store
+from pxrs.registry.sql import ddl, sqlite
+from pxrs.registry.sql import registry as sql_registry
+from pxrs.registry.sql.commit import CommitPlan
 from pxrs.registry.sql.database import ConnectionLost, Inherited, Session
-from pxrs.registry.sql.planning import CommitPlan
 from pxrs.registry.sql.postgresql import PostgresSession
+from pxrs.registry.sql.registry import SqlRegistry
 from pxrs.registry.sql.sqlite import SqliteDatabase
 from pxrs.registry.sql.statements import Call, Statement, key_range, statements_for
-from pxrs.registry.sql.store import SqlRegistry
 from pxrs.testing import faults
 from pxrs.testing.actor import Actor
 from pxrs.testing.history import record
@@ -320,7 +321,7 @@ class TestLeases:
             second.commit(expect={"m": ABSENT}, put={"owner": b"second"})
             assert lease.alive, "its holder has not noticed"
             with pytest.raises(LeaseExpired):
-                lease._renew()
+                lease.stored.renew()
             with pytest.raises(LeaseExpired):
                 first.commit(put={"owner": b"first"}, lease=lease)
             assert not lease.alive
@@ -384,9 +385,9 @@ class TestLeases:
             first.commit(ephemeral={"m": b""}, lease=lease)
             self.step(server, -3600)
             assert second.get("m") is not None
-            lease._renew()
+            lease.stored.renew()
             self.step(server, -3600 + 20)
-            lease._renew()
+            lease.stored.renew()
             self.step(server, -3600 + 40)
             assert second.get("m") is not None
             first.commit(put={"a": b""}, lease=lease)
@@ -405,7 +406,7 @@ class TestLeases:
     def test_many_leases_that_expire_too_far_ahead_are_all_corrected_by_one_watcher(
         self, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(store, "DUE_LEASES_MAX", 2)
+        monkeypatch.setattr(sql_registry, "DUE_LEASES_MAX", 2)
         with open_sql(self.database_with_a_clock_to_step(server)) as registry:
             for _ in range(5):
                 registry.lease(30).abandon()
@@ -434,7 +435,7 @@ class TestLeases:
             lease = registry.lease(30)
             self.step(server, 60)
             with pytest.raises(LeaseExpired):
-                lease._renew()
+                lease.stored.renew()
             with pytest.raises(LeaseExpired):
                 registry.commit(put={"a": b""}, lease=lease)
 
@@ -442,7 +443,7 @@ class TestLeases:
         url = url_of(server)
         with open_sql(url) as registry, open_sql(url) as other, registry.lease(30) as lease:
             plan = plan_of(registry, Commit({}, {}, {"m": b""}, frozenset(), lease, False))
-            ending = threading.Thread(target=lambda: other._end(lease.id))
+            ending = threading.Thread(target=other.attach(lease.secret).end)
             with registry.database.session(time.monotonic() + 5) as session:
                 found = plan.judge(session.begin(plan.locks))
                 ending.start()

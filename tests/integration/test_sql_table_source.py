@@ -754,7 +754,7 @@ class TestSpark:
         return BatchReader(read_options({"url": hub.url, "topic": "orders", **options})).partitions()
 
     def read(self, parts: list[Any]) -> list[int]:
-        from pxrs.spark.reader import TaskReader
+        from pxrs.spark.tasks import TaskReader
 
         return [offset for part in parts for batch in TaskReader().read(part) for offset in batch["offset"].to_pylist()]
 
@@ -877,18 +877,26 @@ class TestWaiting:
             assert waiting.result() == {xxh64(b"a") % 4}
             positions = dict.fromkeys(range(4), i + 1)
 
-    def test_a_lost_connection_is_a_doubt_and_is_made_anew(self, announced: Place) -> None:
+    def test_a_lost_connection_is_a_doubt_and_is_made_anew(
+        self, announced: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         source = announced.open(poll_s=600.0, notify_channel='New "orders"')
-        looks: list[float] = []
-        waiting = Background(
-            lambda: source.wait(dict.fromkeys(range(4), 0), None, lambda: bool(looks.append(time.monotonic())))
-        )
-        eventually(lambda: bool(looks))
+        looks: list[str] = []
+        visible_end = source._table.visible_end
+
+        def counted_visible_end() -> int:
+            looks.append(threading.current_thread().name)
+            return visible_end()
+
+        monkeypatch.setattr(source._table, "visible_end", counted_visible_end)
+        asked = threading.Event()
+        waiting = Background(lambda: source.wait(dict.fromkeys(range(4), 0), None, lambda: bool(asked.set())))
+        assert asked.wait(PATIENCE_S)
         announced.do(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE query LIKE 'LISTEN%' AND datname = current_database()"
         )
-        eventually(lambda: len(looks) >= 3)  # when it was lost, and when it was back
+        eventually(lambda: looks.count("pxrs-table-poller") >= 2)  # when it was lost, and when it was back
         announced.insert("a")
         assert waiting.result() == {xxh64(b"a") % 4}
 

@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,10 +25,11 @@ from sqlalchemy.exc import OperationalError
 
 import pxrs
 from pxrs.consumer.consumer import Consumer
-from pxrs.consumer.transactions import _Loop, _Taken, transactions
+from pxrs.consumer.transactions import Transactions, _Loop, _Taken
 from pxrs.errors import InvalidGroup
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.hub import Hub
+from pxrs.testing.forked import Forked
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers import PostgresServer
 
@@ -161,6 +161,12 @@ def loop_on(loop: Iterator[Any]) -> Iterator[Any]:
     """Go on with a loop that is under way; `for` would begin it anew."""
     while (found := next(loop, None)) is not None:
         yield found
+
+
+def transactions(inbox: Consumer, engine: Any, max_messages: Any = 500) -> Transactions:
+    loop = inbox.transactions(engine, max_messages)
+    assert isinstance(loop, Transactions)
+    return loop
 
 
 def once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, extra: Callable[[], None], *, first: bool) -> None:
@@ -361,7 +367,7 @@ class TestFence:
                 for theirs, connection in transactions(heir, place.engine):
                     book(theirs, connection, "heir")
         assert place.sum == total
-        zombie._ends = {0: 0}
+        zombie._hand_out._ends = {0: 0}
         assert not list(loop_on(loop))
         assert {row[2] for row in place.rows()} == {"heir"}
         assert place.sum == total
@@ -632,9 +638,9 @@ class Process:
     def __init__(self, place: Place, name: str) -> None:
         self.name, self.errors = name, place.folder / f"{name}.stderr"
         url = place.engine_url + ("" if place.engine_url.startswith("sqlite") else f"?application_name={name}")
-        command = [sys.executable, __file__, str(place.folder / "data"), place.registry, url, name, "1.5"]
+        arguments = [str(place.folder / "data"), place.registry, url, name, "1.5"]
         with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(command, stderr=errors)
+            self.process = Forked(__file__, arguments, stderr=errors.fileno())
 
     @property
     def is_running(self) -> bool:

@@ -24,10 +24,10 @@ from pxrs.errors import (
     OutcomeUnknown,
     RegistryUnavailable,
 )
-from pxrs.registry import ABSENT, Registry
+from pxrs.registry import ABSENT, Lease, Registry
 from pxrs.registry.zookeeper import ZooKeeperRegistry
-from pxrs.registry.zookeeper.lease import SessionLease
-from pxrs.registry.zookeeper.session import Client
+from pxrs.registry.zookeeper.client import Client
+from pxrs.registry.zookeeper.lease import LeaseSession
 from pxrs.testing.history import record
 from pxrs.testing.linearizability import check
 from pxrs.testing.proxy import Proxy
@@ -348,9 +348,19 @@ def test_x12_a_holder_out_of_reach_is_past_its_deadline_before_its_keys_vanish(
     assert value_of(through, "owner") == b"second"
 
 
-def client_is_over(lease: object) -> bool:
-    assert isinstance(lease, SessionLease)
-    return lease.session._present.line.has_ended
+def session_of(lease: Lease) -> LeaseSession:
+    assert isinstance(lease.stored, LeaseSession)
+    return lease.stored
+
+
+def lease_client(lease: Lease) -> Client:
+    client = session_of(lease)._present
+    assert client is not None
+    return client
+
+
+def client_is_over(lease: Lease) -> bool:
+    return lease_client(lease).line.has_ended
 
 
 def test_r3_the_store_itself_refuses_a_lease_whose_session_kazoo_has_replaced(
@@ -358,17 +368,16 @@ def test_r3_the_store_itself_refuses_a_lease_whose_session_kazoo_has_replaced(
 ) -> None:
     """As if the holder noticed nothing: neither that its deadline has passed, nor that the session is another."""
     lease = through.lease(2.0)
-    assert isinstance(lease, SessionLease)
     through.commit(ephemeral={"m": b""}, lease=lease)
-    first = lease.session._present.client_id[0]
+    first = lease_client(lease).client_id[0]
     lease.abandon()
     monkeypatch.setattr(lease, "deadline", SYSTEM.now() + 60)
-    monkeypatch.setattr(lease.session, "expire", lambda: LeaseExpired("said the store"))
-    lease.session._present.state_listeners.clear()
+    monkeypatch.setattr(session_of(lease), "expire", lambda: LeaseExpired("said the store"))
+    lease_client(lease).state_listeners.clear()
     proxy.cut()
     eventually(lambda: direct.get("m") is None)
     proxy.restore()
-    eventually(lambda: (lease.session._present.client_id or (first,))[0] != first)
+    eventually(lambda: (lease_client(lease).client_id or (first,))[0] != first)
     for write in ({"put": {"a": b""}}, {"ephemeral": {"a": b""}}):
         assert lease.alive
         with pytest.raises(LeaseExpired, match="said the store"):
@@ -436,12 +445,11 @@ def test_a_lease_leaves_a_server_that_hangs(cluster: ZooKeeperCluster, namespace
 
 def lease_elsewhere(
     registry: Registry, cluster: ZooKeeperCluster, leader: ZooKeeperServer
-) -> tuple[SessionLease, ZooKeeperServer]:
+) -> tuple[Lease, ZooKeeperServer]:
     """A lease whose session is not at the leader, and where it is."""
     while True:
         lease = registry.lease(2.0)
-        assert isinstance(lease, SessionLease)
-        port = lease.session._present.line._socket.getpeername()[1]
+        port = lease_client(lease).line._socket.getpeername()[1]
         if port != leader.port:
             return lease, next(node for node in cluster.nodes if node.port == port)
         lease.close()
@@ -561,6 +569,8 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path, namespace: str) -> 
         ("zookeeper://ann@h:2181", "password"),
         ("zookeeper://h:2181?retries=3", "retries"),
         ("zookeeper://h:2181?timeout=soon", "timeout"),
+        ("zookeeper://h:2181?sessions=0", "sessions"),
+        ("zookeeper://h:2181?sessions=many", "sessions"),
         ("zookeeper://h:2181?ca=/no/such/file", "no such file"),
         (f"zookeeper://h:2181?cert={__file__}", "together"),
         (f"zookeeper://h:2181?ca={__file__}", "cannot be used"),

@@ -10,8 +10,9 @@ import pytest
 
 from pxrs.errors import OutcomeUnknown
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import MemberProtocol, Steps, Write
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Keys, Member, Owner
+from pxrs.registry.steps import Steps, Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 KEYS = Keys("g")

@@ -171,8 +171,8 @@ def check(hub: Hub) -> None:
 
 def run(fault: str, at: int, lands_after: int = 0) -> tuple[int, Counter[str]]:
     with store_with_queues() as (store, observer):
-        hub = Hub("memory:", MemoryLog(), "memory:")
-        registry = hub._registry = FaultyRegistry(store, fault, at, lands_after)
+        registry = FaultyRegistry(store, fault, at, lands_after)
+        hub = Hub(MemoryLog(), registry)
         story = Story(hub)
         with hub:
             story.tell()

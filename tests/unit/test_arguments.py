@@ -19,7 +19,7 @@ import pxrs.registry
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import InvalidArgument, InvalidGroup, OffsetOutOfRange, PartitionNotAssigned, PxrsError
 from pxrs.group.admin import GroupHandle
-from pxrs.hub import Hub, TopicHandle
+from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.producer.producer import Producer
 from pxrs.queue.handle import QueueHandle
@@ -27,6 +27,7 @@ from pxrs.queue.listener import QueueListener
 from pxrs.queue.policy import ConsumeTimes, ExponentialBackoff, FixedBackoff
 from pxrs.registry import Registry
 from pxrs.testing.waiting import eventually
+from pxrs.topics import TopicHandle
 
 BOUND_S = 30.0
 PARTITIONS = 3
@@ -92,7 +93,6 @@ PRODUCER: dict[str, list[Any]] = {
     "buffer_bytes": [*NO_COUNT, 10**30],
     "buffer_timeout": [*NO_SECONDS, None],
     "tries_max": [*NO_COUNT, 10**30],
-    "retain": NO_CALL,
 }
 TOPIC: dict[str, list[Any]] = {
     "name": [*NO_TEXT, None, "", "a/b", "x" * 300],
@@ -116,9 +116,7 @@ def _options() -> Iterator[tuple[str, str, list[Any], Call]]:
         )
         yield "Hub.consumer", name, values, consume
     for name, values in PRODUCER.items():
-        make = lambda at, given, name=name: (  # noqa: E731
-            Producer(at.topic.log, retain=given) if name == "retain" else at.hub.producer("t", **{name: given})
-        )
+        make = lambda at, given, name=name: at.hub.producer("t", **{name: given})  # noqa: E731
         yield "Hub.producer", name, values, make
     for name, values in TOPIC.items():
         yield (
@@ -138,6 +136,7 @@ def _calls() -> Iterator[tuple[str, str, list[Any], Call]]:
         [*NO_SECONDS, None, 0, 0.01, 90_000],
         lambda at, given: pxrs.open("memory:", lease_ttl=given),
     )
+    yield "pxrs.open", "upkeep", NO_FLAG, lambda at, given: pxrs.open("memory:", upkeep=given)
     yield "registry.open", "url", [None, 5, b"x", [], ""], lambda at, given: pxrs.registry.open(given)
 
     yield "Hub.topic", "topic", [*NO_TEXT, None], lambda at, given: at.hub.topic(given)

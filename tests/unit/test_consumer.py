@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ import sqlalchemy
 
 import pxrs
 from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.hand_out import HandOut
 from pxrs.errors import (
     CheckpointOutOfRange,
     Closed,
@@ -38,7 +40,7 @@ from pxrs.errors import (
 from pxrs.group.admin import GroupHandle
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
-from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused
+from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused, Target
 from pxrs.hub import Hub
 from pxrs.log.batch import Batch
 from pxrs.model import Message
@@ -188,10 +190,10 @@ def steal(hub: Hub, partition: int = 0, group: str = "g") -> None:
 
 
 def wake(hub: Hub, group: str = "g") -> None:
-    """Let the members look at all owners, as everyone does who takes something from one of them."""
-    assignment = hub.registry.get(Keys(group).assignment)
-    assert assignment is not None
-    hub.registry.commit(put={assignment.key: assignment.value})
+    """Let the members look at all their owners, as everyone does who takes something from one of them."""
+    for entry in hub.registry.scan(Keys(group).targets):
+        target = Target.load(entry.key, entry.value)
+        hub.registry.commit(put={entry.key: replace(target, taken=target.taken + 1).dump()})
 
 
 def on_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch, act: Callable[[dict[str, Any], list[str]], None]) -> None:
@@ -421,12 +423,12 @@ def test_a_poll_in_the_body_of_a_loop_goes_on_from_there(hub: Hub) -> None:
 def test_a_poll_without_a_timeout_returns_no_empty_list(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it had found was stopped at the last moment, as by a pause or a rebalance."""
     create(hub, count=2)
-    hand_out, refusals = Consumer._hand_out, [1]
+    take_in_hand, refusals = HandOut.take_in_hand, [1]
 
-    def refusing(inbox: Consumer, *given: Any) -> bool:
-        return False if refusals and refusals.pop() else hand_out(inbox, *given)
+    def refusing(hand_out: HandOut, *given: Any) -> bool:
+        return False if refusals and refusals.pop() else take_in_hand(hand_out, *given)
 
-    monkeypatch.setattr(Consumer, "_hand_out", refusing)
+    monkeypatch.setattr(HandOut, "take_in_hand", refusing)
     with hub.consumer("t", "g") as inbox:
         assert offsets(in_time(lambda: inbox.poll(5))) == [0, 1]
 
@@ -613,7 +615,7 @@ def test_x13_a_commit_that_comes_while_all_is_given_up_is_refused(hub: Hub, monk
         def interrupted(put: dict[str, Any], _: list[str]) -> None:
             if not late and any("/owners/" in key for key in put):
                 late.append(Background(inbox.commit))
-                eventually(lambda: all(lane.is_drained for lane in inbox._lanes.values()))
+                eventually(lambda: all(lane.is_drained for lane in inbox._lanes.owned()))
 
         polled(inbox, 1)
         on_commit(hub, monkeypatch, interrupted)
@@ -720,15 +722,15 @@ def test_a_seek_to_the_end_in_the_body_leaves_nothing_in_hand(hub: Hub) -> None:
 
 def test_a_seek_just_before_the_hand_out_is_not_forgotten(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     create(hub, count=6)
-    find, seeks = Consumer._next, [4]
+    find, seeks = HandOut.next, [4]
 
-    def interrupted(inbox: Consumer, *given: Any, **named: Any) -> Any:
-        found = find(inbox, *given, **named)
+    def interrupted(hand_out: HandOut, *given: Any, **named: Any) -> Any:
+        found = find(hand_out, *given, **named)
         if seeks:
             in_time(lambda: inbox.seek(0, seeks.pop()))
         return found
 
-    monkeypatch.setattr(Consumer, "_next", interrupted)
+    monkeypatch.setattr(HandOut, "next", interrupted)
     with hub.consumer("t", "g") as inbox:
         assert offsets(take(iter(inbox), 1)) == [4]
 
@@ -842,7 +844,7 @@ def test_until_end_with_two_members_that_read_one_after_the_other(hub: Hub) -> N
     ):
         eventually(lambda: len(first.assignment) == len(second.assignment) == 2)
         assert len(in_time(lambda: list(first))) == 50
-        eventually(lambda: second._member._protocol is not None and not second._member._protocol.is_waiting)
+        eventually(lambda: second._member.is_settled)
         version = second._member._protocol.snapshot  # type: ignore[union-attr]
         eventually(lambda: second._member._protocol.snapshot is not version)  # type: ignore[union-attr]
         assert len(in_time(lambda: list(second))) == 50
@@ -1050,7 +1052,7 @@ def test_a_callback_may_close_its_consumer(hub: Hub, what: str) -> None:
         steal(hub, 0)
         steal(hub, 1)
         wake(hub)
-    eventually(lambda: inbox._is_closed and len(members(hub)) == len(others))
+    eventually(lambda: inbox._lifetime.is_closed and len(members(hub)) == len(others))
     for other in others:
         settle(other, partitions=4)
     in_time(inbox.close)
@@ -1198,8 +1200,9 @@ def test_a_partition_that_was_lost_and_comes_back_waits_for_the_handler_that_has
         eventually(lambda: inside)
         steal(hub)
         wake(hub)
-        eventually(lambda: [lane.epoch for lane in inbox._lanes.values()] == [3])
-        assert inbox._next_for(set(inbox._lanes.values()), 1, lambda: True, inbox._version) == []  # in nobody's way
+        eventually(lambda: [lane.epoch for lane in inbox._lanes.owned()] == [3])
+        busy, version = set(inbox._lanes.owned()), inbox._changes.version
+        assert inbox._hand_out.next_for(busy, 1, lambda: True, version) == []  # in nobody's way
         time.sleep(0.1)  # there is nothing to wait on: nothing must happen
         go.set()
         eventually(lambda: checkpoint(hub) == 3)
@@ -1214,7 +1217,7 @@ def test_run_sees_a_handler_that_returns_right_after_it_has_looked_which_lanes_a
     create(hub, count=1)
     has_looked, has_returned = threading.Event(), threading.Event()
     with hub.consumer("t", "g", until="end") as inbox:
-        next_for, change = inbox._next_for, inbox._change
+        next_for, announce = inbox._hand_out.next_for, inbox._changes.announce
 
         def look(busy: set[Lane], *given: Any) -> Any:
             if busy:
@@ -1223,12 +1226,12 @@ def test_run_sees_a_handler_that_returns_right_after_it_has_looked_which_lanes_a
             return next_for(busy, *given)
 
         def note() -> None:
-            change()
+            announce()
             if threading.current_thread().name.startswith("pxrs-handler"):
                 has_returned.set()
 
-        monkeypatch.setattr(inbox, "_next_for", look)
-        monkeypatch.setattr(inbox, "_change", note)
+        monkeypatch.setattr(inbox._hand_out, "next_for", look)
+        monkeypatch.setattr(inbox._changes, "announce", note)
         in_time(lambda: inbox.run(lambda message: has_looked.wait(BOUND_S) and None))
         assert has_looked.is_set()
     assert checkpoint(hub) == 1
@@ -1258,7 +1261,7 @@ def poison(*bad: tuple[int, int]) -> tuple[Callable[[Message], None], list[tuple
 
 
 def admin(hub: Hub) -> GroupHandle:
-    return GroupHandle(hub.registry, "g", hub._log)
+    return GroupHandle(hub.registry, "g", hub.log)
 
 
 def test_x14_pause_holds_only_the_partition_of_the_message_and_shows_why(hub: Hub) -> None:
@@ -1600,7 +1603,7 @@ def test_a_start_without_a_time_zone_is_refused_and_leaves_no_member_behind(hub:
 
 def test_a_member_that_cannot_begin_leaves_nothing_behind(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     create(hub, partitions=2, count=1)
-    monkeypatch.setattr(hub._log.topic("t"), "start", lambda partition: 1 // 0)
+    monkeypatch.setattr(hub.log.topic("t"), "start", lambda partition: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         hub.consumer("t", "g")
     assert members(hub) == []
@@ -1846,8 +1849,7 @@ def test_x16_reading_ahead_is_bounded_for_all_partitions_together(hub: Hub, monk
         messages = iter(inbox)
         for _ in range(4 * rows):
             take(messages, 1)
-            ahead = sum(batch.records.nbytes for ready in inbox._ready.values() for batch in ready)
-            most = max(most, ahead)
+            most = max(most, inbox._read_ahead.bytes_ahead())
     assert 0 < most <= bound
     assert max(reads) <= bound // 4 + 2 * large
 

@@ -221,7 +221,7 @@ def test_a_poll_is_refused_while_another_thread_waits_in_one(hub: Hub, worker: W
     topic_with(hub, 0)
     with hub.consumer("t", "g", ack=ack) as inbox:
         waiting = worker.begin(lambda: poll(inbox))
-        eventually(lambda: inbox._readings._open, BOUND_S)
+        eventually(lambda: inbox._settling._readings._open, BOUND_S)
         with pytest.raises(ConsumerBusy, match=r"'worker' is in `poll`"):
             inbox.poll(timeout=0)
         with hub.producer("t") as out:
@@ -351,14 +351,14 @@ def test_a_commit_of_another_thread_leaves_what_a_poll_is_about_to_return_undone
 ) -> None:
     topic_with(hub, 6)
     with hub.consumer("t", "g") as inbox:
-        hand_out = inbox._hand_out
+        take_in_hand = inbox._hand_out.take_in_hand
 
         def commit_behind(*given: Any) -> bool:
-            is_out = hand_out(*given)
+            is_out = take_in_hand(*given)
             worker.do(inbox.commit)
             return is_out
 
-        monkeypatch.setattr(inbox, "_hand_out", commit_behind)
+        monkeypatch.setattr(inbox._hand_out, "take_in_hand", commit_behind)
         assert poll(inbox, 2) == [0, 1]
         assert checkpoint(hub) == 0
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from pxrs.errors import Conflict, LeaseExpired
-from pxrs.registry.memory import MemoryRegistry, MemoryStore
+from pxrs.registry.lease import Lease
+from pxrs.registry.memory import MemoryRegistry, MemoryStore, Renewed
+from pxrs.registry.renewal import Renewer
 from pxrs.registry.state import Change, State
 from pxrs.registry.watch import Watch
 from pxrs.testing.registry_contract import Backend, RegistryContract, Store
@@ -72,12 +76,103 @@ class Deaf(MemoryStore):
         return self._version
 
 
+class RenewsAll(MemoryRegistry):
+    """Leases that are not to be renewed are renewed."""
+
+    def lease(self, ttl: float | timedelta, renewed: bool = True) -> Lease:
+        lease = super().lease(ttl, renewed)
+        if not renewed:
+            self._renewer.add(lease)
+        return lease
+
+
+class RenewsNothing(MemoryStore):
+    """A renewal is answered, and the lease's expiry stays as it was."""
+
+    def renew_lease(self, lease: str) -> Renewed:
+        expiry = self._expiry.get(lease, 0.0)
+        renewed = super().renew_lease(lease)
+        self._expiry[lease] = expiry
+        return renewed
+
+
+class Revives(MemoryStore):
+    """A renewal begins a lease anew that has ended."""
+
+    def renew_lease(self, lease: str) -> Renewed:
+        try:
+            return super().renew_lease(lease)
+        except LeaseExpired:
+            return Renewed(0.6, self.begin_lease(lease, 0.6))
+
+
+class AttachesById(MemoryRegistry):
+    """The id of a lease, which is in logs, is as good as its secret."""
+
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        try:
+            return super()._attach(secret, renewed)
+        except LeaseExpired:
+            ttl, deadline = self._store.renew_lease(secret)
+            return self._grant(secret, ttl, deadline)
+
+
+class TellsWhatExists(MemoryRegistry):
+    """A wrong secret and one of a lease that has ended get different answers."""
+
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        try:
+            return super()._attach(secret, renewed)
+        except LeaseExpired:
+            raise LeaseExpired(f"no lease {secret}") from None
+
+
+class CloseEndsAll(MemoryRegistry):
+    """A handle that is closed ends its unrenewed leases too."""
+
+    def close(self) -> None:
+        for lease in list(self._unrenewed):
+            lease.end()
+        super().close()
+
+
+class EndsHereAlone(MemoryStore):
+    """The end of a lease is not written."""
+
+    def end_lease(self, lease: str) -> None:
+        return
+
+
+class OneByOne(MemoryRegistry):
+    """Renewals wait for each other."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self._renewer = Renewer(self.clock, workers_max=1)
+
+
+class ThreadEach(MemoryRegistry):
+    """A thread for each lease."""
+
+    def lease(self, ttl: float | timedelta, renewed: bool = True) -> Lease:
+        lease = super().lease(ttl, renewed)
+        threading.Thread(target=lease.lost.wait, args=(60,), daemon=True).start()
+        return lease
+
+
 def run(kind: type[Any], name: str) -> None:
     """Run one test of the suite, with the arguments that pytest would give it, on a store of this kind."""
-    stores: dict[str, MemoryStore] = defaultdict(lambda: make(kind))
+    handle = kind if issubclass(kind, MemoryRegistry) else MemoryRegistry
+    stores: dict[str, MemoryStore] = defaultdict(lambda: make(State if handle is kind else kind))
     with ExitStack() as stack:
-        store = Store(Backend("memory:", opener=lambda url: MemoryRegistry(stores[url])), stack)
-        give: dict[str, Callable[[], Any]] = {"store": lambda: store, "registry": store.open, "ttl": lambda: 0.6}
+        backend = Backend("memory:", expiry_slack=1.0, opener=lambda url: handle(stores[url]))
+        store = Store(backend, stack)
+        give: dict[str, Callable[[], Any]] = {
+            "store": lambda: store,
+            "registry": store.open,
+            "ttl": lambda: 0.6,
+            "renewed": lambda: True,
+        }
         test = getattr(RegistryContract(), name)
         test(**{argument: give[argument]() for argument in inspect.signature(test).parameters})
 
@@ -101,6 +196,15 @@ MUTATIONS = [
     (NoLeaseCheck, "test_r3_an_expired_lease_is_never_revived"),
     (KeysOutliveLeases, "test_ephemeral_keys_go_when_the_lease_is_closed"),
     (KeysOutliveLeases, "test_a_successor_claims_when_the_member_key_is_gone"),
+    (RenewsAll, "test_w2_an_unrenewed_lease_lives_as_long_as_somebody_renews_it_and_no_longer"),
+    (RenewsNothing, "test_w2_an_unrenewed_lease_lives_as_long_as_somebody_renews_it_and_no_longer"),
+    (Revives, "test_w2_an_unrenewed_lease_lives_as_long_as_somebody_renews_it_and_no_longer"),
+    (EndsHereAlone, "test_w2_another_handle_attaches_commits_renews_and_ends"),
+    (AttachesById, "test_w2_a_secret_cannot_be_guessed_and_a_wrong_one_tells_nothing"),
+    (TellsWhatExists, "test_w2_a_secret_cannot_be_guessed_and_a_wrong_one_tells_nothing"),
+    (CloseEndsAll, "test_w2_closing_the_handle_leaves_an_unrenewed_lease"),
+    (OneByOne, "test_r6_a_renewal_that_hangs_does_not_expire_another_lease"),
+    (ThreadEach, "test_threads_do_not_grow_with_leases"),
     (SameVersion, "test_every_write_changes_the_version"),
     (Torn, "test_what_was_put_is_read_back_with_its_version"),
     (Deaf, "test_a_single_key_is_watched"),
@@ -111,7 +215,7 @@ MUTATIONS = [
 def test_a_broken_store_is_caught(broken: type[Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = Watch.wait
     monkeypatch.setattr(Watch, "wait", lambda watch, timeout: wait(watch, min(timeout, 0.5)))  # it waits for nothing
-    with pytest.raises((AssertionError, pytest.fail.Exception, Conflict)):
+    with pytest.raises((AssertionError, pytest.fail.Exception, Conflict, LeaseExpired)):
         run(broken, name)
 
 

@@ -190,7 +190,7 @@ def test_a_consumer_that_is_collected_on_a_thread_that_holds_its_locks_blocks_no
         soon(lambda: inbox[0].assignment == [0])
         watch = inbox[0]._member._watch
         assert watch is not None
-        locks: list[Any] = [inbox[0]._lock, inbox[0]._member._mutex, hub._lock, hub.registry._handles_lock]
+        locks: list[Any] = [inbox[0]._lanes.lock, inbox[0]._member._mutex, hub._lock, hub.registry._handles_lock]
         locks.append(watch._raised._cond)  # type: ignore[attr-defined]
         for lock in locks:
             assert lock.acquire(timeout=BOUND_S)
@@ -389,7 +389,7 @@ def test_what_a_hub_made_keeps_it_open(hub: Hub, tmp_path: Path) -> None:
     queue.put(b"y")
     with transaction:
         assert transaction.take(queue, timeout=BOUND_S).value == b"y"
-    seen = weakref.ref(topic._hub)
+    seen = weakref.ref(topic.hub)
     out.close()
     inbox.close()
     last: dict[str, Any] = {"topic": topic}
@@ -397,7 +397,7 @@ def test_what_a_hub_made_keeps_it_open(hub: Hub, tmp_path: Path) -> None:
     gc.collect()
     assert last["topic"].end(0) == 4
     drop(last.clear, "Hub")
-    soon(lambda: seen() is None or seen()._is_closed)
+    soon(lambda: seen() is None or seen().parts.is_closed)
 
 
 def test_a_consumer_and_its_hub_that_are_dropped_together_commit_first(tmp_path: Path) -> None:

@@ -118,14 +118,14 @@ def test_a_topic_that_another_process_creates_meanwhile_is_compared_too(
     hubs: tuple[Hub, Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub, other = hubs
-    create = hub._log.create_topic
+    create = hub.log.create_topic
 
     def overtaken(topic: Topic) -> Any:
         if not any(each.name == topic.name for each in other.topics()):
             other.create_topic(topic.name, partitions=2)
         return create(topic)
 
-    monkeypatch.setattr(hub._log, "create_topic", overtaken)
+    monkeypatch.setattr(hub.log, "create_topic", overtaken)
     assert hub.create_topic("same", partitions=2, exist_ok=True).id == other.topic("same").id
     with pytest.raises(TopicDiffers) as refused:
         hub.create_topic("different", partitions=4, exist_ok=True)
@@ -135,14 +135,14 @@ def test_a_topic_that_another_process_creates_meanwhile_is_compared_too(
 def test_a_topic_that_is_deleted_meanwhile_is_created(hubs: tuple[Hub, Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     hub, other = hubs
     former = other.create_topic("orders", partitions=2).id
-    look_up = hub._log.topic
+    look_up = hub.log.topic
 
     def too_late(name: str) -> Any:
         if any(topic.id == former for topic in other.topics()):
             other.delete_topic(name)
         return look_up(name)
 
-    monkeypatch.setattr(hub._log, "topic", too_late)
+    monkeypatch.setattr(hub.log, "topic", too_late)
     made = hub.create_topic("orders", partitions=4, exist_ok=True)
     assert made.id != former
     assert other.topic("orders").topic == made.topic

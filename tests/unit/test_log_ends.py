@@ -14,9 +14,11 @@ import pytest
 from pxrs.errors import Closed, ReadFailed, UnknownTopic
 from pxrs.inotify import News, Notifier
 from pxrs.log.contract import Append
-from pxrs.log.directory import ends as ends_module
+from pxrs.log.directory import tailing
 from pxrs.log.directory.ends import Ends
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.tailing import Tailer
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.testing.log_contract import new_topic, records
 
@@ -96,12 +98,12 @@ def test_what_the_kernel_has_too_much_to_tell_of_is_read_whole(
     topic.ends()
     reads = Reads(topic)
     with monkeypatch.context() as patch:
-        patch.setattr(Notifier, "wait", lambda *given: News(overflow=True))
+        patch.setattr(Notifier, "take", lambda *given: News(overflow=True))
         topic.ends()
     assert set(reads) == set(range(PARTITIONS))
     reads.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(Notifier, "wait", lambda *given: News(changed=frozenset([-1])))
+        patch.setattr(Notifier, "take", lambda *given: News(changed=frozenset([-1])))
         topic.ends()
     assert set(reads) == set(range(PARTITIONS))
 
@@ -117,7 +119,7 @@ def test_without_watches_every_end_is_read_each_time_and_that_is_said_once(
     def refuse(*given: Any) -> int | None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ends_module.Notifier, call, refuse)
+    monkeypatch.setattr(tailing.Notifier, call, refuse)
     for count in range(1, 4):
         append(writer, 5)
         assert topic.ends()[5] == count
@@ -160,7 +162,9 @@ def test_nothing_is_left_open(tmp_path: Path, writer: DirectoryTopic) -> None:
         log.topic("orders").ends()
         log.close()
     assert len(os.listdir("/proc/self/fd")) == before
-    closed = Ends(1, lambda number: 0, lambda number: str(tmp_path))
+    tailer = Tailer()
+    closed = Ends(tailer, 1, lambda number: 0, lambda number: str(tmp_path))
     closed.close()
+    tailer.close()
     assert closed.look() == [0]
     assert len(os.listdir("/proc/self/fd")) == before

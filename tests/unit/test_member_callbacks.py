@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pytest
 import pxrs
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
-from pxrs.group.records import Checkpoint, Keys, Member, Owner
+from pxrs.group.records import Checkpoint, Keys, Member, Owner, Target
 from pxrs.hub import Hub
 from pxrs.testing.waiting import aside, eventually
 
@@ -61,9 +62,10 @@ def take_away(hub: Hub) -> None:
 
 
 def have_members_look(hub: Hub) -> None:
-    assignment = hub.registry.get(KEYS.assignment)
-    assert assignment is not None
-    hub.registry.commit(put={assignment.key: assignment.value})
+    """As whoever takes a partition from them does."""
+    for entry in hub.registry.scan(KEYS.targets):
+        target = Target.load(entry.key, entry.value)
+        hub.registry.commit(put={entry.key: replace(target, taken=target.taken + 1).dump()})
 
 
 def settle(*consumers: Consumer) -> None:
@@ -195,11 +197,11 @@ def another_comes_and_goes(hub: Hub, calls: Calls) -> None:
 def gives_up(hub: Hub, calls: Calls) -> None:
     """A handler makes no progress."""
     inbox = calls.inbox
-    for lane in inbox._lanes.values():
+    for lane in inbox._lanes.owned():
         lane.position = lane.handed = lane.done + 1
-        lane.handed_at = inbox._clock.now() - 7_200.0
+        lane.handed_at = inbox._hand_out.clock.now() - 7_200.0
     inbox._member.wake()
-    eventually(lambda: inbox.is_away or inbox._is_closed, PATIENCE_S)
+    eventually(lambda: inbox.is_away or inbox._lifetime.is_closed, PATIENCE_S)
 
 
 def closes(hub: Hub, calls: Calls) -> None:
@@ -290,7 +292,7 @@ def test_a_partition_that_stays_after_all_is_not_read_before_on_assigned_has_ret
 
     def note(inbox: Consumer, partition: int) -> None:
         if calls.told[-1][0] == "assigned":
-            early.extend(lane.partition for lane in inbox._readable() if lane.partition == partition)
+            early.extend(lane.partition for lane in inbox._hand_out.readable() if lane.partition == partition)
 
     calls._call = note
     another_comes_and_goes(hub, calls)

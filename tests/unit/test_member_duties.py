@@ -73,7 +73,7 @@ def send(hub: Hub, partitions: int, count: int) -> None:
 def another(place: Place, hub: Hub) -> tuple[Hub, HookedRegistry]:
     """A hub with the same topic, and a registry handle of its own."""
     registry = HookedRegistry(place.store)
-    return place.open(registry, hub._log), registry  # type: ignore[arg-type]
+    return place.open(registry, hub.log), registry  # type: ignore[arg-type]
 
 
 def is_leader(consumer: Consumer) -> bool:
@@ -98,7 +98,7 @@ def test_x8_members_that_do_not_lead_wait_quietly_for_a_hand_over_that_is_overdu
     hub_2, registry = another(place, hub)
     waits = hub_2.consumer("t", "g", handover_timeout=0.02, **QUIET)
     eventually(lambda: len(slow.assignment) == 1, PATIENCE_S)
-    eventually(lambda: waits._member._protocol is not None and waits._member._protocol.asked, PATIENCE_S)
+    eventually(lambda: any(key.startswith(KEYS.owners) for key in waits._member._watched), PATIENCE_S)
     assert counted(registry).in_a_second() < 100
     assert waits.assignment == []
 
@@ -121,7 +121,7 @@ def test_x8_a_leader_whose_fence_is_refused_again_and_again_pauses_between_its_t
     eventually(lambda: refused.count > 0, PATIENCE_S)
     assert counted(registry).in_a_second() < 600
     registry.before = lambda commit: None
-    eventually(lambda: len(leads._lanes) == 1, PATIENCE_S)
+    eventually(lambda: len(leads._lanes.owned()) == 1, PATIENCE_S)
     eventually(lambda: len(waits.assignment) == 1, PATIENCE_S)
 
 

@@ -97,16 +97,16 @@ class Stalling(MemoryRegistry):
             raise OutcomeUnknown("stalling:: no reply")
         return versions
 
-    def _lease(self, ttl: float) -> Lease:
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
         self._pass()
-        lease = super()._lease(ttl)
-        end = lease._end
+        lease = super()._lease(ttl, renewed)
+        end = lease.stored.end
 
         def end_in_time() -> None:
             self._pass()
             end()
 
-        lease._end = end_in_time
+        lease.stored.end = end_in_time  # type: ignore[method-assign]
         return lease
 
 
@@ -117,7 +117,7 @@ class Scene:
         self.hub: Hub = place.open(self.registry)
         self.hub.create_topic("t", partitions=2)
         self.send()
-        self.observer: Hub = place.open(log=self.hub._log)  # type: ignore[arg-type]
+        self.observer: Hub = place.open(log=self.hub.log)  # type: ignore[arg-type]
 
     def send(self) -> None:
         for partition in range(2):
@@ -234,7 +234,7 @@ def test_a_commit_after_the_lease_has_ended_says_so_and_not_that_somebody_took_t
     assert lease is not None
     lease.expire()
     inbox._member.wake()
-    eventually(lambda: len(inbox._lost) == 2, PATIENCE_S)
+    eventually(lambda: len(inbox._settling._lost) == 2, PATIENCE_S)
     error = in_time(inbox.commit, PartitionLost)
     assert error.partitions == (0, 1)
     assert "the lease of this member ended" in str(error)
@@ -261,7 +261,7 @@ def test_a_commit_that_waits_for_a_member_that_has_lost_everything_says_lost(sce
         scene.registry.stall()
         lease.expire()
     inbox._member.wake()
-    eventually(lambda: len(inbox._lost) == 2, PATIENCE_S)
+    eventually(lambda: len(inbox._settling._lost) == 2, PATIENCE_S)
     scene.registry.timeout_s = TIMEOUT_S
     error = in_time(inbox.commit, PartitionLost)
     assert error.partitions == (0, 1)
@@ -369,8 +369,8 @@ def test_a_lease_that_ends_during_the_join_is_an_error_of_the_group(
 ) -> None:
     begin = scene.registry._lease
 
-    def ended(ttl: float) -> Lease:
-        lease = begin(ttl)
+    def ended(ttl: float, renewed: bool) -> Lease:
+        lease = begin(ttl, renewed)
         lease.expire()
         return lease
 

@@ -142,7 +142,7 @@ def test_a_queue_whose_registry_is_full_does_not_log_every_try(kept: Kept, monke
     tries = threading.Semaphore(0)
     with pxrs.open("memory:") as hub:
         hub.create_queue("q")
-        keeper = hub._queue_store().keeper
+        keeper = hub.parts.queue_store().keeper
         is_full = True
 
         def job() -> None:

@@ -35,7 +35,7 @@ class Scene:
         with self.hub.producer("t") as out:
             for number in range(COUNT):
                 out.send(str(number).encode())
-        self.admin: Hub = place.open(log=self.hub._log)  # type: ignore[arg-type]
+        self.admin: Hub = place.open(log=self.hub.log)  # type: ignore[arg-type]
         self.pauses: list[Commit] = []
         """Every commit that puts the pause, in the order of their sending."""
         self.handled: list[int] = []

@@ -50,14 +50,12 @@ class Place:
         self._stack = stack
 
     def open(self, registry: MemoryRegistry | None = None) -> Hub:
-        hub = Hub("memory:", MemoryLog(), "memory:")
-        hub._registry = registry or MemoryRegistry(self.store)
+        hub = Hub(MemoryLog(), registry or MemoryRegistry(self.store))
         return self._stack.enter_context(hub)
 
     def die(self, hub: Hub) -> None:
         """The hub's process is stopped, for longer than its lease lives; it does not know yet."""
-        assert hub._queues is not None
-        taker = hub._queues._taker
+        taker = hub.parts.queue_store()._taker
         assert taker is not None
         taker.lease.abandon()
         for _ in range(8):  # in steps, so that the others renew theirs
@@ -217,8 +215,7 @@ def test_r3_q2_a_commit_that_lands_after_the_item_went_to_another_is_refused(pla
     tx.take("q")
     registry.is_holding = True
     # The keeper must not settle it: this process is stopped.
-    assert hub._queues is not None
-    hub._queues.keeper.close()
+    hub.parts.queue_store().keeper.close()
     with pytest.raises(pxrs.errors.OutcomeUnknown, match="no reply"):
         tx.commit()
     place.die(hub)
@@ -253,8 +250,7 @@ def test_q1_what_the_last_of_all_processes_held_goes_to_the_first_that_comes(pla
     tx = hub.transaction()
     assert tx.take("q") is not None
     place.die(hub)
-    assert hub._queues is not None
-    hub._queues.keeper.close()  # it sleeps on
+    hub.parts.queue_store().keeper.close()  # it sleeps on
     with place.open().transaction() as theirs:
         assert theirs.take("q", timeout=PATIENCE_S) is not None
 
@@ -627,7 +623,7 @@ def test_a_waiting_taker_wakes_when_something_is_put(place: Place, hub: Hub) -> 
 
     thread = threading.Thread(target=wait)
     thread.start()
-    eventually(lambda: other._queues is not None and other._queues._heads and _waiters(other) == 1)
+    eventually(lambda: other.parts.queue_store()._heads and _waiters(other) == 1)
     began = time.monotonic()
     queue.put("x")
     thread.join(PATIENCE_S)
@@ -638,8 +634,7 @@ def test_a_waiting_taker_wakes_when_something_is_put(place: Place, hub: Hub) -> 
 
 
 def _waiters(hub: Hub) -> int:
-    assert hub._queues is not None
-    return sum(head._waiters for head in hub._queues._heads.values())
+    return sum(head._waiters for head in hub.parts.queue_store()._heads.values())
 
 
 def test_several_waiting_threads_get_one_each(hub: Hub) -> None:
@@ -655,7 +650,7 @@ def test_several_waiting_threads_get_one_each(hub: Hub) -> None:
     threads = [threading.Thread(target=wait) for _ in range(8)]
     for thread in threads:
         thread.start()
-    eventually(lambda: hub._queues is not None and hub._queues._heads and _waiters(hub) == 8)
+    eventually(lambda: hub.parts.queue_store()._heads and _waiters(hub) == 8)
     queue.put_many(list("abcdefgh"))
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -766,13 +761,13 @@ def test_z6_a_listener_survives_an_outage(place: Place, away: tuple[str, ...]) -
             self._check("commit")
             return super()._commit(commit)
 
-        def _lease(self, ttl: float) -> Any:
+        def _lease(self, ttl: float, renewed: bool) -> Any:
             self._check("lease")
-            return super()._lease(ttl)
+            return super()._lease(ttl, renewed)
 
-        def _watch(self, watch: Any) -> None:
+        def _watch(self, watches: Any) -> None:
             self._check("watch")
-            super()._watch(watch)
+            super()._watch(watches)
 
     registry = Flaky(place.store)
     hub, observer = place.open(registry), place.open()

@@ -767,7 +767,7 @@ def check_that_all_is_left(hub: Hub, where: str) -> None:
         return False
 
     try:
-        aside(lambda: eventually(finish, patience_s=2.0)).result(PATIENCE_S)
+        aside(lambda: eventually(finish, patience_s=PATIENCE_S / 2)).result(PATIENCE_S)
     except (AssertionError, TimeoutError):
         raise AssertionError(f"{where}: items are kept, or a lock is") from None
     assert values(hub, "out") == [b"1", b"2", b"3", b"a", b"b", b"c"], where

@@ -30,8 +30,7 @@ def hub() -> Iterator[Hub]:
 
 
 def waiters(hub: Hub) -> int:
-    assert hub._queues is not None
-    return sum(head._waiters for head in list(hub._queues._heads.values()))
+    return sum(head._waiters for head in list(hub.parts.queue_store()._heads.values()))
 
 
 async def coroutine(tx: Any, item: Any) -> None:
@@ -177,8 +176,7 @@ def test_z6_a_commit_of_the_handlers_own_whose_reply_was_lost_is_settled(has_lan
                 super()._commit(commit)
             raise OutcomeUnknown("the reply was lost")
 
-    with Hub("memory:", MemoryLog(), "memory:") as hub:
-        hub._registry = Losing()
+    with Hub(MemoryLog(), Losing()) as hub:
         queue, out = hub.create_queue("q", ConsumeTimes(1)), hub.create_queue("out")
         queue.put("x")
 

@@ -13,8 +13,10 @@ from pxrs.errors import Closed, LeaseExpired, RegistryCorrupt, RegistryUnavailab
 from pxrs.registry.file.codec import Seal, decode_entry, decode_snapshot, encode_entry, encode_snapshot
 from pxrs.registry.lease import Lease
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
+from pxrs.registry.renewal import Renewer
 from pxrs.registry.state import Change, State
 from pxrs.registry.watch import Watch
+from pxrs.testing.waiting import eventually
 
 CHANGES = [
     Change(),
@@ -73,7 +75,9 @@ class Renewals:
         self.answer = answer
         self.asked = threading.Semaphore(0)
         self.ended = 0
-        self.lease = Lease("l", 8.0, clock.now() + 8.0, renew=self.renew, end=self.end, on_gone=id, clock=clock)
+        self.renewer = Renewer(clock)
+        self.lease = Lease("l", 8.0, clock.now() + 8.0, secret="s", stored=self, on_closed=id, clock=clock)
+        self.renewer.add(self.lease)
 
     def renew(self) -> float:
         try:
@@ -83,6 +87,9 @@ class Renewals:
 
     def end(self) -> None:
         self.ended += 1
+
+    def let_go(self) -> None:
+        raise AssertionError("a renewed lease is ended")
 
 
 def test_r6_a_lease_is_renewed_well_before_its_deadline() -> None:
@@ -132,7 +139,7 @@ def test_r3_a_renewal_that_comes_back_after_the_deadline_revives_nothing() -> No
     assert not store.lease.alive
     may_answer.set()
     assert store.asked.acquire(timeout=10)
-    store.lease._thread.join(30)
+    eventually(lambda: store.lease.renewal.thread is None)  # type: ignore[union-attr]
     assert not store.lease.alive
     store.lease.close()
 

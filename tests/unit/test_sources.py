@@ -34,11 +34,13 @@ from pxrs.errors import (
     WrongSource,
 )
 from pxrs.group.foreign import foreign_of
+from pxrs.group.incarnation import Hooks
 from pxrs.group.lag import Seen
-from pxrs.group.protocol import Hooks, MemberProtocol, Write, perform
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.producer.hashing import xxh64
 from pxrs.registry.contract import Registry
+from pxrs.registry.steps import Write, perform
 from pxrs.sources import SqlTable, sql_table
 from pxrs.sources.catalog import Catalog, _check_place, open_record
 from pxrs.sources.sql_table.identity import Meaning, Resolved, identify, public_url, shown_url, without_secrets

@@ -12,7 +12,7 @@ from pxrs.errors import PxrsError
 
 MAY_PASS = {
     *("RegistryUnavailable", "StorageFull", "OutcomeUnknown", "OutcomeLost", "LeaseExpired", "Conflict"),
-    *("AppendFailed", "BufferFull", "LogBusy", "ReadFailed"),
+    *("AppendFailed", "AppendUnknown", "BufferFull", "LogBusy", "ReadFailed"),
     *("PartitionLost", "PartitionNotAssigned", "CommitUnknown", "GroupUnavailable"),
     *("TransactionLost", "HandlerFailed", "Closed"),
 }

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import pxrs
+from pxrs.address import is_missing, parse
 from pxrs.cli.terminal import tell_error
 from pxrs.errors import InvalidUrl
-from pxrs.registry.address import Address, parse
 
 At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="The directory that holds the log.")]
 MaybeAt = Annotated[
@@ -63,15 +62,8 @@ def check_given(at: str | None, registry: str | None) -> None:
 def check_is_there(registry: str, given_as: str, makers: str = "`pxrs queue create`") -> None:
     """Raise InvalidUrl if there is no such registry. given_as: what the user has to correct then. makers: the commands
     that make a registry."""
-    if not _is_there(address := parse(registry)):
+    if is_missing(address := parse(registry)):
         raise InvalidUrl(f"there is no registry at {address.text}: correct {given_as}, or make it with {makers}")
-
-
-def _is_there(registry: Address) -> bool:
-    """False if it is a directory or file of this machine that does not exist. Servers are asked when they are used."""
-    if registry.scheme == "file":
-        return registry.directory().is_dir()
-    return registry.scheme != "sqlite" or Path(registry.rest.removeprefix("///")).is_file()
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -154,7 +154,7 @@ def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = Fa
         handle = hub.topic(name)
         topic = handle.topic
         ends_problem = handle.log.ends_problem()  # before the ends are read
-        ends = [(p, handle.start(p), handle.end(p)) for p in range(topic.partitions)]
+        ends = [(p, *found) for p, found in handle.bounds(range(topic.partitions)).items()]
         problem = handle.retention_problem()
     settings: dict[str, Any] = {
         "topic": topic.name,
@@ -300,12 +300,16 @@ def tail(
         found.sort(key=lambda message: message.offset if source.has_gaps else message.timestamp)
         for message in found[len(found) - min(last, len(found)) :]:
             _print(message, as_json)
-        while follow:
-            for p in sorted(source.wait(positions, 60.0)):
-                end = source.end(p)
-                for message in _messages(source, p, positions[p], end):
-                    _print(message, as_json)
-                positions[p] = end
+        while follow and positions:
+            for p, found_there in sorted(source.fetch(positions, timeout=60.0).items()):
+                if found_there.error is not None:
+                    raise found_there.error
+                if found_there.is_ended:
+                    del positions[p]
+                for batch in found_there.batches:
+                    for message in messages_of(batch, source.name, p):
+                        _print(message, as_json)
+                    positions[p] = batch.next_offset
 
 
 def _last(source: Source, ends: Mapping[int, int], count: int) -> list[Message]:
@@ -314,9 +318,10 @@ def _last(source: Source, ends: Mapping[int, int], count: int) -> list[Message]:
     The offsets of a table have gaps, so that it may take several tries, each from further back."""
     back = count
     while count:
-        begins = {p: max(source.start(p), end - back) for p, end in ends.items()}
+        bounds = source.bounds(ends)
+        begins = {p: max(bounds[p].start, end - back) for p, end in ends.items()}
         found = [message for p, end in ends.items() for message in _messages(source, p, begins[p], end)]
-        is_whole = not source.has_gaps or all(begins[p] <= source.start(p) for p in ends)
+        is_whole = not source.has_gaps or all(begins[p] <= bounds[p].start for p in ends)
         if is_whole or len(found) >= count:
             return found
         back *= 4
@@ -354,7 +359,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _count(hub: pxrs.Hub, topic: Topic) -> int:
     handle = hub.topic(topic.name)
-    return sum(handle.end(p) - handle.start(p) for p in range(topic.partitions))
+    return sum(found.end - found.start for found in handle.bounds(range(topic.partitions)).values())
 
 
 def check(directory: Path, as_json: Json = False) -> None:

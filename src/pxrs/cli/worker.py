@@ -37,6 +37,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from pxrs.address import parse
 from pxrs.cli.options import open_hub
 from pxrs.cli.worker_process import (
     EXIT_BAD_HANDLER,
@@ -51,7 +52,6 @@ from pxrs.group.assign import assignor_named
 from pxrs.group.member import Timings
 from pxrs.group.records import Keys
 from pxrs.queue.records import check_name
-from pxrs.registry.address import parse
 from pxrs.wording import counted
 
 PROCESSES_MAX: Final = 1_000

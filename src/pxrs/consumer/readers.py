@@ -98,3 +98,8 @@ class Loop(Iterator[T], Generic[T]):
         """Leave the loop. What is in hand is not done."""
         if self._steps is not None:
             self._steps.close()
+
+    def restart(self) -> None:
+        """Leave the loop; the next step begins it anew."""
+        self.close()
+        self._steps = None

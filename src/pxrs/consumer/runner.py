@@ -1,17 +1,21 @@
-"""Handlers over a consumer: several threads, one at a time for each partition, so order holds within it.
+"""Calling a handler with every message: on several threads, one at a time for each partition, so that order holds.
 
-One thread reads and gives out; the others handle. A handler that raises never stalls in silence (X14): `on_error` says
-what becomes of the message.
+One thread reads and gives out batches; the others call the handler. A handler that raises never stalls its partition in
+silence (X14): `on_error` decides what becomes of the message.
 
-    pause        the partition stands, visible in `describe`, until `pxrs group retry` or `skip`; the others go on
-    retry        again and again with growing pauses, then as with pause
+    pause        the partition is paused, visible in `describe`, until `pxrs group retry` or `skip`; the others go on
+    retry        the handler is called again, with pauses that double, up to `retries_max` times; then as with pause
     dead-letter  the message goes to another topic with the reason, and the partition goes on; if it cannot be stored
-                 there, as with pause, and the pause tells both errors
+                 there, as with pause, and the pause names both errors
     raise        `run` raises HandlerFailed, and the member leaves
 
 What was raised is logged, unless `run` raises it. Each try of a retry is a failure: the first one is logged with its
 traceback, the following ones in a line, unless they raise something else. For each exception class and line of code, a
 few records a minute are logged and the rest is counted (`LimitedLog`).
+
+Invariants: a message is done when its handler has returned, and `Lane.done` is moved by the handler's thread alone. A
+lane is in `_busy` from the moment a batch of it is given to the pool until its handler's thread is through with it; a
+busy lane is not given out. `_lock` guards `_busy` and `_failure`.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pxrs import arguments
 from pxrs.consumer import dead_letters
 from pxrs.consumer.dead_letters import place_of_message
+from pxrs.consumer.hand_out import HandOut
 from pxrs.errors import Closed, HandlerFailed, InvalidGroup
 from pxrs.failures import Failure, failure_of, place_of
 from pxrs.group.lane import Lane
@@ -36,15 +41,12 @@ from pxrs.log.messages import messages_of
 from pxrs.model import Message
 from pxrs.producer.producer import Producer
 
-if TYPE_CHECKING:
-    from pxrs.consumer.consumer import Consumer
-
 _logger = logging.getLogger(__name__)
 
 ON_ERROR: Final = ("pause", "retry", "dead-letter", "raise")
 THREADS_MAX: Final = 1_000
 LOOK_S: Final = 0.05
-"""How often one that waits to try again looks whether the partition is to go."""
+"""How often a thread that waits before a retry checks whether the partition is to be released."""
 PAUSING: Final = "pausing the partition until `pxrs group retry` or `skip`"
 Handler = Callable[[Message], object]
 
@@ -54,14 +56,15 @@ class ErrorPolicy:
     on_error: str = "pause"
     retries_max: int = 5
     retry_pause_s: float = 0.1
-    """Of the first retry; doubled for each one after it, up to 30 s."""
+    """The pause before the first retry; doubled for each one after it, up to 30 s."""
     dead_letters: Callable[[], Producer] | None = None
+    """Opens a producer of the topic for dead letters."""
 
     def __post_init__(self) -> None:
         if self.on_error not in ON_ERROR:
             raise InvalidGroup(f"on_error is {self.on_error!r}; choose from {', '.join(ON_ERROR)}")
         if self.on_error == "dead-letter" and self.dead_letters is None:
-            raise InvalidGroup("on_error='dead-letter' needs dead_letters=TOPIC, where they go")
+            raise InvalidGroup("on_error='dead-letter' needs dead_letters=TOPIC, the topic that they are sent to")
         if self.retries_max < 1 or self.retry_pause_s < 0:
             raise InvalidGroup("retries_max is at least 1, and retry_pause_s not negative")
 
@@ -70,24 +73,25 @@ class Runner:
     """One call of `Consumer.run`."""
 
     def __init__(
-        self, consumer: Consumer, handler: Handler, threads: int, policy: ErrorPolicy, stopped: threading.Event
+        self, hand_out: HandOut, handler: Handler, threads: int, policy: ErrorPolicy, stopped: threading.Event
     ) -> None:
+        """stopped: ends `run` when what is in hand is done; the runner sets it when it ends for another reason."""
         threads = arguments.whole(InvalidGroup, "threads", threads, 1, THREADS_MAX)
         if fault := fault_of("the handler", handler, OF_A_MESSAGE):
             raise InvalidGroup(fault)
-        self._consumer, self._handler, self._threads, self._policy = consumer, handler, threads, policy
+        self._hand_out, self._handler, self._threads, self._policy = hand_out, handler, threads, policy
         self._lock = threading.Lock()
         self._busy: set[Lane] = set()
         self._failure: BaseException | None = None
         """What `run` raises: the first error that ended a handler's thread."""
         self._log = LimitedLog(_logger)
-        self.stopped = stopped
+        self._stopped = stopped
 
     def run(self) -> None:
         try:
             self._give_out()
         except BaseException:
-            if self._failure is not None:  # what is raised here came first; this one would be seen nowhere
+            if self._failure is not None:  # `run` raises another error, so that this one would be seen nowhere
                 self._log_unraised(self._failure)
             raise
         finally:
@@ -98,14 +102,14 @@ class Runner:
             raise self._failure
 
     def _give_out(self) -> None:
-        consumer = self._consumer
-        with ThreadPoolExecutor(self._threads, thread_name_prefix=f"pxrs-handler-{consumer.group}") as pool:
+        hand_out = self._hand_out
+        with ThreadPoolExecutor(self._threads, thread_name_prefix=f"pxrs-handler-{hand_out.group}") as pool:
             try:
-                while not self.stopped.is_set() and self._failure is None:
-                    version = consumer._version  # before `_busy`: see `_next_for`
+                while not self._stopped.is_set() and self._failure is None:
+                    version = hand_out.changes.version  # before `_busy` is read: see `next_for`
                     with self._lock:
                         busy = set(self._busy)
-                    given = consumer._next_for(busy, self._threads - len(busy), self.stopped.is_set, version)
+                    given = hand_out.next_for(busy, self._threads - len(busy), self._stopped.is_set, version)
                     if given is None:
                         break
                     for lane, batch in given:
@@ -113,10 +117,10 @@ class Runner:
                             self._busy.add(lane)
                         pool.submit(self._handle_batch, lane, batch).add_done_callback(self._note)
             except Closed:
-                if not consumer._is_closed:
+                if not hand_out.lifetime.is_closed:
                     raise
             finally:
-                self.stopped.set()  # those who retry give up; what is in hand is finished
+                self._stopped.set()  # threads that wait before a retry give up; the pool finishes what is in hand
 
     def _note(self, done: Future[None]) -> None:
         error = done.exception()
@@ -125,38 +129,38 @@ class Runner:
                 is_first, self._failure = self._failure is None, self._failure or error
             if not is_first:  # `run` raises the first alone
                 self._log_unraised(error)
-        self._consumer._change()
+        self._hand_out.changes.announce()
 
     def _log_unraised(self, error: BaseException) -> None:
-        fields = {"group": self._consumer.group}
+        fields = {"group": self._hand_out.group}
         text = failure_of(error).text
-        _logger.error("group %s: %s", self._consumer.group, text, exc_info=error, extra=fields)
+        _logger.error("group %s: %s", self._hand_out.group, text, exc_info=error, extra=fields)
 
     def _handle_batch(self, lane: Lane, batch: Batch) -> None:
-        consumer = self._consumer
+        hand_out = self._hand_out
         position = batch.base_offset
         try:
-            for message in messages_of(batch, consumer.topic, lane.partition, lane.epoch):
-                if self.stopped.is_set() or not consumer._hand_out(lane, position, message.offset + 1):
+            for message in messages_of(batch, hand_out.topic, lane.partition, lane.epoch):
+                if self._stopped.is_set() or not hand_out.take_in_hand(lane, position, message.offset + 1):
                     break
                 position = message.offset + 1
                 if not self._handle(lane, message):
                     if not lane.is_drained:
-                        lane.position = lane.handed = lane.done
+                        lane.put_back()
                     break
                 lane.done = lane.position
             else:
-                consumer._pass_gap(lane, position, batch)
+                hand_out.pass_gap(lane, position, batch)
         except BaseException:
-            lane.position = lane.handed = lane.done  # undone: the next owner gets it
+            lane.put_back()  # the next owner gets the message
             raise
         finally:
             with self._lock:
                 self._busy.discard(lane)
-            consumer._after(lane)
+            hand_out.settling.wake_if_drained((lane,))
 
     def _handle(self, lane: Lane, message: Message) -> bool:
-        """Whether it is done."""
+        """Call the handler, as often as the policy says. Whether the message is done."""
         policy = self._policy
         pause_s = policy.retry_pause_s
         tries = policy.retries_max + 1 if policy.on_error == "retry" else 1
@@ -173,62 +177,65 @@ class Runner:
                     return self._decide(lane, message, error, failure)
                 last_place, place = place, place_of(error)
                 what = f"try {number} of {tries}, trying again in {pause_s:g} s"
-                self._tell(logging.WARNING, message, error, failure, what, has_traceback=place != last_place)
+                self._log_failure(logging.WARNING, message, error, failure, what, has_traceback=place != last_place)
                 if not self._may_try_again(lane, pause_s):
-                    return False  # the next owner tries it
+                    return False  # the next owner of the partition tries
                 pause_s = min(2 * pause_s, 30.0)
         return False
 
     def _may_try_again(self, lane: Lane, pause_s: float) -> bool:
-        """Wait so long, by the registry's clock. False if the partition is to go, or may be another's: to try again is
-        to hand it out (G8)."""
-        clock = self._consumer._clock
+        """Wait, by the registry's clock. False if the partition is to be released, or another member may own
+        it: a retry is a hand-out, and must not happen past the lease's deadline (G8)."""
+        clock = self._hand_out.clock
         until = clock.now() + pause_s
         while True:
-            lane.handed_at = now = clock.now()  # it is being worked on
-            if lane.is_stopping or not self._is_here(lane):
+            lane.handed_at = now = clock.now()  # `progress_timeout` counts from here: the message is being retried
+            if lane.is_stopping or not self._is_owned(lane):
                 return False
             if now >= until:
                 return True
-            if clock.wait(self.stopped, until, timeout=LOOK_S):
+            if clock.wait(self._stopped, until, timeout=LOOK_S):
                 return False
 
-    def _is_here(self, lane: Lane) -> bool:
-        return not lane.is_lost and self._consumer._clock.now() < self._consumer._member.deadline
+    def _is_owned(self, lane: Lane) -> bool:
+        """Whether this member owns the partition, and its lease's deadline has not passed."""
+        return not lane.is_lost and self._hand_out.clock.now() < self._hand_out.member.deadline
 
     def _decide(self, lane: Lane, message: Message, error: Exception, failure: Failure) -> bool:
-        """What becomes of a message whose last try failed. Whether it is done."""
+        """Do what `on_error` says with a message whose last try failed. Whether the message is done."""
         match self._policy.on_error:
             case "raise":
                 raise HandlerFailed(f"the handler failed on {place_of_message(message)}: {failure.text}") from error
             case "dead-letter":
-                if not self._is_here(lane):  # it is the next owner's to handle, or to send away
-                    self._tell(logging.WARNING, message, error, failure, "the partition is another member's by now")
+                if not self._is_owned(lane):  # the next owner handles the message, or sends it to the dead letters
+                    self._log_failure(
+                        logging.WARNING, message, error, failure, "the partition is another member's by now"
+                    )
                     return False
-                self._tell(logging.WARNING, message, error, failure, "the message goes to the dead letters")
-                second = self._send_away(message, failure)
+                self._log_failure(logging.WARNING, message, error, failure, "the message goes to the dead letters")
+                second = self._send_dead_letter(message, failure)
                 if second is None:
                     return True
-                if self._consumer._is_closed:
-                    return False  # the next owner handles it
+                if self._hand_out.lifetime.is_closed:
+                    return False  # the next owner handles the message
                 failure = failure.followed_by("the dead letter could not be sent", second)
             case _:
-                self._tell(logging.ERROR, message, error, failure, PAUSING)
-        self._consumer._member.pause(lane, message.offset, failure)
+                self._log_failure(logging.ERROR, message, error, failure, PAUSING)
+        self._hand_out.member.pause(lane, message.offset, failure)
         return False
 
-    def _send_away(self, message: Message, failure: Failure) -> Exception | None:
-        """Send a dead letter; why it could not be sent, if so."""
+    def _send_dead_letter(self, message: Message, failure: Failure) -> Exception | None:
+        """Send a dead letter. Returns why it could not be sent, or None if it was."""
         assert self._policy.dead_letters is not None
         try:
-            dead_letters.send(self._policy.dead_letters, self._consumer._source.id, message, failure)
+            dead_letters.send(self._policy.dead_letters, self._hand_out.source.id, message, failure)
         except Exception as error:  # noqa: BLE001 - stored with the pause, and logged
             second = failure_of(error)
-            self._tell(logging.ERROR, message, error, second, PAUSING, "its dead letter could not be sent")
+            self._log_failure(logging.ERROR, message, error, second, PAUSING, "its dead letter could not be sent")
             return error
         return None
 
-    def _tell(
+    def _log_failure(
         self,
         level: int,
         message: Message,
@@ -239,9 +246,14 @@ class Runner:
         *,
         has_traceback: bool = True,
     ) -> None:
-        """Log which step failed on a message, and what follows from it. failure: the error as text."""
+        """Log that a step failed on a message.
+
+        failure:       the error as text.
+        what:          what follows from it.
+        step:          what failed.
+        has_traceback: whether the traceback is logged too."""
         fields = {
-            "group": self._consumer.group,
+            "group": self._hand_out.group,
             "topic": message.topic,
             "partition": message.partition,
             "offset": message.offset,
@@ -251,7 +263,7 @@ class Runner:
             (step, level, has_traceback, place_of(error)),
             level,
             "group %s, %s: %s, %s: %s",
-            self._consumer.group,
+            self._hand_out.group,
             place_of_message(message),
             step,
             what,

@@ -6,9 +6,10 @@ Changing goes through the fence. Whatever an administrator writes about a partit
 with a new epoch, in the same commit and expecting its version (G5). So
 - a checkpoint that the last owner still had on its way is refused, and cannot undo what was done here;
 - the change itself, if its reply is lost and it lands late, is refused once anybody has owned the partition since;
-- a member that lives finds that it has lost the partition, claims it again and starts at what was written. It looks
-  because the same commit writes the assignment again as it is, expecting its version: all members watch that key, and
-  read all owners when its version has changed. So a process that dies right after its commit has told them too.
+- a member that owns the partition finds that it has lost it, claims it again and starts at what was written. It looks
+  because the same commit raises `taken` in its target, expecting the target's version: every member watches its target,
+  and reads all its owner keys when `taken` has changed. So the member is told even if this process dies right after the
+  commit. A member that waits for the partition watches the owner key itself.
 
 A checkpoint that is written here may lie before those of all other groups. Of a topic that keeps what is unread it goes
 through the gate (O10, see `retention.py`): the commit expects `start` as it was read, and writes the gate.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
@@ -40,15 +41,14 @@ from pxrs.errors import (
     UnknownGroup,
     UnknownTopic,
 )
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.foreign import check_meaning, foreign_of
 from pxrs.group.lag import Seen, TopicLag
 from pxrs.group.positions import Offsets, To, resolve_offsets, resolve_position
 from pxrs.group.projection import projection_of
 from pxrs.group.readables import Readables, Sources, Topics, advice, is_topic_id
-from pxrs.group.reconcile import NOBODY, Place
 from pxrs.group.records import (
     GROUP_NAME,
-    Assignment,
     Checkpoint,
     Gate,
     Home,
@@ -57,15 +57,18 @@ from pxrs.group.records import (
     Member,
     Owner,
     Paused,
+    Pinned,
     SourceRead,
     Starts,
+    Target,
+    TopicPartition,
     gate_key,
-    partition_of,
     start_key,
 )
+from pxrs.group.snapshot import GroupState
 from pxrs.group.text import group_text, lag_text
 from pxrs.log.contract import Source
-from pxrs.registry.contract import ABSENT, Entry, Registry
+from pxrs.registry.contract import ABSENT, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
@@ -118,7 +121,7 @@ class PartitionDescription:
     is_owner_there: bool
     """False also if the owner is dead and nobody has claimed it since."""
     target: str | None
-    """The incarnation that it is meant for."""
+    """The incarnation that it is meant for; None if that is gone, and the leader has yet to choose another."""
     epoch: int
     checkpoint: int | None
     """The offset of the next message to read."""
@@ -156,7 +159,7 @@ class GroupDescription:
 
     name: str
     generation: int
-    """Of the assignment: it rises with every rebalance."""
+    """Of the targets: it rises with every rebalance."""
     leader: str | None
     """An incarnation that is there."""
     members: tuple[MemberDescription, ...]
@@ -205,67 +208,6 @@ class GroupDescription:
 
 
 @dataclass(slots=True)
-class _State:
-    """All that the registry holds of a group, with the versions."""
-
-    members: dict[str, Member] = field(default_factory=dict)
-    leader: tuple[Leader, int] | None = None
-    assignment: tuple[Assignment, Entry] | None = None
-    owners: dict[Place, tuple[Owner, int]] = field(default_factory=dict)
-    checkpoints: dict[Place, tuple[Checkpoint, int]] = field(default_factory=dict)
-    paused: dict[Place, tuple[Paused, int]] = field(default_factory=dict)
-    source_records: dict[str, tuple[SourceRead, int]] = field(default_factory=dict)
-    """By registry key: what the group has on record of each source that it reads and that is no topic of a hub. Records
-    of forgotten sources, whose id is empty, are left out."""
-    home: Home = field(default_factory=Home)
-    """The hub whose topics the group reads."""
-
-    @property
-    def sources(self) -> dict[str, SourceRead]:
-        """The records of `source_records` by the id of the source."""
-        return {read.id: read for read, _ in self.source_records.values()}
-
-    @property
-    def is_there(self) -> bool:
-        """A leader and owners alone are what a deleted group leaves behind."""
-        return bool(self.members or self.checkpoints)
-
-    def only(self, ids: Collection[str] | None) -> _State:
-        """What concerns the topics with these ids; everything if that is None."""
-        if ids is None:
-            return self
-        return replace(
-            self,
-            members={name: member for name, member in self.members.items() if member.topic in ids},
-            owners={place: each for place, each in self.owners.items() if place[0] in ids},
-            checkpoints={place: each for place, each in self.checkpoints.items() if place[0] in ids},
-            paused={place: each for place, each in self.paused.items() if place[0] in ids},
-            source_records={key: each for key, each in self.source_records.items() if each[0].id in ids},
-        )
-
-    def of(self, topic: str) -> dict[int, Checkpoint]:
-        """The checkpoints of one topic or source, by partition."""
-        return {number: each for (id, number), (each, _) in self.checkpoints.items() if id == topic}
-
-    def offsets(self, topic: str) -> dict[int, int]:
-        return {number: each.offset for number, each in self.of(topic).items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """What a commit expects, puts and deletes: of one partition, to be committed alone or with others."""
-
-    place: Place
-    expect: dict[str, int]
-    put: dict[str, bytes]
-    delete: list[str]
-
-    @property
-    def keys(self) -> set[str]:
-        return {*self.expect, *self.put, *self.delete}
-
-
-@dataclass(slots=True)
 class _Guard:
     """What every commit of a change expects beside the partitions that it changes, and writes with them."""
 
@@ -275,6 +217,15 @@ class _Guard:
     """By the id of each topic that keeps what is unread: where it begins."""
     versions: dict[str, int] = field(default_factory=dict)
     """Of the keys of these."""
+    owners: dict[TopicPartition, str | None] = field(default_factory=dict)
+    """Who owns the partitions, as read."""
+    targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
+    """Of the members that are there, as read or written last."""
+
+    def taken_from(self, writes: Iterable[CheckpointWrite]) -> dict[str, tuple[Target, int]]:
+        """The targets of the members from whom these writes take a partition."""
+        owners = {self.owners.get(write.partition) for write in writes}
+        return {name: each for name, each in self.targets.items() if name in owners}
 
     def of(self, topics: Iterable[str]) -> tuple[dict[str, int], dict[str, bytes]]:
         """For a commit that changes partitions of these topics."""
@@ -330,24 +281,23 @@ class GroupHandle:
         self._keys = Keys(name)
         self._home = (lambda: None) if home is None else home
         self._registry, self._readables = registry, Readables(topics, sources, registered)
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this handle. It closes its log and registry with its last reference, which is here."""
 
     def describe(self) -> GroupDescription:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""
         state = self._read_there()
-        assignment = state.assignment[0] if state.assignment else Assignment(0)
         leader = state.leader[0].incarnation if state.leader else None
-        names = self._names(state)
+        names, meant = self._names(state), state.meant_for()
         # Read after the checkpoints: an end is never behind them.
-        places = _places(state)
+        places = state.partitions()
         seen = {
             topic: self._look(state, topic, names.get(topic, topic)) for topic in sorted({topic for topic, _ in places})
         }
         places |= {(topic, number) for topic, each in seen.items() for number in range(each.count)}
         return GroupDescription(
             self.name,
-            assignment.generation,
+            state.generation,
             leader if leader in state.members else None,
             tuple(
                 MemberDescription(
@@ -362,7 +312,7 @@ class GroupHandle:
                 for incarnation, member in sorted(state.members.items(), key=lambda each: (each[1].since, each[0]))
             ),
             tuple(
-                _describe(state, assignment, (topic, number), names.get(topic, topic), seen[topic])
+                _describe(state, meant.get((topic, number)), (topic, number), names.get(topic, topic), seen[topic])
                 for topic, number in sorted(places, key=lambda place: (names.get(place[0], place[0]), place))
             ),
             tuple(
@@ -389,7 +339,7 @@ class GroupHandle:
         arguments.flag(InvalidGroup, "force", force)
         state = self._read_there()
         if topic is None:
-            self._check_registry((id for id, _ in _places(state)), state)
+            self._check_registry((id for id, _ in state.partitions()), state)
         sources = [self._source(topic)] if topic is not None else self._read_sources(state)
         if len(sources) > 1 and not isinstance(to, str | datetime):
             raise InvalidGroup(
@@ -429,10 +379,10 @@ class GroupHandle:
         topic: forget only the checkpoints and pauses of this topic or source, given by its name or id; it need not be
                there any more. The members that read other topics stay, as do their checkpoints.
 
-        Its checkpoints, pauses and assignment are removed. Its owner keys and its leader key stay, free and with a new
+        Its checkpoints, pauses and targets are removed. Its owner keys and its leader key stay, free and with a new
         epoch and term: they are the guards of all other writes, and a guard that is deleted and made again may get an
         old version again (R4). So no write from before the deletion can pass after it, on any store: a checkpoint
-        expects its owner's old version, an assignment its leader's, a claim and a start need a lease that lives, and
+        expects its owner's old version, a target its leader's, a claim and a start need a lease that lives, and
         what an administrator writes expects the owner too. A partition that nobody has owned gets its owner key now.
 
         force: also while members are there. They are sent away, join again as new members and start afresh; so is one
@@ -443,18 +393,17 @@ class GroupHandle:
         state = self._read_there()
         ids = None if topic is None else self._ids_to_forget(state, topic)
         state = state.only(ids)
-        self._check_registry((id for id, _ in _places(state)), state)
+        self._check_registry((id for id, _ in state.partitions()), state)
         self._check_idle(state, force)
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
         self._change(_Guard, lambda _: gone, "delete", force=True)
-        # Only now: a member that joined before the last checkpoint was removed may miss one, and must join again. One
-        # that joins after this look has seen all of them gone.
+        # In this order: a member that joins before `starts` is set back may take it that every partition has a
+        # checkpoint, and is sent away; one that joins later looks at the checkpoints, which are all gone.
+        for topic in sorted({topic for topic, _ in gone} | {member.topic for member in state.members.values()}):
+            self._registry.commit(put={self._keys.starts(topic): Pinned().dump()})
         state = self._read().only(ids)
-        members = [self._keys.member(incarnation) for incarnation in state.members]
-        size = self._registry.limits.commit_keys_max
-        for at in range(0, len(members), size):
-            self._registry.commit(delete=members[at : at + size])
+        self._delete([self._keys.member(incarnation) for incarnation in state.members])
         self._retire_sources(state)
         if ids is None or not (left := self._read()).is_there:
             self._retire_leader(state if ids is None else left)
@@ -495,38 +444,17 @@ class GroupHandle:
 
     # What is there.
 
-    def _read(self) -> _State:
-        state, keys = _State(), self._keys
-        for entry in self._registry.scan(keys.root):
-            key, value, version = entry.key, entry.value, entry.version
-            if key == keys.leader:
-                state.leader = Leader.load(key, value), version
-            elif key == keys.assignment:
-                state.assignment = Assignment.load(key, value), entry
-            elif key.startswith(keys.members):
-                state.members[key.removeprefix(keys.members)] = Member.load(key, value)
-            elif key.startswith(keys.owners):
-                state.owners[partition_of(key)] = Owner.load(key, value), version
-            elif key.startswith(keys.checkpoints):
-                state.checkpoints[partition_of(key)] = Checkpoint.load(key, value), version
-            elif key.startswith(keys.paused):
-                state.paused[partition_of(key)] = Paused.load(key, value), version
-            elif key.startswith(keys.sources):
-                read = SourceRead.load(key, value)
-                if read.id:
-                    state.source_records[key] = read, version
-            elif key == keys.home:
-                state.home = Home.load(key, value)
-        return state
+    def _read(self) -> GroupState:
+        return GroupState.of(self._keys, self._registry.scan(self._keys.root))
 
-    def _names(self, state: _State) -> dict[str, str]:
+    def _names(self, state: GroupState) -> dict[str, str]:
         """The names of topics and sources by their ids, also of those whose name only the group's or a member's record
         holds."""
         names = {id: read.name for id, read in state.sources.items() if read.name}
         names |= {member.topic: member.topic_name for member in state.members.values()}
         return names | self._readables.names()
 
-    def _look(self, state: _State, id: str, name: str) -> Seen:
+    def _look(self, state: GroupState, id: str, name: str) -> Seen:
         """How far a topic or source reaches. If it cannot be looked at, why: where the group is can be told all the
         same."""
         seen = self._readables.look(id, name, state.offsets(id))
@@ -536,14 +464,14 @@ class GroupHandle:
             is_source=True, is_deleted=self._is_deleted_topic(state, id), problem=self._missing(name, id, state)
         )
 
-    def _missing(self, name: str, id: str, state: _State) -> str:
+    def _missing(self, name: str, id: str, state: GroupState) -> str:
         """What is to be done about something that the group reads and that is not known here."""
         read = state.sources.get(id)
         if read is None and is_topic_id(id) and state.home.place:
             return f"{name} is no topic of this hub: the group reads the hub at {state.home.place}"
         return advice(self.name, name, id, read)
 
-    def _is_deleted_topic(self, state: _State, id: str) -> bool:
+    def _is_deleted_topic(self, state: GroupState, id: str) -> bool:
         """Whether what has this id was a topic of this hub, and nothing else that cannot be looked at from here."""
         if not is_topic_id(id) or id in state.sources:
             return False
@@ -563,10 +491,10 @@ class GroupHandle:
                     raise GroupError(advice(self.name, read.name, id, read)) from None
             raise
 
-    def _read_sources(self, state: _State) -> list[Offsets]:
+    def _read_sources(self, state: GroupState) -> list[Offsets]:
         """What the group reads and what is still there. Raises GroupError if it reads a source that is not registered:
         to leave that out would do half of what was asked."""
-        ids = sorted({id for id, _ in _places(state)} | {member.topic for member in state.members.values()})
+        ids = sorted({id for id, _ in state.partitions()} | {member.topic for member in state.members.values()})
         names = self._names(state)
         sources = []
         for id in ids:
@@ -578,16 +506,16 @@ class GroupHandle:
             raise GroupError(f"group {self.name} reads no topic that is still there; name one, or delete the group")
         return sorted(sources, key=lambda source: source.name)
 
-    def _ids_to_forget(self, state: _State, topic: str) -> set[str]:
+    def _ids_to_forget(self, state: GroupState, topic: str) -> set[str]:
         """The ids of what is called so, or has this id, and of which the group has anything."""
         arguments.text(InvalidGroup, "topic", topic, "its name or id")
-        there = {id for id, _ in _places(state)} | {member.topic for member in state.members.values()}
+        there = {id for id, _ in state.partitions()} | {member.topic for member in state.members.values()}
         ids = there & self._ids_named(state, topic)
         if not ids:
             raise GroupError(f"group {self.name} reads nothing that is called {topic}")
         return ids
 
-    def _ids_named(self, state: _State, name: str) -> set[str]:
+    def _ids_named(self, state: GroupState, name: str) -> set[str]:
         """All ids that have this name here, in the group's records or in those of its members; and the name itself,
         which may be an id."""
         ids = {id for id, read in state.sources.items() if read.name == name}
@@ -617,7 +545,7 @@ class GroupHandle:
             f"group {self.name} has not paused partition {partition} of {topic}: there is nothing to decide"
         )
 
-    def _read_there(self) -> _State:
+    def _read_there(self) -> GroupState:
         """Raises UnknownGroup; or WrongRegistry if the hub has another registry, where the group may be."""
         state = self._read()
         if state.is_there:
@@ -627,13 +555,13 @@ class GroupHandle:
                 self._home()
         raise UnknownGroup(self.name)
 
-    def _check_registry(self, topics: Iterable[str], state: _State | None = None) -> Home | None:
+    def _check_registry(self, topics: Iterable[str], state: GroupState | None = None) -> Home | None:
         """The identity of the hub, if any of the topics with these ids is of it; else None. Raises WrongRegistry, and
         NoDirectory if there is no hub to ask. state: the group's, with its records of what is no topic of a hub."""
         foreign = self._readables.foreign_ids() | (set() if state is None else state.sources.keys())
         return self._home() if any(topic not in foreign for topic in topics) else None
 
-    def _check_idle(self, state: _State, force: bool) -> None:
+    def _check_idle(self, state: GroupState, force: bool) -> None:
         if state.members and not force:
             names = sorted(member.name for member in state.members.values())
             some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -652,10 +580,10 @@ class GroupHandle:
         *,
         force: bool = False,
         replaces: bool = True,
-    ) -> dict[Place, int]:
+    ) -> dict[TopicPartition, int]:
         """Write the checkpoints that `resolve` gives for each source; what was written."""
 
-        def choose(guard: _Guard) -> dict[Place, int | None]:
+        def choose(guard: _Guard) -> dict[TopicPartition, int | None]:
             return {
                 (source.id, number): offset
                 for source in sources
@@ -682,7 +610,7 @@ class GroupHandle:
             foreign = foreign_of(self._keys, source) if isinstance(source, Source) else None
             if foreign is not None:  # in one commit with its first checkpoints: see `SourceRead`
                 state = self._read()
-                check_meaning(self.name, foreign, state.sources.values(), state.of(source.id))
+                check_meaning(self.name, foreign, state.sources.values(), state.checkpoints_of(source.id))
                 entry = self._registry.get(foreign.key)
                 guard.expect[foreign.key] = ABSENT if entry is None else entry.version
                 guard.put[foreign.key] = foreign.read.dump()
@@ -695,16 +623,16 @@ class GroupHandle:
     def _change(
         self,
         guarded: Callable[[], _Guard],
-        choose: Callable[[_Guard], Mapping[Place, int | None]],
+        choose: Callable[[_Guard], Mapping[TopicPartition, int | None]],
         by: str,
         *,
         force: bool = False,
         replaces: bool = True,
-    ) -> dict[Place, int | None]:
+    ) -> dict[TopicPartition, int | None]:
         """Write the checkpoints that `choose` gives, remove those that are None, and bump the owners. What was written.
 
         replaces: False leaves those that are there."""
-        written: dict[Place, int | None] = {}
+        written: dict[TopicPartition, int | None] = {}
         for attempt in range(ATTEMPTS_MAX):
             guard = guarded()
             todo = {place: offset for place, offset in choose(guard).items() if place not in written}
@@ -712,80 +640,82 @@ class GroupHandle:
             self._check_idle(state, force)
             if not replaces:
                 todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
-            guard.expect[self._keys.assignment] = ABSENT
-            if state.assignment is not None:
-                _, entry = state.assignment
-                guard.expect[entry.key], guard.put[entry.key] = entry.version, entry.value
-            changes = [self._change_of(state, place, offset, by) for place, offset in todo.items()]
+            guard.owners = {place: owner.incarnation for place, (owner, _) in state.owners.items()}
+            guard.targets = {name: each for name, each in state.targets.items() if name in state.members}
+            writes = [self._write_of(state, place, offset, by) for place, offset in todo.items()]
             # Together at first; where somebody else was faster on one of them, each by itself.
-            for some in self._parts(changes, guard, None if attempt == 0 else 1):
+            for some in self._parts(writes, guard, None if attempt == 0 else 1):
                 if self._commit(some, guard):
-                    written |= {change.place: todo[change.place] for change in some}
+                    written |= {write.partition: todo[write.partition] for write in some}
             if todo.keys() <= written.keys():
                 if not state.members:
                     self._project()
                 return written
         raise self._too_lively()
 
-    def _change_of(self, state: _State, place: Place, offset: int | None, by: str) -> _Change:
-        owner_key, checkpoint_key = self._keys.owner(*place), self._keys.checkpoint(*place)
-        owner, owner_version = state.owners.get(place, (NOBODY, ABSENT))
-        _, version = state.checkpoints.get(place, (None, ABSENT))
+    def _write_of(self, state: GroupState, partition: TopicPartition, offset: int | None, by: str) -> CheckpointWrite:
+        """The checkpoint at this offset, or none, with the owner key free and under a new epoch (G5)."""
+        owner, owner_version = state.owner(partition)
+        _, version = state.checkpoints.get(partition, (None, ABSENT))
         free = Owner(None, owner.epoch + 1)
-        put, delete = {owner_key: free.dump()}, [self._keys.pause(*place)]
-        if offset is None:
-            delete.append(checkpoint_key)
-        else:
-            put[checkpoint_key] = Checkpoint(offset, time.time(), by, free.epoch).dump()
-        return _Change(place, {owner_key: owner_version, checkpoint_key: version}, put, delete)
+        checkpoint = None if offset is None else Checkpoint(offset, time.time(), by, free.epoch)
+        return CheckpointWrite(self._keys, partition, owner_version, version, checkpoint, free)
 
-    def _parts(self, changes: Sequence[_Change], guard: _Guard, count_max: int | None) -> Iterator[list[_Change]]:
+    def _parts(
+        self, writes: Sequence[CheckpointWrite], guard: _Guard, count_max: int | None
+    ) -> Iterator[list[CheckpointWrite]]:
         """As many together as one commit may hold."""
         limits = self._registry.limits
-        part: list[_Change] = []
+        part: list[CheckpointWrite] = []
         keys: set[str] = set()
         size = 0
-        for change in changes:
-            expect, put = guard.of([change.place[0]])
-            values = put | change.put
-            named = {*expect, *values, *change.keys}
+        for write in writes:
+            expect, put, delete = self._merged([write], guard)
+            named = {*expect, *put, *delete}
             more = named - keys
-            grown = size + sum(len(key) + len(values.get(key, b"")) for key in more)
+            grown = size + sum(len(key) + len(put.get(key, b"")) for key in more)
             is_full = len(keys) + len(more) > limits.commit_keys_max or grown > limits.commit_bytes_max
             if part and (is_full or len(part) == count_max):
                 yield part
                 part, keys = [], set()
-                grown = sum(len(key) + len(values.get(key, b"")) for key in named)
-            part.append(change)
+                grown = sum(len(key) + len(put.get(key, b"")) for key in named)
+            part.append(write)
             keys |= named
             size = grown
         if part:
             yield part
 
-    def _merged(self, changes: Sequence[_Change], guard: _Guard) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
-        """What one commit of these changes expects, puts and deletes."""
-        expect, put = guard.of(sorted({change.place[0] for change in changes}))
-        for change in changes:
-            expect |= change.expect
-            put |= change.put
-        return expect, put, [key for change in changes for key in change.delete]
+    def _merged(
+        self, writes: Sequence[CheckpointWrite], guard: _Guard
+    ) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
+        """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses."""
+        expect, put = guard.of(sorted({write.partition[0] for write in writes}))
+        for name, (target, version) in guard.taken_from(writes).items():
+            expect[self._keys.target(name)] = version
+            put[self._keys.target(name)] = replace(target, taken=target.taken + 1).dump()
+        fenced = FencedWrite(writes)
+        pauses = [self._keys.pause(*write.partition) for write in writes]
+        return {**expect, **fenced.expect}, {**put, **fenced.put}, [*fenced.delete, *pauses]
 
-    def _commit(self, changes: Sequence[_Change], guard: _Guard) -> bool:
-        expect, put, delete = self._merged(changes, guard)
+    def _commit(self, writes: Sequence[CheckpointWrite], guard: _Guard) -> bool:
+        expect, put, delete = self._merged(writes, guard)
         try:
             versions = self._registry.commit(expect, put, delete=delete)
         except Conflict:
             return False
-        guard.expect |= {key: versions[key] for key in guard.put}  # as the next part finds them
+        # As the next part finds them.
+        guard.expect |= {key: versions[key] for key in guard.put}
+        for name, (target, _) in guard.taken_from(writes).items():
+            guard.targets[name] = replace(target, taken=target.taken + 1), versions[self._keys.target(name)]
         return True
 
     def _project(self) -> None:
         """Show what was changed, where there is a place for it and no member does it."""
-        projection = projection_of(self._registry, self._keys, lambda: self._names(_State()))
+        projection = projection_of(self._registry, self._keys, lambda: self._names(GroupState()))
         if projection is not None:
             projection.refresh()
 
-    def _retire_sources(self, state: _State) -> None:
+    def _retire_sources(self, state: GroupState) -> None:
         """Forget under which ids the group has read its sources: it may begin under others."""
         for key, (_, version) in state.source_records.items():
             try:
@@ -793,30 +723,29 @@ class GroupHandle:
             except Conflict:
                 continue  # a member has joined since, and has written what it reads
 
-    def _retire_leader(self, state: _State) -> None:
-        """Refuse what the last leader may still have on its way, then forget what it has assigned."""
-        if state.leader is None:
-            return
-        leader, version = state.leader
-        expect = {self._keys.leader: version}
-        if state.assignment is not None:
-            expect[self._keys.assignment] = state.assignment[1].version
-        try:
-            put = {self._keys.leader: Leader("", leader.term + 1).dump()}
-            self._registry.commit(expect, put, delete=[self._keys.assignment])
-        except Conflict:
-            return  # a new member leads already, by a new term
+    def _retire_leader(self, state: GroupState) -> None:
+        """Refuse what the last leader may still have on its way, then delete the targets that it has written."""
+        if state.leader is not None:
+            leader, version = state.leader
+            try:
+                retired = Leader("", leader.term + 1)
+                self._registry.commit({self._keys.leader: version}, {self._keys.leader: retired.dump()})
+            except Conflict:
+                return  # a new member leads already, by a new term, and deletes them
+        # Of members that are gone: an incarnation that joins later has another key.
+        targets = [self._keys.target(incarnation) for incarnation in state.targets]
+        self._delete([*targets, self._keys.legacy_assignment])
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        size = self._registry.limits.commit_keys_max
+        for at in range(0, len(keys), size):
+            self._registry.commit(delete=keys[at : at + size])
 
 
-def _places(state: _State) -> set[Place]:
-    """The partitions that members read, or that have a checkpoint or a pause. An owner key alone is what a deleted
-    group left behind."""
-    read = {(member.topic, number) for member in state.members.values() for number in range(member.partitions)}
-    return {*state.checkpoints, *state.paused, *read}
-
-
-def _describe(state: _State, assignment: Assignment, place: Place, name: str, seen: Seen) -> PartitionDescription:
-    owner, _ = state.owners.get(place, (NOBODY, ABSENT))
+def _describe(
+    state: GroupState, target: str | None, place: TopicPartition, name: str, seen: Seen
+) -> PartitionDescription:
+    owner, _ = state.owner(place)
     checkpoint = state.checkpoints[place][0] if place in state.checkpoints else None
     start, end = seen.extents[place[1]] if place[1] < seen.count else (None, None)
     offset = None if checkpoint is None else checkpoint.offset
@@ -827,7 +756,7 @@ def _describe(state: _State, assignment: Assignment, place: Place, name: str, se
         owner=owner.incarnation,
         owner_name=None if owner.incarnation is None else owner.name,
         is_owner_there=owner.incarnation in state.members,
-        target=assignment.target(*place),
+        target=target,
         epoch=owner.epoch,
         checkpoint=None if checkpoint is None else checkpoint.offset,
         when=None if checkpoint is None else checkpoint.when,

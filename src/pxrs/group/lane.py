@@ -1,4 +1,27 @@
-"""A partition in a consumer's hands: how far it was handed out, and how far it is done."""
+"""The record of one partition that a consumer owns: which of its messages were handed out, and which are done.
+
+The offsets fall into three ranges:
+
+    before `done`                 done: the next checkpoint covers them
+    from `done` to `position`     in hand: handed out, or being handed out right now
+    from `position` on            not handed out
+
+Which call moves a message from one range to another:
+
+    call                          done            in hand             not handed out
+    `position = end`                                                  before `end`: in hand
+    `handed = end`                                (confirms that; `handed` is what users see as their position)
+    `position = handed`                           back to not handed out, if the hand-out was not confirmed
+    `finish()`                                    up to `handed`: done
+    `ack(offset)`                                 done, once every offset before it is acknowledged too
+    `put_back()`                                  not handed out
+    `seek(offset)`                before `offset` is done, everything else is not handed out
+
+Threads: the thread that hands out messages writes `position` and then reads `is_halted`. The member's thread sets
+`is_halted` (by `is_stopping`) and then reads `position`. So at least one of the two sees the other's write, and no
+message is handed out of a partition that is being released. Several threads may call `ack`, `seek` and `retract`; they
+hold the consumer's lock (`Lanes.lock`) while they do.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +31,7 @@ from collections.abc import Iterable
 
 
 class Lane:
-    """Written by the threads that hand out, read by the member's thread: plain fields, each written by one side.
-
-    The offsets before `done` are done; those from `done` up to `position` are in hand."""
+    """One partition from a claim to its release or loss. A later claim of the same partition makes another lane."""
 
     __slots__ = (
         "_acked",
@@ -36,26 +57,30 @@ class Lane:
         self.partition, self.epoch = partition, epoch
         self.position = self.handed = self.done = offset
         self.seeks = 0
-        """How often it was set elsewhere: rises before that is done, so that a hand-out under way finds out."""
+        """How often `seek` was called. `seek` raises it before it changes the offsets, so that a hand-out under way on
+        another thread notices the call."""
         self.handed_at = 0.0
-        """When what is in hand was handed out, on the registry's clock."""
+        """When the message in hand was handed out, on the registry's clock; 0 before the first one."""
         self._flags = threading.Lock()
         self._is_stopping = self._is_paused = False
         self.is_halted = False
-        """Stopping or paused: what every hand-out asks."""
+        """`is_stopping` or `is_paused`: the one field that every hand-out reads."""
         self.is_lost = False
+        """The member does not own the partition any more."""
         self.lost_reason = ""
-        """Why this member does not own the partition any more; empty while it does."""
+        """Why the member does not own the partition any more; empty while it does."""
         self.has_undone = False
-        """It was lost, or given up, with something handed out that no checkpoint covers."""
+        """Set when the partition is lost or released: some of what was handed out is covered by no checkpoint."""
         self.is_failed = False
-        """A message could not be handled, and holds it up until somebody decides."""
+        """A handler failed on the message at `done`; the partition is paused until an administrator decides on it."""
         self._open: deque[int] = deque()
+        """With ack="manual": offsets in hand, rising, from the first one that is not acknowledged."""
         self._acked: set[int] = set()
+        """With ack="manual": offsets that are acknowledged although an earlier one is not."""
 
     @property
     def is_stopping(self) -> bool:
-        """Nothing more is to be handed out: it will be somebody else's."""
+        """Nothing more may be handed out: the partition is being released, or is lost."""
         return self._is_stopping
 
     @is_stopping.setter
@@ -66,7 +91,7 @@ class Lane:
 
     @property
     def is_paused(self) -> bool:
-        """By the user, or because it is failed."""
+        """Nothing may be handed out for now: the user has called `pause`, or `is_failed` is set."""
         return self._is_paused
 
     @is_paused.setter
@@ -77,26 +102,43 @@ class Lane:
 
     @property
     def is_drained(self) -> bool:
+        """Nothing is in hand."""
         return self.done >= self.position
 
+    @property
+    def has_unacknowledged(self) -> bool:
+        """With ack="manual": an offset in hand waits for its `ack`."""
+        return bool(self._open)
+
+    def finish(self) -> None:
+        """Count everything that was handed out as done."""
+        self.done = self.handed
+
+    def put_back(self) -> None:
+        """Count what is in hand as not handed out. For the thread that has it in hand, without ack="manual"."""
+        self.position = self.handed = self.done
+
     def expect(self, offsets: Iterable[int]) -> None:
-        """These will be handed out, to be acknowledged one by one. Before the position is moved: one that comes in
-        between must not take what is not acknowledged for done."""
+        """Note offsets that are about to be handed out and will be acknowledged one by one.
+
+        Called before `position` is raised: otherwise an `ack` on another thread, between the two, would find no offset
+        that is not acknowledged and would set `done` to the new `position`."""
         self._open.extend(offsets)
 
     def seek(self, offset: int) -> None:
+        """Go on at this offset; forget what is in hand."""
         self.seeks += 1
         self._open.clear()
         self._acked.clear()
         self.position = self.handed = self.done = offset
 
     def retract(self, offset: int) -> None:
-        """From this one on they were not handed out after all."""
+        """Undo `expect` for the offsets from this one on: they were not handed out."""
         while self._open and self._open[-1] >= offset:
             self._open.pop()
 
     def ack(self, offset: int) -> None:
-        """Done in any order: the checkpoint is the contiguous watermark (X22)."""
+        """Acknowledge one offset, in any order. `done` becomes the first offset that is not acknowledged (X22)."""
         if not self._open or offset < self._open[0]:
             return  # acknowledged before, or forgotten by a `seek`
         self._acked.add(offset)

@@ -6,13 +6,13 @@ is unread, no offset lies before `Starts`: what lies there may be removed at any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Literal, Protocol
 
 from pxrs.errors import CheckpointOutOfRange, InvalidGroup, OffsetOutOfRange, OffsetTrimmed
 from pxrs.group.records import Starts
-from pxrs.log.contract import Source
+from pxrs.log.contract import Bounds, Source
 from pxrs.model import microseconds_of
 
 To = Literal["earliest", "latest"] | int | datetime | Mapping[int, int]
@@ -27,9 +27,7 @@ class Offsets(Protocol):
     has_gaps: bool
     keeps_unread: bool
 
-    def start(self, partition: int) -> int: ...
-
-    def end(self, partition: int) -> int: ...
+    def bounds(self, partitions: Iterable[int]) -> Mapping[int, Bounds]: ...
 
     def offset_at(self, partition: int, timestamp: int) -> int: ...
 
@@ -37,13 +35,13 @@ class Offsets(Protocol):
 def resolve_offsets(to: To, source: Offsets, starts: Starts) -> dict[int, int]:
     """The offset for each partition. Raises if one is not in the log, or before `starts`, which retention has moved."""
     numbers = range(source.partitions)
-    for number in numbers:
-        check_start(source, number, starts.of(number))
+    check_starts(source, {number: starts.of(number) for number in numbers})
     match to:
         case "earliest":
-            return {number: _first(number, source, starts) for number in numbers}
+            # Files from before `starts` may be removed at any moment.
+            return {number: max(found.start, starts.of(number)) for number, found in source.bounds(numbers).items()}
         case "latest":
-            return {number: source.end(number) for number in numbers}
+            return {number: found.end for number, found in source.bounds(numbers).items()}
         case datetime():
             if to.tzinfo is None:
                 raise InvalidGroup(f"reset to {to}: give the time a time zone, such as tzinfo=UTC")
@@ -57,9 +55,9 @@ def resolve_offsets(to: To, source: Offsets, starts: Starts) -> dict[int, int]:
                     raise InvalidGroup(
                         f"{source.name} has no partition {number!r}; it has 0 to {source.partitions - 1}"
                     )
-            return {number: _checked(offset, number, source, starts) for number, offset in sorted(to.items())}
+            return _checked(dict(sorted(to.items())), source, starts)
         case int():
-            return {number: _checked(to, number, source, starts) for number in numbers}
+            return _checked(dict.fromkeys(numbers, to), source, starts)
     raise InvalidGroup(f"reset to {to!r}: use 'earliest', 'latest', an offset, a time, or offsets by partition")
 
 
@@ -70,10 +68,10 @@ def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -
     if not _is_count(offset):
         raise InvalidGroup(f"{offset!r} is no offset: give a number from 0 on")
     if source.has_gaps:  # as it is: rows that were handled may be gone from the table, and say nothing of the others
-        return dict.fromkeys(range(source.partitions), _checked(offset, 0, source, starts))
+        return dict.fromkeys(range(source.partitions), _checked({0: offset}, source, starts)[0])
     if source.partitions == 1:
-        check_start(source, 0, starts.of(0))
-        return {0: _checked(offset, 0, source, starts)}
+        check_starts(source, {0: starts.of(0)})
+        return _checked({0: offset}, source, starts)
     raise InvalidGroup(
         f"{source.name} has {source.partitions} partitions, and each counts its offsets from 0: a single position, "
         f"{offset}, does not say how far each of them was read. Give their offsets, as --partition 0=OFFSET "
@@ -83,37 +81,44 @@ def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -
 
 
 def check_start(source: Offsets, partition: int, start: int) -> None:
-    """Raise CheckpointOutOfRange if the start that retention has committed lies beyond the log's end.
+    """As `check_starts`, for one partition."""
+    check_starts(source, {partition: start})
+
+
+def check_starts(source: Offsets, starts: Mapping[int, int]) -> None:
+    """Raise CheckpointOutOfRange if a start that retention has committed lies beyond the end of its partition.
 
     Then the log is an older copy than the registry. A checkpoint at `start` would pass over messages that are yet to
     come, and one before it would not keep retention from removing them unread."""
-    if start and not source.has_gaps and start > (end := source.end(partition)):
-        raise CheckpointOutOfRange(
-            f"{source.name}/{partition} ends at offset {end}, and by the registry retention has removed everything "
-            f"before {start}: the log is an older copy than the registry. Restore both from the same time, or give the "
-            "hub a new registry with `pxrs registry adopt`"
-        )
-
-
-def _first(partition: int, source: Offsets, starts: Starts) -> int:
-    """The first offset that is there and stays: files from before `starts` may be removed at any moment."""
-    return max(source.start(partition), starts.of(partition))
-
-
-def _checked(offset: int, partition: int, source: Offsets, starts: Starts) -> int:
-    if not _is_count(offset):
-        raise InvalidGroup(f"{source.name}/{partition}: {offset!r} is no offset; give a number from 0 on")
     if source.has_gaps:
-        # Members would be refused there too, when they read.
-        if isinstance(source, Source) and not source.was_given_out(partition, offset):
-            raise OffsetOutOfRange(f"{source.name}/{partition}", offset, source.extents()[partition][1])
-        return offset
-    first, end = _first(partition, source, starts), source.end(partition)
-    if offset > end:
-        raise OffsetOutOfRange(f"{source.name}/{partition}", offset, end)
-    if offset < first:
-        raise OffsetTrimmed(f"{source.name}/{partition}", offset, first)
-    return offset
+        return
+    for partition, (_, end) in source.bounds([number for number, start in starts.items() if start]).items():
+        if starts[partition] > end:
+            raise CheckpointOutOfRange(
+                f"{source.name}/{partition} ends at offset {end}, and by the registry retention has removed everything "
+                f"before {starts[partition]}: the log is an older copy than the registry. Restore both from the same "
+                "time, or give the hub a new registry with `pxrs registry adopt`"
+            )
+
+
+def _checked(offsets: dict[int, int], source: Offsets, starts: Starts) -> dict[int, int]:
+    """The offsets, by partition. Raises if one is not in the log, or lies before `starts`."""
+    for partition, offset in offsets.items():
+        if not _is_count(offset):
+            raise InvalidGroup(f"{source.name}/{partition}: {offset!r} is no offset; give a number from 0 on")
+    if source.has_gaps:
+        for partition, offset in offsets.items():
+            # Members would be refused there too, when they read.
+            if isinstance(source, Source) and not source.was_given_out(partition, offset):
+                raise OffsetOutOfRange(f"{source.name}/{partition}", offset, source.extents()[partition][1])
+        return offsets
+    for partition, (start, end) in source.bounds(offsets).items():
+        first = max(start, starts.of(partition))
+        if offsets[partition] > end:
+            raise OffsetOutOfRange(f"{source.name}/{partition}", offsets[partition], end)
+        if offsets[partition] < first:
+            raise OffsetTrimmed(f"{source.name}/{partition}", offsets[partition], first)
+    return offsets
 
 
 def _is_count(value: object) -> bool:

@@ -30,7 +30,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from pxrs.errors import Closed
-from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, SourceRead, partition_of
+from pxrs.group.records import Keys, Leader
+from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import Entry, Registry
 from pxrs.registry.watch import Watch
 from pxrs.wording import microseconds, rfc3339
@@ -52,15 +53,16 @@ Names = Callable[[], Mapping[str, str]]
 def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> dict[str, str]:
     """The files of a group by their paths within its folder, from all that the registry holds of it; none if it is not
     there. `names` are those of topics by id; those that members know are added to them."""
-    state = _State(keys, entries)
-    if not state.members and not state.checkpoints:
-        return {}  # a leader and owners alone are what a deleted group leaves behind
-    known = {read.id: read.name for read in state.sources if read.name}
+    state = GroupState.of(keys, entries)
+    if not state.is_there:
+        return {}
+    shown = _Shown(state)
+    known = {id: read.name for id, read in state.sources.items() if read.name}
     known |= {member.topic: member.topic_name for member in state.members.values()}
     known = {topic: name for topic, name in known.items() if topic not in names}
     names = _distinct({**known, **names})
-    files = {"members.json": _json(state.list_members(names)), "owners.json": _json(state.list_owners(names))}
-    for (topic, partition), checkpoint in state.checkpoints.items():
+    files = {"members.json": _json(shown.list_members(names)), "owners.json": _json(shown.list_owners(names))}
+    for (topic, partition), (checkpoint, _) in state.checkpoints.items():
         path = f"offsets/{_folder(names.get(topic, topic), topic)}/partition-{partition}.offset"
         files[path] = _json(
             {
@@ -73,34 +75,18 @@ def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> di
     return files
 
 
-class _State:
-    """What the registry holds of a group, as far as it is shown."""
+class _Shown:
+    """What the files show of a group."""
 
-    def __init__(self, keys: Keys, entries: Iterable[Entry]) -> None:
-        self.members: dict[str, Member] = {}
-        self.owners: dict[tuple[str, int], Owner] = {}
-        self.checkpoints: dict[tuple[str, int], Checkpoint] = {}
-        self.leader, self.assignment = Leader("", 0), Assignment(0)
-        self.sources: list[SourceRead] = []
-        for key, value in ((entry.key, entry.value) for entry in entries):
-            if key.startswith(keys.members):
-                self.members[key.removeprefix(keys.members)] = Member.load(key, value)
-            elif key.startswith(keys.owners):
-                self.owners[partition_of(key)] = Owner.load(key, value)
-            elif key.startswith(keys.checkpoints):
-                self.checkpoints[partition_of(key)] = Checkpoint.load(key, value)
-            elif key.startswith(keys.sources):
-                self.sources.append(SourceRead.load(key, value))
-            elif key == keys.leader:
-                self.leader = Leader.load(key, value)
-            elif key == keys.assignment:
-                self.assignment = Assignment.load(key, value)
+    def __init__(self, state: GroupState) -> None:
+        self._state, self._meant = state, state.meant_for()
 
     def list_members(self, names: Mapping[str, str]) -> dict[str, Any]:
-        members = sorted(self.members.items(), key=lambda each: (each[1].since, each[0]))
+        leader = self._state.leader
+        members = sorted(self._state.members.items(), key=lambda each: (each[1].since, each[0]))
         return {
-            "generation": self.assignment.generation,
-            "leader": self._name(self.leader.incarnation),
+            "generation": self._state.generation,
+            "leader": None if leader is None else self._name(leader[0].incarnation),
             "members": [
                 {
                     "name": member.name,
@@ -117,19 +103,21 @@ class _State:
     def list_owners(self, names: Mapping[str, str]) -> dict[str, Any]:
         """By topic and partition. An owner that is gone has nothing any more, though nobody has claimed it yet."""
         topics: dict[str, dict[str, Any]] = {}
-        for place in sorted({*self.checkpoints, *self.owners}, key=lambda each: (names.get(each[0], each[0]), each)):
+        for place in sorted(
+            {*self._state.checkpoints, *self._state.owners}, key=lambda each: (names.get(each[0], each[0]), each)
+        ):
             topic, partition = place
-            owner = self.owners.get(place, Owner(None, 0))
-            if place in self.checkpoints or owner.incarnation in self.members:
+            owner, _ = self._state.owner(place)
+            if place in self._state.checkpoints or owner.incarnation in self._state.members:
                 topics.setdefault(names.get(topic, topic), {})[str(partition)] = {
                     "owner": self._name(owner.incarnation),
                     "epoch": owner.epoch,
-                    "meant_for": self._name(self.assignment.target(topic, partition)),
+                    "meant_for": self._name(self._meant.get(place)),
                 }
         return topics
 
     def _name(self, incarnation: str | None) -> str | None:
-        member = self.members.get(incarnation or "")
+        member = self._state.members.get(incarnation or "")
         return None if member is None else member.name
 
 

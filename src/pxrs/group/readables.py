@@ -170,5 +170,5 @@ def _look_at(found: Offsets, is_source: bool) -> tuple[Seen, Callable[[int, int]
     """How far each partition reaches, and what tells whether a checkpoint can be at an offset."""
     if isinstance(found, Source):
         return Seen(found.extents(), found.has_gaps, is_source), found.was_given_out
-    extents = [(found.start(number), found.end(number)) for number in range(found.partitions)]
+    extents: list[tuple[int, int]] = list(found.bounds(range(found.partitions)).values())
     return Seen(extents, found.has_gaps, is_source), lambda number, offset: offset <= extents[number][1]

@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pxrs.errors import Conflict, RetentionPostponed
-from pxrs.group.protocol import ATTEMPTS_MAX, Get, Scan, Steps, Write
+from pxrs.group.incarnation import ATTEMPTS_MAX
 from pxrs.group.records import GROUP_NAME, Checkpoint, Keys, Starts, gate_key, start_key
 from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Get, Scan, Steps, Write
 
 
 def move_start(topic: str, plan: Callable[[Mapping[int, int]], Mapping[int, int]]) -> Steps[dict[int, int]]:

@@ -15,10 +15,10 @@ class AbsentLog(Log):
 
     def __init__(self, registry: str) -> None:
         """registry: its address without a password, to be shown."""
-        self._registry = registry
+        self.url = registry
 
     def check_topics(self) -> NoReturn:
-        raise NoDirectory(self._registry)
+        raise NoDirectory(self.url)
 
     def create_topic(self, topic: Topic) -> TopicLog:
         self.check_topics()

@@ -1,25 +1,35 @@
 """What a group needs of a queue (`Source`), and what a log adds to it (`TopicLog`, `Log`).
 
-A `Source` is the reading half of one topic: somebody else's table can be one. Offsets count the messages of a partition
-from 0 without gaps; every range is half-open. Readers see only what is durable (L1): what was read once is there for
+A `Source` is the reading half of one topic: somebody else's table can be one. Offsets number the messages of a
+partition from 0 on; every range is half-open. Readers see only what is durable (L1): what was read once is there for
 good, until retention removes it.
+
+The calls of a `Source` can be sent over a network: positions and limits go in, bounds and batches come out. Only
+`subscribe`, and the `cancel` of `fetch`, need the caller's own memory; a client of a remote source turns the former
+into messages of a stream and the latter into the cancellation of its request. How to write a source of one's own is
+told in docs/writing-a-source.md; `pxrs.testing.source_contract` tests it.
 """
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
 from pxrs.clock import SYSTEM, Clock
-from pxrs.errors import DamagedFrame, LogError
+from pxrs.errors import DamagedFrame, HubMoved, InvalidArgument, LogError, UnknownTopic
 from pxrs.log.batch import ANONYMOUS, Batch, Origin, Payload, encode
 from pxrs.log.outcomes import Outcome
 from pxrs.model import Topic
+from pxrs.waiting import Callback, Cancel, Subscription, wait_for
 
 READ_BYTES_DEFAULT = 8 << 20
+_OF_THE_WHOLE: Final = (UnknownTopic, HubMoved, InvalidArgument)
+"""Errors of `Source.read` that concern the source or the call, and not only the partition that was read."""
 
 
 class DamagedTopic(NamedTuple):
@@ -68,8 +78,33 @@ class RetentionPlan(NamedTuple):
     """Why partitions that are not in `starts` could not be looked at."""
 
 
+class Bounds(NamedTuple):
+    """The offsets that a partition has: from `start` on, and before `end`."""
+
+    start: int
+    """The first offset that is still there."""
+    end: int
+    """The offset that the next message will get. Everything before it is durable."""
+
+
+class Fetched(NamedTuple):
+    """What `Source.fetch` found in one partition: batches, or why there are none and will be none."""
+
+    batches: tuple[Batch, ...] = ()
+    """They begin at exactly the position that was asked for, and follow each other. The next position is the
+    `next_offset` of the last one."""
+    error: LogError | None = None
+    """Why this partition cannot be read at the position, though others can: OffsetTrimmed before its start,
+    OffsetOutOfRange beyond its end, DamagedFrame, ReadFailed."""
+    is_ended: bool = False
+    """No message will ever be at this position or behind it. Do not fetch this partition again: `fetch` would return at
+    once each time."""
+
+
 class Source(ABC):
-    """The messages of one topic, in partitions, to be read by any number of readers."""
+    """The messages of one topic, in partitions, to be read by any number of readers. Threads share it.
+
+    A source implements `bounds`, `read`, `subscribe` and `offset_at`; readers that follow a source call `fetch`."""
 
     name: str
     id: str
@@ -96,17 +131,98 @@ class Source(ABC):
     """Which messages are in which partition, in words: a group refuses to go on where another one has begun."""
 
     @abstractmethod
-    def start(self, partition: int) -> int:
-        """The first offset that is still there."""
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        """The start and the end of each of these partitions; not all at one moment."""
 
     @abstractmethod
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        """Batches from exactly this offset on, about `max_bytes` of them but at least one; none at the end. Never waits
+        for a message.
+
+        Raises OffsetTrimmed before the start, OffsetOutOfRange beyond the end, DamagedFrame where bytes are damaged."""
+
+    @abstractmethod
+    def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
+        """Call the callback after each change that may let `read` find more in one of these partitions, and when the
+        source is closed or its topic deleted. Too many calls are allowed, a missing one is not.
+
+        The callback is called on a thread of the source, of which there is one for all subscriptions (W6). Subscribe
+        first, then read: what was readable before the subscription causes no call."""
+
+    def fetch(
+        self,
+        positions: Mapping[int, int],
+        max_bytes: int = READ_BYTES_DEFAULT,
+        timeout: float | None = 0.0,
+        cancel: Cancel | None = None,
+    ) -> dict[int, Fetched]:
+        """Wait until something can be read at one of these positions (offsets by partition), and read it.
+
+        max_bytes: about how much to read in all, but at least one batch. What is left of it is shared equally by the
+                   partitions that have something, in the order of `positions`. If it does not suffice for all, the last
+                   ones are left out, so a caller with many partitions gives them in another order each time.
+        timeout:   how many seconds to wait; 0 to take only what is there, None for no limit
+        cancel:    ends the wait from another thread
+
+        Returns the partitions that have something to tell, by number; none if the time is up or `cancel` was set. An
+        error that concerns the whole source is raised: Closed, UsedAfterFork, TopicDeleted, HubMoved, InvalidRecord."""
+        return wait_for(
+            lambda: self._read_all(positions, max_bytes),
+            lambda callback: self.subscribe(positions, callback),
+            timeout,
+            cancel,
+            lambda: self.look_again_s(positions),
+        )
+
+    def readable(self, positions: Mapping[int, int]) -> Collection[int]:
+        """Those of these partitions whose `read` may find something at the position, or raise. For `fetch`: a source
+        overrides it if it can tell more cheaply than by reading each one. It must leave out none that can be read."""
+        return positions.keys()
+
+    def look_again_s(self, positions: Mapping[int, int]) -> float | None:
+        """After how many seconds `readable` may find more at these positions although nothing has changed, so that no
+        callback is called; None: never. Asked by `fetch` before it sleeps."""
+        return None
+
+    def is_ended(self, partition: int, offset: int) -> bool:
+        """Whether no message will ever be at this offset or behind it. False for every topic."""
+        return False
+
+    def _read_all(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
+        found: dict[int, Fetched] = {}
+        chosen = list(self.readable(positions))
+        left = max(1, max_bytes)
+        for at, partition in enumerate(chosen):
+            if left <= 0:
+                break
+            offset = positions[partition]
+            try:
+                batches = self.read(partition, offset, max(1, left // (len(chosen) - at)))
+            except LogError as error:
+                if isinstance(error, _OF_THE_WHOLE):
+                    raise
+                found[partition] = Fetched(error=error)
+                continue
+            if batches:
+                found[partition] = Fetched(tuple(batches))
+                left -= sum(batch.records.nbytes for batch in batches)
+            elif self.is_ended(partition, offset):
+                found[partition] = Fetched(is_ended=True)
+        return found
+
+    def start(self, partition: int) -> int:
+        """The start of one partition; see `bounds`."""
+        return self.bounds((partition,))[partition].start
+
     def end(self, partition: int) -> int:
-        """The offset that the next message will get. Everything before it is durable."""
+        """The end of one partition; see `bounds`."""
+        return self.bounds((partition,))[partition].end
 
     def ends(self) -> list[int]:
         """The end of each partition, as `end` tells it; not all at one moment. For a reader that asks often: a log may
-        make this cheaper than so many calls of `end`."""
-        return [self.end(partition) for partition in range(self.partitions)]
+        make this cheaper than `bounds`."""
+        found = self.bounds(range(self.partitions))
+        return [found[partition].end for partition in range(self.partitions)]
 
     def ends_problem(self) -> str | None:
         """Why the end of a partition is only a lower bound: it has messages, or may have, that this process cannot show
@@ -116,20 +232,14 @@ class Source(ABC):
     def extents(self) -> list[tuple[int, int]]:
         """Of each partition the first offset, and the one behind the last message that can be seen: for the lag of a
         group. Of a table this includes rows that are not final, which `read` does not hand out yet."""
-        return [(self.start(partition), end) for partition, end in enumerate(self.ends())]
+        found = self.bounds(range(self.partitions))
+        return [(found[partition].start, found[partition].end) for partition in range(self.partitions)]
 
     def was_given_out(self, partition: int, offset: int) -> bool:
         """Whether a checkpoint may be here: every offset before it is that of a message that is or was there, or of a
         gap. False if the source counts anew, or is an older copy than the checkpoint."""
         return offset <= self.end(partition)
 
-    @abstractmethod
-    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
-        """Batches from exactly this offset on, about `max_bytes` of them but at least one; none at the end.
-
-        Raises OffsetTrimmed before the start, OffsetOutOfRange beyond the end, DamagedFrame where bytes are damaged."""
-
-    @abstractmethod
     def wait(
         self,
         positions: Mapping[int, int],
@@ -138,15 +248,43 @@ class Source(ABC):
     ) -> set[int]:
         """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up.
 
-        is_over: asked before it sleeps and whenever `wake` is called; the wait ends, empty, when it says so."""
+        is_over: asked before this thread sleeps and whenever `wake` is called; if it is true, the wait ends, empty.
+        For consumers, until they use `fetch`."""
+        return wait_for_messages(self, positions, timeout, is_over)
 
-    @abstractmethod
     def wake(self) -> None:
-        """Let everyone who waits here in this process ask its `is_over` again."""
+        """Have everyone in `wait` in this process ask its `is_over`. For consumers, until they use `fetch`."""
+        raise NotImplementedError
 
     @abstractmethod
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
+
+
+def wait_for_messages(
+    source: Source,
+    positions: Mapping[int, int],
+    timeout: float | None = None,
+    is_over: Callable[[], bool] | None = None,
+) -> set[int]:
+    """Wait until any of these partitions has messages from its offset on, and read nothing; those that have. Empty: the
+    time is up, or `is_over`, which is called after each look, was true. Unlike `Source.fetch` this waits for offsets
+    beyond the end too."""
+    ready: set[int] = set()
+
+    def look() -> bool:
+        nonlocal ready
+        chosen = source.readable(positions)
+        ready = {number for number in chosen if source.has_gaps or source.end(number) > positions[number]}
+        return bool(ready) or (is_over is not None and is_over())
+
+    wait_for(
+        look,
+        lambda callback: source.subscribe(positions, callback),
+        timeout,
+        look_again_s=lambda: source.look_again_s(positions),
+    )
+    return ready
 
 
 class TopicLog(Source):
@@ -195,6 +333,18 @@ class TopicLog(Source):
 class Log(ABC):
     """Topics by name. Threads share it; a forked child must open its own."""
 
+    url: str
+    """The log's address, without a password."""
+    folder: Path | None = None
+    """The directory in which the log is; None if it is in none."""
+    clock: Clock = SYSTEM
+    """Which clock the times of stored messages, and the schedule of upkeep, are read from."""
+    is_kept_by_server: bool = False
+    """Whether a server stands before this log and does its upkeep, so that no client may (W4)."""
+    own_registry: str | os.PathLike[str] | None = None
+    """The address of the registry that is kept with this log, which a hub has if no other is given. None: one must be
+    given."""
+
     @abstractmethod
     def create_topic(self, topic: Topic) -> TopicLog:
         """Raises TopicExists if one of this name is there."""
@@ -220,6 +370,10 @@ class Log(ABC):
 
     def check_topics(self) -> None:  # noqa: B027 - a log that is there has topics
         """Raise NoDirectory if this stands for the log of a hub that was opened without a directory."""
+
+    def finish_deletions(self) -> None:  # noqa: B027 - a log that deletes at once has none
+        """Remove what deletions of topics that were cut short have left behind. May be called at any time, by several
+        processes at once. What fails is logged, and tried again by the next call."""
 
     @abstractmethod
     def close(self) -> None: ...

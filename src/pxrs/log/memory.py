@@ -1,17 +1,16 @@
 """The log in one process's memory: for tests, and for programs that need no other process.
 
 Batches are kept as the encoded bytes that a log on disk stores, so that the same input is refused and the records that
-the caller holds are not shared. Each topic has one condition variable, which guards all its partitions: appends are
-short, and an append to any partition wakes everyone who waits.
+the caller holds are not shared. Each topic has one lock, because appends are short. The thread that appends calls the
+callbacks of those who wait for that partition, after it has released the lock.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,11 +29,12 @@ from pxrs.errors import (
     UsedAfterFork,
 )
 from pxrs.log.batch import SCHEMA, Batch, Origin, Payload, check_encoded
-from pxrs.log.contract import READ_BYTES_DEFAULT, Append, DamagedTopic, Log, RetentionPlan, TopicLog
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, DamagedTopic, Log, RetentionPlan, TopicLog
 from pxrs.log.outcomes import NotStored, Outcome, StoredAt
 from pxrs.log.producers import SILENT_S_MAX, Incoming, Placement, Producers, named
 from pxrs.log.retention import credible_time
 from pxrs.model import Topic
+from pxrs.waiting import Callback, Subscribers, Subscription
 
 
 class _Partition:
@@ -84,25 +84,20 @@ class MemoryTopic(TopicLog):
         self.name, self.id, self.partitions = topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
         self._log, self.clock = log, log.clock
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._subscribers = Subscribers()
         self._stored = [_Partition(log.clock) for _ in range(topic.partitions)]
         self._is_deleted = False
 
-    def start(self, partition: int) -> int:
-        place = self._partition(partition)
-        with self._changed:
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        places = {partition: self._partition(partition) for partition in partitions}
+        with self._lock:
             self._check_usable()
-            return place.start
-
-    def end(self, partition: int) -> int:
-        place = self._partition(partition)
-        with self._changed:
-            self._check_usable()
-            return place.end
+            return {partition: Bounds(place.start, place.end) for partition, place in places.items()}
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         place = self._partition(partition)
-        with self._changed:
+        with self._lock:
             self._check_usable()
             if offset > place.end:
                 raise OffsetOutOfRange(f"{self.name}/{partition}", offset, place.end)
@@ -123,30 +118,24 @@ class MemoryTopic(TopicLog):
             batches[0] = Batch(offset, batches[0].records.slice(skip))
         return batches
 
-    def wait(
-        self,
-        positions: Mapping[int, int],
-        timeout: float | None = None,
-        is_over: Callable[[], bool] | None = None,
-    ) -> set[int]:
+    def readable(self, positions: Mapping[int, int]) -> list[int]:
         places = {partition: self._partition(partition) for partition in positions}
-        until = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while True:
-                self._check_usable()
-                ready = {partition for partition, offset in positions.items() if places[partition].end > offset}
-                left = None if until is None else until - time.monotonic()
-                if ready or (left is not None and left <= 0) or (is_over is not None and is_over()):
-                    return ready
-                self._changed.wait(left)
+        with self._lock:
+            self._check_usable()
+            return [partition for partition, offset in positions.items() if places[partition].end != offset]
+
+    def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
+        chosen = tuple(partitions)
+        for partition in chosen:
+            self._partition(partition)
+        return self._subscribers.add(chosen, callback)
 
     def wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        self._subscribers.wake_all()
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         place = self._partition(partition)
-        with self._changed:
+        with self._lock:
             self._check_usable()
             stored = zip(place.bases, place.payloads, strict=True)
             found = next((each for each in stored if each[1].last_timestamp >= timestamp), None)
@@ -161,14 +150,14 @@ class MemoryTopic(TopicLog):
             self._partition(append.partition)
             check_encoded(append.payload)
             by_partition.setdefault(append.partition, []).append(append)
-        with self._changed:
+        with self._lock:
             self._check_usable()
             outcomes = {number: iter(self._append(number, batches)) for number, batches in by_partition.items()}
-            self._changed.notify_all()
+        self._subscribers.wake(by_partition)
         return [next(outcomes[append.partition]) for append in appends]
 
     def _append(self, number: int, batches: list[Append]) -> list[Outcome]:
-        """The batches of one partition. The caller holds `_changed`."""
+        """The batches of one partition. The caller holds `_lock`."""
         partition = self._stored[number]
         try:
             placed = partition.place([Incoming(each.origin, each.payload.rows, each.since) for each in batches])
@@ -181,7 +170,7 @@ class MemoryTopic(TopicLog):
 
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
         plan = RetentionPlan({}, [])
-        with self._changed:
+        with self._lock:
             self._check_usable()
             for partition, place in enumerate(self._stored):
                 place.producers.forget_silent(now / 1e6 - SILENT_S_MAX)
@@ -194,7 +183,7 @@ class MemoryTopic(TopicLog):
 
     def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
         moved = {}
-        with self._changed:
+        with self._lock:
             self._check_usable()
             for partition, start in starts.items():
                 place = self._stored[partition]
@@ -220,7 +209,7 @@ class MemoryTopic(TopicLog):
     def _partition(self, partition: int) -> _Partition:
         if not 0 <= partition < self.partitions:
             raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")
-        # Before the condition is touched: in a forked child another thread may have held it.
+        # Before the lock is touched: in a forked child another thread may have held it.
         self._log._check_process()
         return self._stored[partition]
 
@@ -230,13 +219,16 @@ class MemoryTopic(TopicLog):
             raise TopicDeleted(self.name, self.id, self.name in self._log._topics)
 
     def _wake(self, *, is_deleted: bool = False) -> None:
-        with self._changed:
+        with self._lock:
             self._is_deleted |= is_deleted
-            self._changed.notify_all()
+        self._subscribers.wake_all()
 
 
 class MemoryLog(Log):
     """A log that is gone with its process."""
+
+    url = "memory:"
+    own_registry = "memory:"
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self.clock = clock

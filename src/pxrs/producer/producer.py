@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Final, Self
@@ -44,7 +44,7 @@ _time = time.time
 class Producer:
     """Sends to one topic. Threads share it; a forked child must open its own."""
 
-    __slots__ = ("__weakref__", "_hash", "_hub", "_log", "_outbox", "_partitions", "sending")
+    __slots__ = ("__weakref__", "_hash", "_log", "_outbox", "_partitions", "hub", "sending")
 
     def __init__(
         self,
@@ -56,7 +56,6 @@ class Producer:
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
         buffer_timeout: float | timedelta = 60.0,
         tries_max: int = TRIES_MAX_DEFAULT,
-        retain: Callable[[], object] | None = None,
     ) -> None:
         """
         linger_s:       how long a batch that is not full waits for more messages.
@@ -66,8 +65,6 @@ class Producer:
                         A small message counts as 512.
         buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried if the log answers with AppendFailed.
-        retain:         what applies the topic's retention, every RETAIN_EVERY_S or every quarter of the retention,
-                        whichever is shorter, while something is stored; the log itself if none is given.
         """
         limits = Limits(
             arguments.seconds(InvalidArgument, "linger_s", linger_s, 0, 60),
@@ -76,14 +73,13 @@ class Producer:
             arguments.whole(InvalidArgument, "buffer_bytes", buffer_bytes, 1 << 10, 1 << 40),
             arguments.seconds(InvalidArgument, "buffer_timeout", buffer_timeout, 0, 86_400),
         )
-        arguments.functions(InvalidArgument, retain=retain)
         tries = arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000)
         self._log = log
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this producer. It closes its log with its last reference, which may be this one."""
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
-        self.sending = SendingThread(log, self._hash, limits, tries, retain)
+        self.sending = SendingThread(log, self._hash, limits, tries)
         """The background thread. It outlives a producer that was dropped without `close`, until all is stored: so a hub
         that is being closed closes this."""
         self._outbox = self.sending.outbox
@@ -242,7 +238,7 @@ class Producer:
                 outbox.is_error_raised = True  # by the warning: a hub that is closed later does not raise it again
                 dropped.warn(name, f"not all of what it had was stored: {outbox.error}", self)
             return
-        self.sending.close_dropped(self._hub)
+        self.sending.close_dropped(self.hub)
         if not was_closing:
             dropped.warn(name, "what waits in it is stored now, and an error of that is only logged", self)
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
-import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Final
 
 import pyarrow.compute as pc
 
-from pxrs.errors import Closed
-from pxrs.limited_log import Outage
 from pxrs.log.contract import TopicLog
 from pxrs.producer.appender import Appender
 from pxrs.producer.chunks import Chunk, columns_of
@@ -30,8 +27,6 @@ from pxrs.producer.outbox import Limits, Outbox
 from pxrs.producer.receipts import WIDTH, SentBatch, SortedRows, copy_of
 from pxrs.producer.tables import cut, sort_by_partition
 
-RETAIN_EVERY_S: Final = 60.0
-"""How often a producer that stores something applies the topic's retention; more often if a quarter of it is less."""
 SLICE_BYTES_MAX: Final = 256 << 20
 """How many bytes of messages are sorted together at most."""
 _logger: Final = logging.getLogger(__name__)
@@ -40,16 +35,10 @@ _logger: Final = logging.getLogger(__name__)
 class SendingThread:
     """One thread for one outbox, which runs until it is closed. `close` may be called by any thread."""
 
-    def __init__(
-        self, log: TopicLog, hash_of: Hash, limits: Limits, tries_max: int, retain: Callable[[], object] | None
-    ) -> None:
+    def __init__(self, log: TopicLog, hash_of: Hash, limits: Limits, tries_max: int) -> None:
         self._log, self._hash = log, hash_of
         self._appender = Appender(log, tries_max)
         self.outbox = Outbox(log.name, log.partitions, hash_of, self._appender.broken, limits)
-        self._retains_at = 0.0 if log.topic.is_retained else None
-        self._retain_every_s = min(RETAIN_EVERY_S, (log.topic.retention_s or math.inf) / 4)
-        self._retain = retain or (lambda: log.retain(log.clock.wall_time_us()))
-        self._retain_outage = Outage(_logger, f"retention of {log.name} is held up", extra={"topic": log.name})
         self._kept: tuple[object, ...] = ()
         """What must not be collected before the thread has ended, once the producer was dropped."""
         self._is_dropped = False
@@ -187,15 +176,6 @@ class SendingThread:
         for results in self._appender.store(batches):
             self.outbox.settle(results)
         self.outbox.end_round()
-        if self._retains_at is not None and time.monotonic() >= self._retains_at:
-            self._retains_at = time.monotonic() + self._retain_every_s
-            try:
-                self._retain()
-                self._retain_outage.worked()
-            except Closed:
-                pass  # the hub is being closed, and sends what was left: the next producer retains
-            except Exception as error:  # noqa: BLE001 - what was sent is stored, and it is tried again
-                self._retain_outage.failed(error)
 
 
 def _close(reference: weakref.ref[SendingThread]) -> None:

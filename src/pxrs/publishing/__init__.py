@@ -1,7 +1,30 @@
-"""Many batches become part of topics at one moment.
+"""Publishing: many staged batches become part of a topic at one moment.
 
-Tasks write batches into staging files (`staging.py`). One commit to the registry, the manifest (`manifest.py`), makes
-all of them part of their topics and moves the checkpoints of the group that they were read with. `query.py` is the
-reading side: a streaming query as a member of a group; `planning.py` decides which offsets a batch reads; `outage.py`
-repeats registry calls while the lease allows it. Spark's source and sink are one user of this package.
+A streaming query reads a topic as a member of a group and writes to another topic. Its work is cut into batches, and
+each batch into tasks that run in other processes, fail, and are repeated. This package makes each batch count exactly
+once (K1 to K3). It knows nothing of Spark, whose source and sink (`pxrs.spark`) are its first users, and it is given
+what it works on: a log, a registry, a staging place.
+
+The reading side:
+
+    planning.py     pure functions: which offsets a batch reads, and whose checkpoint counts after a restart
+    membership.py   the query as a member of its group: lease, lanes, checkpoints
+    query.py        the two questions of a streaming engine: how far to read, and what a batch reads
+
+The writing side:
+
+    feed.py         what a batch reads, as its source tells it to its sink
+    staging/        where tasks leave rows: a contract, and its implementation in a directory
+    records.py      the manifest in the registry, the states that it goes through, and what to do in each of them
+    manifest.py     `Publisher`: commits a manifest together with the group's checkpoints, then appends the staged rows
+    outage.py       registry calls that are repeated while the registry cannot be reached
+
+What it promises:
+
+- A batch is part of its topic from the commit of its manifest on, and before that it is not, whatever is staged.
+- The same commit moves the group's checkpoints, fenced by the owner keys, if group and topic are in one registry.
+- Whoever finishes a manifest, and however often, stores each row once. Readers may see a part of a batch for a moment,
+  because its pieces are appended one after the other.
+
+Start reading at `records.py` (the states) and `Publisher.publish`; for the reading side, at `Query.latest`.
 """

@@ -1,38 +1,39 @@
-"""The one moment at which a batch of a query becomes part of its topic (K1 to K3). No Spark in here.
+"""Publishing a batch: one commit to the registry makes it part of its topic, then its staged rows are appended (K1 to
+K3).
 
-The driver's commit writes a manifest into the registry, under a key of the query's own:
+The driver's commit writes the query's manifest (`records.py`). Before that commit the batch has no effect, whatever is
+staged; after it the batch will be published, by this driver or by another one. The staged files are appended by a
+producer of the query's own, whose epoch is the number of the batch and whose sequences count the pieces: an append that
+was made before is recognised, and not made again. So:
 
-    spark/<topic id>/<query>    the last batch: its staged files, what it has read, whether it is published
+- If a driver dies between the commit and the last append, and the batch is repeated with its rows in another order, no
+  row is lost or doubled: the repeated batch finds the manifest, finishes it, and discards its own staged files.
+- A batch with a smaller number comes of a checkpoint location that was restored, and is refused (K2). So is a batch
+with
+  the same number that has read something else, or that Spark has planned anew.
+- The same commit writes the checkpoints of the groups that the batch was read with, if they are in the same registry.
+It
+  expects the owner keys as they were when the batch was planned: a query that has lost a partition publishes nothing
+  of it (K3).
+- A registry that cannot be reached is called again for as long as the query's lease may live, and for `PATIENCE_S` at
+  least.
+- After a lost reply the same commit is made again. It expects the manifest's version, so at most one of the two commits
+  succeeds; after a conflict, the manifest in the registry tells whether the first one did.
 
-Before it the batch is nothing, whatever was staged; after it the batch will be published, whoever does it. Only then
-the files are appended to the topic, by a producer of the query's own whose epoch is the batch and whose sequences count
-the pieces: an append that was made before is found and not made again. So:
-
-- A driver that dies in between, and a replay whose rows come in another order, cannot lose or double a row: the replay
-  finds the manifest, finishes it, and throws its own staging away.
-- A batch with a smaller number is of a checkpoint location that was restored: refused (K2). So is one with the same
-  number that has read something else, or that Spark has planned anew.
-- What the batch has read of groups of the same registry is checkpointed in the same commit, fenced by the owners' keys:
-  a query that has lost a partition publishes nothing of it (K3).
-- A registry that cannot be reached is asked again for as long as the query's lease may live, and `PATIENCE_S` at least.
-- A reply that was lost: the very same commit is tried again. If the first one lands late, one of them conflicts, and
-  what is there says that it is ours.
-
-The manifest of a query that never came back is finished by the next one that writes to the topic; and before anybody
-publishes what follows in the same partitions, so that nothing of a hand-over is missing or comes late. One that cannot
-be read or finished stops its own query alone. Readers may see a part of a batch for a moment: the pieces are appended
-one after the other.
+If a query never comes back, its manifest is finished by the next query that writes to the topic. Before a batch is
+published, the manifests of other queries that have read of the same partitions are finished, so that what follows in a
+partition after a hand-over is not published before what precedes it. A manifest that cannot be read or finished stops
+only its own query. Readers may see a part of a batch for a moment: the pieces are appended one after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 from pxrs.errors import (
@@ -48,140 +49,119 @@ from pxrs.errors import (
     SequenceGap,
     UnknownProducer,
 )
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite, Outcome
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import StoredAt
+from pxrs.publishing.feed import Feed
 from pxrs.publishing.outage import UNREACHABLE, ride_out
-from pxrs.publishing.planning import Spans
-from pxrs.publishing.staging import Feed, Staging
+from pxrs.publishing.records import (
+    Manifest,
+    Step,
+    epochs_of,
+    have_common_partitions,
+    manifests_of,
+    query_of,
+    ranges_of,
+    step_for,
+)
+from pxrs.publishing.staging.contract import Staging
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.identity import fingerprint
 
 _logger = logging.getLogger(__name__)
 
 JOB: Final = "job-"
-"""So begin the names of writes that are no streams."""
+"""Prefix of the ids of writes that are no streams (`df.write`), which have one batch each."""
 _NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
 _UNFINISHABLE: Final = (BatchRefused, InvalidRecord, SequenceGap, UnknownProducer)
-"""What concerns one manifest. Everything else concerns the topic, or the place."""
+"""Errors that concern one manifest. All others concern the topic, its disk or the registry."""
 _DELETED_S: Final = 86_400.0
-"""How long what is left of a deleted topic stays at least: a topic may be newer than the list of them."""
+"""How long what is left of a deleted topic is kept at least: a topic may have been created after the topics were
+listed."""
 _JOB_S: Final = 86_400.0
-"""How long the manifest of a job stays at least: its commit may be tried again, and must find it."""
+"""How long the manifest of a job is kept at least: its commit may be repeated, and must find the manifest."""
 PATIENCE_S: Final = 15.0
-"""How long a registry that cannot be reached is asked again, at least: if the query's lease is longer, so long."""
+"""How long a registry that cannot be reached is called again; if the query's lease is longer, as long as that."""
 _TRIES_MAX: Final = 20
+"""How often a commit whose outcome is unknown is made again."""
+_LOOKS_MAX: Final = 100
+"""How often `publish` looks at the manifest again. Each time another driver of the same query has changed it, or this
+driver has finished what it found."""
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
 _TOGETHER_MAX: Final = 4
-"""How many pieces of one partition go into one append: fewer than a partition remembers of a producer."""
+"""How many pieces of one partition go into one append: fewer than the batches of a producer that a partition
+remembers."""
 
 RESTART: Final = (
     "The query's lease ran out, or another member took the partition, before the batch was finished. Start the query "
     "again: it reads the batch again with the same offsets, and nothing is lost or doubled"
 )
-"""What is said of a batch that cannot be published any more by those who read it."""
-
-Ranges = dict[str, dict[str, list[int]]]
-"""What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    batch: int
-    files: list[str]
-    ranges: Ranges = field(default_factory=dict)
-    is_published: bool = False
-    ends: list[int] = field(default_factory=list)
-    """Of the topic's partitions, before anything of the batch was appended. None were noted by earlier versions."""
-    planned: str = ""
-    """A hash of what Spark has planned for the batch; empty if that could not be read."""
-    at: float = 0.0
-    """When it was written, in seconds since 1970."""
-    epochs: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of the same places and partitions as `ranges`: the epoch of the owner under which the batch was planned. A
-    batch is known by it among others that read the same offsets. Empty in manifests of version 0.1."""
-    has_state: bool | None = None
-    """Whether the query keeps state in its checkpoint location; None if that could not be found out."""
-
-    def dump(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
-
-    @classmethod
-    def load(cls, entry: Entry) -> Manifest:
-        try:
-            found = json.loads(entry.value)
-            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
-        except (ValueError, TypeError) as error:
-            raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
+"""The advice for a batch whose partitions were lost before it was published."""
 
 
 def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
-    """Remove what queries have left of a topic that was deleted, by its id: their manifests, and what they staged."""
-    for entry in registry.scan(f"spark/{topic}/"):
+    """Remove the manifests of a deleted topic, which is named by its id, and what was staged for it."""
+    for entry in registry.scan(manifests_of(topic)):
         registry.commit(delete=[entry.key])
     staging.forget_topic(topic)
 
 
 def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collection[str]) -> None:
-    """Remove what came after the deletion of a topic, when a day has passed: tasks and drivers hear late of it.
+    """Remove what tasks and drivers have staged or committed for a topic after its deletion, when a day has passed:
+    they may notice the deletion late.
 
-    topics: the ids of those that are there. What was one is known by its folder: the keys alone may be of a topic of
-    another log, which shares the registry."""
+    topics: the ids of the topics that exist. Deleted ones are known by the staging place: a manifest alone may be that
+    of a topic of another log which shares the registry."""
     before = time.time() - _DELETED_S
     for topic in staging.topics():
         if topic not in topics and max(staging.changed_at(topic), _written_at(registry, topic)) < before:
             forget_topic(registry, staging, topic)
 
 
-def _written_at(registry: Registry, topic: str) -> float:
-    """When the last manifest of the topic was written."""
-    last = 0.0
+def needed_batches(registry: Registry, topic: str) -> dict[str, int | None]:
+    """By query, the batch of the topic with this id that its manifest names and that is not published, so that its
+    staged files are needed; None if the manifest is damaged: any batch of that query may be needed."""
+    needed: dict[str, int | None] = {}
     for entry in registry.scan(f"spark/{topic}/"):
+        query = entry.key.rpartition("/")[2]
+        try:
+            manifest = Manifest.load(entry)
+        except RegistryCorrupt:  # the query's own publisher tells of it
+            needed[query] = None
+            continue
+        if not manifest.is_published:
+            needed[query] = manifest.batch
+    return needed
+
+
+def _written_at(registry: Registry, topic: str) -> float:
+    """When the last manifest of the topic was written, in seconds since 1970; 0 if there is none."""
+    last = 0.0
+    for entry in registry.scan(manifests_of(topic)):
         with contextlib.suppress(RegistryCorrupt):
             last = max(last, Manifest.load(entry).at)
     return last
 
 
-def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:
-    """Which of these ranges of a group's topic a manifest in this registry names, and whether its query keeps state.
-
-    A query's manifest names its last batch, and the commit that wrote it moved the group's checkpoints to the ends of
-    these ranges. So whoever publishes this batch again does nothing. Only a manifest that names the very range and the
-    epoch under which it was planned counts: offsets alone may be of another query, from before a reset."""
-    place = f"{group}/{topic}"
-    found: dict[int, bool | None] = {}
-    for entry in registry.scan("spark/"):
-        if entry.key.count("/") != 2:  # keys of manifests are spark/<topic id>/<query>
-            continue
-        try:
-            manifest = Manifest.load(entry)
-        except RegistryCorrupt as error:
-            _logger.warning("whether this query's last batch is published cannot be told from %s: %s", entry.key, error)
-            continue
-        ranges, epochs = manifest.ranges.get(place, {}), manifest.epochs.get(place, {})
-        for number, span in spans.items():
-            if ranges.get(str(number)) == [span.start, span.end] and epochs.get(str(number)) == span.epoch:
-                found[number] = manifest.has_state
-    return found
-
-
 class Publisher:
-    """Publishes batches to one topic. One at a time for each query; a second one that tries the same does no harm."""
+    """Publishes batches to one topic. A query has one driver at a time; a second driver that publishes the same batch
+    does no harm."""
 
     def __init__(self, registry: Registry, topic: TopicLog, staging: Staging) -> None:
         self._registry, self._topic, self._staging = registry, topic, staging
         self.topic_id = topic.id
-        self._prefix = f"spark/{topic.id}/"
+        self._prefix = manifests_of(topic.id)
         self._registry_id = ""
         self._patience_s = PATIENCE_S
         self._strangers: set[str] = set()
-        """Groups of other registries, of which was told."""
+        """Groups in other registries, of which a warning was logged."""
         self._unfinished: dict[str, int] = {}
-        """Of other queries, the versions of the manifests that were not published at the last look."""
+        """By query, the version of the manifest that `_finish_before` last found unpublished and left to its driver."""
         self._given_up: dict[str, int] = {}
-        """Of other queries, the versions of the manifests that cannot be finished, of which was told."""
+        """By query, the version of a manifest that cannot be read or finished, of which an error was logged."""
 
     def publish(
         self,
@@ -192,77 +172,82 @@ class Publisher:
         planned: str = "",
         has_state: bool | None = None,
     ) -> None:
-        """Make the batch part of the topic, once. Durable and visible when it returns.
+        """Make the batch part of the topic, once. All its rows are durable and visible when this returns.
 
         planned:   a hash of Spark's plan of the batch, which is the same whenever Spark repeats it.
         has_state: whether the query keeps state; None if that is not known.
-        Raises BatchRefused, PartitionLost; RegistryUnavailable if the registry stayed away, OutcomeUnknown if it did
-        not say whether it took the batch."""
+        Raises BatchRefused, PartitionLost; RegistryUnavailable if the registry could not be reached, OutcomeUnknown if
+        it is not known whether the batch was committed."""
         self._patience_s = max([PATIENCE_S, *(feed.lease_s for feed in feeds)])
-        ranges, epochs = _ranges(feeds), _epochs(feeds)
+        ranges, epochs = ranges_of(feeds), epochs_of(feeds)
         ours = Manifest(batch, list(files), ranges, planned=planned, epochs=epochs, has_state=has_state)
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         self._finish_before(query, ours)
-        while True:
+        for _ in range(_LOOKS_MAX):
             entry = self._get(self._prefix + query)
-            if entry is not None:
-                last = _load(entry)
-                _check_order(query, last, ours)
-                self._finish_own(query, last, entry.version)
-                if last.batch == batch:
-                    return
-                if not last.is_published:
-                    continue  # only what was looked at is written over: another driver may be further by now
+            last = None if entry is None else _load(entry)
+            step = step_for(query, last, ours)
+            if entry is not None and last is not None:
+                self._finish_own(query, last, entry.version)  # of a published batch, this removes what is staged
+            if step in (Step.STOP, Step.FINISH_THEN_STOP):
+                return
+            if step is Step.FINISH_THEN_LOOK:
+                continue  # finishing has changed the manifest's version, and another driver may have gone on since
             if not files and not any(ours.ranges.values()):
-                # Nothing was read or made, and nothing is written down: if the batch is repeated, it may read more.
+                # The batch has neither input nor output. No manifest is written, because a repetition may read more.
                 self._staging.clear(self._topic.id, query, batch)
                 return
-            if not self._staging.secure(self._topic.id, query, batch, files):
+            if not self._staging.make_durable(self._topic.id, query, batch, files):
                 if self._get(self._prefix + query) != entry:
-                    continue  # another driver of this query has published the batch, and cleared up
+                    continue  # another driver of this query has published the batch, and removed the staged files
                 raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
-            ends = [self._topic.end(number) for number in range(self._topic.partitions)]
+            ends = self._topic.ends()
             ours = replace(ours, ends=ends, at=time.time())
             version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
             if version is not None:
-                self._staging.mark(self._topic.id)
+                self._staging.keep_topic(self._topic.id)
                 self._finish_own(query, ours, version)
                 return
+        raise BatchRefused(
+            f"query {query}: other drivers have changed its manifest {_LOOKS_MAX} times while this one came with batch "
+            f"{batch}. Run one driver for each checkpoint location"
+        )
 
     def finish_others(self) -> None:
-        """Publish what queries have left behind that died between their manifest and their last append, and collect
-        what they have staged for nothing."""
+        """Finish the manifests of queries that died between their commit and their last append, and remove staged files
+        that no manifest names."""
         needed: dict[str, int | None] = {}
         for entry in self._scan(self._prefix):
-            query, manifest = entry.key.rpartition("/")[2], self._load_other(entry)
+            query, manifest = query_of(entry.key), self._load_other(entry)
             if manifest is None:
                 needed[query] = None
             elif not manifest.is_published:
                 needed[query] = manifest.batch
                 self._finish_other(query, manifest, entry.version)
             elif query.startswith(JOB) and time.time() - manifest.at > _JOB_S:
-                self.forget(query)  # its driver died before it could
+                self.forget(query)  # the job's driver died before it removed its manifest
         self._staging.sweep(self._topic.id, needed)
 
     def _finish_before(self, query: str, ours: Manifest) -> None:
-        """Publish what others have left behind in the partitions that this batch reads on; else it would come late, or
-        never. What somebody is still publishing in other partitions is left to him until the next batch."""
+        """Finish the manifests of other queries that have read of the same partitions as this batch: their rows precede
+        those of this batch. A manifest that concerns other partitions is left to its own driver first, and is finished
+        here if it is still unfinished at the next batch."""
         unfinished = {}
         for entry in self._scan(self._prefix):
-            other = entry.key.rpartition("/")[2]
+            other = query_of(entry.key)
             manifest = None if other == query else self._load_other(entry)
             if manifest is None or manifest.is_published:
                 continue
             is_left = self._unfinished.get(other) == entry.version
-            if is_left or _has_common_partitions(manifest.ranges, ours.ranges):
+            if is_left or have_common_partitions(manifest.ranges, ours.ranges):
                 self._finish_other(other, manifest, entry.version)
             else:
                 unfinished[other] = entry.version
         self._unfinished = unfinished
 
     def _load_other(self, entry: Entry) -> Manifest | None:
-        """None if it is damaged. Of that is told once."""
-        query = entry.key.rpartition("/")[2]
+        """None if the manifest is damaged, which is logged once."""
+        query = query_of(entry.key)
         try:
             return Manifest.load(entry)
         except RegistryCorrupt as error:
@@ -276,7 +261,7 @@ class Publisher:
             return
         try:
             self._finish(query, manifest, version)
-        except _UNFINISHABLE as error:  # it can stop nobody but its own query, which will hear of it
+        except _UNFINISHABLE as error:  # raised for its own query when that comes back, and only logged here
             self._given_up[query] = version
             _logger.error("batch %d of query %s, left unfinished, stays so: %s", manifest.batch, query, error)
 
@@ -290,7 +275,8 @@ class Publisher:
             ) from error
 
     def forget(self, query: str) -> None:
-        """A write that is no stream has no next batch. It is published: that its key stays must not make it fail."""
+        """Remove the manifest of a job, which has no next batch. A failure is only logged, because the job's rows are
+        published."""
         try:
             self._registry.commit(delete=[self._prefix + query])
         except RegistryError as error:
@@ -322,7 +308,7 @@ class Publisher:
         return ride_out(lambda: self._registry.scan(prefix), self._patience_s)
 
     def _commit(self, expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
-        """Tried again while the outcome is unknown: if it landed after all, the next try meets it as a conflict."""
+        """Commit, again while the outcome is unknown. If an earlier try took effect, the next one raises Conflict."""
         pause, pause_max = _PAUSE_S
         unknown: OutcomeUnknown | None = None
         for _ in range(_TRIES_MAX):
@@ -333,7 +319,7 @@ class Publisher:
             except RegistryUnavailable as error:
                 if unknown is None:
                     raise
-                raise unknown from error  # this try had no effect, but an earlier one may have had, or still has
+                raise unknown from error  # this try had no effect, but an earlier one may have had, or may have yet
             time.sleep(pause)
             pause = min(2 * pause, pause_max)
         assert unknown is not None
@@ -342,25 +328,28 @@ class Publisher:
     # The manifest.
 
     def _write(self, query: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
-        """The version of the manifest as written; None if there is one of this batch."""
+        """The version of the manifest as written; None if the registry has a manifest of this batch already."""
         key = self._prefix + query
-        expect, put = {key: version}, {key: manifest.dump()}
+        parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
-            self._add_checkpoints(feed, expect, put)
+            self._add_checkpoints(feed, parts)
+        checkpoints = FencedWrite(list(parts.values()))
         try:
-            return self._commit(expect, put)[key]
+            return self._commit({key: version, **checkpoints.expect}, {key: manifest.dump(), **checkpoints.put})[key]
         except Conflict as conflict:
             entry = self._get(key)
             if entry is not None and _load(entry).batch == manifest.batch:
-                return None  # by a try whose reply was lost, or by another driver
-            raise _refusal(query, manifest, conflict, feeds) from conflict
+                return None  # written by a try whose reply was lost, or by another driver
+            raise _refusal(query, manifest, conflict, checkpoints) from conflict
 
-    def _add_checkpoints(self, feed: Feed, expect: dict[str, int], put: dict[str, bytes]) -> None:
-        """What the batch has read is done when it is published: the owners must still be those who read it."""
+    def _add_checkpoints(self, feed: Feed, parts: dict[str, CheckpointWrite]) -> None:
+        """What the batch has read is done when it is published: the owners must still be those who read it.
+
+        parts: by the key of the checkpoint."""
         keys = Keys(feed.group)
         for number, span in feed.spans.items():
             key = keys.checkpoint(feed.topic, number)
-            if key in expect:  # two sources of this query have read it, one before and one after it was taken away
+            if key in parts:  # two sources of this query have read it, one before and one after it was taken away
                 raise PartitionLost(feed.group, [number], advice=RESTART)
             entry = self._get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
@@ -372,14 +361,13 @@ class Publisher:
                     "group was reset while the batch was on its way. To follow the group, start with a new checkpoint "
                     f"location; to follow Spark, reset the group to offset {span.start}"
                 )
-            expect[key] = entry.version
-            expect[keys.owner(feed.topic, number)] = feed.fences[number]
-            put[key] = Checkpoint(span.end, time.time(), "spark", span.epoch).dump()
+            checkpoint = Checkpoint(span.end, time.time(), "spark", span.epoch)
+            parts[key] = CheckpointWrite(keys, (feed.topic, number), feed.fences[number], entry.version, checkpoint)
 
     # The appends.
 
     def _finish(self, query: str, manifest: Manifest, version: int) -> None:
-        """Append what the manifest names, unless that is done."""
+        """Append what the manifest names, unless it is published, and remove what was staged for it."""
         if not manifest.is_published:
             try:
                 self._append(query, manifest)
@@ -389,7 +377,7 @@ class Publisher:
             done = replace(manifest, files=[], is_published=True, ends=[])
             try:
                 self._commit({self._prefix + query: version}, {self._prefix + query: done.dump()})
-            except Conflict:  # another one has finished it too, and may have gone on
+            except Conflict:  # another driver has finished the manifest too, and may have committed the next batch
                 self._check_published(query, manifest)
         self._staging.clear(self._topic.id, query, manifest.batch)
 
@@ -434,7 +422,7 @@ def _was_stored(error: Exception, appends: Sequence[Append]) -> bool:
 
 
 def _load(entry: Entry) -> Manifest:
-    """A manifest that is damaged concerns its own query alone, which hears what to do."""
+    """Raise BatchRefused, with what to do, if the query's own manifest is damaged."""
     try:
         return Manifest.load(entry)
     except RegistryCorrupt as error:
@@ -444,56 +432,10 @@ def _load(entry: Entry) -> Manifest:
         ) from error
 
 
-def _ranges(feeds: Sequence[Feed]) -> Ranges:
-    ranges: Ranges = {}
-    for feed in feeds:
-        of_topic = ranges.setdefault(f"{feed.group}/{feed.topic}", {})
-        of_topic.update({str(number): [span.start, span.end] for number, span in feed.spans.items()})
-    return ranges
-
-
-def _epochs(feeds: Sequence[Feed]) -> dict[str, dict[str, int]]:
-    epochs: dict[str, dict[str, int]] = {}
-    for feed in feeds:
-        of_topic = epochs.setdefault(f"{feed.group}/{feed.topic}", {})
-        of_topic.update({str(number): span.epoch for number, span in feed.spans.items()})
-    return epochs
-
-
-def _has_common_partitions(one: Ranges, other: Ranges) -> bool:
-    return any(parts.keys() & other.get(place, {}).keys() for place, parts in one.items())
-
-
-def _check_order(query: str, last: Manifest, ours: Manifest) -> None:
-    if last.batch > ours.batch:
-        raise BatchRefused(
-            f"query {query} has published batch {last.batch} and comes with batch {ours.batch}: an old checkpoint "
-            "location was restored. Start with a new one"
-        )
-    if last.batch == ours.batch:
-        if last.planned and ours.planned and last.planned != ours.planned:
-            raise BatchRefused(
-                f"query {query} has published batch {ours.batch}, and Spark has planned it anew: an old checkpoint "
-                "location was restored. Restore the last one; or start with a new one, and have the source begin "
-                "behind what is in the topic"
-            )
-        for place, ranges in ours.ranges.items():
-            for number, read in ranges.items():
-                if last.ranges.get(place, {}).get(number) != read:
-                    raise BatchRefused(
-                        f"query {query} repeats batch {ours.batch} with other input: offsets {read[0]} to {read[1]} of "
-                        f"{place}/{number}. Start with a new checkpoint location"
-                    )
-
-
-def _refusal(query: str, manifest: Manifest, conflict: Conflict, feeds: Sequence[Feed]) -> PxrsError:
-    for feed in feeds:
-        keys = Keys(feed.group)
-        lost = [
-            number
-            for number in feed.spans
-            if {keys.owner(feed.topic, number), keys.checkpoint(feed.topic, number)} & set(conflict.keys)
-        ]
-        if lost:
-            return PartitionLost(feed.group, lost, advice=RESTART)
+def _refusal(query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite) -> PxrsError:
+    # Stale: somebody has written the checkpoint since this publisher read it.
+    lost = [each for each, settled in checkpoints.settle(conflict) if settled.outcome in (Outcome.LOST, Outcome.STALE)]
+    if lost:
+        group = lost[0].keys.group
+        return PartitionLost(group, [e.partition[1] for e in lost if e.keys.group == group], advice=RESTART)
     return BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}")

@@ -20,7 +20,7 @@ from pxrs.queue.store import SCAN_ITEMS, QueueStore
 from pxrs.registry.contract import Entry
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from pxrs.registry.sql.borrowed import Connection
 
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class QueueHandle:
     def __init__(self, store: QueueStore, queue: Queue) -> None:
         self.store, self.settings = store, queue
         self._registry = store.registry
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this handle. It closes its registry with its last reference, which is here."""
 
     @property

@@ -107,7 +107,7 @@ class Transaction:
 
     def __init__(self, store: QueueStore) -> None:
         self.id = uuid.uuid4().hex
-        self._hub: object = None
+        self.hub: object = None
         """The hub that made this transaction. It closes its registry with its last reference, which is here."""
         self._store = store
         self._registry = store.registry

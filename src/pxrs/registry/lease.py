@@ -1,53 +1,93 @@
-"""A lease: proof, renewed by its holder alone, that the holder is alive.
+"""A lease: proof that its holder is alive, which the store takes back when nobody renews it.
 
-The problem: a holder cannot know that its lease lives, only that it lived when the store last said
-so. So it keeps a *deadline* on its own clock, counted from before the request that renewed it was
-sent: past it, the store may have given the lease away, and the holder acts as if it had.
+The problem: a holder cannot know that its lease lives, only that it lived when the store last said so. So the holder
+keeps a *deadline* on its own clock, counted from before the request that renewed the lease was sent. Past the deadline
+the store may have ended the lease, and the holder acts as if it had.
+
+A `Lease` is a grant: an id, a ttl, a deadline, a secret, and the calls `renew` and `end`. It has no thread. What keeps
+a grant alive is separate: `Renewer` in `registry/renewal.py`, one for each open registry, renews the leases that were
+taken with `lease(ttl)`. A lease that was taken with `lease(ttl, renewed=False)`, or attached with `attach(secret)`, is
+renewed only when somebody calls `renew`.
 
 Invariants:
 - The deadline is never later than the store's own view of the expiry.
-- An expired lease is never revived: once the deadline has passed, a renewal that comes back is refused,
-  because somebody may already have seen the holder gone.
-- Renewal runs on a thread of its own and takes no lock that user code or a commit can hold (R6).
-- A lease is renewed until it or its registry is closed, or nobody has either any more: the registry keeps its leases,
-  and the renewing thread holds the lease only while it renews.
+- An expired lease is never revived (R3): once the deadline has passed, `renew` is refused here, and a renewal whose
+  reply arrives after the deadline is ignored, because another process may already have seen the holder gone.
+- `renew` takes no lock that user code or a commit can hold (R6).
+- The secret is never logged and not part of `repr`. Except on etcd the id is a hash of the secret, so that whoever
+  reads ids in logs, keys or tables cannot attach.
 
-On failure: while the store cannot be reached, renewal is tried again until the deadline; then the
-lease is lost, `lost` is set, and every commit that names it is refused.
+Who ends what:
+
+    call                        renewed by the registry     not renewed by the registry
+    --------------------------  --------------------------  ------------------------------------------
+    `end()`                     ends in the store           ends in the store
+    `close()`, registry.close() ends in the store           stays in the store until its expiry
+    the process is killed       ends: at once on files,     stays in the store until its expiry
+                                else at its expiry
+
+On failure: while the store cannot be reached, `renew` raises RegistryUnavailable and the deadline stays as it was. At
+the deadline the lease is lost: `lost` is set by whoever looks first, and every commit that names it is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import secrets
 import threading
-import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Final, Protocol, Self
 
 from pxrs.clock import Clock
-from pxrs.errors import LeaseExpired, UsedAfterFork
+from pxrs.errors import LeaseExpired, RegistryUnavailable, UsedAfterFork
 from pxrs.registry.limit import seconds_left
 
 log = logging.getLogger(__name__)
 
-RENEWALS_PER_TTL = 4
-"""With four, one lost renewal and a second of starvation by other threads still leave room."""
-
-
-LEASE_TTL_MIN = 0.05
+LEASE_TTL_MIN: Final = 0.05
 """In seconds. A holder could not renew a shorter one in time."""
 
+RENEWALS_PER_TTL: Final = 4
+"""How often a lease is renewed within its ttl. With four, one lost renewal and a second in which other threads keep the
+renewing thread from running still leave time for another renewal."""
 
-JOIN_S_MAX = 5.0
-"""How long closing waits for a renewal that is under way."""
+RENEWAL_WAIT_S_MAX: Final = 5.0
+"""How long `close`, and a second caller of `renew`, wait for a renewal of the same lease that is under way."""
+
+_SECRET_BYTES: Final = 32
+_ID_LENGTH: Final = 32
+
+
+class StoredLease(Protocol):
+    """A lease as one store keeps it: what `Lease` calls, implemented once for each backend."""
+
+    def renew(self) -> float:
+        """Renew the lease in the store; returns the new deadline on the holder's clock. LeaseExpired means that the
+        lease has ended in the store; any other RegistryError, that it is not known whether it was renewed."""
+
+    def end(self) -> None:
+        """End the lease in the store, with its keys, and free what this process holds for it. Called again after a
+        failure. No error if the lease has ended already."""
+
+    def let_go(self) -> None:
+        """Free what this process holds for the lease, and leave the lease in the store as it is."""
+
+
+class Renewal(Protocol):
+    """The renewals of one lease, as `Renewer.add` returns them."""
+
+    def stop(self, wait_s: float) -> None:
+        """Make no further renewal, and wait for one that is under way, for at most so many seconds."""
 
 
 class Lease:
-    """What `Registry.lease(ttl)` returns. Its keys vanish when it is closed or expires.
+    """What `Registry.lease(ttl)` and `Registry.attach(secret)` return. The table above says who ends it.
 
-    The registry keeps it: a lease that is dropped without `close` is renewed until the registry is closed."""
+    The registry keeps the leases that it renews: one that is dropped without `close` is renewed until the registry is
+    closed. It does not keep the others alive."""
 
     def __init__(
         self,
@@ -55,33 +95,40 @@ class Lease:
         ttl: float,
         deadline: float,
         *,
-        renew: Callable[[], float],
-        end: Callable[[], None],
-        on_gone: Callable[[Lease], None],
+        secret: str,
+        stored: StoredLease,
+        on_closed: Callable[[Lease], None],
         clock: Clock,
     ) -> None:
-        """`renew` returns the new deadline, or raises LeaseExpired (final) or another RegistryError (try again);
-        `end` tells the store and frees what the lease held here, also after it has expired; `on_gone` is called once,
-        when this object is done with."""
+        """`on_closed` is called once, when `close` or `end` has finished with this object."""
         self.id = lease_id
         self.ttl = ttl
         """The time to live that the store granted, which may be more than was asked for."""
+        self.secret = secret
+        """With this, `Registry.attach` gives a grant for the same lease to another handle or process. Keep it secret:
+        whoever has it can commit as the holder, renew the lease and end it."""
         self.lost = threading.Event()
-        """Set when the lease has ended, for whatever reason."""
+        """Set when the lease has ended, for whatever reason. Of a lease that the registry renews it is set at the
+        deadline at the latest; of another one, when `alive` is asked after the deadline."""
         self.deadline = deadline
-        """On the clock's scale, the moment from which this holder must act as if it were gone."""
-        self._renew, self._end, self._on_gone = renew, end, on_gone
-        self._clock = clock
+        """The moment, on the registry's clock, from which this holder must act as if the lease had ended."""
+        self.stored = stored
+        """The lease in its store. Tests of failures replace it, or call it behind the back of this object."""
+        self.renewal: Renewal | None = None
+        """Set by `Renewer.add`; None if this lease is not renewed by the registry."""
+        self.is_abandoned = False
+        self._on_closed, self._clock = on_closed, clock
         self._pid = os.getpid()
         self._guard = threading.Lock()
-        self._stop = threading.Event()
-        self._abandoned = False
-        self._closed = False
-        self._pause = ttl / RENEWALS_PER_TTL
-        """How long until the next renewal is tried."""
-        name, given = f"pxrs-lease-{lease_id}", (weakref.ref(self), self._stop, clock)
-        self._thread = threading.Thread(target=_keep_renewed, args=given, name=name, daemon=True)
-        self._thread.start()
+        """Guards `_is_closed`."""
+        self._renewing = threading.Lock()
+        """Held during a renewal: the calls of two threads could otherwise finish in the wrong order."""
+        self._is_closed = False
+
+    @property
+    def is_renewed(self) -> bool:
+        """Whether the registry renews this lease in the background."""
+        return self.renewal is not None
 
     @property
     def alive(self) -> bool:
@@ -94,66 +141,82 @@ class Lease:
 
     def check(self) -> None:
         """Raise LeaseExpired unless the lease is alive."""
-        if os.getpid() != self._pid:
-            raise UsedAfterFork(f"lease {self.id} was taken before a fork: it is the parent's")
+        self._check_process()
         if not self.alive:
             raise LeaseExpired(f"lease {self.id} has ended; take a new one and claim again")
 
-    def expire(self) -> None:
-        """The store has said that the lease is gone: so it is, whatever the deadline says."""
-        self.lost.set()
-        self.deadline = float("-inf")
-        self._stop.set()
+    def renew(self) -> float:
+        """Renew the lease once, now; returns the new deadline. Threads may call it at any time.
 
-    def abandon(self) -> None:
-        """Stop renewing and tell nobody: the store sees what it sees when a holder crashes."""
-        self._abandoned = True
+        Raises LeaseExpired if the lease has ended, here or in the store, and another RegistryError if the store did not
+        answer: the lease may have been renewed or not, and the deadline stays as it was."""
+        self.check()
+        if not self._renewing.acquire(timeout=seconds_left(RENEWAL_WAIT_S_MAX)):
+            raise RegistryUnavailable(f"lease {self.id}: another renewal of it has been under way for too long")
+        try:
+            deadline = self.stored.renew()
+        except LeaseExpired:
+            self.expire()
+            raise
+        finally:
+            self._renewing.release()
+        # Those who look at the store may have seen the lease end at the old deadline.
+        if not self.alive:
+            raise LeaseExpired(f"lease {self.id}: the reply to its renewal came after its deadline")
+        self.deadline = max(self.deadline, deadline)
+        return self.deadline
+
+    def end(self) -> None:
+        """End the lease in the store now, and with it its keys.
+
+        Raises an error if the store did not confirm that. Then the lease ends there at its expiry at the latest; here
+        it has ended in any case, and `end` may be called again."""
+        self._check_process()
+        self.expire()
+        self._stop_renewals()
+        self.stored.end()
+        if self._begin_to_close():
+            self._on_closed(self)
 
     def close(self) -> None:
-        """End the lease now, and with it its keys. If the store cannot be reached they go when the lease expires."""
-        if os.getpid() != self._pid:
-            return  # it is the parent's
-        with self._guard:
-            if self._closed:
-                return
-            self._closed = True
+        """Be done with this object. A lease that the registry renews ends in the store, with its keys; if the store
+        cannot be told, that is logged and happens at its expiry. Another lease stays in the store until its expiry."""
+        if os.getpid() != self._pid or not self._begin_to_close():
+            return  # the lease is the parent process's, or it was closed before
         self.expire()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(seconds_left(min(self.ttl, JOIN_S_MAX)))
         try:
-            self._end()
-        except Exception as error:  # noqa: BLE001 - a lease that is not ended expires; closing goes on
-            log.warning("lease %s was not ended in the store, it will expire there: %s", self.id, error)
+            if self.is_renewed:
+                self._stop_renewals()
+                self.stored.end()
+            else:
+                self.stored.let_go()
+        except Exception as error:  # noqa: BLE001 - the lease ends in the store at its expiry; closing goes on
+            log.warning("lease %s was not ended in the store, where it will expire: %s", self.id, error)
         finally:
-            self._on_gone(self)
+            self._on_closed(self)
 
-    def _next_look(self) -> float:
-        """The moment, on the lease's clock, at which to renew it or to see that its deadline has passed."""
-        return min(self._clock.now() + self._pause, self.deadline)
+    def expire(self) -> None:
+        """Act as if the deadline had passed: the store has said that the lease has ended, or this object is closed."""
+        self.lost.set()
+        self.deadline = float("-inf")
 
-    def _renew_once(self) -> bool:
-        """False if there is nothing more to renew."""
-        if not self.alive:
-            log.warning("lease %s could not be renewed before its deadline", self.id)
-            return False
-        if self._abandoned:
-            return True
-        try:
-            self._accept(self._renew())
-            self._pause = self.ttl / RENEWALS_PER_TTL
-        except LeaseExpired as error:
-            log.warning("lease %s has expired in the store: %s", self.id, error)
-            self.expire()
-            return False
-        except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
-            log.info("lease %s: renewal failed, will try again: %s", self.id, error)
-            self._pause = self.ttl / (RENEWALS_PER_TTL * 4)
-        return True
+    def abandon(self) -> None:
+        """Make no further renewal and do not tell the store, which sees the same as if the holder had crashed. For
+        tests, and for holders that want their lease to expire."""
+        self.is_abandoned = True
 
-    def _accept(self, deadline: float) -> None:
-        # A renewal that returns after the old deadline proves nothing to those who saw the lease end.
-        if self.alive:
-            self.deadline = max(self.deadline, deadline)
+    def _stop_renewals(self) -> None:
+        if self.renewal is not None:
+            self.renewal.stop(seconds_left(min(self.ttl, RENEWAL_WAIT_S_MAX)))
+
+    def _begin_to_close(self) -> bool:
+        with self._guard:
+            was_closed, self._is_closed = self._is_closed, True
+        return not was_closed
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"lease {self.id} was taken before a fork: it is the parent's")
 
     def __enter__(self) -> Self:
         return self
@@ -167,14 +230,17 @@ class Lease:
         return f"<Lease {self.id} ttl={self.ttl:g}s {'alive' if self.alive else 'ended'}>"
 
 
-def _keep_renewed(lease_of: weakref.ref[Lease], stop: threading.Event, clock: Clock) -> None:
-    """The renewing thread. Between two renewals it has no reference to the lease, nor by it to the registry."""
-    while (lease := lease_of()) is not None:
-        until = lease._next_look()
-        del lease
-        if clock.wait(stop, until):
-            return
-        lease = lease_of()
-        if lease is None or not lease._renew_once():
-            return
-        del lease
+def new_secret() -> str:
+    """A secret for a new lease, of 256 random bits."""
+    return secrets.token_hex(_SECRET_BYTES)
+
+
+def id_of(secret: str) -> str:
+    """The id of the lease that has this secret: a hash, from which the secret cannot be found."""
+    return hashlib.sha256(secret.encode()).hexdigest()[:_ID_LENGTH]
+
+
+def not_attached() -> LeaseExpired:
+    """The error of `attach`, the same for a lease that has ended and for a secret that no lease ever had: a caller who
+    guesses secrets learns nothing from it."""
+    return LeaseExpired("no living lease has this secret; take a new one and claim again")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pxrs.errors import InvalidOption, UnknownTopic
-from pxrs.hub import Hub, TopicHandle
+from pxrs.hub import Hub
+from pxrs.topics import TopicHandle
 
 if TYPE_CHECKING:
     from pxrs.sources.catalog import RegisteredSource

@@ -16,11 +16,8 @@ from typing import Final
 from pxrs.errors import InvalidGroup, InvalidOption, InvalidUrl
 from pxrs.group.assign import assignor_named
 from pxrs.model import microseconds_of
+from pxrs.publishing.planning import EARLIEST, Offsets
 from pxrs.registry.address import Address, parse
-
-EARLIEST: Final = -2
-LATEST: Final = -1
-"""In the JSON of offsets, as Kafka's source has them."""
 
 COLUMNS: Final = ("key", "value", "partition", "offset", "timestamp")
 HEADERS: Final = "headers"
@@ -38,9 +35,6 @@ _STREAM: Final = (
     *("shareGroup", "assignor", "leaseTtl", "handoverTimeout"),
 )
 _WRITE: Final = _PLACE
-
-Offsets = str | dict[int, int]
-"""A word such as "earliest", or offsets by partition, in which EARLIEST and LATEST may stand."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,16 @@
-"""Reading a topic from Spark: the planning in the driver, and the tasks that turn stored batches into rows. A batch may
-also read a registered source: see `table.py`.
-
-A task maps the log's files and yields its record batches nearly as they lie there. Everything it needs comes with its
-`Slice`: it runs in another process, perhaps long after the reader that planned it is gone.
+"""Planning in the driver what Spark reads of a topic, as a batch or as a stream. A batch may also read a registered
+source: see `table.py`. The tasks that read are in `tasks.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
-import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-import pyarrow as pa
-from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -31,66 +21,26 @@ from pyspark.sql.streaming.datasource import (
 
 import pxrs
 from pxrs.clock import boot_id
-from pxrs.errors import (
-    CheckpointOutOfRange,
-    DataLost,
-    HubMoved,
-    InvalidOption,
-    OffsetOutOfRange,
-    OffsetTrimmed,
-    TopicDeleted,
-    UnknownTopic,
-    WrongMachine,
-)
+from pxrs.errors import CheckpointOutOfRange, InvalidOption, TopicDeleted, UnknownTopic
+from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT
 from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.hub import Hub
-from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
-from pxrs.log.directory.log import DirectoryLog
+from pxrs.publishing.feed import Feed
+from pxrs.publishing.membership import QueryOptions
 from pxrs.publishing.planning import REPLACED, Range, Spans, dump_offset, gather, load_offset, split
 from pxrs.publishing.query import Query, resolve_offsets, start_offsets
-from pxrs.publishing.staging import Feed, Staging
-from pxrs.spark.columns import BATCH_ROWS, arrow_schema
 from pxrs.spark.names import find_source, topic_to_stream
 from pxrs.spark.options import ReadOptions, Where
-from pxrs.spark.table import TableSlice, read_table, table_slices
+from pxrs.spark.table import TableSlice, table_slices
+from pxrs.spark.tasks import Slice, TaskReader, checked_start
 
-_logger = logging.getLogger(__name__)
-
-_SMALL_ROWS: Final = BATCH_ROWS // 4
 _TASK_ROWS_MIN: Final = 20_000
-"""Fewer than these of several partitions are read by one task, unless minPartitions is given."""
-_READ_BYTES: Final = 4 << 20
-_COUNTING: Final = pa.array(range(BATCH_ROWS), pa.int64())
-
-
-@dataclass(frozen=True)
-class Slice(InputPartition):  # type: ignore[misc]
-    """One task: offsets of a partition, or of several where they are few, and all that is needed to read them. No
-    address of the registry: tasks do not need it, and it may hold a password."""
-
-    url: str
-    topic: str
-    topic_id: str
-    machine: str
-    ranges: tuple[Range, ...]
-    columns: tuple[str, ...]
-    fails_on_loss: bool
-    feed: Feed | None = None
-
-
-class TaskReader:
-    """What tasks are given of a reader: everything else is in their `Slice` or `TableSlice`."""
-
-    def read(self, partition: Slice | TableSlice) -> Iterator[pa.RecordBatch]:
-        if isinstance(partition, TableSlice):
-            check_machine(partition.machine, "reading a table there is not supported")
-            return read_table(partition)
-        return read_slice(partition)
+"""Short ranges of several partitions are read by one task until it has so many rows, unless minPartitions is given."""
 
 
 class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
-    """`spark.read`: what is there between two offsets of each partition."""
+    """`spark.read`: the messages between two offsets of each partition."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
@@ -108,14 +58,16 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
             if options.source_url is not None:
                 raise InvalidOption("sourceUrl", f"{name} is a topic; only the table of a registered source has one")
             starts = (
-                _committed(hub, topic, options) if options.starting == "committed" else start_offsets(topic, options)
+                _committed(hub, topic, options)
+                if options.starting == "committed"
+                else start_offsets(topic, options.starting, options.starting_us)
             )
             if options.ending_us is not None:
                 ends = {number: topic.offset_at(number, options.ending_us) for number in range(topic.partitions)}
             else:
                 ends = resolve_offsets(topic, options.ending, "endingOffsets")
             ranges = [
-                Range(number, _checked_start(topic, number, starts[number], options.fails_on_loss), ends[number])
+                Range(number, checked_start(topic, number, starts[number], options.fails_on_loss), ends[number])
                 for number in range(topic.partitions)
             ]
             ranges = [each for each in ranges if each.start < each.end]
@@ -126,17 +78,18 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
 
 
 class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
-    """`spark.readStream`: lives in a process of its own beside the driver, as a member of the group."""
+    """`spark.readStream`: runs in a Python process of its own beside the driver, as a member of the group."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
         self._hub: Hub | None = None
         self._query: Query | None = None
         self._loaded: tuple[Mapping[str, Any], Spans] | None = None
-        """The offset that Spark came with last, and what it says: an idle query comes with the same one each time."""
+        """The offset that Spark gave last, and its spans: for an idle query, Spark gives the same one each time."""
 
     def initialOffset(self) -> dict[str, Any]:
-        """Nothing is read yet. Where it begins is written down in the group, before anything is handed out (G6)."""
+        """No spans: nothing is read yet. The group's checkpoints hold where it begins; the member writes them when it
+        joins, before anything is handed out (G6)."""
         with open_hub(self._options.where) as hub:
             return dump_offset(topic_to_stream(hub, self._options.where.topic).id, {})
 
@@ -177,9 +130,9 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             return []
         with self._topic_there(query):
             spans, fences = query.ranges(begin, finish)
-        feed = self._feed(query, spans, fences)
+        feed = query.feed(spans, fences)
         ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
-        # Even a batch of which nothing may be read has a task: it says so to the sink.
+        # Also a batch of which nothing may be read has a task, because a task has to store the feed for the sink.
         return _slices(self._options, topic, ranges or [Range(0, 0, 0)], feed)
 
     def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
@@ -203,7 +156,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         if self._query is None:
             _stop_on_sigterm()
             self._hub = open_hub(self._options.where)
-            self._query = Query(self._hub, self._options)
+            self._query = join_query(self._hub, self._options)
         return self._query
 
     @contextlib.contextmanager
@@ -223,148 +176,28 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             self._loaded = offset, load_offset(offset, query.source.id, query.source.name)
         return self._loaded[1]
 
-    def _feed(self, query: Query, spans: Spans, fences: dict[int, int]) -> Feed:
-        assert self._options.group is not None
-        return Feed(
-            self._options.group,
-            query.source.id,
-            query.incarnation or "",
-            query.registry_id,
-            spans,
-            fences,
-            self._options.is_shared,
-            query.lease_s,
-        )
-
 
 def open_hub(where: Where) -> Hub:
     return pxrs.open(where.url, registry=where.registry)
 
 
-def check_machine(machine: str, why: str = "the hub's directory is not there") -> None:
-    """Raise WrongMachine in a task on another machine than the driver's (K5)."""
-    if boot_id() != machine:
-        raise WrongMachine(
-            f"an executor runs on {os.uname().nodename}, which is another machine than the driver's: {why}. Run the "
-            "executors on the driver's machine"
-        )
-
-
-def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
-    """The rows of a task, as Spark wants them."""
-    if not isinstance(part, Slice):  # where nothing is to be read, Spark makes one of its own
-        return
-    check_machine(part.machine)
-    if part.feed is not None:
-        _announce(part.url, part.feed)
-    stored = [name for name in part.columns if name in SCHEMA.names]
-    try:
-        topic = _topic_of(part)
-        for each in part.ranges:
-            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
-                yield from _rows(batch, each.partition, part.columns)
-    except HubMoved:
-        _topic.cache_clear()  # the next try of the task opens what is there now
-        raise
-    except UnknownTopic as error:
-        if isinstance(error, TopicDeleted) and error.advice:
-            raise
-        _topic.cache_clear()  # the handle that was kept is of a topic that is gone; there may be another of its name
-        _topic_of(part)
-        raise
-
-
-def _topic_of(part: Slice) -> TopicLog:
-    """The topic that was planned to be read. Raises UnknownTopic; TopicDeleted if there is another one of its name."""
-    topic = _topic(part.url, part.topic)
-    if topic.id != part.topic_id:
-        _topic.cache_clear()
-        topic = _topic(part.url, part.topic)
-        if topic.id != part.topic_id:
-            advice = REPLACED if part.feed is not None else "Start the read again"
-            raise TopicDeleted(part.topic, part.topic_id, is_made_again=True, advice=advice)
-    return topic
-
-
-def _rows(batch: Batch, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    schema = arrow_schema(columns)
-    for at in range(0, batch.records.num_rows, BATCH_ROWS):
-        piece = batch.records.slice(at, BATCH_ROWS)
-        arrays = [_column(name, piece, partition, batch.base_offset + at) for name in columns]
-        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def _column(name: str, records: pa.RecordBatch, partition: int, offset: int) -> pa.Array:
-    if name == "partition":
-        return pa.repeat(pa.scalar(partition, pa.int32()), records.num_rows)
-    if name == "offset":
-        # Here, because the process that plans a stream has no use for it, and each query waits for its imports.
-        import pyarrow.compute as pc
-
-        return pc.add(_COUNTING.slice(0, records.num_rows), offset)
-    return records.column(name)
-
-
-def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool) -> Iterator[Batch]:
-    number, offset, end = part
-    while offset < end:
-        try:
-            batches = topic.read(number, offset, _READ_BYTES)
-        except OffsetTrimmed as error:
-            offset = _checked_start(topic, number, offset, fails_on_loss, min(error.first_offset, end))
-            continue
-        if not batches:
-            raise OffsetOutOfRange(f"{topic.name}/{number}", end, offset)
-        for batch in batches:
-            batch = batch.within(offset, end)
-            if batch.records.num_rows:
-                yield batch._replace(records=batch.records.select(columns))
-            offset = batch.next_offset
-            if offset >= end:
-                break
-
-
-def _gathered(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Small batches together: each that Spark is given has a fixed cost."""
-    waiting: list[Batch] = []
-    rows = size = 0
-    for batch in batches:
-        rows, size = rows + batch.records.num_rows, size + batch.records.nbytes
-        is_full = rows > BATCH_ROWS or size > _READ_BYTES
-        if waiting and (is_full or waiting[-1].next_offset != batch.base_offset):
-            yield _together(waiting)
-            waiting, rows, size = [], batch.records.num_rows, batch.records.nbytes
-        waiting.append(batch)
-        if rows >= _SMALL_ROWS and len(waiting) == 1:
-            yield waiting.pop()
-            rows = size = 0
-    if waiting:
-        yield _together(waiting)
-
-
-def _together(batches: list[Batch]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
-    return Batch(batches[0].base_offset, pa.concat_batches([batch.records for batch in batches]))
-
-
-@functools.lru_cache(maxsize=16)
-def _topic(url: str, name: str) -> TopicLog:
-    """Kept between the tasks of an executor."""
-    return DirectoryLog(Path(url)).topic(name)
-
-
-def _announce(url: str, feed: Feed) -> None:
-    context = TaskContext.get()
-    query = context.getLocalProperty("sql.streaming.queryId") if context else None
-    batch = context.getLocalProperty("streaming.sql.batchId") if context else None
-    if query is not None and batch is not None:
-        Staging(url).announce(query, int(batch), run_of(context), feed)
-
-
-def run_of(context: TaskContext) -> str:
-    """Which start of its streaming query a task is of: Spark makes an id for each, and names its jobs by it."""
-    return context.getLocalProperty("spark.jobGroup.id") or ""
+def join_query(hub: Hub, options: ReadOptions) -> Query:
+    """A streaming query of a topic, which has joined its group. Raises UnknownTopic, GroupActive and what
+    `Hub.join_registry` raises."""
+    assert options.group is not None
+    source = topic_to_stream(hub, options.where.topic).log
+    hub.join_registry()
+    how = QueryOptions(
+        options.group,
+        options.starting,
+        options.starting_us,
+        options.fails_on_loss,
+        options.is_shared,
+        options.assignor,
+        options.lease_ttl or LEASE_TTL_DEFAULT,
+        options.handover_timeout or HANDOVER_TIMEOUT_DEFAULT,
+    )
+    return Query(source, hub.registry, how, hub.join_registry)
 
 
 def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed: Feed | None = None) -> list[Slice]:
@@ -377,18 +210,6 @@ def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed
     ]
 
 
-def _checked_start(topic: TopicLog, number: int, start: int, fails: bool, first: int | None = None) -> int:
-    """Where reading can begin. Raises DataLost if that is later, unless that is allowed (S6)."""
-    first = topic.start(number) if first is None else first
-    if start >= first:
-        return start
-    lost = DataLost(f"{topic.name}/{number}", start, first)
-    if fails:
-        raise lost
-    _logger.warning("%s", lost)
-    return first
-
-
 def _committed(hub: Hub, topic: TopicLog, options: ReadOptions) -> dict[int, int]:
     """The group's checkpoints; where it has none, the beginning."""
     keys = Keys(options.group or "")
@@ -396,9 +217,10 @@ def _committed(hub: Hub, topic: TopicLog, options: ReadOptions) -> dict[int, int
         partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value).offset
         for entry in hub.registry.scan(f"{keys.checkpoints}{topic.id}/")
     }
-    starts = {number: found.get(number, topic.start(number)) for number in range(topic.partitions)}
+    bounds = topic.bounds(range(topic.partitions))
+    starts = {number: found.get(number, bounds[number].start) for number in range(topic.partitions)}
     for number, start in starts.items():
-        if start > (end := topic.end(number)):
+        if start > (end := bounds[number].end):
             raise CheckpointOutOfRange(
                 f"group {keys.group} is at offset {start} of {topic.name}/{number}, which ends at {end}; is this the "
                 "same log? Reset the group if it is"
@@ -407,7 +229,8 @@ def _committed(hub: Hub, topic: TopicLog, options: ReadOptions) -> dict[int, int
 
 
 def _stop_on_sigterm() -> None:
-    """Spark ends this process by SIGTERM, more than once, without calling `stop`: leave in good order instead."""
+    """Exit at SIGTERM, so that `stop` runs and the member leaves its group. Spark ends this process by SIGTERM, sent
+    more than once, without calling `stop`."""
 
     def leave(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

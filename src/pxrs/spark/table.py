@@ -59,8 +59,7 @@ def table_slices(hub: Hub, record: RegisteredSource, options: ReadOptions) -> li
     writes to the table stays open, so that nobody can tell which rows are final."""
     with _open(record, options.source_url) as table:
         # Asked once, for all partitions: a later answer could be another one.
-        end = table.end(0)
-        first = min(table.start(0), end)
+        first, end = table.bounds((0,))[0]
         extents = [(first, end)] * table.partitions
         if options.starting_us is not None:
             starts = dict.fromkeys(range(table.partitions), table.offset_at(0, options.starting_us))

@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import pxrs
-import pxrs.consumer.consumer
 from pxrs.clock import SYSTEM
+from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.events import GroupEvents
+from pxrs.group.lane import Lane
 from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.model import Message
 from pxrs.registry import Registry
@@ -186,19 +188,22 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     def note(*words: object) -> None:
         os.write(descriptor, (" ".join(map(str, words)) + "\n").encode())
 
-    class Noting(pxrs.consumer.consumer.Consumer):
-        def lanes_assigned(self, lanes: Any) -> None:
-            for lane in lanes:
-                note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())
-            super().lanes_assigned(lanes)
+    lanes_assigned = GroupEvents.lanes_assigned
+
+    def note_assigned(events: GroupEvents, lanes: Sequence[Lane]) -> None:
+        for lane in lanes:
+            note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())
+        lanes_assigned(events, lanes)
+
+    setattr(GroupEvents, "lanes_assigned", note_assigned)  # noqa: B010 - this process has one consumer
 
     def note_kept(partition: int, checkpoint: Checkpoint, moment: float) -> None:
         if checkpoint.by == name:  # not where the group begins, which belongs to nobody
             note("kept", partition, checkpoint.epoch, checkpoint.offset, moment)
 
-    source = sql_table(**json.loads(topic)) if topic.startswith("{") else hub._log.topic(topic)
+    source = sql_table(**json.loads(topic)) if topic.startswith("{") else hub.log.topic(topic)
     _tell_checkpoints(hub.registry, Keys(group), note_kept)
-    consumer = Noting(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
+    consumer = Consumer(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
 
     def handle(message: Message) -> None:
         note("handled", message.partition, message.epoch, message.offset, SYSTEM.now())

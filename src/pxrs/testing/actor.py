@@ -100,6 +100,11 @@ class _Script:
         self.held = self.registry.lease(ttl)
         return self.held.ttl
 
+    def unrenewed_lease(self, ttl: float) -> str:
+        """Take a lease that nobody renews by itself; returns its secret."""
+        self.held = self.registry.lease(ttl, renewed=False)
+        return self.held.secret
+
     def lease_state(self) -> dict[str, Any]:
         assert self.held is not None
         return {"alive": self.held.alive, "left": self.held.deadline - self.registry.clock.now()}

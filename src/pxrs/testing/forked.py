@@ -58,7 +58,8 @@ class Forked:
         cwd: str | os.PathLike[str] = ".",
         has_group: bool = False,
     ) -> None:
-        """has_group: the child begins a process group of its own, as behind a shell's prompt.
+        """module: its name, or the path of a file, which ends in `.py`.
+        has_group: the child begins a process group of its own, as behind a shell's prompt.
         stdin, stdout, stderr: descriptors, which stay open in this process. By default the child has nothing to read
         and writes where this process does."""
         null = os.open(os.devnull, os.O_RDWR)
@@ -181,4 +182,7 @@ def _become(
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

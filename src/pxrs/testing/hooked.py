@@ -57,7 +57,7 @@ class Place:
         return Place(self._stack, store)
 
     def open(self, registry: MemoryRegistry | None = None, log: MemoryLog | None = None) -> Hub:
-        hub = Hub("memory:", log or MemoryLog(), registry or MemoryRegistry(self.store))
+        hub = Hub(log or MemoryLog(), registry or MemoryRegistry(self.store))
         return self._stack.enter_context(hub)
 
     def hooked(self) -> tuple[Hub, HookedRegistry]:
@@ -85,8 +85,7 @@ def wall_time_shifted(clock: ManualClock, seconds: float) -> Iterator[None]:
 
 
 def store_of(hub: Hub) -> Any:
-    assert hub._queues is not None
-    return hub._queues
+    return hub.parts.queue_store()
 
 
 def is_waiting(hub: Hub, queue: str) -> bool:

@@ -11,6 +11,7 @@ may or may not be so; a new folder itself is always there. What was synced is th
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,10 @@ class Tape:
 
     def restore(self, at: int, choose: Choose, target: Path) -> None:
         """Write to `target` the disk that a loss after the first `at` events may leave."""
+        self.disk(at, choose).write(target)
+
+    def disk(self, at: int, choose: Choose) -> Disk:
+        """The disk that a loss after the first `at` events may leave. Many losses leave equal ones."""
         now: dict[str, _File] = {name: _File(data) for name, data in self._before.items()}
         durable = dict(now)
         waiting: list[_Naming] = []
@@ -81,20 +86,48 @@ class Tape:
         for naming in waiting:  # changes of names that no folder's sync has made durable
             if choose(2):
                 naming.apply(durable)
-        # As strings: this is done tens of thousands of times.
-        for folder in {*folders, *map(_parent, self._links), *map(_parent, durable)}:
-            os.makedirs(f"{target}/{folder}", exist_ok=True)
-        for name, destination in self._links.items():
-            os.symlink(destination, f"{target}/{name}")
-        for name, file in durable.items():
-            with open(f"{target}/{name}", "wb") as restored:
-                restored.write(_left(file, choose))
+        files = {name: _left(file, choose) for name, file in durable.items()}
+        return Disk(
+            frozenset({*folders, *map(_parent, self._links), *map(_parent, durable)}),
+            frozenset(self._links.items()),
+            frozenset(files.items()),
+        )
 
     def _is_inside(self, path: Any) -> bool:
         return str(path).startswith(self.root)
 
     def _name(self, path: Any) -> str:
         return str(Path(str(path)).relative_to(self.root))
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What is on a disk, by paths below its root."""
+
+    folders: frozenset[str]
+    links: frozenset[tuple[str, str]]
+    """Path and destination."""
+    files: frozenset[tuple[str, bytes]]
+    """Path and content."""
+
+    def digest(self) -> bytes:
+        """Equal for equal disks only."""
+        found = hashlib.blake2b(repr((sorted(self.folders), sorted(self.links))).encode())
+        for name, content in sorted(self.files):
+            found.update(b"\n%d %d\n" % (len(name), len(content)))
+            found.update(name.encode())
+            found.update(content)
+        return found.digest()
+
+    def write(self, target: Path) -> None:
+        # As strings: this is done tens of thousands of times.
+        for folder in self.folders:
+            os.makedirs(f"{target}/{folder}", exist_ok=True)
+        for name, destination in self.links:
+            os.symlink(destination, f"{target}/{name}")
+        for name, content in self.files:
+            with open(f"{target}/{name}", "wb") as restored:
+                restored.write(content)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,26 @@
 
 The client of etcd is left out: grpc must be imported after the fork."""
 
+import functools
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, Final
+
 import typer.main
 
 from pxrs.cli.app import app
 
-typer.main.get_command(app)  # imports what only the building of commands imports
+OPENED_BY_NAME: Final = ("pxrs.log.directory", "pxrs.registry.file.store")
+"""Modules that a hub imports when it is opened."""
+OF_EXTRAS: Final = ("pxrs.registry.sql.sqlite", "pxrs.registry.sql.postgresql", "pxrs.registry.zookeeper.registry")
+
+for name in OPENED_BY_NAME:
+    import_module(name)
+for name in OF_EXTRAS:
+    with suppress(ImportError):  # the extra is not installed: a child that needs it says so
+        import_module(name)
+
+# `app()` builds all commands each time it is called: in a child it takes those that are built here.
+typer.main.get_command = functools.cache(typer.main.get_command)
+commands: Any = typer.main.get_command(app)
+commands.commands["tail"].make_context("tail", ["topic"])  # imports what only the parsing of arguments imports

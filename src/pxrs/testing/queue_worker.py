@@ -224,7 +224,7 @@ class Hands:
         return items
 
     def _note_taker(self) -> None:
-        taker = self._hub._queue_store().taker().id
+        taker = self._hub.parts.queue_store().taker().id
         if taker != self._taker:
             self._taker = taker
             self._note(f"taker {taker}")

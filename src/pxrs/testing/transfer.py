@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pxrs.hub import TopicHandle
 from pxrs.producer.hashing import hash_named
+from pxrs.topics import TopicHandle
 
 Row = tuple[bytes | None, bytes | None]
 """A message's key and value."""

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from pxrs.registry.address import parse
+from pxrs.address import parse
 
 
 def demo(

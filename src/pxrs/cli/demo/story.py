@@ -286,7 +286,7 @@ class Demo:
         if self._spark is not None and now - self._read_at >= SPARK_LOOK_S:
             self._read, self._read_at = self._spark.read(), now
         rows = self._found.partitions if self._found is not None else ()
-        sent = sum(self._topic.end(number) for number in range(PARTITIONS))
+        sent = sum(found.end for found in self._topic.bounds(range(PARTITIONS)).values())
         if not self.samples or now - self._began - self.samples[-1].at_s >= SAMPLE_S:
             there = {row.partition: row.owner_name for row in rows if row.is_owner_there}
             owners = tuple(there.get(number) for number in range(PARTITIONS))

@@ -8,8 +8,8 @@ halves, and the lower one imports nothing of the upper one (a test checks that):
 - Above: `partition.py` (which offsets batches get, when to roll, what to publish) with `tail.py`, `append_lock.py`,
   `published.py` (the end up to which readers may read) and `recovery.py` (the end found again after a start of the
   machine); `reading.py` and `sealed.py` (reading by memory map); `index.py`, `start.py`, `reserved.py`,
-  `producers_file.py` (the small files beside the segments); `log.py` (`DirectoryLog`, `DirectoryTopic`) with
-  `topic_names.py` and `description.py`; `check.py` (`pxrs check`).
+  `producers_file.py` (the small files beside the segments); `topic.py` (`DirectoryTopic`) with `topic_folder.py` and
+  `retaining.py`; `log.py` (`DirectoryLog`) with `topic_names.py` and `description.py`; `check.py` (`pxrs check`).
 
 What it promises: an append is written, synced, published and acknowledged, in this order; nothing below the published
 end is ever changed; a process may be killed, and the power may fail, at any moment. Start reading at `partition.py`,

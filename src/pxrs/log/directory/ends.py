@@ -1,91 +1,107 @@
-"""The ends of a topic's partitions, for a reader that asks again and again while nothing is appended.
+"""The ends of a topic's partitions, for readers that ask again and again while nothing is appended.
 
 Reading one published end takes two system calls and two checksums. A streaming query asks for all of them many times a
-second, mostly to learn that nothing has changed. So the ends are kept, and the kernel tells which of the files that
-hold them were written since: without a change, a look is one system call, however many partitions there are.
+second, and a reader that waits asks after each change, mostly to learn that nothing has changed. So the ends are kept
+here, and the log's `Tailer` notes which of the files that hold them were modified since: without a change, a look is
+one system call, however many partitions there are.
 
-Order: events are taken before the ends are read, so what is published in between is read now, or told the next time.
-Where the kernel does not tell (no inotify, or too few watches), every end is read each time.
+Each partition has two counters. The tailer raises `_noted` for each event; a reader remembers, in `_seen`, the value of
+`_noted` from before it read the file. An end is current if both are equal. So an event that arrives while the file is
+being read causes another read.
+
+Where the system cannot tell of changes (no inotify, or too few watches), every end is read each time.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from pxrs.inotify import ATTRIB, DELETE_SELF, MODIFY, Notifier
+from pxrs.log.directory.tailing import Tailer
+from pxrs.waiting import Callback, Subscribers, Subscription
 
-_logger = logging.getLogger(__name__)
-_READS_MAX: Final = 16
-"""How often events are taken at one look: more than the kernel keeps. Whoever has more to tell is read whole."""
+_logger: Final = logging.getLogger(__name__)
+_NEVER: Final = -1
 
 
 class Ends:
-    """Made at the first look. Threads share it."""
+    """Threads share it. It reads nothing before it is first asked."""
 
-    def __init__(self, partitions: int, end_of: Callable[[int], int], path_of: Callable[[int], str]) -> None:
-        """`end_of` reads the end of a partition; when the file or folder that `path_of` names is modified, the end may
-        have moved."""
-        self._end_of, self._path_of = end_of, path_of
-        self._lock = threading.Lock()
+    def __init__(
+        self, tailer: Tailer, partitions: int, end_of: Callable[[int], int], path_of: Callable[[int], str]
+    ) -> None:
+        """end_of: reads the end of a partition. path_of: names the file or folder that is modified whenever the end of
+        a partition moves."""
+        self._tailer, self._end_of, self._path_of = tailer, end_of, path_of
         self._ends = [0] * partitions
-        self._stale = set(range(partitions))
-        """Partitions whose end is to be read."""
-        self._notifier: Notifier | None = None
-        self._watched: dict[int, int] = {}
-        """By the kernel's number of a watch, the partition."""
-        self._told: set[int] = set()
-        """The partitions that have a watch."""
+        self._noted = [0] * partitions
+        """How many events the tailer has noted, by partition. Changes under the tailer's lock."""
+        self._seen = [_NEVER] * partitions
+        """The value of `_noted` that `_ends` is as new as, by partition. Changes under the partition's lock."""
+        self._is_watched = [False] * partitions
+        self._locks = [threading.Lock() for _ in range(partitions)]
+        """One for each partition: a partition that is slow to read, because it is being recovered, keeps no reader of
+        another one waiting."""
         self._may_watch = True
-        """Whether the kernel is asked to tell of changes; False once that has failed."""
-        self._is_closed = False
+        """False once the system has refused a watch: then looks ask for none again. Subscriptions do."""
+        self._subscribers = Subscribers()
 
     def look(self) -> list[int]:
-        """The ends of all partitions. Raises what `end_of` raises, and then reads that partition again."""
-        with self._lock:
-            self._note_changes()
-            for number in sorted(self._stale):
-                end = self._end_of(number)  # first, because it makes the file that is watched, if it may
-                if number not in self._told and self._watch(number):
-                    end = self._end_of(number)  # again: it may have moved before the watch was there
-                self._ends[number] = end
-                if number in self._told:
-                    self._stale.discard(number)
-            return self._ends.copy()
+        """The ends of all partitions. Raises what `end_of` raises, and reads that partition again the next time."""
+        self.refresh()
+        return [self.of(number) for number in range(len(self._ends))]
+
+    def refresh(self) -> None:
+        """Note all changes that happened before this call. To be called before `of`."""
+        self._tailer.take()
+
+    def of(self, number: int) -> int:
+        """The end of a partition, as new as the last `refresh`. Raises what `end_of` raises."""
+        if self._is_current(number):
+            return self._ends[number]
+        with self._locks[number]:
+            if self._is_current(number):  # another thread has read it while this one waited for the lock
+                return self._ends[number]
+            noted = self._noted[number]
+            end = self._end_of(number)  # before the watch, because this makes the file that is watched, if it may
+            if not self._is_watched[number] and self._may_watch and self._try_watch(number):
+                noted = self._noted[number]
+                end = self._end_of(number)  # again: it may have moved before the watch was there
+            self._ends[number] = end
+            if self._is_watched[number]:
+                self._seen[number] = noted
+            return end
+
+    def subscribe(self, numbers: Iterable[int], callback: Callback) -> Subscription:
+        """Call the callback after each change of an end of these partitions. Raises OSError if the system refuses to
+        tell of changes, and what `path_of` raises."""
+        chosen = tuple(numbers)
+        for number in chosen:
+            if not self._is_watched[number]:
+                with self._locks[number]:
+                    self._watch(number)
+        added = self._subscribers.add(chosen, callback)
+        self._tailer.thread.need()
+
+        def end() -> None:
+            added.close()
+            self._tailer.thread.release()
+
+        return Subscription(end)
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            if self._notifier is not None:
-                self._notifier.close()
-                self._notifier = None
+        """End the watches, and have everyone who waits look: the topic tells them that it is closed."""
+        self._tailer.forget(self)
+        self._subscribers.wake_all()
 
-    def _note_changes(self) -> None:
-        if self._notifier is None or not self._watched:
-            return
-        try:
-            for _ in range(_READS_MAX):
-                news = self._notifier.wait(0)
-                self._stale.update(self._watched[each] for each in news.changed if each in self._watched)
-                if news.overflow:
-                    break
-                if not news.changed:
-                    return
-        except BaseException:  # an interrupt: events that were taken are not told again
-            self._stale.update(range(len(self._ends)))
-            raise
-        self._stale.update(range(len(self._ends)))
+    def _is_current(self, number: int) -> bool:
+        return self._seen[number] == self._noted[number] and self._is_watched[number]
 
-    def _watch(self, number: int) -> bool:
-        """Whether changes of this partition are told from now on."""
-        if not self._may_watch or self._is_closed:
-            return False
+    def _try_watch(self, number: int) -> bool:
         try:
-            if self._notifier is None:
-                self._notifier = Notifier()
-            watch = self._notifier.add(self._path_of(number), MODIFY | ATTRIB | DELETE_SELF)
+            self._may_watch = self._watch(number)
         except OSError as error:
             self._may_watch = False
             _logger.warning(
@@ -93,10 +109,42 @@ class Ends:
                 "(%s); see fs.inotify.max_user_watches and max_user_instances",
                 error,
             )
-            return False
-        if watch is None:
-            self._may_watch = False
-            return False
-        self._watched[watch] = number
-        self._told.add(number)
+        return self._is_watched[number]
+
+    def _watch(self, number: int) -> bool:
+        """Under the partition's lock. False if this system cannot tell of changes."""
+        if not self._is_watched[number]:
+            # Set first: an event that ends the watch may be noted before `follow` returns, and must not be overwritten.
+            self._is_watched[number] = True
+            is_followed = False
+            try:
+                is_followed = self._tailer.follow(self, number, self._path_of(number))
+            finally:
+                if not is_followed:
+                    self._is_watched[number] = False
+            self._seen[number] = _NEVER  # what was read before the watch may be old
+            return is_followed
         return True
+
+    # What the tailer calls.
+
+    def note(self, partitions: Iterable[int]) -> None:
+        for number in partitions:
+            self._noted[number] += 1
+
+    def note_unwatched(self, partition: int) -> None:
+        self._noted[partition] += 1
+        self._is_watched[partition] = False
+
+    def note_all(self) -> None:
+        self.note(range(len(self._noted)))
+
+    def wake(self, partitions: Iterable[int] | None) -> None:
+        if partitions is None:
+            self._subscribers.wake_all()
+        else:
+            self._subscribers.wake(partitions)
+
+    def wake_all(self) -> None:
+        """Have everyone who waits look, though no end has moved."""
+        self._subscribers.wake_all()

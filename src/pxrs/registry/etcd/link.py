@@ -4,13 +4,14 @@ The problem: a call must end within its bound whatever the network does, must no
 effect twice (R5), and must find the member that works while another one is down, silent or cut off from its peers.
 
 Invariants:
-- A call is sent once, on a connection that was good a moment ago, or it is not sent. One that is not `repeatable` is
-  sent again only if the answer proves that nothing happened (`faults`).
-- Every wait is bounded by the call's own time, and no lock is held while a request is under way. Only dialling is
-  serialized, and who waits for it gets the connection that it made.
+- A call is sent only on a connection that is known to have been good a moment ago. A call that is not `repeatable` is
+  sent a second time only if the first answer proves that nothing happened (`faults`).
+- Every wait is bounded by the time of the call, and no lock is held while a request is under way. Only connecting is
+  serialized; a call that waits for another one to connect uses the connection that the other one made.
 
-On failure: the next member in the order of the address, round and round with growing pauses, until the time is up. A
-connection that is given up is closed when the last call on it has ended; watches on it end then, and move.
+On failure: the next member is tried, in the order of the address and again from the first, with growing pauses, until
+the time of the call is over. A connection that is given up is closed when the last call on it has ended; the watches on
+it end then, and are opened on the next connection.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Link:
     ) -> None:
         """`where` names the cluster in messages."""
         self.timeout_s = timeout_s
-        self._where = where
+        self.where = where
         self._targets = tuple(targets)
         self._certificates, self._login = certificates, login
         self._closed = threading.Event()
@@ -77,10 +78,10 @@ class Link:
         self._why = "no answer yet"
 
     def call(self, step: Callable[[Send], T], *, repeatable: bool, timeout_s: float | None = None) -> T:
-        """Do a step of one or more requests on one connection, all of it again after a failure that allows it.
+        """Perform a step of one or more requests on one connection, and all of it again after a failure that allows it.
 
-        What is `repeatable` may be done twice; for the rest, OutcomeUnknown says that it may have happened. Any other
-        error means that it has not."""
+        repeatable: the step may be performed twice. If it is not, OutcomeUnknown means that it may have taken effect;
+        any other error, that it has not."""
         until = time.monotonic() + seconds_left(self.timeout_s if timeout_s is None else timeout_s)
         pause_s = PAUSE_S_MIN
         may_log_in = self._login is not None
@@ -97,12 +98,12 @@ class Link:
                 self._give_back(connection)
             self.learn(fault, connection, metadata)
             if fault.proof is Proof.LOST and not repeatable:
-                raise OutcomeUnknown(f"{self._where}: no reply from {connection.target}: {fault.text}")
+                raise OutcomeUnknown(f"{self.where}: no reply from {connection.target}: {fault.text}")
             if fault.proof is Proof.LOGIN and may_log_in:
                 may_log_in = False
                 continue
             if fault.is_final or time.monotonic() + pause_s >= until:
-                raise fault.error(f"{self._where}: {connection.target}")
+                raise fault.error(f"{self.where}: {connection.target}")
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -113,7 +114,7 @@ class Link:
         return connection, metadata
 
     def learn(self, fault: Fault, connection: Connection, metadata: Metadata) -> None:
-        """Draw the conclusions for later calls: log in again, go to another member."""
+        """After a failure: let later calls log in again, or use another member."""
         if fault.proof is Proof.LOGIN:
             with self._lock:
                 if self._login is not None and self._metadata == metadata:
@@ -170,7 +171,7 @@ class Link:
     def _dial(self, until: float) -> tuple[Connection, Metadata]:
         """Take a new connection, or the current one with a new token. Nothing has been sent when this fails."""
         if not self._dialling.acquire(timeout=_seconds_to(until)):
-            raise RegistryUnavailable(f"{self._where}: {self._why}")
+            raise RegistryUnavailable(f"{self.where}: {self._why}")
         try:
             return self._dial_in_turn(until)
         finally:
@@ -192,7 +193,7 @@ class Link:
             if taken is not None:
                 return taken
             if time.monotonic() + pause_s >= until:
-                raise RegistryUnavailable(f"{self._where}: {self._why}")
+                raise RegistryUnavailable(f"{self.where}: {self._why}")
             failures += 1
             if failures % len(self._targets) == 0:
                 self._closed.wait(pause_s)
@@ -224,7 +225,7 @@ class Link:
             metadata += (("token", answer.token),)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise AccessDenied(f"{self._where}: the user or the password was refused") from None
+                raise AccessDenied(f"{self.where}: the user or the password was refused") from None
             if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:  # else the server asks nobody for a name
                 self._give_up(connection)
                 raise
@@ -233,7 +234,7 @@ class Link:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise Closed(f"the registry {self._where} was closed")
+            raise Closed(f"the registry {self.where} was closed")
 
 
 def _seconds_to(until: float) -> float:

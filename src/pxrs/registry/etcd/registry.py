@@ -1,37 +1,34 @@
 """The registry's contract in etcd's terms.
 
-- A commit is one transaction: it compares the modification revision of every expected key and, if it fails, reads what
-  they are, so that a refusal needs no second round trip.
-- A lease's own key, `/<namespace>/;leases/<id>`, is bound to it and so is there exactly as long as the lease lives in
-  etcd. A commit that names the lease compares that key, whatever it writes (R3). No user key can have a `;`.
-- A lease's deadline is counted from before the request, less a tenth for clocks that run at different speeds. A leader
-  that has lost its office and does not know it yet still answers renewals, which the new one does not know of: so a
-  renewal counts only if a linearizable read after it finds the same term.
-- A store that runs full says so to the commit that filled it, though that one took effect. So the first time is
-  OutcomeUnknown; from then on a write of our own is tried first, and StorageFull means that nothing was sent.
-- Renewals have a connection of their own, so no commit is in their way (R6).
+- A commit is one transaction: it compares the modification revision of every expected key and, if one differs, reads
+  all of them, so that `Conflict` can name the keys without a second round trip.
+- A lease has a key of its own, which is bound to it (`lease`). A commit that names the lease compares that key,
+  whatever it writes (R3).
+- etcd answers the commit that fills the store with "no space", although that commit took effect. So the first such
+  answer becomes OutcomeUnknown. From then on a key of the registry's own is written before each commit, and if that
+  fails, StorageFull is raised and nothing of the commit was sent.
+- Renewals have a connection of their own, so that they do not wait for commits (R6).
 
-On failure: `link` says what is tried again and what is not.
+On failure: `link.py` says what is repeated and what is not.
 """
 
 from __future__ import annotations
 
-import math
-import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from pyetcd import etcdrpc as rpc
 
-from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable, StorageFull
+from pxrs.errors import Conflict, LeaseExpired, OutcomeUnknown, RegistryError, StorageFull
 from pxrs.registry.contract import ABSENT, Commit, Entry, Limits, Registry
 from pxrs.registry.etcd.connection import Certificates
-from pxrs.registry.etcd.link import Link, Login, Send
+from pxrs.registry.etcd.lease import Granted, attach, begin, lease_key
+from pxrs.registry.etcd.link import Link, Login
 from pxrs.registry.etcd.narrowing import Narrowing
-from pxrs.registry.etcd.stream import Stream
-from pxrs.registry.lease import RENEWALS_PER_TTL, Lease
-from pxrs.registry.watch import Watch
+from pxrs.registry.etcd.stream import Key, Stream
+from pxrs.registry.lease import Lease
+from pxrs.registry.watch import PrefixWatch
 
 # etcd takes 128 comparisons, one of which may be the lease's. Of its 1.5 MiB for a request, the most keys of
 # the longest names leave these bytes: each name is in the comparison, the write and the read.
@@ -39,7 +36,7 @@ LIMITS: Final = Limits(commit_keys_max=127, commit_bytes_max=1_400_000, value_by
 
 PAGE_KEYS_FIRST, PAGE_KEYS_MAX, PAGE_BYTES = 100, 5_000, 4 << 20
 # Names with a `;` are ours alone.
-_OURS, _LEASES, _ROOM = b";", b";leases/", b";room"
+_OURS, _ROOM = b";", b";room"
 _VERSION_MAX = 2**63 - 1
 
 
@@ -65,7 +62,7 @@ class EtcdRegistry(Registry):
             Link(url, targets, certificates=certificates, login=login, timeout_s=timeout_s) for _ in range(2)
         )
         self._narrowing = Narrowing()
-        self._streams: dict[Watch, Stream] = {}
+        self._stream = Stream(self._keys, ignored=self._root + _OURS)
         self._was_full = False
 
     def check_access(self) -> None:
@@ -154,7 +151,7 @@ class EtcdRegistry(Registry):
             failure.append(_read(name))
         if commit.lease is not None:
             lease = int(commit.lease.id, 16)
-            name = self._lease_key(commit.lease.id)
+            name = lease_key(root, commit.lease.id)
             compare.append(
                 rpc.Compare(key=name, target=rpc.Compare.CREATE, result=rpc.Compare.GREATER, create_revision=0)
             )
@@ -181,73 +178,37 @@ class EtcdRegistry(Registry):
 
     # Leases.
 
-    def _lease(self, ttl: float) -> Lease:
-        def grant(send: Send) -> tuple[str, float, float]:
-            # A new number for every attempt: what a lost one has left behind has no keys of the user's, and expires.
-            number = secrets.randbelow(_VERSION_MAX) + 1
-            lease_id, sent_at = f"{number:x}", self.clock.now()
-            granted = float(send("grant", rpc.LeaseGrantRequest(ID=number, TTL=math.ceil(ttl))).TTL)
-            put = rpc.PutRequest(key=self._lease_key(lease_id), lease=number)
-            send("txn", rpc.TxnRequest(success=[rpc.RequestOp(request_put=put)]))
-            return lease_id, granted, _deadline(sent_at, granted)
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
+        return self._grant(begin(self._renewals, self._root, ttl, self.clock))
 
-        try:
-            lease_id, granted, deadline = self._renewals.call(grant, repeatable=True)
-        except LeaseExpired:
-            raise RegistryUnavailable(f"{self.url}: a lease of {ttl:g} s ended before it could be used") from None
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        return self._grant(attach(self._renewals, self._root, secret, self.clock))
+
+    def _grant(self, granted: Granted) -> Lease:
         return Lease(
-            lease_id,
-            granted,
-            deadline,
-            renew=lambda: self._renew(lease_id, granted),
-            end=lambda: self._end(lease_id, granted),
-            on_gone=self._forget_lease,
+            granted.stored.id,
+            granted.stored.ttl,
+            granted.deadline,
+            secret=granted.secret,
+            stored=granted.stored,
+            on_closed=self._forget_lease,
             clock=self.clock,
         )
 
-    def _renew(self, lease_id: str, ttl: float) -> float:
-        sent_at = self.clock.now()
-
-        def renew(send: Send) -> float:
-            answer = send("keep_alive", rpc.LeaseKeepAliveRequest(ID=int(lease_id, 16)))
-            read = send("range", rpc.RangeRequest(key=self._lease_key(lease_id), keys_only=True))
-            if answer.TTL <= 0 or not read.kvs:
-                raise LeaseExpired(f"lease {lease_id} has ended in etcd")
-            if answer.header.raft_term != read.header.raft_term:
-                raise RegistryUnavailable(f"{self.url}: the leader changed while lease {lease_id} was renewed")
-            return float(answer.TTL)
-
-        timeout_s = min(ttl / RENEWALS_PER_TTL, self._renewals.timeout_s)
-        return _deadline(sent_at, self._renewals.call(renew, repeatable=True, timeout_s=timeout_s))
-
-    def _end(self, lease_id: str, ttl: float) -> None:
-        request = rpc.LeaseRevokeRequest(ID=int(lease_id, 16))
-        try:
-            self._renewals.call(
-                lambda send: send("revoke", request), repeatable=True, timeout_s=min(ttl, self._renewals.timeout_s)
-            )
-        except LeaseExpired:
-            return  # it had ended already
-
-    def _lease_key(self, lease_id: str) -> bytes:
-        return self._root + _LEASES + lease_id.encode()
-
     # Watches.
 
-    def _watch(self, watch: Watch) -> None:
-        ranges = []
-        for prefix in watch.prefixes:
-            name = self._root + prefix.encode()
-            ranges.append((name, _end_of(name) if name.endswith(b"/") else b""))
-        stream = self._streams[watch] = Stream(self._keys, ranges, watch.wake, ignored=self._root + _OURS)
-        stream.start()
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        ranges: dict[Key, tuple[bytes, bytes, Callable[[], None]]] = {}
+        for watch in watches:
+            name = self._root + watch.prefix.encode()
+            ranges[watch] = name, _end_of(name) if name.endswith(b"/") else b"", watch.wake
+        self._stream.open(ranges)
 
-    def _unwatch(self, watch: Watch) -> None:
-        stream = self._streams.pop(watch, None)
-        if stream is not None:
-            stream.close()
+    def _unwatch(self, watch: PrefixWatch) -> None:
+        self._stream.remove(watch)
 
     def _close(self) -> None:
+        self._stream.close()
         self._renewals.close()
         self._keys.close()
 
@@ -259,7 +220,3 @@ def _end_of(prefix: bytes) -> bytes:
 
 def _read(name: bytes) -> Any:
     return rpc.RequestOp(request_range=rpc.RangeRequest(key=name, keys_only=True))
-
-
-def _deadline(sent_at: float, ttl: float) -> float:
-    return sent_at + 0.9 * ttl

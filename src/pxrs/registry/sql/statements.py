@@ -119,6 +119,7 @@ class Statements:
     """For a commit that names it: renewals need not wait for that, its end must."""
     lock_lease_to_end: Statement
     lease_state: Statement
+    ttl_of_lease: Statement
     delete_lease: Statement
     keys_of_lease: Statement
     delete_key_of_lease: Statement
@@ -236,6 +237,7 @@ class _Builder:
                 "lock_lease_to_end", select(lease_state).where(*this_lease).with_for_update()
             ),
             lease_state=self._compile("lease_state", select(lease_state).where(*this_lease)),
+            ttl_of_lease=self._compile("ttl_of_lease", select(lease.c.ttl_ms).where(*this_lease)),
             delete_lease=self._compile("delete_lease", delete(lease).where(*this_lease)),
             keys_of_lease=self._compile("keys_of_lease", select(entry.c.key).where(*of_lease).order_by(entry.c.key)),
             delete_key_of_lease=self._compile("delete_key_of_lease", delete(entry).where(*bound)),

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from kazoo.exceptions import NoNodeError
 
 from pxrs.clock import SYSTEM, Clock
+from pxrs.errors import LeaseExpired
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
-from pxrs.registry.lease import Lease
-from pxrs.registry.watch import Watch
+from pxrs.registry.lease import Lease, id_of, not_attached
+from pxrs.registry.watch import PrefixWatch
+from pxrs.registry.zookeeper.client import Client, Endpoint
 from pxrs.registry.zookeeper.commit import Attempt
 from pxrs.registry.zookeeper.layout import Layout, Version
-from pxrs.registry.zookeeper.lease import LeaseSession, session_of
-from pxrs.registry.zookeeper.session import Client, Endpoint, LastingSession, Session, barrier
+from pxrs.registry.zookeeper.lease import (
+    SESSIONS_MAX,
+    Connections,
+    LeaseSession,
+    Secret,
+    StandingSession,
+    VisitingSession,
+    session_of,
+)
+from pxrs.registry.zookeeper.session import LastingSession, Session, barrier
 from pxrs.registry.zookeeper.watcher import Watcher
 
 # The wire takes a little more than a megabyte. This leaves room for the paths of that many keys of usual length, each
@@ -26,10 +38,14 @@ class ZooKeeperRegistry(Registry):
 
     limits = LIMITS
 
-    def __init__(self, endpoint: Endpoint, layout: Layout, *, clock: Clock = SYSTEM) -> None:
+    def __init__(
+        self, endpoint: Endpoint, layout: Layout, *, clock: Clock = SYSTEM, sessions_max: int = SESSIONS_MAX
+    ) -> None:
+        """`sessions_max`: how many connections of leases there may be at a time."""
         super().__init__(endpoint.url, clock=clock)
+        self._connections = Connections(endpoint.url, sessions_max)
         self._endpoint, self._layout, self.timeout_s = endpoint, layout, endpoint.timeout
-        self._watcher = Watcher(layout, self._open_watches, self._wake)
+        self._watcher = Watcher(layout, self._watches.prefixes, self._wake)
         self._session = LastingSession(endpoint, clock, self._watcher.on_state, self._watcher.on_event)
 
     # Reading
@@ -91,21 +107,67 @@ class ZooKeeperRegistry(Registry):
         holder = session_of(commit.lease)
         session: Session = self._session if holder is None else holder
         until = session.bound() if commit.lease is None else min(session.bound(), commit.lease.deadline)
-        return session.attempt(
-            lambda client, until: Attempt(commit, self._layout, session, holder, client, until).perform(), until
-        )
+        with contextlib.nullcontext() if holder is None else holder.opened(until):
+            return session.attempt(
+                lambda client, until: Attempt(commit, self._layout, session, holder, client, until).perform(), until
+            )
 
     # Leases and watches
 
-    def _lease(self, ttl: float) -> Lease:
-        return LeaseSession(self._endpoint, self._layout, ttl, self.clock).begin(self._forget_lease)
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
+        session = self._session_for(renewed)(self._endpoint, self._layout, self.clock, self._connections, ttl)
+        return self._grant(session, session.begin())
 
-    def _watch(self, watch: Watch) -> None:
-        self._session.attempt(lambda *_: self._watcher.open(self._session, watch), self._session.bound())
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        parts = Secret.parse(secret)
+        granted_s = self._granted_to(parts)
+        session = self._session_for(renewed)(
+            self._endpoint, self._layout, self.clock, self._connections, granted_s, parts
+        )
+        try:
+            return self._grant(session, session.renew())
+        except BaseException as error:
+            session.let_go()
+            if isinstance(error, LeaseExpired):
+                raise not_attached() from None
+            raise
 
-    def _open_watches(self) -> list[Watch]:
-        with self._handles_lock:
-            return list(self._watches)
+    def _granted_to(self, secret: Secret) -> float:
+        """The session time-out, in seconds, of a living lease, asked through the handle's own session: to connect to a
+        session touches it, and takes it away from another connection."""
+        path = self._layout.lease(id_of(secret.token))
+
+        def read(client: Client, until: float) -> float:
+            passed, result = barrier(client, self._layout.root), client.get_async(path)
+            self._session.wait(passed, until)
+            try:
+                value, stat = self._session.wait(result, until)
+            except NoNodeError:
+                raise not_attached() from None
+            if stat.ephemeralOwner != secret.session_id or not value:
+                raise not_attached()
+            return int(value) / 1000
+
+        return self._session.attempt(read, self._session.bound())
+
+    def _session_for(self, renewed: bool) -> type[LeaseSession]:
+        return StandingSession if renewed else VisitingSession
+
+    def _grant(self, session: LeaseSession, deadline: float) -> Lease:
+        session.lease = Lease(
+            session.lease_id,
+            session.granted_s,
+            deadline,
+            secret=session.secret.text(),
+            stored=session,
+            on_closed=self._forget_lease,
+            clock=self.clock,
+        )
+        return session.lease
+
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        prefixes = [watch.prefix for watch in watches]
+        self._session.attempt(lambda *_: self._watcher.open(self._session, prefixes), self._session.bound())
 
     def _close(self) -> None:
         """The watches end before the session, whose end would make them arm again."""

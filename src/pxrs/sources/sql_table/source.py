@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from pxrs.errors import Closed, InvalidRecord, InvalidTopic, OffsetOutOfRange, ReadFailed, UsedAfterFork
+from pxrs.errors import Closed, InvalidRecord, InvalidTopic, LogError, OffsetOutOfRange, ReadFailed, UsedAfterFork
 from pxrs.log.batch import SCHEMA, Batch
-from pxrs.log.contract import READ_BYTES_DEFAULT, Source
+from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, Source
 from pxrs.model import Topic
 from pxrs.producer.hashing import hash_named
 from pxrs.sources.sql_table.identity import Meaning, identify, public_url
@@ -21,10 +22,13 @@ from pxrs.sources.sql_table.listener import Listener
 from pxrs.sources.sql_table.pages import Page, Pages, Stretch, append, cut
 from pxrs.sources.sql_table.settling import Settling
 from pxrs.sources.sql_table.table import Columns, Row, Rows, Table
+from pxrs.waiting import BackgroundThread, Callback, Subscribers, Subscription
 from pxrs.wording import counted
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Engine
+
+log = logging.getLogger(__name__)
 
 SETTLE_S_DEFAULT: Final = 5.0
 """Where the database does not tell who is still writing: neither PostgreSQL nor SQLite."""
@@ -39,6 +43,8 @@ SKIP_S: Final = 1.0
 partition without messages follows the others, and a group that has handled everything has no lag."""
 PASSABLE_MAX: Final = 1024
 """How many positions are remembered to measure `SKIP_S`; beyond, the oldest is forgotten and measured anew."""
+CLOSE_S_MAX: Final = 5.0
+"""How long `close` waits for a query of the poller's thread to end."""
 _PAGE_OVERHEAD: Final = 1024
 
 
@@ -79,6 +85,10 @@ class SqlTable(Source):
         self._pid = os.getpid()
         # One look at the database at a time: what one thread reads, the others find in the cache.
         self._lock = threading.RLock()
+        self._looks = 0
+        """How many calls of `_look` have begun. Changes under the lock."""
+        self._look_error: LogError | None = None
+        """Why the last call of `_look` failed."""
         self._settling = Settling(settle_s)
         self._visible_end = 0
         self._drawn_end: int | None = None
@@ -87,20 +97,35 @@ class SqlTable(Source):
         self._passable: dict[tuple[int, int], float] = {}
         """By partition and offset: positions that could pass ids of other partitions, and since when, on the monotonic
         clock. Several readers of one partition may be at different offsets. At most `PASSABLE_MAX`."""
-        self._changed = threading.Condition()
-        self._news = 0
+        self._subscribers = Subscribers()
+        self._announced = (0, 0)
+        """The settled end and the visible end as they were when the subscribers were last woken."""
+        self._may_be_news = threading.Event()
+        """Set by a notification of the database, and by `close`: the poller looks at once."""
+        self._closing = threading.Event()
+        self._poller = BackgroundThread("pxrs-table-poller", self._poll, self._may_be_news.set)
+        """Looks at the table for everyone who waits for it."""
         self._is_closed = self._is_shared = False
-        self._listener = None if notify_channel is None else Listener(self._table, notify_channel, self.wake)
+        self._listener = (
+            None if notify_channel is None else Listener(self._table, notify_channel, self._may_be_news.set)
+        )
 
-    def start(self, partition: int) -> int:
-        self._check_usable(partition)
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        """The same for every partition: the first id, and the one behind the last id that is settled. The first call
+        waits a while for that, and raises ReadFailed in the end: with one writer's transaction open since before this
+        source was, nobody can say which rows are final."""
+        chosen = tuple(partitions)
+        self._check_usable()
+        for partition in chosen:
+            self._check_usable(partition)
+        if not chosen:
+            return {}
         first = self._table.first_id()
         end = self._settled_end()
-        return end if first is None else min(first, end)
+        return dict.fromkeys(chosen, Bounds(end if first is None else min(first, end), end))
 
     def end(self, partition: int) -> int:
-        """Behind the last id that is settled. The first call waits a while for that, and raises ReadFailed in the end:
-        with one writer's transaction open since before this source was, nobody can say which rows are final."""
+        """As `bounds` tells it; one query less."""
         self._check_usable(partition)
         return self._settled_end()
 
@@ -161,36 +186,54 @@ class SqlTable(Source):
                 yield Stretch(partitions, *_as_arrow(found.rows))
             start = found.last + 1
 
-    def wait(
-        self,
-        positions: Mapping[int, int],
-        timeout: float | None = None,
-        is_over: Callable[[], bool] | None = None,
-    ) -> set[int]:
+    def readable(self, positions: Mapping[int, int]) -> list[int]:
         for partition in positions:
             self._check_usable(partition)
-        until = None if timeout is None else time.monotonic() + timeout
+        self._check_usable()
+        self._refresh()
+        ready, is_complete = self._ready(positions)
+        if not ready and not is_complete:
+            # Whoever waits looks again at once: after it has seen whether its time is up or its wait was cancelled.
+            self._subscribers.wake(positions)
+        return [partition for partition in positions if partition in ready]
+
+    def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
+        """One thread polls the table for all subscriptions, or looks when the database notifies it."""
+        chosen = tuple(partitions)
+        self._check_usable()
+        for partition in chosen:
+            self._check_usable(partition)
         if self._listener is not None:
             self._listener.start()
-        while True:
-            self._check_usable()
-            with self._changed:
-                news = self._news
-            ready, is_complete = self._ready(positions)
-            left = None if until is None else until - time.monotonic()
-            if ready or (left is not None and left <= 0) or (is_over is not None and is_over()):
-                return ready
-            if not is_complete:
-                continue
-            pause = self._pause_s(positions)
-            with self._changed:
-                if self._news == news and not self._is_closed:
-                    self._changed.wait(pause if left is None else min(pause, left))
+        added = self._subscribers.add(chosen, callback)
+        self._poller.need()
+
+        def end() -> None:
+            added.close()
+            self._poller.release()
+
+        return Subscription(end)
+
+    def look_again_s(self, positions: Mapping[int, int]) -> float | None:
+        """Until a position has been passable for `SKIP_S`, though nothing new was written."""
+        with self._lock:
+            dues = [self._passable[each] + SKIP_S for each in positions.items() if each in self._passable]
+        return max(0.01, min(dues) - time.monotonic()) if dues else None
 
     def wake(self) -> None:
-        with self._changed:
-            self._news += 1
-            self._changed.notify_all()
+        self._subscribers.wake_all()
+
+    def _poll(self) -> None:
+        """One step of the poller's thread: sleep, look at the table, wake those who wait if anything has changed."""
+        self._may_be_news.wait(self._pause_s())
+        self._may_be_news.clear()
+        if self._is_closed:
+            return
+        try:
+            self._refresh()
+        except LogError as error:  # whoever waits looks too, and raises what it meets
+            log.info("polling %s: %s", self.name, error)
+            self._subscribers.wake_all()
 
     def offset_at(self, partition: int, timestamp: int) -> int:
         """An id; the partition's first message from there on may be older if times do not rise with ids."""
@@ -216,7 +259,9 @@ class SqlTable(Source):
         if os.getpid() != self._pid:
             return  # it is the parent's
         self._is_closed = True
-        self.wake()
+        self._closing.set()
+        self._poller.close(CLOSE_S_MAX)
+        self._subscribers.wake_all()
         if self._listener is not None:
             self._listener.close()
         if self._is_ours:
@@ -245,7 +290,31 @@ class SqlTable(Source):
         self._visible_end, self._drawn_end = self._table.visible_end(), None
         if self._visible_end > self._settling.end or self._settling.is_waiting:
             # After the end, in a statement of its own: that order is what `Settling` relies on.
+            was_waiting = self._settling.is_waiting
             self._settling.observe(self._visible_end, self._table.holders(), time.monotonic())
+            if self._settling.is_waiting and not was_waiting:
+                self._may_be_news.set()  # the poller may have begun a long sleep, and must look more often from now on
+
+    def _refresh(self) -> None:
+        """Look, unless another thread has begun to look since this call began: then take over what that one saw, also
+        its error. So many threads that are woken at once make one query or two, not one each."""
+        asked_at = self._looks
+        with self._lock:
+            if self._looks > asked_at:
+                if self._look_error is not None:
+                    raise ReadFailed(str(self._look_error)) from self._look_error
+                return
+            self._looks += 1
+            self._look_error = None
+            try:
+                self._look()
+            except LogError as error:
+                self._look_error = error
+                raise
+            seen = self._settling.end, self._visible_end
+            has_changed, self._announced = seen != self._announced, seen
+        if has_changed:
+            self._subscribers.wake_all()
 
     def _settled_end(self) -> int:
         until = time.monotonic() + self._settling.settle_s + FIRST_END_S_MAX
@@ -257,8 +326,7 @@ class SqlTable(Source):
                     return self._settling.end
             if time.monotonic() > until:
                 raise ReadFailed(f"{self.name}: a transaction that writes to the table is open, and has been all along")
-            with self._changed:
-                self._changed.wait(min(self._poll_s, FIRST_LOOK_S))
+            self._closing.wait(min(self._poll_s, FIRST_LOOK_S))
 
     def _is_reachable(self, offset: int) -> bool:
         """Whether the table may have given out all ids before this one, though their rows may be gone."""
@@ -273,7 +341,6 @@ class SqlTable(Source):
         """The partitions that have something, and whether all was looked at. Loads a page for each at most."""
         ready, is_complete = set(), True
         with self._lock:
-            self._look()
             end = self._settling.end
             for partition, offset in positions.items():
                 if offset >= end and not self._is_reachable(offset):
@@ -340,13 +407,10 @@ class SqlTable(Source):
         place = str(row[0]).encode() if row[1] is None else row[1]
         return self._hash(place) % self.partitions
 
-    def _pause_s(self, positions: Mapping[int, int]) -> float:
+    def _pause_s(self) -> float:
         # The end of a transaction that wrote nothing, or was rolled back, is announced by nobody.
         is_told = self._listener is not None and self._listener.is_listening and not self._settling.is_waiting
-        pause = max(NOTIFIED_POLL_S, self._poll_s) if is_told else self._poll_s
-        with self._lock:
-            dues = [self._passable[each] + SKIP_S for each in positions.items() if each in self._passable]
-        return min([pause, *(max(0.01, due - time.monotonic()) for due in dues)])
+        return max(NOTIFIED_POLL_S, self._poll_s) if is_told else self._poll_s
 
     def _check_usable(self, partition: int = 0) -> None:
         # Before any lock is touched: in a forked child another thread may have held it.

@@ -1,18 +1,22 @@
-"""Leases and the keys that live with them."""
+"""Leases and the keys that live with them: who renews them, who may attach, and what ends them."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from pxrs.clock import SYSTEM
 from pxrs.errors import (
     Conflict,
+    InvalidArgument,
     InvalidCommit,
     LeaseExpired,
 )
-from pxrs.registry import ABSENT, Registry
+from pxrs.registry import ABSENT, Lease, Registry
 from pxrs.testing.registry_contract.store import Backend, Fixtures, Store, at_once, end_in_store, eventually
 
 
@@ -75,7 +79,7 @@ class Leases(Fixtures):
         registry.commit(ephemeral={"m": b""}, lease=lease)
         end_in_store(lease)
         with pytest.raises(LeaseExpired):
-            lease._renew()
+            lease.stored.renew()
         with pytest.raises(LeaseExpired):
             registry.commit(put={"a": b""}, lease=lease)
         assert store.open().scan("") == []
@@ -169,3 +173,165 @@ class Leases(Fixtures):
     def test_a_lease_of_another_handle_is_refused(self, store: Store, registry: Registry, ttl: float) -> None:
         with store.open().lease(ttl) as lease, pytest.raises(InvalidCommit):
             registry.commit(put={"a": b""}, lease=lease)
+
+    # Leases that the registry does not renew.
+
+    def test_w2_an_unrenewed_lease_lives_as_long_as_somebody_renews_it_and_no_longer(
+        self, store: Store, registry: Registry, ttl: float
+    ) -> None:
+        other = store.open()
+        kept, left = registry.lease(ttl, renewed=False), registry.lease(ttl, renewed=False)
+        registry.commit(ephemeral={"kept": b""}, lease=kept)
+        registry.commit(ephemeral={"left": b""}, lease=left)
+        with registry.lease(ttl) as busy, other.watch("left") as watch:  # the handle's own renewals are none of theirs
+            until = time.monotonic() + left.ttl + store.backend.expiry_slack
+            while other.get("left") is not None:
+                assert time.monotonic() < until, "it is renewed though nobody asked for it"
+                assert kept.renew() == kept.deadline > SYSTEM.now()
+                registry.commit(put={"busy": b""}, lease=busy)
+                watch.wait(ttl / 8)
+        assert SYSTEM.now() >= left.deadline
+        assert other.get("kept") is not None
+        registry.commit(put={"still": b""}, lease=kept)
+        with pytest.raises(LeaseExpired):
+            left.renew()
+        with pytest.raises(LeaseExpired):
+            left.stored.renew()
+        with pytest.raises(LeaseExpired):
+            registry.attach(left.secret)
+        kept.end()
+        assert other.get("kept") is None
+        with pytest.raises(LeaseExpired):
+            kept.renew()
+
+    def test_w2_another_handle_attaches_commits_renews_and_ends(
+        self, store: Store, registry: Registry, ttl: float
+    ) -> None:
+        other = store.open()
+        lease = registry.lease(30, renewed=False)
+        version = registry.commit(ephemeral={"m/1": b"first"}, put={"guard": b""}, lease=lease)["m/1"]
+        attached = other.attach(lease.secret)
+        assert (attached.id, attached.secret, attached.is_renewed) == (lease.id, lease.secret, False)
+        assert attached.ttl == pytest.approx(lease.ttl)
+        assert SYSTEM.now() < attached.deadline <= SYSTEM.now() + lease.ttl
+        other.commit({"m/1": version}, ephemeral={"m/1": b"second", "m/2": b""}, lease=attached)
+        assert attached.renew() > SYSTEM.now()
+        registry.commit(ephemeral={"m/3": b""}, lease=lease)
+        assert [e.key for e in registry.scan("m/")] == ["m/1", "m/2", "m/3"]
+        attached.end()
+        assert registry.scan("m/") == []
+        assert lease.alive, "its holder has not noticed"
+        with pytest.raises(LeaseExpired):
+            registry.commit(put={"guard": b"late"}, lease=lease)
+        with pytest.raises(LeaseExpired):
+            other.attach(lease.secret)
+        assert [(e.key, e.value) for e in other.scan("")] == [("guard", b"")]
+
+    def test_w2_a_secret_cannot_be_guessed_and_a_wrong_one_tells_nothing(
+        self, store: Store, registry: Registry, ttl: float
+    ) -> None:
+        ended = registry.lease(30, renewed=False)
+        ended.end()
+        lease, second = registry.lease(30, renewed=False), registry.lease(30, renewed=False)
+        assert lease.secret != second.secret
+        assert lease.id not in (second.id, lease.secret)
+        assert lease.secret not in repr(lease)
+        registry.commit(ephemeral={"m": b""}, lease=lease)
+        wrong = [ended.secret, "", "x", "\u00fc", lease.id, f"{lease.id}.", lease.secret + "0", lease.secret[:-1]]
+        for at in (0, len(lease.secret) // 2, -1):
+            as_list = list(lease.secret)
+            as_list[at] = "0" if as_list[at] != "0" else "1"
+            wrong.append("".join(as_list))
+        if "." in lease.secret:  # parts of one and of another
+            first, _, rest = lease.secret.partition(".")
+            wrong += [f"{first}.{second.secret.partition('.')[2]}", f"{second.secret.partition('.')[0]}.{rest}"]
+        said = set()
+        for secret in wrong:
+            with pytest.raises(LeaseExpired) as refused:
+                registry.attach(secret)
+            said.add(str(refused.value))
+        with pytest.raises(LeaseExpired):
+            store.open(f"{store.namespace}x").attach(lease.secret)
+        assert len(said) == 1, "the same for a lease that has ended and for a secret that none ever had"
+        with pytest.raises(InvalidArgument):
+            registry.attach(None)  # type: ignore[arg-type]
+        registry.commit(put={"a": b""}, lease=lease)
+        lease.end()
+
+    def test_w2_closing_the_handle_leaves_an_unrenewed_lease(self, store: Store, registry: Registry) -> None:
+        holder = store.open()
+        lease, closed = holder.lease(30, renewed=False), holder.lease(30, renewed=False)
+        holder.commit(ephemeral={"m/1": b""}, lease=lease)
+        holder.commit(ephemeral={"m/2": b""}, lease=closed)
+        closed.close()
+        holder.close()
+        assert not lease.alive
+        assert [e.key for e in registry.scan("m/")] == ["m/1", "m/2"]
+        for each in (lease, closed):
+            with registry.attach(each.secret) as attached:
+                registry.commit(put={"a": b""}, lease=attached)
+                attached.end()
+        assert registry.scan("m/") == []
+
+    # What renews the others.
+
+    def test_r6_a_renewal_that_hangs_does_not_expire_another_lease(
+        self, store: Store, registry: Registry, ttl: float
+    ) -> None:
+        stuck = registry.lease(ttl)
+        other = registry.attach(registry.lease(ttl, renewed=False).secret, renewed=True)
+        registry.commit(ephemeral={"m": b""}, lease=other)
+        first = max(stuck.deadline, other.deadline)
+        with hanging(stuck):
+            eventually(lambda: SYSTEM.now() > first + ttl / 4, first - SYSTEM.now() + 30)
+            eventually(stuck.lost.is_set)
+            assert other.alive
+            assert SYSTEM.now() < other.deadline
+            registry.commit(put={"a": b""}, lease=other)
+        stuck.close()
+        other.close()
+        assert registry.get("m") is None
+
+    @pytest.mark.parametrize("renewed", [True, False])
+    def test_threads_do_not_grow_with_leases(self, store: Store, registry: Registry, renewed: bool) -> None:
+        count = store.backend.leases_many
+        with registry.lease(60):
+            before = threading.active_count()
+            leases = [registry.lease(60, renewed) for _ in range(count)]
+            allowed = THREADS_MORE + (count * store.backend.lease_threads if renewed else 0)
+            assert threading.active_count() - before <= allowed
+            assert all(lease.alive for lease in leases)
+        for lease in leases:
+            assert lease.is_renewed == renewed
+
+
+THREADS_MORE = 5
+"""How many threads a store's driver and the renewer may add, however many leases there are."""
+
+
+class _Hanging:
+    """A lease in its store whose renewals are not answered until `may_go_on`."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._stored = lease.stored
+        self.may_go_on = threading.Event()
+
+    def renew(self) -> float:
+        self.may_go_on.wait(60)
+        return self._stored.renew()
+
+    def end(self) -> None:
+        self._stored.end()
+
+    def let_go(self) -> None:
+        self._stored.let_go()
+
+
+@contextmanager
+def hanging(lease: Lease) -> Iterator[None]:
+    """The renewals of the lease hang in this block."""
+    stored = lease.stored = _Hanging(lease)
+    try:
+        yield
+    finally:
+        stored.may_go_on.set()

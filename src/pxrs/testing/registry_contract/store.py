@@ -31,6 +31,10 @@ class Backend:
     """How long after a lease's expiry its keys may still be seen, on a busy machine too."""
     versions_outlive_deletion: bool = True
     """Whether a version is not used again even after its key was deleted and made anew (not on ZooKeeper, R4)."""
+    leases_many: int = 100
+    """How many leases one handle takes in the test that counts its threads."""
+    lease_threads: int = 0
+    """How many threads a lease that is renewed may cost."""
     opener: Callable[[str], Registry] = field(default=registries_module.open)
 
     def in_namespace(self, namespace: str) -> str:
@@ -80,7 +84,7 @@ def at_once(*actions: Callable[[], T]) -> list[T]:
 def end_in_store(lease: Lease) -> None:
     """End a lease in the store while its holder still believes in it, as an expiry that it has not noticed."""
     lease.abandon()
-    lease._end()
+    lease.stored.end()
 
 
 class Fixtures:

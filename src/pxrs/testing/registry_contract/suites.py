@@ -84,6 +84,19 @@ class SharedRegistryContract(RegistryContract):
                 while registry.get("m") is not None:
                     assert watch.wait(ttl + store.backend.expiry_slack), "nobody told the watcher"
 
+    def test_w2_kill_9_of_the_process_does_not_end_an_unrenewed_lease(self, store: Store) -> None:
+        registry = store.open()
+        with store.actor() as holder:
+            secret = holder.call("unrenewed_lease", ttl=30)
+            holder.call("commit", ephemeral={"m": b""}, lease=True)
+            holder.signal(signal.SIGKILL)
+        assert registry.get("m") is not None
+        attached = registry.attach(secret)
+        registry.commit(put={"after": b""}, lease=attached)
+        assert [entry.key for entry in registry.scan("")] == ["after", "m"]
+        attached.end()
+        assert registry.get("m") is None
+
     def test_a_stopped_holder_expires_and_finds_itself_expired(self, store: Store) -> None:
         registry = store.open()
         with store.actor() as holder:

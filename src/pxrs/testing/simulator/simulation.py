@@ -11,15 +11,27 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pxrs.errors import RegistryError, RetentionPostponed
-from pxrs.group.protocol import MemberProtocol, Operation, Steps, Write
-from pxrs.group.reconcile import Place
-from pxrs.group.records import Checkpoint, Gate, Home, Keys, Member, Owner, Starts, gate_key, start_key
+from pxrs.group.protocol import MemberProtocol
+from pxrs.group.records import (
+    Checkpoint,
+    Gate,
+    Home,
+    Keys,
+    Member,
+    Owner,
+    Starts,
+    Target,
+    TopicPartition,
+    gate_key,
+    start_key,
+)
 from pxrs.group.retention import move_start
 from pxrs.registry.contract import ABSENT
+from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator.ghost import ADMIN, RETENTION, Ghost, Violation
 from pxrs.testing.simulator.member import SimulatedMember
 from pxrs.testing.simulator.store import Request, SimulatedStore
@@ -361,24 +373,29 @@ class Simulation:
             self.late.remove(request)
             self.apply(request)
 
-    def _reset(self, place: Place) -> None:
+    def _reset(self, place: TopicPartition) -> None:
         """An admin sets a checkpoint back, and in the same commit frees the owner (G5), has the members look, and goes
         through the gate of retention (O10)."""
         keys, state = self.keys, self.store.state
         owner, checkpoint = (state.get(key(*place)) for key in (keys.owner, keys.checkpoint))
-        assignment, start = state.get(keys.assignment), state.get(start_key(place[0]))
-        if owner is None or checkpoint is None or assignment is None:
+        start = state.get(start_key(place[0]))
+        if owner is None or checkpoint is None:
             return
         starts = Starts() if start is None else Starts.load(start.key, start.value)
         offset = self.rng.randint(starts.of(place[1]), Checkpoint.load(checkpoint.key, checkpoint.value).offset)
-        epoch = Owner.load(owner.key, owner.value).epoch + 1
+        before = Owner.load(owner.key, owner.value)
+        epoch = before.epoch + 1
         put = {
             owner.key: Owner(None, epoch).dump(),
             checkpoint.key: Checkpoint(offset, by=ADMIN, epoch=epoch).dump(),
-            assignment.key: assignment.value,
             gate_key(place[0]): Gate(ADMIN, self.now).dump(),
         }
-        expect = {entry.key: entry.version for entry in (owner, checkpoint, assignment)}
+        expect = {entry.key: entry.version for entry in (owner, checkpoint)}
+        target = state.get(keys.target(before.incarnation or "-"))
+        if target is not None:
+            told = Target.load(target.key, target.value)
+            expect[target.key] = target.version
+            put[target.key] = replace(told, taken=told.taken + 1).dump()
         expect[start_key(place[0])] = ABSENT if start is None else start.version
         self.apply(Request(Write(expect, put, is_leased=False), ADMIN, None))
 
@@ -543,11 +560,11 @@ class Simulation:
         after = self._owners()
         self._check_moves(before, after)
 
-    def _owners(self) -> dict[Place, tuple[str | None, int]]:
+    def _owners(self) -> dict[TopicPartition, tuple[str | None, int]]:
         places = [(self.topic, number) for number in range(self.partitions)]
         return {place: (self.ghost.owners[place].incarnation, self.ghost.owners[place].epoch) for place in places}
 
-    def _check_moves(self, before: dict[Place, Any], after: dict[Place, Any]) -> None:
+    def _check_moves(self, before: dict[TopicPartition, Any], after: dict[TopicPartition, Any]) -> None:
         moved = [place for place in before if before[place][0] != after[place][0]]
         has = [sum(owner == member.incarnation for owner, _ in before.values()) for member in self.members]
         fewest = fewest_moves(has, self.partitions)

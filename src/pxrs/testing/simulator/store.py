@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pxrs.errors import RegistryError
-from pxrs.group.protocol import Get, Operation, Scan, Write
 from pxrs.registry.contract import Entry
 from pxrs.registry.state import Change, State
+from pxrs.registry.steps import Get, Operation, Scan, Write
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +103,7 @@ class SimulatedStore:
             return
         self.on_accepted(request, write)
         self.writes += 1
-        change = Change(write.put, write.ephemeral, lease=lease)
+        change = Change(write.put, write.ephemeral, tuple(write.delete), lease=lease)
         request.result = self._apply(change, is_quiet=write.is_quiet)
 
     def delete(self, key: str) -> None:

@@ -1,6 +1,6 @@
 """The registry on a SQL database: SQLite, PostgreSQL or Oracle.
 
-Linearizable because every commit locks all rows that it names before it looks at them (see `planning`), and a read is
+Linearizable because every commit locks all rows that it names before it looks at them (see `commit`), and a read is
 one statement. READ COMMITTED is enough for that, and all that is asked for.
 
 A lease dies by a write. Whoever meets an entry whose lease is over by the database's clock does not act on it in
@@ -20,30 +20,27 @@ to COMMIT was lost, which is never tried again.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
-import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol, TypeVar
 
 from pxrs.clock import Clock
-from pxrs.errors import AccessDenied, LeaseExpired, OutcomeUnknown, RegistryUnavailable
+from pxrs.errors import AccessDenied, LeaseExpired, RegistryUnavailable
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
-from pxrs.registry.lease import Lease
+from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
-from pxrs.registry.sql.database import ConnectionLost, Database, Row, Session, TransactionAborted
-from pxrs.registry.sql.planning import CommitPlan, LeasesDue, payload
-from pxrs.registry.sql.statements import AHEAD, ALIVE, OVER, Call, Statement, key_range
-from pxrs.registry.watch import Watch
+from pxrs.registry.sql.commit import CommitPlan, LeasesDue
+from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
+from pxrs.registry.sql.lease import TRUSTED, LeaseTable, SqlLease
+from pxrs.registry.sql.statements import ALIVE, OVER, Call, Statement, Statements, key_range
+from pxrs.registry.watch import PrefixWatch
 
 log = logging.getLogger(__name__)
 
 LIMITS: Final = Limits(commit_keys_max=1024, commit_bytes_max=8 << 20, value_bytes_max=1 << 20)
 ATTEMPTS_MAX: Final = 40
-TRUSTED: Final = 0.95
-"""The part of a lease that its holder counts on: the database's clock may run faster than ours."""
 DUE_LEASES_MAX: Final = 64
 """How many leases one sweep ends or corrects; if there are more, the next sweep is due at once."""
 UNENDED_S: Final = 1.0
@@ -55,10 +52,10 @@ T = TypeVar("T")
 class Watcher(Protocol):
     """Wakes watches; one for each registry."""
 
-    def add(self, watch: Watch) -> None:
-        """Return when every later change will wake the watch."""
+    def add(self, watches: Sequence[PrefixWatch]) -> None:
+        """Return when every later change under these prefixes will wake them."""
 
-    def remove(self, watch: Watch) -> None: ...
+    def remove(self, watch: PrefixWatch) -> None: ...
 
     def note_read(self, entries: Iterable[Entry]) -> None:
         """A user of this handle has seen these."""
@@ -106,6 +103,7 @@ class SqlRegistry(Registry):
         self._namespace = namespace
         self._channel = channel
         self._statements = database.statements
+        self._table = LeaseTable(database, namespace, channel)
         self._may_end_leases = not database.is_read_only
         """False once this process was found not to have the permission for it."""
         self._over: frozenset[str] = frozenset()
@@ -169,7 +167,7 @@ class SqlRegistry(Registry):
             return self.database.are_leases_void(session)
 
     def versions(self, prefixes: tuple[str, ...]) -> list[list[tuple[str, int]]]:
-        """For each prefix, or single key, of a watch: the keys there and their versions."""
+        """For each prefix, or single key: the keys there and their versions."""
         calls = [
             self._call(self._statements.versions, **key_range(prefix))
             if prefix == "" or prefix.endswith("/")
@@ -219,88 +217,34 @@ class SqlRegistry(Registry):
 
     # Leases
 
-    def _lease(self, ttl: float) -> Lease:
+    def _lease(self, ttl: float, renewed: bool) -> Lease:
         self.database.check_writable()
         self.sweep()
-        # One more, because the database rounds both when it counts and when it compares.
-        ttl_ms = math.ceil(ttl * 1000) + 1
 
         def attempt(deadline: float) -> tuple[str, float]:
             # A new id each time: a lease whose begin was not confirmed has no keys and goes when it expires.
-            lease, sent_at = uuid.uuid4().hex, self.clock.now()
-            with self.database.session(deadline, "leases") as session:
-                session.write(self._call(self._statements.begin_lease, lease=lease, ttl_ms=ttl_ms))
-            return lease, sent_at
+            secret, sent_at = new_secret(), self.clock.now()
+            self._table.begin(id_of(secret), ttl, deadline)
+            return secret, sent_at + ttl * TRUSTED
 
-        lease, sent_at = self._patiently(attempt)
-        return Lease(
-            lease,
-            ttl,
-            sent_at + ttl * TRUSTED,
-            renew=lambda: self._renew(lease, ttl),
-            end=lambda: self._end(lease),
-            on_gone=self._forget_lease,
-            clock=self.clock,
-        )
+        return self._grant(ttl, *self._patiently(attempt))
 
-    def _renew(self, lease: str, ttl: float) -> float:
-        call = self._call(self._statements.renew_lease, lease=lease)
-
-        def attempt(deadline: float) -> float:
-            sent_at = self.clock.now()
-            with self.database.session(deadline, "leases") as session:
-                if session.write(call) == 0:
-                    raise LeaseExpired(f"lease {lease} has ended")
-            return sent_at + ttl * TRUSTED
-
-        # A renewal that hangs must leave time for another one.
-        return self._patiently(attempt, min(self.database.timeout, max(ttl / 3, 0.1)))
-
-    def _end(self, lease: str) -> None:
-        self._patiently(lambda deadline: self._try_end(lease, deadline, even_if_alive=True))
-
-    def _try_end(self, lease: str, deadline: float, *, even_if_alive: bool) -> None:
-        """Delete the lease and its keys in one transaction; unless asked otherwise, only if its time is over. If it
-        expires too far ahead instead, correct that."""
-        statements = self._statements
-        locks = [
-            self._call(statements.lock_lease_to_end, lease=lease),
-            # Nobody can bind a key to the lease any more: that takes a lock on its row.
-            self._call(statements.keys_of_lease, lease=lease),
-        ]
-        if statements.store_version is not None:
-            locks.append(self._call(statements.next_version))
-        with self.database.session(deadline) as session:
-            rows, keys, *version = session.begin(locks)
-            state = rows[0][0] if rows else OVER
-            if state == AHEAD and not even_if_alive:
-                log.warning(
-                    "%s: lease %s expires further ahead than its ttl, so the database's clock was set back; it now "
-                    "expires one ttl from now",
-                    self.url,
-                    lease,
-                )
-                self._commit_again(session, [self._call(statements.limit_lease, lease=lease)])
-                return
-            if (state == ALIVE and not even_if_alive) or (not rows and not keys):
-                session.rollback()
-                return
-            changed = [key for (key,) in keys]
-            writes = [self._call(statements.delete_key_of_lease, key=key, lease=lease) for key in changed]
-            writes.append(self._call(statements.delete_lease, lease=lease))
-            if changed and statements.store_version is not None:
-                writes.append(Call(statements.store_version, {"the_version": str(version[0][0][0])}))
-            if changed and statements.notify is not None and self._channel:
-                values = {"the_channel": self._channel, "the_payload": payload(changed)}
-                writes.append(Call(statements.notify, values))
-            self._commit_again(session, writes)
-
-    def _commit_again(self, session: Session, writes: list[Call]) -> None:
-        """Commit what may safely happen twice, such as ending a lease: if the reply is lost, it is tried again."""
+    def _attach(self, secret: str, renewed: bool) -> Lease:
+        self.database.check_writable()
+        ttl = self._patiently(lambda deadline: self._table.ttl_of(id_of(secret), deadline))
+        if ttl is None:
+            raise not_attached()
+        lease = self._grant(ttl, secret, float("inf"))
         try:
-            session.commit(writes)
-        except OutcomeUnknown as error:
-            raise ConnectionLost(str(error)) from error
+            lease.deadline = lease.stored.renew()
+        except LeaseExpired:
+            raise not_attached() from None
+        return lease
+
+    def _grant(self, ttl: float, secret: str, deadline: float) -> Lease:
+        lease = id_of(secret)
+        stored = SqlLease(self._table, self._patiently, self.clock, lease, ttl)
+        return Lease(lease, ttl, deadline, secret=secret, stored=stored, on_closed=self._forget_lease, clock=self.clock)
 
     def sweep(self) -> float | None:
         """End the leases that are due, correct those that expire too far ahead; returns in how many seconds the next
@@ -315,7 +259,7 @@ class SqlRegistry(Registry):
             if self._may_end_leases:
                 try:
                     for lease in leases:
-                        self._try_end(lease, deadline, even_if_alive=False)
+                        self._table.end(lease, deadline, even_if_alive=False)
                 except AccessDenied as error:
                     self._leave_leases(error)
             if not self._may_end_leases:
@@ -341,10 +285,10 @@ class SqlRegistry(Registry):
 
     # Watching
 
-    def _watch(self, watch: Watch) -> None:
-        self._patiently(lambda _: self._watcher.add(watch))
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        self._patiently(lambda _: self._watcher.add(watches))
 
-    def _unwatch(self, watch: Watch) -> None:
+    def _unwatch(self, watch: PrefixWatch) -> None:
         self._watcher.remove(watch)
 
     def wake(self, keys: list[str] | None) -> None:
@@ -353,15 +297,35 @@ class SqlRegistry(Registry):
 
     def wake_under(self, folder: str) -> None:
         """For the watcher: wake who watches anything under the folder, or a folder that it is in."""
-        with self._handles_lock:
-            watches = list(self._watches)
-        for watch in watches:
-            if watch.covers(folder) or any(prefix.startswith(folder) for prefix in watch.prefixes):
-                watch.wake()
+        self._watches.wake_under(folder)
 
     def _close(self) -> None:
         self._watcher.close()
         self.database.close()
+
+    # For statements that run on a connection of the user's: see `borrowed`.
+
+    @property
+    def statements(self) -> Statements:
+        """All statements, for the dialect of this database."""
+        return self._statements
+
+    def call(self, statement: Statement, **values: object) -> Call:
+        """A statement with its values, in this registry's namespace."""
+        return self._call(statement, **values)
+
+    def check_usable(self) -> None:
+        """Raise Closed or UsedAfterFork if this handle may not be used."""
+        self._check_usable()
+
+    def plan(self, commit: Commit) -> CommitPlan:
+        """The statements of a commit."""
+        return CommitPlan(commit, self._namespace, self._statements, self._channel)
+
+    def read(self, call: Call) -> list[Row]:
+        """The rows of a statement that only reads, on a connection of the registry's own. Raises
+        RegistryUnavailable."""
+        return self._patiently(lambda deadline: self._read(call, deadline))
 
     # What these share.
 
@@ -385,7 +349,7 @@ class SqlRegistry(Registry):
         for count in range(ATTEMPTS_MAX):
             try:
                 while due:
-                    self._try_end(due[-1], deadline, even_if_alive=False)
+                    self._table.end(due[-1], deadline, even_if_alive=False)
                     due.pop()
                 return attempt(deadline)
             except LeasesDue as found:

@@ -1,0 +1,176 @@
+"""Finding the next messages and taking them in hand: what every way of reading is made of.
+
+`loops` (loops, `poll`, `batches`), `runner` (`run`) and `transactions` do the same three things: find a lane with
+messages (`next`, or `next_for` for several lanes at once), take some of them in hand (`take_in_hand`), and count them
+as done in their own way (`settling`).
+
+Invariants:
+- Nothing is handed out past the lease's deadline (G8), which is checked before every message: a process that was
+  stopped for a minute wakes up in the middle of a batch, and others may own the partition by then.
+- Nothing is handed out of a lane that is halted: `take_in_hand` writes `position`, then reads `is_halted` (see `Lane`).
+- With until="end", `next` returns None only if every partition is read up to its end here, or is another member's.
+
+Threads: `next` and `next_for` are for the thread that reads. `take_in_hand` and `pass_gap` are for the thread that has
+the lane: that thread, or the handler's thread in `run`. No lock is held while the source is read or waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from pxrs.clock import Clock
+from pxrs.consumer.changes import Changes
+from pxrs.consumer.lanes import Lanes
+from pxrs.consumer.lifetime import Lifetime
+from pxrs.consumer.read_ahead import ReadAhead
+from pxrs.consumer.settling import Settling
+from pxrs.errors import PartitionsPaused
+from pxrs.group.lane import Lane
+from pxrs.group.member import GroupMember
+from pxrs.log.batch import Batch
+from pxrs.log.contract import Source
+
+
+class HandOut:
+    """The parts of one consumer that the ways of reading share."""
+
+    def __init__(
+        self,
+        source: Source,
+        member: GroupMember,
+        clock: Clock,
+        lifetime: Lifetime,
+        *,
+        is_manual: bool,
+        prefetch_bytes: int,
+        skips_trimmed: bool,
+        ends: Mapping[int, int] | None,
+    ) -> None:
+        """The keyword arguments are those of `Settling` and `ReadAhead`.
+
+        ends: with until="end", the offset at which each partition ends; otherwise None."""
+        self.source, self.member, self.clock, self.lifetime = source, member, clock, lifetime
+        self.group, self.topic = member.keys.group, source.name
+        self.lanes, self.changes = Lanes(self.group), Changes(source)
+        self.read_ahead = ReadAhead(
+            source, self.group, self.lanes, bytes_max=prefetch_bytes, skips_trimmed=skips_trimmed, ends=ends
+        )
+        self.settling = Settling(self.group, self.lanes, self.read_ahead, member, is_manual=is_manual)
+        self._ends = ends
+
+    def next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
+        """A lane, and messages from its position on. None when the time is up, or all is read with until="end"."""
+        self.settling.begin_hand_out()
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._check()
+            version = self.changes.version
+            if self.member.is_away:
+                self.member.come_back()
+            lanes = self.readable()
+            for lane in lanes:
+                batch = self._take(lane)
+                if batch is not None:
+                    return lane, batch
+            if self._is_at_end():
+                return None
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            self.changes.wait({lane.partition: lane.position for lane in lanes}, version, left)
+
+    def next_for(
+        self, busy: Collection[Lane], count: int, is_over: Callable[[], bool], version: int
+    ) -> list[tuple[Lane, Batch]] | None:
+        """Up to `count` lanes that are not busy, with their messages; none after a wait. None at the end with
+        until="end".
+
+        version: `changes.version` as it was before `busy` was read. A lane that has ceased to be busy since then has
+                 raised the version, so that this call does not wait for something else to happen."""
+        self._check()
+        if self.member.is_away and not any(lane.is_lost for lane in busy):
+            self.member.come_back()
+        # By number: a partition that was lost and claimed again waits for the handler that has a message of the old
+        # lane.
+        numbers = {lane.partition for lane in busy}
+        lanes = [lane for lane in self.readable() if lane.partition not in numbers] if count > 0 else []
+        found: list[tuple[Lane, Batch]] = []
+        for lane in lanes:
+            batch = self._take(lane) if len(found) < count else None
+            if batch is not None:
+                found.append((lane, batch))
+        if found:
+            return found
+        if not busy and self._is_at_end():
+            return None
+        self.changes.wait({lane.partition: lane.position for lane in lanes}, version, None, is_over)
+        return []
+
+    def readable(self) -> list[Lane]:
+        """The lanes of which messages may be handed out now; none past the lease's deadline."""
+        if self.clock.now() >= self.member.deadline:
+            return []
+        return self.lanes.readable(self._ends)
+
+    def take_in_hand(self, lane: Lane, offset: int, end: int, batch: Batch | None = None) -> bool:
+        """Take the messages from `offset` to `end` in hand; False if the lane must not be handed out, or was sought.
+
+        `Loops.messages` does the same in line, for each message.
+
+        batch: with ack="manual", the batch that holds them, whose offsets will be acknowledged one by one."""
+        seeks = lane.seeks
+        if lane.position != offset:
+            return False
+        if batch is not None and self.settling.expects_acks:
+            lane.expect(number for number in _offsets(batch) if number < end)
+        lane.handed_at = now = self.clock.now()
+        # Write `position`, then read `is_halted`: see `Lane`.
+        lane.position = end
+        if lane.is_halted or now >= self.member.deadline or lane.seeks != seeks:
+            self.settling.retract(lane, offset)
+            return False
+        lane.handed = end
+        return True
+
+    def pass_gap(self, lane: Lane, position: int, batch: Batch) -> None:
+        """All messages of the batch were handed out: move on to its end if the source has a gap there."""
+        if self.settling.pass_gap(lane, position, batch):
+            self.changes.note()  # there may be more behind the gap: look again before any wait
+
+    def _check(self) -> None:
+        self.lifetime.check_usable()
+        self.member.check()
+
+    def _take(self, lane: Lane) -> Batch | None:
+        """Messages from the lane's position on, if there are any now."""
+        batch = self.read_ahead.take(lane)
+        if batch is None or batch.records.num_rows:
+            return batch
+        self.pass_gap(lane, batch.base_offset, batch)
+        return None
+
+    def _is_at_end(self) -> bool:
+        """With until="end": whether all is read. Raises PartitionsPaused if only partitions that a failed message holds
+        up are left."""
+        if self._ends is None:
+            return False
+        owned = {lane.partition: lane for lane in self.lanes.owned()}
+        for partition, lane in owned.items():  # `readable` leaves these out, so that no read has checked them
+            if lane.position > self._ends[partition]:
+                self.read_ahead.check_reachable(lane)
+        short = [lane for number, lane in owned.items() if not lane.is_lost and lane.position < self._ends[number]]
+        if not all(lane.is_failed for lane in short):
+            return False
+        others = [number for number in range(self.source.partitions) if number not in owned]
+        if not self.member.are_meant_for_others(others):
+            return False
+        if short:
+            raise PartitionsPaused(self.group, sorted(lane.partition for lane in short))
+        return True
+
+
+def _offsets(batch: Batch) -> Iterable[int]:
+    if batch.offsets is not None:
+        return batch.offsets.to_pylist()  # type: ignore[no-any-return]
+    return range(batch.base_offset, batch.next_offset)

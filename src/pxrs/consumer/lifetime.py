@@ -1,0 +1,36 @@
+"""Whether a consumer may be used: not after `close`, and not in a process that was forked after it was made (R11)."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from pxrs.errors import Closed, UsedAfterFork
+
+
+class Lifetime:
+    """From the constructor of a consumer to its `close`."""
+
+    def __init__(self, topic: str, group: str) -> None:
+        self._topic, self._group = topic, group
+        self._pid = os.getpid()
+        self.is_closed = False
+        """Set as soon as `close` is called."""
+        self.stopping = threading.Event()
+        """Set by `stop` and `close`: `run` returns when what is in hand is done. `run` clears it when it returns."""
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child of the one that made the consumer."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raise UsedAfterFork in a forked child."""
+        if self.is_forked:
+            raise UsedAfterFork(f"the consumer of {self._topic} was made before a fork: make one in the child")
+
+    def check_usable(self) -> None:
+        """Raise UsedAfterFork in a forked child, and Closed after `close`."""
+        self.check_process()
+        if self.is_closed:
+            raise Closed(f"the consumer of {self._topic} in group {self._group} was closed")

@@ -1,0 +1,80 @@
+"""What one open hub consists of, shared by the modules that do its work: topics, sources, upkeep.
+
+None of them refers to the `Hub` itself. A reference from a part back to the hub would be a cycle, and a hub that nobody
+uses any more would stay open, with its files and threads, until the garbage collector looks for cycles.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from pxrs.address import LazyRegistry
+from pxrs.belonging import Belonging
+from pxrs.errors import Closed, UsedAfterFork
+from pxrs.hub_record import HubRecordFile
+from pxrs.log.contract import Log
+
+if TYPE_CHECKING:
+    from pxrs.group.records import Home
+    from pxrs.queue.store import QueueStore
+
+
+class HubParts:
+    """A log, a registry, and whether they may be used by this process now."""
+
+    def __init__(self, log: Log, registry: LazyRegistry, lease_ttl: float) -> None:
+        """lease_ttl: that of the queues, in seconds."""
+        self.log, self.registry = log, registry
+        self.belonging = (
+            None if log.folder is None else Belonging(log.url, HubRecordFile(log.folder), registry, log.check_place)
+        )
+        """Compares the registry with the one that the log's directory records. None for a log that is in no directory:
+        nothing records which registry it belongs to."""
+        self._lock = threading.Lock()
+        self._lease_ttl = lease_ttl
+        self._queues: QueueStore | None = None
+        self.pid = os.getpid()
+        self.is_closed = False
+        """Set by `Hub.close`, under the hub's lock, before it closes anything."""
+
+    @property
+    def url(self) -> str:
+        return self.log.url
+
+    def check_usable(self) -> None:
+        """Raise UsedAfterFork, Closed or HubMoved if this process may not use the hub, or not any more."""
+        if os.getpid() != self.pid:
+            raise UsedAfterFork(f"the hub {self.url} was opened before a fork: open it again in the child")
+        self.check_open()
+        self.log.check_place()
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise Closed(f"the hub {self.url} was closed")
+
+    def check_registry(self) -> Home | None:
+        """The identity of the hub, None if it has none yet. Raises WrongRegistry if the hub belongs to another registry
+        than the one that it was opened with: then nothing of the hub may be coordinated through that."""
+        self.check_usable()
+        return None if self.belonging is None else self.belonging.check()
+
+    def queue_store(self) -> QueueStore:
+        """What all queues of this hub share: this process's lease, and the threads that take and sweep."""
+        from pxrs.queue.store import QueueStore
+
+        self.check_registry()
+        registry = self.registry.get()
+        with self._lock:
+            self.check_open()
+            if self._queues is None:
+                self._queues = QueueStore(registry, self._lease_ttl)
+            return self._queues
+
+    def close_queues(self) -> None:
+        """After `is_closed` was set: no store can be made from then on."""
+        with self._lock:
+            queues = self._queues
+        if queues is not None:
+            queues.close()

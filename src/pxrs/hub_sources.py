@@ -1,0 +1,101 @@
+"""The registered sources of an open hub, and the names that they share with its topics.
+
+A name is that of a topic or that of a registered source. Whoever creates a topic or registers a source looks for the
+other kind first. The two looks are not atomic: topics are named by the log, sources by the registry. If both appear at
+the same moment, the topic is the one that `readable` finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Final
+
+from pxrs.errors import Conflict, GroupActive, NoDirectory, PxrsError, SourceExists, TopicExists, UnknownTopic
+from pxrs.hub_parts import HubParts
+from pxrs.log.contract import Source
+
+if TYPE_CHECKING:
+    from pxrs.sources.catalog import Catalog, RegisteredSource
+
+_logger = logging.getLogger(__name__)
+
+REMOVE_ATTEMPTS_MAX: Final = 10
+"""How often `HubSources.remove` reads the source's record again because another process has registered it anew."""
+
+
+class HubSources:
+    """Finds, registers and forgets sources. Threads share it."""
+
+    def __init__(self, parts: HubParts) -> None:
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._catalog: Catalog | None = None
+
+    def catalog(self) -> Catalog:
+        """The sources that are registered in the hub's registry, which is opened for it."""
+        from pxrs.sources.catalog import Catalog
+
+        registry = self._parts.registry.get()
+        with self._lock:
+            if self._catalog is None:
+                self._catalog = Catalog(registry)
+            return self._catalog
+
+    def catalog_if_there(self) -> Catalog | None:
+        """As `catalog`; None if the registry is missing: to look for a name must not create an empty registry."""
+        return None if self._parts.registry.is_missing else self.catalog()
+
+    def add(self, wanted: RegisteredSource, url: str, identity: str | None, *, exist_ok: bool) -> RegisteredSource:
+        """Register the source, unless a topic has its name. Raises SourceExists."""
+        log = self._parts.log
+        if wanted.name in {*(each.name for each in log.topics()), *(each.name for each in log.damaged_topics())}:
+            raise SourceExists(f"{wanted.name} is a topic: choose another name for the source")
+        return self.catalog().add(wanted, url, identity, exist_ok=exist_ok)
+
+    def remove(self, name: str) -> None:
+        """Forget the source. Raises UnknownSource, and GroupActive while a group has members that read it."""
+        from pxrs.group.admin import members_of
+
+        catalog = self.catalog()
+        for attempt in range(REMOVE_ATTEMPTS_MAX):
+            record = catalog.get(name)
+            if readers := members_of(self._parts.registry.get(), record.id):
+                group, member = readers[0]
+                raise GroupActive(f"source {name} is read by {member} of group {group}: stop its members first")
+            try:
+                catalog.remove(record)
+                return
+            except Conflict:  # another process has registered it anew, and members may read that: look again
+                if attempt == REMOVE_ATTEMPTS_MAX - 1:
+                    raise
+
+    def readable(self, name: str) -> Source:
+        """The topic of this name, or else the registered source. Raises UnknownTopic, and what opening it raises."""
+        try:
+            return self._parts.log.topic(name)
+        except (UnknownTopic, NoDirectory):
+            catalog = self.catalog_if_there()
+            if catalog is None or catalog.find(name) is None:
+                raise
+            return catalog.open(name)
+
+    def refuse_name(self, topic: str) -> None:
+        """Raise TopicExists if a registered source has the name that a new topic is to get.
+
+        A registry that cannot be asked does not prevent the topic from being created, which needs no registry."""
+        try:
+            catalog = self.catalog_if_there()
+            is_taken = catalog is not None and catalog.find(topic) is not None
+        except PxrsError as error:
+            _logger.warning("topic %s: whether a registered source has this name is not known: %s", topic, error)
+            return
+        if is_taken:
+            raise TopicExists(f"{topic} is a registered source: choose another name, or remove that first")
+
+    def close(self) -> None:
+        """Close the sources that were opened."""
+        with self._lock:
+            catalog = self._catalog
+        if catalog is not None:
+            catalog.close()

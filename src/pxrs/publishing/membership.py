@@ -1,0 +1,270 @@
+"""The membership of a streaming query in its group: the member, its lease, and the lanes of the owned partitions.
+
+A lane is the record of one owned partition. `position` is the end of what the streaming engine was given of it, `done`
+the end of what the engine has committed. The member's thread renews the lease, writes fenced checkpoints at `done`, and
+releases a partition that is to move as soon as `done` has reached `position`, as it does for every consumer.
+
+Alone in its group (the default), the query waits until it owns every partition, and refuses other members (K4). In a
+shared group it takes the partitions that the assignment gives it.
+
+On failure: a registry that cannot be reached is called again for as long as the lease lives. If the lease ends, the
+member takes another one and claims the partitions again; the lanes are new ones then, and have to be placed anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from pxrs.errors import GroupActive, PartitionLost, RegistryUnavailable
+from pxrs.group.lane import Lane
+from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, GroupMember, Timings
+from pxrs.group.records import Checkpoint, Home
+from pxrs.log.contract import Source
+from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
+from pxrs.publishing.planning import Offsets
+from pxrs.registry.contract import Registry
+from pxrs.registry.identity import fingerprint
+from pxrs.wording import counted
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SETTLE_S_MAX: Final = 30.0
+"""How long, beyond a lease and a hand-over, a query waits for its partitions."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryOptions:
+    """How a streaming query reads."""
+
+    group: str
+    starting: Offsets | None = None
+    """Where the group begins if it has no checkpoint; None and "committed" stand for "earliest"."""
+    starting_us: int | None = None
+    """The time at which the group begins, in microseconds since 1970, in place of `starting`."""
+    fails_on_loss: bool = True
+    """Whether it is an error (DataLost) that retention has removed messages that the query has not read."""
+    is_shared: bool = False
+    """Whether the group may have other members."""
+    assignor: str = "sticky"
+    lease_ttl: float = LEASE_TTL_DEFAULT
+    handover_timeout: float = HANDOVER_TIMEOUT_DEFAULT
+
+
+class Membership:
+    """The member of one query. The query's thread calls it; the member's own thread calls the methods at the end."""
+
+    def __init__(
+        self,
+        source: Source,
+        registry: Registry,
+        options: QueryOptions,
+        start_of: Callable[[int, int], int],
+        home: Callable[[], Home | None] | None,
+    ) -> None:
+        """Join the group. Raises GroupActive if the query must be alone and other members stay for two leases.
+
+        start_of: the first offset of a partition without a checkpoint, given its number and the first offset that
+                  retention has left. home: as `GroupMember` takes it."""
+        self._source, self._registry, self._options = source, registry, options
+        self._start_of, self._home = start_of, home
+        self._changed = threading.Condition()
+        self._lanes: dict[int, Lane] = {}
+        self._unplaced: dict[int, Lane] = {}
+        """Lanes of `_lanes` that `take_unplaced` has not returned yet: their positions are still the group's
+        checkpoints, and not where the streaming engine goes on."""
+        self.changes = 0
+        """Counts the calls by which the member has told of a change of its lanes or its group."""
+        timings = Timings(options.lease_ttl, options.handover_timeout, progress_timeout=None)
+        self.lease_s = timings.lease_ttl
+        """How long the lease lives without a renewal."""
+        self.settle_s = timings.lease_ttl + timings.handover_timeout + SETTLE_S_MAX
+        """How long `settle` may take before the query ends with an error."""
+        self._registry_id = ""
+        self.member = self._join(timings)
+
+    def _join(self, timings: Timings) -> GroupMember:
+        # A member that was killed is listed until its lease expires, so others are waited for that long.
+        until = time.monotonic() + 2 * timings.lease_ttl
+        while True:
+            member = GroupMember(
+                self._registry,
+                self._options.group,
+                self._source,
+                self,
+                start_of=self._start_of,
+                name=None,
+                timings=timings,
+                assignor=self._options.assignor,
+                is_alone=not self._options.is_shared,
+                home=self._home,
+            )
+            with self._registry.watch(member.keys.members) as watch:
+                try:
+                    member.start()
+                    return member
+                except GroupActive:
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise
+                    watch.wait(left)
+
+    @property
+    def group(self) -> str:
+        return self._options.group
+
+    @property
+    def incarnation(self) -> str | None:
+        return self.member.incarnation
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether anything may be handed out now (G8)."""
+        return self._registry.clock.now() < self.member.deadline
+
+    @property
+    def registry_id(self) -> str:
+        """The fingerprint of the registry, which holds no address. Read once."""
+        if not self._registry_id:
+            self._registry_id = self.ride_out(lambda: fingerprint(self._registry))
+        return self._registry_id
+
+    @property
+    def lanes(self) -> dict[int, Lane]:
+        """A copy: the owned partitions at this moment."""
+        with self._changed:
+            return dict(self._lanes)
+
+    def holding(self, lane: Lane) -> tuple[Checkpoint, int] | None:
+        """The checkpoint of an owned partition and the version of its owner key, which is the fence. None if the lane's
+        partition is no longer owned."""
+        return self.member.checkpoint(lane)
+
+    # The registry.
+
+    def ride_out(self, call: Callable[[], T]) -> T:
+        """The result of a registry call that may be made twice. While the registry cannot be reached and the lease
+        lives, the call is made again, for one lease's time at most.
+
+        A checkpoint may be written twice: it expects its own version, which the member reads again after a lost
+        reply."""
+        try:
+            return ride_out(call, self.lease_s, lambda: self.is_leased, UNREACHABLE)
+        except UNREACHABLE as error:
+            raise with_advice(
+                error,
+                f"group {self.group}: the registry could not be reached for as long as the lease lived, "
+                f"{self.lease_s:g} s: {error}. Start the query again: it goes on where it was",
+            ) from error
+
+    def commit(self) -> None:
+        """Write the checkpoints of what is done. A lost partition or lease is only logged: the next batch is planned
+        without it, and the fence of the sink's commit refuses a batch that has read of it."""
+        try:
+            self.ride_out(self.member.commit)
+        except PartitionLost as error:
+            _logger.warning("%s", error)
+        except UNREACHABLE as error:
+            if self.is_leased:
+                raise
+            # The lanes end with the lease. Under the next lease they are placed by what the engine has finished.
+            _logger.warning("group %s: the lease has run out: %s", self.group, error)
+
+    def release_drained(self) -> None:
+        """Wake the member's thread if a lane is stopping: it releases what is done up to its position."""
+        if any(lane.is_stopping for lane in self.lanes.values()):
+            self.member.wake()
+
+    def close(self) -> None:
+        """Release every partition at what is done, and leave the group."""
+        self.member.close()
+
+    # Lanes.
+
+    def settle(self, until: float) -> None:
+        """Wait until the partitions are owned: alone, all of them; else those that the assignment gives this member.
+
+        until: on the monotonic clock. After it, a query without a lease ends with RegistryUnavailable, and a query that
+               must be alone with GroupActive; in a shared group, the query goes on with what it has."""
+        while True:
+            self.member.check()
+            with self._changed:
+                missing = self._source.partitions - len(self._lanes)
+                has_them = self.member.is_settled if self._options.is_shared else not missing
+                if has_them and self.is_leased:
+                    return
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, 0.5))
+        if not self.is_leased:
+            raise self.without_lease()
+        if not self._options.is_shared:
+            raise GroupActive(
+                f"group {self.group}: others still own {counted(missing, 'partition')} of {self._source.name} after "
+                f"{self.settle_s:g} s; see `pxrs group describe`"
+            )
+
+    def without_lease(self) -> RegistryUnavailable:
+        return RegistryUnavailable(
+            f"group {self.group}: the lease has run out, and no other was had in {self.settle_s:g} s. Start the query "
+            "again when the registry can be reached: it goes on where it was"
+        )
+
+    def take_unplaced(self) -> list[tuple[Lane, Checkpoint]]:
+        """The lanes that were assigned since the last call and are still owned, with their checkpoints. The caller sets
+        their positions (`Lane.seek`)."""
+        with self._changed:
+            taken, self._unplaced = self._unplaced, {}
+        held = [(lane, self.holding(lane)) for lane in taken.values()]
+        return [(lane, found[0]) for lane, found in held if found is not None]
+
+    def placed_lanes(self) -> dict[int, Lane] | None:
+        """The lanes if all that should be owned are, all of them are placed, and the lease lives; else None."""
+        with self._changed:  # if the lease was lost meanwhile, all lanes may be new ones
+            is_placed, lanes = not self._unplaced, dict(self._lanes)
+        has_all = self._options.is_shared or len(lanes) == self._source.partitions
+        return lanes if is_placed and self.is_leased and has_all else None
+
+    # What the member tells, on its own thread (`pxrs.group.member.Listener`).
+
+    def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
+        with self._changed:
+            for lane in lanes:
+                self._lanes[lane.partition] = self._unplaced[lane.partition] = lane
+            self._notify()
+
+    def lane_revoked(self, lane: Lane) -> None:
+        self.group_changed()
+
+    def lane_resumed(self, lane: Lane) -> None:
+        self.group_changed()
+
+    def _remove(self, lane: Lane) -> None:
+        with self._changed:
+            for lanes in (self._lanes, self._unplaced):
+                if lanes.get(lane.partition) is lane:
+                    del lanes[lane.partition]
+            self._notify()
+
+    lane_released = lane_lost = _remove
+
+    def call_back(self) -> None:
+        """A query has no callbacks of the user."""
+
+    def group_changed(self) -> None:
+        with self._changed:
+            self._notify()
+
+    def member_failed(self) -> None:
+        self.group_changed()
+
+    def _notify(self) -> None:
+        """Called with `_changed` held."""
+        self.changes += 1
+        self._changed.notify_all()

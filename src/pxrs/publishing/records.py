@@ -1,0 +1,219 @@
+"""What publishing keeps in the registry: the manifest of each query, and the states that it goes through.
+
+    spark/<topic id>/<query>    the last batch of the query: its staged files, what it has read, whether it is published
+
+There is one manifest for each query and topic, of the query's last batch alone. `TRANSITIONS` lists how it changes, and
+`ON_ARRIVAL` what a driver that comes with a batch does with the manifest that it finds (K1, K2).
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from pxrs.errors import BatchRefused, RegistryCorrupt
+from pxrs.publishing.feed import Feed
+from pxrs.publishing.planning import Spans
+from pxrs.registry.contract import Entry, Registry
+
+_logger = logging.getLogger(__name__)
+
+MANIFESTS: Final = "spark/"
+"""The prefix of all manifests. Spark was the first user of this package; the name stays because stored keys have it."""
+
+Ranges = dict[str, dict[str, list[int]]]
+"""What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
+
+
+def manifests_of(topic: str) -> str:
+    """The prefix of the manifests of all queries that write to the topic with this id."""
+    return f"{MANIFESTS}{topic}/"
+
+
+def query_of(key: str) -> str:
+    """The query whose manifest this key is."""
+    return key.rpartition("/")[2]
+
+
+class ManifestState(enum.Enum):
+    """Of the manifest of a query, as the registry has it."""
+
+    ABSENT = "absent"
+    """The query has committed no batch to the topic."""
+    COMMITTED = "committed"
+    """The batch is part of the topic, and its staged files are being appended, by this driver or by any other one."""
+    PUBLISHED = "published"
+    """All staged files of the batch are appended."""
+
+
+class Event(enum.Enum):
+    """What changes the manifest of a query, each by one commit that expects the version of the manifest as read."""
+
+    COMMIT = "a driver commits the next batch, together with the group's checkpoints"
+    FINISH = "all pieces are appended"
+    FORGET = "the write was a job, which has no next batch"
+
+
+TRANSITIONS: Final[Mapping[tuple[ManifestState, Event], ManifestState]] = {
+    (ManifestState.ABSENT, Event.COMMIT): ManifestState.COMMITTED,
+    (ManifestState.COMMITTED, Event.FINISH): ManifestState.PUBLISHED,
+    (ManifestState.PUBLISHED, Event.COMMIT): ManifestState.COMMITTED,
+    (ManifestState.PUBLISHED, Event.FORGET): ManifestState.ABSENT,
+}
+"""The states that follow each other. What is not listed does not happen: a committed batch is finished before the next
+one is committed over it, or the next one is refused. Deleting a topic removes its manifests in any state."""
+
+
+class Order(enum.Enum):
+    """Of the batch that a driver comes with, compared with the batch of the query's manifest."""
+
+    EARLIER = "earlier"
+    SAME = "same"
+    LATER = "later"
+
+
+class Step(enum.Enum):
+    """What a driver does next with its batch."""
+
+    COMMIT = "write the manifest of its own batch"
+    FINISH_THEN_LOOK = "finish the manifest that is there, and look at it again"
+    FINISH_THEN_STOP = "finish the manifest that is there, and discard its own staged files"
+    STOP = "discard its own staged files"
+    REFUSE = "raise BatchRefused"
+
+
+ON_ARRIVAL: Final[Mapping[tuple[ManifestState, Order], Step]] = {
+    (ManifestState.ABSENT, Order.LATER): Step.COMMIT,
+    (ManifestState.COMMITTED, Order.LATER): Step.FINISH_THEN_LOOK,
+    (ManifestState.COMMITTED, Order.SAME): Step.FINISH_THEN_STOP,
+    (ManifestState.COMMITTED, Order.EARLIER): Step.REFUSE,
+    (ManifestState.PUBLISHED, Order.LATER): Step.COMMIT,
+    (ManifestState.PUBLISHED, Order.SAME): Step.STOP,
+    (ManifestState.PUBLISHED, Order.EARLIER): Step.REFUSE,
+}
+"""What a driver does that comes with a batch. If its batch is earlier than the one of the manifest, an old checkpoint
+location was restored (K2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The last batch of a query that was committed to a topic."""
+
+    batch: int
+    files: list[str]
+    """Names of the staged files. Empty once the batch is published."""
+    ranges: Ranges = field(default_factory=dict)
+    is_published: bool = False
+    ends: list[int] = field(default_factory=list)
+    """Of the topic's partitions, before anything of the batch was appended. Empty in manifests of version 0.1."""
+    planned: str = ""
+    """A hash of what Spark has planned for the batch; empty if the plan could not be read."""
+    at: float = 0.0
+    """When it was written, in seconds since 1970."""
+    epochs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Keys as in `ranges`; values are the epochs of the owner keys under which the batch was planned. They distinguish
+    the batch from others that read the same offsets. Empty in manifests of version 0.1."""
+    has_state: bool | None = None
+    """Whether the query keeps state in its checkpoint location; None if that could not be found out."""
+
+    @property
+    def state(self) -> ManifestState:
+        return ManifestState.PUBLISHED if self.is_published else ManifestState.COMMITTED
+
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, entry: Entry) -> Manifest:
+        try:
+            found = json.loads(entry.value)
+            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
+        except (ValueError, TypeError) as error:
+            raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
+
+
+def step_for(query: str, last: Manifest | None, ours: Manifest) -> Step:
+    """What a driver that comes with the batch `ours` does if the query's manifest is `last`. Raises BatchRefused."""
+    state = ManifestState.ABSENT if last is None else last.state
+    step = ON_ARRIVAL[state, _order(last, ours)]
+    if step is Step.REFUSE:
+        assert last is not None
+        raise BatchRefused(
+            f"query {query} has published batch {last.batch} and comes with batch {ours.batch}: an old checkpoint "
+            "location was restored. Start with a new one"
+        )
+    if last is not None and last.batch == ours.batch:
+        _check_repeat(query, last, ours)
+    return step
+
+
+def _order(last: Manifest | None, ours: Manifest) -> Order:
+    if last is None or ours.batch > last.batch:
+        return Order.LATER
+    return Order.SAME if ours.batch == last.batch else Order.EARLIER
+
+
+def _check_repeat(query: str, last: Manifest, ours: Manifest) -> None:
+    """Raise BatchRefused if a batch with the number of the last one is not the same batch."""
+    if last.planned and ours.planned and last.planned != ours.planned:
+        raise BatchRefused(
+            f"query {query} has published batch {ours.batch}, and Spark has planned it anew: an old checkpoint "
+            "location was restored. Restore the last one; or start with a new one, and have the source begin "
+            "behind what is in the topic"
+        )
+    for source, ranges in ours.ranges.items():
+        for number, read in ranges.items():
+            if last.ranges.get(source, {}).get(number) != read:
+                raise BatchRefused(
+                    f"query {query} repeats batch {ours.batch} with other input: offsets {read[0]} to {read[1]} of "
+                    f"{source}/{number}. Start with a new checkpoint location"
+                )
+
+
+def ranges_of(feeds: Sequence[Feed]) -> Ranges:
+    ranges: Ranges = {}
+    for feed in feeds:
+        of_topic = ranges.setdefault(f"{feed.group}/{feed.topic}", {})
+        of_topic.update({str(number): [span.start, span.end] for number, span in feed.spans.items()})
+    return ranges
+
+
+def epochs_of(feeds: Sequence[Feed]) -> dict[str, dict[str, int]]:
+    epochs: dict[str, dict[str, int]] = {}
+    for feed in feeds:
+        of_topic = epochs.setdefault(f"{feed.group}/{feed.topic}", {})
+        of_topic.update({str(number): span.epoch for number, span in feed.spans.items()})
+    return epochs
+
+
+def have_common_partitions(one: Ranges, other: Ranges) -> bool:
+    """Whether two batches have read of the same partition of the same group."""
+    return any(parts.keys() & other.get(source, {}).keys() for source, parts in one.items())
+
+
+def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:
+    """By partition, which of these ranges of a group's topic a manifest in this registry names, and whether the query
+    of that manifest keeps state (None: not known).
+
+    A query's manifest names its last batch, and the commit that wrote it moved the group's checkpoints to the ends of
+    these ranges. So publishing this batch again has no effect. A manifest counts only if it names the same range and
+    the same epoch: the same offsets may have been read by another query, before a reset."""
+    source = f"{group}/{topic}"
+    found: dict[int, bool | None] = {}
+    for entry in registry.scan(MANIFESTS):
+        if entry.key.count("/") != 2:  # the keys of manifests are spark/<topic id>/<query>
+            continue
+        try:
+            manifest = Manifest.load(entry)
+        except RegistryCorrupt as error:
+            _logger.warning("whether this query's last batch is published cannot be told from %s: %s", entry.key, error)
+            continue
+        ranges, epochs = manifest.ranges.get(source, {}), manifest.epochs.get(source, {})
+        for number, span in spans.items():
+            if ranges.get(str(number)) == [span.start, span.end] and epochs.get(str(number)) == span.epoch:
+                found[number] = manifest.has_state
+    return found

@@ -1,0 +1,99 @@
+"""Staging: what every place for the rows of unpublished batches does.
+
+A staged file is written once, by one attempt of one task, under a name of its own. It counts only if a manifest names
+it: attempts that failed, or that lost a race against another attempt, leave files that `clear` or `sweep` removes.
+
+Every method may be called by several processes at once. A file can be removed at any moment once its batch is
+published, also while a task that repeats the batch still writes it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pxrs.model import Topic
+from pxrs.publishing.feed import Feed
+
+
+class Staged(NamedTuple):
+    """What one attempt of a task has staged."""
+
+    name: str | None
+    """Of the file; None if the task had no rows."""
+    rows: int
+
+
+class TaskStaging(ABC):
+    """What a task needs. An implementation can be pickled, and holds nothing that an executor must not have, such as
+    the address of the registry."""
+
+    @abstractmethod
+    def announce(self, query: str, batch: int, run: str, feed: Feed) -> None:
+        """Store what this batch reads, for `feeds`, and remove what earlier batches of the query have announced.
+
+        run: the id of this start of the query. Every task of the batch calls this, each with the same feed."""
+
+    @abstractmethod
+    def stage(self, topic: Topic, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]) -> Staged:
+        """Write a task's rows for the topic. Raises InvalidRecord for rows that the topic's log would refuse.
+
+        If the batch is published meanwhile, the file may be gone when this returns. It is named all the same: whoever
+        tries to publish it finds the batch published, or misses the file."""
+
+
+class Staging(TaskStaging):
+    """What the driver needs as well. Topics are named by their ids."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise LogNotWritable if this process may not stage anything here."""
+
+    @abstractmethod
+    def feeds(self, query: str, batch: int, run: str) -> list[Feed]:
+        """What the tasks of this batch have announced in this run, one feed for each source of the query."""
+
+    @abstractmethod
+    def chunks(self, topic: str, query: str, batch: int, files: Iterable[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """(partition, records) of these files, in the order in which they are to be appended.
+
+        Raises FileNotFoundError if a file is gone, BatchRefused if a file cannot be read."""
+
+    @abstractmethod
+    def make_durable(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:
+        """Make sure that these files survive a power loss. False if one of them is gone.
+
+        Called before a manifest names the files: a manifest whose files are gone could never be finished."""
+
+    @abstractmethod
+    def clear(self, topic: str, query: str, batch: int) -> None:
+        """Remove what was staged and announced for this batch and for earlier batches of the query."""
+
+    @abstractmethod
+    def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
+        """Remove what was staged for the topic a day ago or earlier and is not needed, and feeds that are a month old.
+
+        needed: by query, the batch that its manifest names and that is not published yet. None stands for a manifest
+                that cannot be read: nothing of that query is removed.
+        now:    when the caller began to read the manifests, in seconds since 1970; by default now. Ages count up to
+                that moment, so that what was staged later stays, however long the caller has been stopped since."""
+
+    @abstractmethod
+    def keep_topic(self, topic: str) -> None:
+        """Have `topics` name this topic from now on, also if nothing is staged for it. A failure is only logged:
+        the batch is published, and what is left of the topic after its deletion is then not found by `topics`."""
+
+    @abstractmethod
+    def topics(self) -> list[str]:
+        """The ids of all topics that something was staged for, whether these topics still exist or not."""
+
+    @abstractmethod
+    def changed_at(self, topic: str) -> float:
+        """When something was last staged for the topic, in seconds since 1970; 0 if nothing is there."""
+
+    @abstractmethod
+    def forget_topic(self, topic: str) -> None:
+        """Remove everything that was staged for the topic, and its name from `topics`."""

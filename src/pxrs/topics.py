@@ -1,0 +1,226 @@
+"""The topics of an open hub: `TopicHandle`, by which one looks at a topic and reads it, and `Topics`, which creates and
+deletes them.
+
+A topic exists once `create` has made it; asking for another name raises UnknownTopic. Creating a topic needs the
+registry only if the topic has `keep_unread`. Deleting one also removes what the registry holds of it; a failure of that
+is logged, because the topic itself is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Final
+
+import pyarrow as pa
+
+from pxrs import arguments
+from pxrs.errors import (
+    InvalidRecord,
+    OffsetTrimmed,
+    PxrsError,
+    RetentionPostponed,
+    TopicDiffers,
+    TopicExists,
+    UnknownTopic,
+)
+from pxrs.hub_parts import HubParts
+from pxrs.hub_sources import HubSources
+from pxrs.log.batch import SCHEMA, Batch
+from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, TopicLog, wait_for_messages
+from pxrs.log.messages import messages_of
+from pxrs.model import Message, Topic
+from pxrs.upkeep import retention
+from pxrs.wording import counted
+
+_logger = logging.getLogger(__name__)
+
+CREATE_ATTEMPTS_MAX: Final = 100
+"""How often `Topics.create_or_open` tries to create a topic that others create and delete at the same time."""
+TABLE_SCHEMA: Final = pa.schema(
+    [pa.field("partition", pa.int32(), nullable=False), pa.field("offset", pa.int64(), nullable=False), *SCHEMA]
+)
+
+
+class TopicHandle:
+    """A topic to look at: its settings, its offsets and its messages. Reading here moves no checkpoint."""
+
+    def __init__(self, log: TopicLog, parts: HubParts, hub: object) -> None:
+        self.hub = hub
+        """The hub that made this handle. The handle refers to it because a hub that nothing refers to closes itself."""
+        self._parts = parts
+        self.log = log
+        """The topic itself, to append batches of one's own, or to read it as a member of a group."""
+        self.topic = log.topic
+        self.name, self.id, self.partitions = log.name, log.id, log.partitions
+        self.has_gaps, self.keeps_unread = log.has_gaps, log.keeps_unread
+
+    def start(self, partition: int) -> int:
+        """The first offset that is still there."""
+        return self.log.start(self._partition(partition))
+
+    def end(self, partition: int) -> int:
+        """The offset that the next message will get."""
+        return self.log.end(self._partition(partition))
+
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        """The start and the end of each of these partitions, all in one call."""
+        return self.log.bounds([self._partition(number) for number in partitions])
+
+    def offset_at(self, partition: int, timestamp: int) -> int:
+        """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
+        timestamp = arguments.whole(InvalidRecord, "timestamp", timestamp, -(1 << 63), (1 << 63) - 1)
+        return self.log.offset_at(self._partition(partition), timestamp)
+
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        """Batches from exactly this offset on, about `max_bytes` of them; none at the end."""
+        partition, offset = self._partition(partition), self._offset("offset", offset)
+        return self.log.read(partition, offset, arguments.whole(InvalidRecord, "max_bytes", max_bytes, 1))
+
+    def retain(self) -> dict[int, int]:
+        """Remove what the topic's retention allows, now; the new starts of the partitions that moved.
+
+        The hub's janitor does it by itself: see `pxrs.upkeep`. Of a topic with `keep_unread`: raises WrongRegistry if
+        this process has another registry than the hub, RetentionPostponed if it is not known which one the hub has."""
+        return retention.retain(self._parts, self.log)
+
+    def retention_problem(self) -> str | None:
+        """Why `retain` removes nothing in this process; None if nothing prevents it."""
+        return retention.problem_of(self._parts, self.log)
+
+    def wait(self, positions: Mapping[int, int], timeout: float | timedelta | None = None) -> set[int]:
+        """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up."""
+        if not isinstance(positions, Mapping):
+            raise InvalidRecord(
+                f"positions is {arguments.shown(positions)}: give offsets by partition, such as {{0: 120}}"
+            )
+        places = {self._partition(number): self._offset("offset", offset) for number, offset in positions.items()}
+        limit = None if timeout is None else arguments.seconds(InvalidRecord, "timeout", timeout)
+        return wait_for_messages(self.log, places, limit)
+
+    def messages(self, partition: int, offset: int = 0) -> Iterator[Message]:
+        """The messages from this offset on, up to the end as it is when it is reached."""
+        return self._messages(self._partition(partition), self._offset("offset", offset))
+
+    def _messages(self, partition: int, offset: int) -> Iterator[Message]:
+        while batches := self.log.read(partition, offset):
+            for batch in batches:
+                yield from messages_of(batch, self.name, partition)
+                offset = batch.next_offset
+
+    def to_arrow(self, partition: int | None = None, start: int | None = None, end: int | None = None) -> pa.Table:
+        """The messages as a table: partition, offset, key, value, timestamp, headers.
+
+        start, end: offsets, in each partition; by default all that is there when this is called.
+        """
+        numbers = range(self.partitions) if partition is None else (self._partition(partition),)
+        start = None if start is None else self._offset("start", start)
+        end = None if end is None else self._offset("end", end)
+        parts = [part for number in numbers for part in self._records(number, start, end)]
+        return pa.Table.from_batches(parts, TABLE_SCHEMA)
+
+    def _records(self, partition: int, start: int | None, end: int | None) -> Iterator[pa.RecordBatch]:
+        last = self.log.end(partition)
+        end = last if end is None else min(end, last)
+        offset = self.log.start(partition) if start is None else start
+        while offset < end:
+            try:
+                batches = self.log.read(partition, offset)
+            except OffsetTrimmed as error:
+                if start is not None:
+                    raise
+                offset = error.first_offset  # retention was faster
+                continue
+            for batch in batches:
+                batch = batch.within(offset, end)
+                if batch.records.num_rows:
+                    yield _with_place(batch.records, partition, batch.base_offset)
+                offset = batch.next_offset
+
+    def _partition(self, given: int) -> int:
+        return arguments.partition(InvalidRecord, self.name, given, self.partitions)
+
+    def _offset(self, name: str, given: int) -> int:
+        return arguments.whole(InvalidRecord, name, given, 0)
+
+    def __repr__(self) -> str:
+        return f"<TopicHandle {self.name} with {counted(self.partitions, 'partition')}>"
+
+
+class Topics:
+    """Creates, opens and deletes the topics of one open hub. Threads share it."""
+
+    def __init__(self, parts: HubParts, sources: HubSources) -> None:
+        self._parts, self._sources = parts, sources
+
+    def create(self, topic: Topic) -> TopicLog:
+        """Make the topic. Raises TopicExists, InvalidTopic."""
+        self._sources.refuse_name(topic.name)
+        return self._create(topic)
+
+    def _create(self, topic: Topic) -> TopicLog:
+        if self._parts.belonging is not None:
+            self._parts.belonging.begin(keeps_unread=topic.keeps_unread)
+        return self._parts.log.create_topic(topic)
+
+    def create_or_open(self, asked: Topic) -> TopicLog:
+        """The topic of this name, created if there is none. Raises TopicDiffers if there is one with other settings.
+
+        A topic's name and all its settings appear at one moment, so a topic that is found here has them all."""
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                found = self._parts.log.topic(asked.name)
+            except UnknownTopic:
+                # Outside the inner `try`, which takes TopicExists for a race with another process and tries again.
+                self._sources.refuse_name(asked.name)
+                try:
+                    return self._create(asked)
+                except TopicExists:
+                    if attempt == CREATE_ATTEMPTS_MAX:
+                        raise
+                    continue  # another process created it between the two calls: compare its settings
+            if differences := found.topic.differences(asked):
+                raise TopicDiffers(asked.name, differences)
+            return found
+
+    def names(self) -> dict[str, str]:
+        """The names of all topics by their ids; of the damaged ones too, if their id is known."""
+        log = self._parts.log
+        damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
+        return damaged | {topic.id: topic.name for topic in log.topics()}
+
+    def delete(self, name: str) -> None:
+        """Remove the topic, its messages, and what the registry and the staging folder hold of it."""
+        log = self._parts.log
+        keeping = {topic.id for topic in log.topics() if topic.keeps_unread}
+        identity = log.delete_topic(name)
+        if identity in keeping:
+            self._forget_start(name, identity)
+        if log.folder is not None and (log.folder / "staging").is_dir():  # a streaming query has written here
+            from pxrs.publishing.manifest import forget_topic
+            from pxrs.publishing.staging.directory import DirectoryStaging
+
+            forget_topic(self._parts.registry.get(), DirectoryStaging(str(log.folder)), identity)
+
+    def _forget_start(self, name: str, identity: str) -> None:
+        """Remove the two registry keys of a deleted topic. A failure is only logged: the topic itself is gone."""
+        from pxrs.group.records import gate_key, start_key
+
+        try:
+            if self._parts.belonging is not None:
+                self._parts.belonging.check_retention(name)
+            self._parts.registry.get().commit(delete=[start_key(identity), gate_key(identity)])
+        except RetentionPostponed:
+            return  # no registry is on record: nothing was ever written there
+        except PxrsError as error:
+            _logger.warning("topics/%s/ of the deleted topic %s stays in the registry: %s", identity, name, error)
+
+
+def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:
+    rows = records.num_rows
+    partitions = pa.repeat(pa.scalar(partition, pa.int32()), rows)
+    offsets = pa.array(range(offset, offset + rows), pa.int64())
+    return pa.RecordBatch.from_arrays([partitions, offsets, *records.columns], schema=TABLE_SCHEMA)
