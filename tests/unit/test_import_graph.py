@@ -72,7 +72,6 @@ KNOWN_UNDERSCORES = {
     "consumer.runner",
     "consumer.transactions",
     "group.member",
-    "producer.producer",
     "queue.combine",
     "queue.enlist",
     "queue.transaction",

@@ -17,8 +17,9 @@ from pxrs.inotify import News, Notifier
 from pxrs.log.contract import Append
 from pxrs.log.directory import tailing
 from pxrs.log.directory.ends import Ends
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.tailing import Tailer
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.testing.log_contract import new_topic, records
 from pxrs.testing.waiting import aside
