@@ -65,6 +65,7 @@ soak: $(READY) ## The fault tests with larger numbers
 bench: $(BENCH_READY) ## Ratios against references measured in the same run
 	$(BIN)/python -m benchmarks.registry
 	$(BIN)/python -m benchmarks.log --gigabytes $(BENCH_GB)
+	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.groups
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.spark

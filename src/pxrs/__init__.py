@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 from pxrs import errors, registry
 from pxrs.clock import Clock
 from pxrs.hub import Hub, open
-from pxrs.log.batch import Batch, Origin
+from pxrs.log.batch import Batch, Origin, Payload
 from pxrs.log.contract import Append, Bounds, DamagedTopic, Fetched, Log, RetentionPlan, Source, TopicLog
+from pxrs.log.outcomes import MaybeStored, NotStored, StoredAt
 from pxrs.model import Message, Topic, TopicPartition
 from pxrs.queue.policy import (
     AtLeastOnce,
@@ -21,6 +22,8 @@ from pxrs.queue.policy import (
 )
 from pxrs.registry import ABSENT, Entry, Lease, Limits, Registry, Watch
 from pxrs.topics import TopicHandle
+from pxrs.upkeep.janitor import UpkeepStatus
+from pxrs.upkeep.records import RoundReport
 from pxrs.waiting import Cancel, Subscription
 
 if TYPE_CHECKING:
@@ -30,8 +33,8 @@ if TYPE_CHECKING:
     from pxrs.group.member import Timings
     from pxrs.group.records import Home, Paused
     from pxrs.options import ConsumerOptions, ProducerOptions
-    from pxrs.producer.outgoing import Receipt, Stored, TableReceipt
     from pxrs.producer.producer import Producer
+    from pxrs.producer.receipts import Receipt, Stored, TableReceipt
     from pxrs.queue.handle import DeadLetters, Depth, QueueHandle
     from pxrs.queue.items import Item
     from pxrs.queue.listener import Handled, QueueListener
@@ -69,11 +72,14 @@ __all__ = [
     "Lease",
     "Limits",
     "Log",
+    "MaybeStored",
     "MemberDescription",
     "Message",
+    "NotStored",
     "Origin",
     "PartitionDescription",
     "Paused",
+    "Payload",
     "Policy",
     "Producer",
     "ProducerOptions",
@@ -83,8 +89,10 @@ __all__ = [
     "RegisteredSource",
     "Registry",
     "RetentionPlan",
+    "RoundReport",
     "Source",
     "Stored",
+    "StoredAt",
     "Subscription",
     "TableReceipt",
     "Timings",
@@ -94,6 +102,7 @@ __all__ = [
     "TopicLog",
     "TopicPartition",
     "Transaction",
+    "UpkeepStatus",
     "Watch",
     "__version__",
     "errors",
@@ -122,10 +131,10 @@ _LAZY: Final = {
     "QueueHandle": "pxrs.queue.handle",
     "Handled": "pxrs.queue.listener",
     "QueueListener": "pxrs.queue.listener",
-    "Receipt": "pxrs.producer.outgoing",
+    "Receipt": "pxrs.producer.receipts",
     "RegisteredSource": "pxrs.sources.catalog",
-    "Stored": "pxrs.producer.outgoing",
-    "TableReceipt": "pxrs.producer.outgoing",
+    "Stored": "pxrs.producer.receipts",
+    "TableReceipt": "pxrs.producer.receipts",
     "Timings": "pxrs.group.member",
     "TopicLag": "pxrs.group.lag",
     "Transaction": "pxrs.queue.transaction",

@@ -114,6 +114,11 @@ class LazyRegistry:
         return self.address.scheme == "memory"
 
     @property
+    def is_open(self) -> bool:
+        """Whether somebody has used it."""
+        return self._registry is not None
+
+    @property
     def is_missing(self) -> bool:
         """It is not open, and to open it would create an empty one: see `is_missing` of this module."""
         return self._registry is None and is_missing(self.address)

@@ -1,8 +1,11 @@
-"""What `pxrs.open` returns: one place's topics, and the doors to send and read.
+"""`pxrs.open`, and the `Hub` that it returns: a log and a registry, and everything that users do with them.
 
-Nothing is made by accident: a topic exists once `create_topic` made it, and asking for another name is an error.
-Closing goes from the outside in: consumers first, which still write checkpoints; then producers, which still write
-messages; then the log; then the registry.
+Nothing is created by a mistyped name: a topic exists once `create_topic` has made it, and asking for another name is an
+error. `close` goes from the users of the log and the registry to those two: queues; consumers, which still write
+checkpoints; producers, which still append; upkeep; sources; the log; the registry.
+
+This file is longer than others because it is the reference of the public operations, each with its documentation. The
+work is done in the modules that it calls.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar, Unpack
 
 from pxrs import arguments, dropped
 from pxrs.address import LazyRegistry, open_log
-from pxrs.errors import Closed, InvalidGroup, InvalidQueue, InvalidTopic, InvalidUrl
+from pxrs.errors import Closed, InvalidArgument, InvalidGroup, InvalidQueue, InvalidTopic, InvalidUrl
 from pxrs.hub_parts import HubParts
 from pxrs.hub_sources import HubSources
 from pxrs.log.contract import DamagedTopic, Log, Source, TopicLog
@@ -27,6 +30,8 @@ from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, TABLE_POLL_S_D
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import LEASE_TTL_MIN
 from pxrs.topics import TopicHandle, Topics
+from pxrs.upkeep.janitor import Janitor, UpkeepStatus
+from pxrs.upkeep.records import RoundReport
 
 LEASE_TTL_DEFAULT: Final = 10.0
 RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
@@ -38,7 +43,8 @@ if TYPE_CHECKING:
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
     from pxrs.options import ConsumerOptions, ProducerOptions
-    from pxrs.producer.producer import Producer, ProducerLink
+    from pxrs.producer.producer import Producer
+    from pxrs.producer.sending import SendingThread
     from pxrs.queue.handle import QueueHandle
     from pxrs.queue.policy import Backoff, Policy
     from pxrs.queue.transaction import Transaction
@@ -60,35 +66,39 @@ def open(
     registry: str | os.PathLike[str] | None = None,
     *,
     lease_ttl: float | timedelta = LEASE_TTL_DEFAULT,
+    upkeep: bool = True,
 ) -> Hub:
-    """Open a place for messages: a directory, or `memory:` for this process alone.
+    """Open a hub: a log and its registry.
 
-    url:       the directory, which the first `create_topic` makes. Without it, `registry` must be given: such a hub has
-               the queues of that registry and the groups of sources that are no topics; what needs topics raises
-               NoDirectory.
+    url:       a directory, or `memory:` for this process alone. The first `create_topic` makes the directory. Without a
+               url, `registry` must be given: such a hub has the queues of that registry and the groups of sources that
+               are no topics; what needs topics raises NoDirectory.
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
                kept with the messages.
     lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
+    upkeep:    whether this hub may be elected to do the upkeep of its directory, such as retention: see `pxrs.upkeep`.
     """
     ttl = arguments.seconds(InvalidQueue, "lease_ttl", lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
+    arguments.flag(InvalidArgument, "upkeep", upkeep)
     given = None if registry is None else LazyRegistry(registry)
     if url is None:
         if given is None:
             raise InvalidUrl("the url was not given: give a directory, memory:, or registry=... for queues alone")
         from pxrs.log.absent import AbsentLog
 
-        return Hub(AbsentLog(given.shown), given, lease_ttl=ttl)
+        return Hub(AbsentLog(given.shown), given, lease_ttl=ttl, upkeep=upkeep)
     log = open_log(url)
     if given is None:
         if log.own_registry is None:
             log.close()
             raise InvalidUrl(f"{log.url} keeps no registry of its own: give its address as registry=...")
         given = LazyRegistry(log.own_registry)
-    return Hub(log, given, lease_ttl=ttl)
+    return Hub(log, given, lease_ttl=ttl, upkeep=upkeep)
 
 
 class Hub:
-    """An open place: topics, producers, a registry beside them. Threads share it; a forked child must open its own.
+    """A log and a registry that are open: topics, producers, consumers, groups, queues. Threads share it; a forked
+    child must open its own.
 
     Close it, by `close` or a `with` block. A hub that is dropped without that closes itself, with a ResourceWarning,
     when neither it nor a consumer, producer, transaction or handle that it made is referenced any more."""
@@ -97,10 +107,17 @@ class Hub:
     # its arguments and calls the module that does the work: `topics`, `hub_sources`, `belonging`, `upkeep`,
     # `group.admin`, `queue.store`. The rest is the life of the hub: what refers to it, and in which order it closes.
 
-    def __init__(self, log: Log, registry: Registry | LazyRegistry, *, lease_ttl: float = LEASE_TTL_DEFAULT) -> None:
-        """`pxrs.open` makes both from their addresses. The hub closes them.
+    def __init__(
+        self,
+        log: Log,
+        registry: Registry | LazyRegistry,
+        *,
+        lease_ttl: float = LEASE_TTL_DEFAULT,
+        upkeep: bool = True,
+    ) -> None:
+        """`pxrs.open` makes the log and the registry from their addresses. The hub closes them.
 
-        lease_ttl: seconds; see `open`."""
+        lease_ttl, upkeep: see `open`; lease_ttl in seconds."""
         self.log = log
         """The topics by name, without what the hub adds to them."""
         lazy = registry if isinstance(registry, LazyRegistry) else LazyRegistry(registry)
@@ -113,8 +130,9 @@ class Hub:
         self._sources = HubSources(self.parts)
         self._topics = Topics(self.parts, self._sources)
         self._lock = threading.Lock()
-        self._producers: weakref.WeakSet[ProducerLink] = weakref.WeakSet()
+        self._producers: weakref.WeakSet[SendingThread] = weakref.WeakSet()
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self._janitor = Janitor(self.parts, takes_part=upkeep)
 
     @property
     def registry(self) -> Registry:
@@ -342,10 +360,11 @@ class Hub:
         self.parts.check_usable()
         handle = self.topic(topic)
         handle.log.check_writable()
-        producer = self._keep(Producer(handle.log, retain=handle.retain, **options))
+        producer = self._keep(Producer(handle.log, **options))
         with self._lock:
             if not self.parts.is_closed:
-                self._producers.add(producer.link)
+                self._producers.add(producer.sending)
+                self._janitor.take_part(handle.topic, sends=True)
                 return producer
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -393,6 +412,8 @@ class Hub:
         with self._lock:
             if not self.parts.is_closed:
                 self._consumers.add(consumer)
+                if isinstance(source, TopicLog):
+                    self._janitor.take_part(source.topic, sends=False)
                 return consumer
         consumer.close()
         raise Closed(f"the hub {self.url} was closed")
@@ -477,9 +498,31 @@ class Hub:
 
         return self._keep(Transaction(self.parts.queue_store()))
 
+    # Upkeep.
+
+    def upkeep(self) -> UpkeepStatus:
+        """Who does the upkeep of this hub's directory, since when, and how the last round went."""
+        self.parts.check_usable()
+        return self._janitor.status()
+
+    def run_upkeep(self) -> RoundReport:
+        """Do one round of upkeep now, whoever is the janitor, and return what it did and what failed.
+
+        Raises LogNotWritable if this process may not write to the directory; nothing was done then."""
+        self.parts.check_usable()
+        self.log.check_topics()
+        return self._janitor.run_round()
+
+    def start_upkeep(self) -> None:
+        """Stand for election as the janitor now, instead of with the first producer or consumer of a topic with a
+        retention: for a process that is there for upkeep alone, as `pxrs upkeep` is."""
+        self.parts.check_usable()
+        self.log.check_topics()
+        self._janitor.start()
+
     def close(self) -> None:
-        """Close the queues, the consumers, the producers, sending what waits in them, the sources, the log and the
-        registry, in this order.
+        """Close the queues, the consumers, the producers, sending what waits in them, the upkeep, the sources, the log
+        and the registry, in this order.
 
         Raises the first error, when all are closed."""
         if os.getpid() != self.parts.pid:
@@ -488,8 +531,8 @@ class Hub:
             self.parts.is_closed = True  # what follows is done again if an interrupt ended it the first time
             closing: list[Callable[[], None]] = [self.parts.close_queues]
             closing += [consumer.close for consumer in self._consumers]
-            closing += [link.close for link in self._producers]
-            closing += [self._sources.close, self.log.close, self.parts.registry.close]
+            closing += [sending.close for sending in self._producers]
+            closing += [self._janitor.close, self._sources.close, self.log.close, self.parts.registry.close]
         errors = []
         for close in closing:
             try:

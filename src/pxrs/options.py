@@ -7,7 +7,7 @@ A program that builds them before it calls the hub annotates them with these typ
 
 The constructors say what each of them means and what its default is. A test compares the names and types here with
 those of the constructors. `dead_letters` is not among them: `Hub.consumer` takes the name of a topic, `Consumer` a
-function that opens a producer. Nor are the arguments that a hub fills in: `topic_names`, `home` and `retain`.
+function that opens a producer. Nor are the arguments that a hub fills in: `topic_names` and `home`.
 """
 
 from __future__ import annotations

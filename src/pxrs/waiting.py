@@ -124,20 +124,21 @@ class Subscribers:
             chosen: dict[int, Callback] = {}
             for key in keys:
                 chosen |= self._by_key.get(key, {})
-        _call(chosen.values())
+        call_all(chosen.values())
 
     def wake_all(self) -> None:
         """Call every callback: after an event that concerns all, or if a change may have been missed."""
         with self._lock:
             chosen = list(self._all.values())
-        _call(chosen)
+        call_all(chosen)
 
 
-def _call(callbacks: Iterable[Callback]) -> None:
+def call_all(callbacks: Iterable[Callback]) -> None:
+    """Call them one after the other. One that fails is logged, and keeps no other from being called."""
     for callback in callbacks:
         try:
             callback()
-        except Exception:  # one that fails must not keep the others from being called
+        except Exception:
             _logger.exception("a callback for a change failed: %r", callback)
 
 

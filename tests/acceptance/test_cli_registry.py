@@ -53,7 +53,7 @@ def test_every_command_that_takes_a_hub_takes_its_registry() -> None:
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Ten messages of 4 kB, stored a week ago, of which a group in SQLite has read two."""
     week_ago = clock.wall_time_us() - WEEK_US
-    with pxrs.open(tmp_path / "data", registry_of(tmp_path)) as hub:
+    with pxrs.open(tmp_path / "data", registry_of(tmp_path), upkeep=False) as hub:
         hub.create_topic("t", partitions=1, retention=2, segment_bytes=4096, keep_unread=True)
         hub.consumer("t", "slow").close()
         with monkeypatch.context() as patched, hub.producer("t", linger_s=0) as out:

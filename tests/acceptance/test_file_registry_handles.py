@@ -21,7 +21,9 @@ from pxrs import registry
 from pxrs.clock import SYSTEM
 from pxrs.errors import Closed, OutcomeUnknown, RegistryError, UsedAfterFork
 from pxrs.registry import Registry
-from pxrs.registry.file import journal, store
+from pxrs.registry.file import journal
+from pxrs.registry.file import lease as lease_module
+from pxrs.registry.file import registry as registry_module
 from pxrs.registry.file.lease import expiry_of
 from pxrs.testing import faults
 from pxrs.testing.waiting import eventually
@@ -157,7 +159,8 @@ def test_a_slow_observer_does_not_end_a_lease_that_was_renewed_meanwhile(
 
     with registry.open(tmp_path) as holder, registry.open(tmp_path) as observer, holder.lease(2.5) as lease:
         holder.commit(ephemeral={"m": b""}, lease=lease)
-        monkeypatch.setattr(store, "expiry_of", slow)
+        for module in (lease_module, registry_module):
+            monkeypatch.setattr(module, "expiry_of", slow)
         assert observer.get("m") is not None
         assert lease.alive
 

@@ -17,7 +17,7 @@ import pytest
 from pxrs import registry
 from pxrs.registry.file import journal
 from pxrs.registry.file.codec import encode_entry
-from pxrs.registry.file.store import FileRegistry
+from pxrs.registry.file.registry import FileRegistry
 from pxrs.registry.state import Change
 from pxrs.testing import power
 

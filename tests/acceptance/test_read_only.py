@@ -28,8 +28,8 @@ import pytest
 from typer.testing import CliRunner
 
 import pxrs
+import pxrs.registry.sql.registry
 import pxrs.registry.sql.sqlite
-import pxrs.registry.sql.store
 from pxrs import registry as registries
 from pxrs.cli import group as command_group
 from pxrs.cli.app import app
@@ -446,7 +446,7 @@ def test_v5_a_reader_leaves_out_what_a_dead_process_held(place: Path, store: str
 def test_v5_a_reader_is_told_of_a_dead_lease_however_many_others_are_left_behind(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pxrs.registry.sql.store, "DUE_LEASES_MAX", 2)
+    monkeypatch.setattr(pxrs.registry.sql.registry, "DUE_LEASES_MAX", 2)
     folder = place / "registry"
     folder.mkdir(mode=0o755)
     url = f"sqlite:///{folder}/registry.db"

@@ -20,10 +20,10 @@ from pxrs.registry.contract import Commit
 from pxrs.registry.limit import time_limit
 from pxrs.registry.zookeeper import ZooKeeperRegistry
 from pxrs.registry.zookeeper.bulk import MultiRead, SetWatches, next_count
+from pxrs.registry.zookeeper.client import UNSENT_MAX, Client, Crowded, Endpoint
 from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
 from pxrs.registry.zookeeper.lease import Connections, Secret, VisitingSession
 from pxrs.registry.zookeeper.multi import Node, Step, steps
-from pxrs.registry.zookeeper.session import UNSENT_MAX, Client, Crowded, Endpoint
 from pxrs.testing.registry_contract import Backend, SharedRegistryContract, quieten
 from pxrs.testing.servers import ZooKeeperServer
 

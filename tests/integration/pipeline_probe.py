@@ -23,10 +23,11 @@ from pyspark.sql import functions as F
 
 import pxrs
 from pxrs.cli.app import main
-from pxrs.cli.pipeline import _history, _show_rows, _stderr_into
+from pxrs.cli.pipeline.command import stderr_into
+from pxrs.cli.pipeline.history import run_history, show_rows
 from pxrs.errors import InvalidPipeline, SharedState
 from pxrs.spark import parquet, parse_json, pipeline, session, stateful_operators
-from pxrs.spark.pipeline import Place
+from pxrs.spark.pipeline import HubAddress
 from pxrs.spark.run import Run
 
 HUB = "probed"
@@ -115,7 +116,7 @@ def tell_of_rows(spark: Any) -> None:
 def shown(rows: DataFrame) -> list[str]:
     """The rows as the table that `pxrs pipeline run --history` prints."""
     with redirect_stdout(io.TextIOWrapper(io.BytesIO())) as out:
-        _show_rows(parsed, rows, 20, False)
+        show_rows(parsed, rows, 20, False)
         return out.buffer.getvalue().decode().splitlines()
 
 
@@ -125,8 +126,8 @@ def tell_of_files(spark: Any, hub: pxrs.Hub) -> None:
     for name in ("8", "9.compact", ".9.compact.crc"):
         Path("files", "_spark_metadata", name).touch()
     for act in (
-        lambda: Run(spark, hub, [archive], Place(HUB), Path("checkpoints")),
-        lambda: _history(spark, [archive], Place(HUB), {}, 20, True, False),
+        lambda: Run(spark, hub, [archive], HubAddress(HUB), Path("checkpoints")),
+        lambda: run_history(spark, [archive], HubAddress(HUB), {}, 20, True, False),
     ):
         try:
             act()
@@ -165,7 +166,7 @@ def probe() -> None:
         tell_of_rows(spark)
         tell_of_plans(spark)
         try:
-            Run(spark, hub, [counts], Place(HUB), Path("checkpoints"))
+            Run(spark, hub, [counts], HubAddress(HUB), Path("checkpoints"))
         except SharedState as error:
             tell(str(error))
         tell_of_files(spark, hub)
@@ -182,7 +183,7 @@ def probe() -> None:
 
 
 if __name__ == "__main__":
-    with _stderr_into(Path("spark.log")):
+    with stderr_into(Path("spark.log")):
         spark = session("java", "local[2]")
     spark.stop()  # the Java stays: it has room for one session at a time
     java = SparkContext._gateway.gateway_parameters

@@ -579,8 +579,8 @@ def test_a_server_that_has_forgotten_the_token_is_logged_in_to_again(guarded: Et
         registry.commit(put={"a": b"1"}, lease=lease)
         assert watch.wait(30), "the doubt was not told"
         assert isinstance(registry, EtcdRegistry)
-        stream = registry._streams[watch]
-        eventually(lambda: stream.is_live)
+        (shared,) = registry._watches.prefixes()
+        eventually(lambda: registry._stream.is_live(shared))
         quieten(watch)
         registry.commit(put={"w": b"1"})
         assert watch.wait(30)

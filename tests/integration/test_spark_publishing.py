@@ -50,9 +50,9 @@ from pxrs.log.outcomes import NotStored, Outcome
 from pxrs.log.producers import BATCHES_KEPT, Producers
 from pxrs.publishing import manifest, outage
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.manifest import Publisher, forget_deleted_topics, forget_topic, published_spans
+from pxrs.publishing.manifest import Publisher, forget_deleted_topics, forget_topic
 from pxrs.publishing.planning import Span, Spans
-from pxrs.publishing.records import Manifest
+from pxrs.publishing.records import Manifest, published_spans
 from pxrs.publishing.staging.contract import Staging
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import ABSENT

@@ -27,7 +27,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.errors import SharedState
 from pxrs.hub import Hub
 from pxrs.spark import pipeline
-from pxrs.spark.pipeline import Pipeline, Place
+from pxrs.spark.pipeline import HubAddress, Pipeline
 from pxrs.spark.run import Run
 from pxrs.testing.transfer import Row, transfer
 
@@ -522,7 +522,7 @@ def test_k4_a_pipeline_with_state_in_a_shared_group_is_refused_before_it_starts(
     spark: Any, empty: Hub, tmp_path: Path
 ) -> None:
     def planned(each: Pipeline) -> Run:
-        return Run(spark, empty, [each], Place(empty.url), tmp_path / "checkpoints")
+        return Run(spark, empty, [each], HubAddress(empty.url), tmp_path / "checkpoints")
 
     @pipeline(source="in", sink="out", share_group=True, output_mode="update")
     def totals(rows: Any) -> Any:

@@ -35,13 +35,14 @@ from pxrs.errors import (
 )
 from pxrs.registry import ABSENT, Registry
 from pxrs.registry.contract import Commit
-from pxrs.registry.sql import ddl, sqlite, store
+from pxrs.registry.sql import ddl, sqlite
+from pxrs.registry.sql import registry as sql_registry
+from pxrs.registry.sql.commit import CommitPlan
 from pxrs.registry.sql.database import ConnectionLost, Inherited, Session
-from pxrs.registry.sql.planning import CommitPlan
 from pxrs.registry.sql.postgresql import PostgresSession
+from pxrs.registry.sql.registry import SqlRegistry
 from pxrs.registry.sql.sqlite import SqliteDatabase
 from pxrs.registry.sql.statements import Call, Statement, key_range, statements_for
-from pxrs.registry.sql.store import SqlRegistry
 from pxrs.testing import faults
 from pxrs.testing.actor import Actor
 from pxrs.testing.history import record
@@ -405,7 +406,7 @@ class TestLeases:
     def test_many_leases_that_expire_too_far_ahead_are_all_corrected_by_one_watcher(
         self, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(store, "DUE_LEASES_MAX", 2)
+        monkeypatch.setattr(sql_registry, "DUE_LEASES_MAX", 2)
         with open_sql(self.database_with_a_clock_to_step(server)) as registry:
             for _ in range(5):
                 registry.lease(30).abandon()

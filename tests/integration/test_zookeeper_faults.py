@@ -26,8 +26,8 @@ from pxrs.errors import (
 )
 from pxrs.registry import ABSENT, Lease, Registry
 from pxrs.registry.zookeeper import ZooKeeperRegistry
+from pxrs.registry.zookeeper.client import Client
 from pxrs.registry.zookeeper.lease import LeaseSession
-from pxrs.registry.zookeeper.session import Client
 from pxrs.testing.history import record
 from pxrs.testing.linearizability import check
 from pxrs.testing.proxy import Proxy

@@ -8,6 +8,7 @@ here. That the rule also holds when replies are lost and writes land late is a r
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -74,13 +75,18 @@ Choose = Callable[[int], int]
 """Given how many others could go on, which of them does (from 1), or 0 if the same one takes the next step."""
 
 
+Chosen = tuple[str, bool] | None
+"""The assignor that the key names beforehand, written by members that are gone, and whether it was agreed; None if the
+key is absent."""
+CHOSEN: list[Chosen] = [None, *itertools.product(("sticky", "range", "round-robin"), (False, True))]
+
+
 def play(
-    choose: Choose, chosen: str | None, assignors: Sequence[str], kind: type[MemberProtocol] = MemberProtocol
+    choose: Choose, chosen: Chosen, assignors: Sequence[str], kind: type[MemberProtocol] = MemberProtocol
 ) -> list[Joiner]:
-    """chosen: the assignor that the key names beforehand, written by members that are gone; None if it is absent."""
     store = SimulatedStore(random.Random(0), counts_anew=False, scans_in_two_moments=False)
     if chosen is not None:
-        put = {KEYS.assignor: ChosenAssignor(chosen).dump()}
+        put = {KEYS.assignor: ChosenAssignor.of(chosen[0], is_agreed=chosen[1]).dump()}
         store.apply(Request(Write({}, put, is_leased=False), "gone", None))
     joiners = [Joiner(store, number, assignor, kind) for number, assignor in enumerate(assignors)]
     active = list(joiners)
@@ -116,8 +122,8 @@ def differ(joiners: Sequence[Joiner]) -> bool:
     return len({each.assignor for each in joiners if each.is_in}) > 1
 
 
-@pytest.mark.parametrize("chosen", [None, "sticky", "range", "round-robin"])
-def test_of_two_members_with_different_assignors_exactly_one_joins(chosen: str | None) -> None:
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_of_two_members_with_different_assignors_exactly_one_joins(chosen: Chosen) -> None:
     count = 0
     for joiners in schedules(lambda choose: play(choose, chosen, ["sticky", "range"])):
         count += 1
@@ -128,7 +134,7 @@ def test_of_two_members_with_different_assignors_exactly_one_joins(chosen: str |
 
 
 def test_members_with_the_same_assignor_never_refuse_one_another() -> None:
-    for chosen in (None, "sticky", "range"):
+    for chosen in CHOSEN:
         for joiners in schedules(lambda choose, chosen=chosen: play(choose, chosen, ["sticky"] * 2)):  # type: ignore[misc]
             assert all(each.is_in for each in joiners)
 
@@ -136,7 +142,7 @@ def test_members_with_the_same_assignor_never_refuse_one_another() -> None:
 def test_of_three_members_those_that_join_agree() -> None:
     for seed in range(300):
         chance = random.Random(seed)
-        chosen = chance.choice((None, "sticky", "range"))
+        chosen = chance.choice(CHOSEN)
         joiners = play(functools.partial(chance.randint, 0), chosen, ["sticky", "range", "sticky"])
         assert any(each.is_in for each in joiners)
         assert not differ(joiners), f"seed {seed}"
@@ -145,7 +151,7 @@ def test_of_three_members_those_that_join_agree() -> None:
 class JoinsUnexpecting(MemberProtocol):
     """The join does not expect the key: another member may have joined since the look."""
 
-    def join(self) -> Steps[None]:
+    def join(self) -> Steps[bool]:
         steps = super().join()
         operation: Any = next(steps)
         while True:
@@ -161,27 +167,46 @@ class JoinsUnexpecting(MemberProtocol):
 
 
 class ChoosesWithTheJoin(MemberProtocol):
-    """The key is expected although it names another assignor. A member that finds its own there only expects it too."""
+    """The key is not written before the members are looked at, but with the join. A member that finds its own assignor
+    agreed only expects it too."""
 
-    def _agree(self) -> Steps[int]:
+    def _agree(self) -> Steps[tuple[bool, int]]:
         entry: Entry | None = yield Get(self.keys.assignor)
-        yield from self._check_assignors()
-        return ABSENT if entry is None else entry.version
+        chosen = ChosenAssignor() if entry is None else ChosenAssignor.load(entry.key, entry.value)
+        if entry is not None and chosen.names(self.member.assignor) and chosen.is_agreed:
+            return True, entry.version
+        yield from self._check_members()
+        return False, ABSENT if entry is None else entry.version
 
 
 class LooksFirst(MemberProtocol):
     """The members are looked at before the key is read."""
 
-    def _agree(self) -> Steps[int]:
-        yield from super()._check_assignors()
+    def _agree(self) -> Steps[tuple[bool, int]]:
+        yield from super()._check_members()
         return (yield from super()._agree())
 
-    def _check_assignors(self) -> Steps[None]:
+    def _check_members(self) -> Steps[None]:
         yield from ()
 
 
-@pytest.mark.parametrize("kind", [JoinsUnexpecting, ChoosesWithTheJoin, LooksFirst])
+class TakesAnyForAgreed(MemberProtocol):
+    """A member that finds its own assignor does not look at the members, be the key agreed or not."""
+
+    def _agree(self) -> Steps[tuple[bool, int]]:
+        entry: Entry | None = yield Get(self.keys.assignor)
+        if entry is not None and ChosenAssignor.load(entry.key, entry.value).names(self.member.assignor):
+            return True, entry.version
+        steps = super()._agree()
+        operation: Any = next(steps)
+        while True:
+            result = yield operation
+            if isinstance(operation, Write):
+                return True, result[self.keys.assignor]
+            operation = steps.send(result)
+
+
+@pytest.mark.parametrize("kind", [JoinsUnexpecting, ChoosesWithTheJoin, LooksFirst, TakesAnyForAgreed])
 def test_a_join_without_the_rule_is_caught(kind: type[MemberProtocol]) -> None:
-    assert any(
-        differ(joiners) for joiners in schedules(lambda choose: play(choose, "sticky", ["sticky", "range"], kind))
-    )
+    agreed = ("sticky", True)
+    assert any(differ(joiners) for joiners in schedules(lambda choose: play(choose, agreed, ["sticky", "range"], kind)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from pxrs.group import reconcile
 from pxrs.group.protocol import MemberProtocol
 from pxrs.group.reconcile import Claim
 from pxrs.group.records import Checkpoint, Leader, Owner
+from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator import Defects, SimulatedMember, SimulatedStore, Simulation, Violation, simulate
@@ -104,6 +106,27 @@ def no_leader_expected(operation: Operation, member: SimulatedMember, store: Sim
     return operation
 
 
+def claim_without_target(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """A claim lands although the leader has given the partition to another member since the target was read."""
+    if isinstance(operation, Write) and operation.put and all("/owners/" in key for key in operation.put):
+        return operation._replace(expect=_without(dict(operation.expect), "/targets/"))
+    return operation
+
+
+def fence_without_telling(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """A fence leaves the owner's target as it is: an owner that has not looked meanwhile goes on as if it owned it."""
+    if isinstance(operation, Write) and any("/owners/" in key for key in operation.put):
+        return operation._replace(put={key: value for key, value in operation.put.items() if "/targets/" not in key})
+    return operation
+
+
+def target_of_the_gone(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
+    """A target is made although its member is gone: it stays until the leader looks for another reason."""
+    if isinstance(operation, Write) and any("/targets/" in key for key in operation.put):
+        return operation._replace(expect=_without(dict(operation.expect), "/members/"))
+    return operation
+
+
 def join_over_another(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
     """Together with names for incarnations: whoever comes back takes its own place again."""
     if isinstance(operation, Write) and operation.ephemeral:
@@ -170,6 +193,48 @@ class PausesAgain(MemberProtocol):
         return is_owned
 
 
+class WatchesNoOwners(MemberProtocol):
+    """A member that waits for a partition is not woken when the partition is freed."""
+
+    def watched_keys(self) -> frozenset[str]:
+        return frozenset(key for key in super().watched_keys() if "/owners/" not in key)
+
+
+class WatchesNoOtherMembers(MemberProtocol):
+    """A member that waits for a partition, or follows a leader, is not woken when that one dies."""
+
+    def watched_keys(self) -> frozenset[str]:
+        others = frozenset(key for key in super().watched_keys() if "/members/" in key and key != self.keys.members)
+        return super().watched_keys() - others
+
+
+class WatchesNoTarget(MemberProtocol):
+    """A member is not woken when it is given another target, or when an administrator takes a partition from it."""
+
+    def watched_keys(self) -> frozenset[str]:
+        return super().watched_keys() - {self.keys.target(self.incarnation)}
+
+
+class IgnoresWhatIsTaken(MemberProtocol):
+    """A member reads the owner keys of what it gains and loses, also when `taken` has risen."""
+
+    def _read_owners(self, state: GroupState) -> Steps[None]:
+        self.taken = state.target(self.incarnation)[0].taken
+        yield from super()._read_owners(state)
+
+
+class ReadsBeforeItWatches(SimulatedMember):
+    """A look that has shown more to watch is not repeated when that is watched (R2)."""
+
+    def _ended(self, value: Any) -> None:
+        before = self.is_woken
+        super()._ended(value)
+        if self.task == "look" and not value:
+            self.is_woken = before
+            if self.protocol is not None:
+                self.watching = self.protocol.watched_keys()
+
+
 class IgnoresDeadline(SimulatedMember):
     """It goes on until the store tells it that the lease is gone (G8)."""
 
@@ -194,6 +259,9 @@ class Mutation:
     """Where to begin, for a defect that few schedules reach. If it is not caught from there on, all seeds are tried."""
 
 
+NOT_WOKEN = ("X4 every partition owned", "X4 fair share", "X5 comes to rest", "X5 never periodic", "X11 nothing lost")
+"""What comes of a member that sleeps through a change which concerns it."""
+
 MUTATIONS = [
     Mutation("fence removed", Defects(alter=no_fence), ("X9 stale epoch",)),
     Mutation("epoch read again at the commit", Defects(alter=epoch_read_again), ("X9 stale epoch",)),
@@ -213,36 +281,50 @@ MUTATIONS = [
         "checkpoint read before the claim",
         Defects(protocol=ReadsBeforeClaim),
         ("G3 starts at the checkpoint",),
-        first_seed=60,
+        first_seed=80,
     ),
-    Mutation("checkpoint without its own version", Defects(alter=no_version_of_its_own), ("X10 never back",)),
+    Mutation(
+        "checkpoint without its own version",
+        Defects(alter=no_version_of_its_own),
+        ("X10 never back", "X14 paused once"),
+    ),
     Mutation(
         "ephemeral leader key",
         Defects(alter=ephemeral_leader, counts_anew=True),
         ("G2 leader", "G2 terms rise"),
         first_seed=80,
     ),
-    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",), first_seed=130),
+    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",), first_seed=176),
+    Mutation("claim without its target", Defects(alter=claim_without_target), ("G2 claims by its target",)),
+    Mutation("fence that does not tell the owner", Defects(alter=fence_without_telling), ("X8 the owner is told",)),
+    Mutation(
+        "target made for one who is gone", Defects(alter=target_of_the_gone), ("X5 never periodic",), first_seed=10
+    ),
+    Mutation("owners not watched", Defects(protocol=WatchesNoOwners), NOT_WOKEN),
+    Mutation("those waited for not watched", Defects(protocol=WatchesNoOtherMembers), NOT_WOKEN),
+    Mutation("target not watched", Defects(protocol=WatchesNoTarget), NOT_WOKEN),
+    Mutation("owners not read though some were taken", Defects(protocol=IgnoresWhatIsTaken), NOT_WOKEN),
+    Mutation("read before it is watched", Defects(member=ReadsBeforeItWatches), NOT_WOKEN, first_seed=36),
     Mutation("start not pinned", Defects(protocol=StartsUnpinned), ("G6 start pinned", "X11 nothing lost")),
-    Mutation("pause written again", Defects(protocol=PausesAgain), ("X14 paused once",), first_seed=30),
+    Mutation("pause written again", Defects(protocol=PausesAgain), ("X14 paused once",), first_seed=165),
     Mutation(
         "pause without the checkpoint's version",
         Defects(alter=pause_without_checkpoint),
         ("X14 paused once", "X10 never back", "X11 nothing lost"),
-        first_seed=30,
+        first_seed=220,
     ),
     Mutation(
         "start written without expecting retention's",
         Defects(alter=pin_without_start),
         ("O10 unread is kept",),
-        first_seed=220,
+        first_seed=230,
     ),
     Mutation("start written beside the gate", Defects(alter=pin_without_gate), ("O10 unread is kept",), first_seed=52),
     Mutation("deadline ignored", Defects(member=IgnoresDeadline), ("X3 one owner", "X11 nothing again")),
     Mutation(
         "names instead of incarnations",
         Defects(alter=join_over_another, incarnation_of=lambda name, serial: name),
-        ("X3 one owner", "X9 stale epoch", "X11 nothing again"),
+        ("X3 one owner", "X9 stale epoch", "X11 nothing again", "G2 targets of the living stay"),
     ),
 ]
 
@@ -293,7 +375,7 @@ class ResetsWithoutCall(Simulation):
 
     def apply(self, request: Request) -> None:
         if request.incarnation == ADMIN and isinstance(request.operation, Write):
-            put = {key: value for key, value in request.operation.put.items() if key != self.keys.assignment}
+            put = {key: value for key, value in request.operation.put.items() if "/targets/" not in key}
             request.operation = request.operation._replace(put=put)
         super().apply(request)
 

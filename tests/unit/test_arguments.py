@@ -93,7 +93,6 @@ PRODUCER: dict[str, list[Any]] = {
     "buffer_bytes": [*NO_COUNT, 10**30],
     "buffer_timeout": [*NO_SECONDS, None],
     "tries_max": [*NO_COUNT, 10**30],
-    "retain": NO_CALL,
 }
 TOPIC: dict[str, list[Any]] = {
     "name": [*NO_TEXT, None, "", "a/b", "x" * 300],
@@ -117,9 +116,7 @@ def _options() -> Iterator[tuple[str, str, list[Any], Call]]:
         )
         yield "Hub.consumer", name, values, consume
     for name, values in PRODUCER.items():
-        make = lambda at, given, name=name: (  # noqa: E731
-            Producer(at.topic.log, retain=given) if name == "retain" else at.hub.producer("t", **{name: given})
-        )
+        make = lambda at, given, name=name: at.hub.producer("t", **{name: given})  # noqa: E731
         yield "Hub.producer", name, values, make
     for name, values in TOPIC.items():
         yield (
@@ -139,6 +136,7 @@ def _calls() -> Iterator[tuple[str, str, list[Any], Call]]:
         [*NO_SECONDS, None, 0, 0.01, 90_000],
         lambda at, given: pxrs.open("memory:", lease_ttl=given),
     )
+    yield "pxrs.open", "upkeep", NO_FLAG, lambda at, given: pxrs.open("memory:", upkeep=given)
     yield "registry.open", "url", [None, 5, b"x", [], ""], lambda at, given: pxrs.registry.open(given)
 
     yield "Hub.topic", "topic", [*NO_TEXT, None], lambda at, given: at.hub.topic(given)

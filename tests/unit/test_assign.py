@@ -204,7 +204,7 @@ def test_f7_a_faulty_assignor_assigns_nothing_and_every_member_is_told(package: 
         with pytest.raises(AssignorFailed) as failure:
             inbox.poll(timeout=30)
         assert FAULTS[name] in failure.value.reason
-        assert hub.registry.get(Keys("g").assignment) is None
+        assert hub.registry.scan(Keys("g").targets) == []
         assert hub.registry.scan(Keys("g").members) == [], "it has left"
         inbox.close()
     assert is_final(failure.value), "`pxrs worker` does not start it again and again"

@@ -16,12 +16,13 @@ import typer.main
 
 import pxrs
 from pxrs import wording
-from pxrs.cli import app, pipeline, worker_process
+from pxrs.cli import app, worker_process
+from pxrs.cli.pipeline import progress
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.testing.command import Call, Result, run_here
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
-TIMES = {"since", "when", "put_at", "died_at", "created", "timestamp", "time"}
+TIMES = {"since", "ended", "when", "put_at", "died_at", "created", "timestamp", "time"}
 """The names of the fields that hold a time, in any output with --json."""
 T_US = 1_700_000_000_123_456
 T_TEXT = "2023-11-14T22:13:20.123456Z"
@@ -131,6 +132,7 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
         "queue depth": [("queue", "depth", "mail", *at)],
         "queue take": [("queue", "take", "mail", "--peek", *at), ("queue", "take", "mail", *at)],
         "queue dead list": [("queue", "dead", "list", "mail", *at)],
+        "upkeep status": [("upkeep", "--once", *at), ("upkeep", "status", *at)],
         "registry scan": [("registry", "scan", registry, "queues/")],  # stored values are shown as they are stored
         "registry get": [("registry", "get", registry, key)],
     }
@@ -148,13 +150,14 @@ def test_every_time_in_json_is_rfc_3339_in_utc(
     assert times["group describe"] == {"since", "when"}
     assert times["tail"] == {"timestamp"}
     assert times["source list"] == {"since"}
+    assert times["upkeep status"] == {"since", "ended"}
     assert times["queue describe"] == {"created"}
     assert times["queue take"] == {"put_at"}
     assert times["queue dead list"] == {"put_at", "died_at"}
     capfd.readouterr()
     worker_process.tell(True, "started", "worker 1 started")
     assert check_times(capfd.readouterr().err) == {"time"}
-    pipeline.tell_event(True, "stopping", "stopping")
+    progress.tell_event(True, "stopping", "stopping")
     assert check_times(capfd.readouterr().out) == {"time"}
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ from pxrs.errors import (
 from pxrs.group.admin import GroupHandle
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
-from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused
+from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused, Target
 from pxrs.hub import Hub
 from pxrs.log.batch import Batch
 from pxrs.model import Message
@@ -190,10 +191,10 @@ def steal(hub: Hub, partition: int = 0, group: str = "g") -> None:
 
 
 def wake(hub: Hub, group: str = "g") -> None:
-    """Let the members look at all owners, as everyone does who takes something from one of them."""
-    assignment = hub.registry.get(Keys(group).assignment)
-    assert assignment is not None
-    hub.registry.commit(put={assignment.key: assignment.value})
+    """Let the members look at all their owners, as everyone does who takes something from one of them."""
+    for entry in hub.registry.scan(Keys(group).targets):
+        target = Target.load(entry.key, entry.value)
+        hub.registry.commit(put={entry.key: replace(target, taken=target.taken + 1).dump()})
 
 
 def on_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch, act: Callable[[dict[str, Any], list[str]], None]) -> None:
@@ -844,7 +845,7 @@ def test_until_end_with_two_members_that_read_one_after_the_other(hub: Hub) -> N
     ):
         eventually(lambda: len(first.assignment) == len(second.assignment) == 2)
         assert len(in_time(lambda: list(first))) == 50
-        eventually(lambda: second._member._protocol is not None and not second._member._protocol.is_waiting)
+        eventually(lambda: second._member.is_settled)
         version = second._member._protocol.snapshot  # type: ignore[union-attr]
         eventually(lambda: second._member._protocol.snapshot is not version)  # type: ignore[union-attr]
         assert len(in_time(lambda: list(second))) == 50

@@ -25,7 +25,7 @@ import pxrs
 import pxrs.registry
 from pxrs.consumer.consumer import Consumer
 from pxrs.hub import Hub
-from pxrs.producer.producer import Producer
+from pxrs.producer.sending import SendingThread
 from pxrs.queue.listener import QueueListener
 from pxrs.testing.waiting import eventually
 
@@ -281,7 +281,7 @@ def test_an_error_of_a_dropped_producer_is_logged_and_raised_by_the_receipts(
         out = hub.producer("t", linger_s=60)
         receipts.append(out.send(b"x"))
 
-    with caplog.at_level(logging.ERROR, "pxrs.producer.producer"):
+    with caplog.at_level(logging.ERROR, "pxrs.producer.sending"):
         drop(lose_one, "Producer of t")
         with pytest.raises(pxrs.errors.LogError, match="the disk is gone"):
             receipts[0].result(BOUND_S)
@@ -293,15 +293,15 @@ def test_a_dropped_producer_whose_thread_has_failed_warns_of_the_error(
 ) -> None:
     fill(hub, 0)
 
-    def fail(producer: Producer, batches: object) -> None:
+    def fail(sending: SendingThread, batches: object) -> None:
         raise MemoryError("no room for the batch")
 
     def lose_one() -> None:
         out = hub.producer("t", linger_s=0)
-        monkeypatch.setattr(Producer, "_store", fail)
+        monkeypatch.setattr(SendingThread, "_store", fail)
         with pytest.raises(MemoryError):
             out.send(b"x").result(BOUND_S)
-        soon(lambda: not out._thread.is_alive())
+        soon(lambda: not out.sending.thread.is_alive())
 
     drop(lose_one, "Producer of t.*not all of what it had was stored: no room for the batch")
 

@@ -23,7 +23,8 @@ from pxrs.hub import Hub
 from pxrs.log.memory import MemoryTopic
 from pxrs.log.outcomes import Outcome
 from pxrs.model import Message
-from pxrs.producer.producer import MESSAGE_BYTES_MAX, Producer
+from pxrs.producer.producer import Producer
+from pxrs.producer.tables import MESSAGE_BYTES_MAX
 from pxrs.testing.waiting import aside, eventually
 
 PATIENCE_S = 30.0
@@ -338,7 +339,7 @@ def test_x14_a_producer_that_another_thread_has_closed_meanwhile_is_replaced(hub
 
     def stale_at_first() -> Producer:
         """The first call returns a producer that is closed by then."""
-        return opened if not opened._is_closing and topic.discard(opened) is None else topic()
+        return opened if not opened.sending.outbox.is_closing and topic.discard(opened) is None else topic()
 
     (message,) = hub.topic("t").messages(0)
     send_dead_letter(stale_at_first, hub.topic("t").id, message, Failure("ValueError: no"))

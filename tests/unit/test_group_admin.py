@@ -31,7 +31,7 @@ from pxrs.errors import (
 from pxrs.group.admin import GroupHandle, groups
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol
-from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner, Paused
+from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused, Pinned, Target
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
 from pxrs.producer.producer import Producer
@@ -379,9 +379,9 @@ def test_a_forced_reset_makes_an_owner_lose_claim_again_and_start_there(
     registry: Registry, worker: Worker, group: GroupHandle
 ) -> None:
     worker.started.clear()
-    with registry.watch(KEYS.assignment) as watch:
+    with registry.watch(KEYS.target(worker.incarnation)) as watch:
         group.reset({0: 1, 2: 2}, force=True)
-        assert watch.wait(30), "one that waits for nothing watches the assignment, not the owners"
+        assert watch.wait(30), "one that waits for nothing watches its target, not the owners"
     worker.commit({1: 5})
     worker.settle()
     assert sorted(worker.started) == [(0, 1), (2, 2)]
@@ -513,7 +513,10 @@ def test_r4_a_deleted_group_is_gone_but_its_guards_stay(registry: Registry, idle
     with pytest.raises(UnknownGroup):
         group.describe()
     left = [KEYS.assignor, KEYS.leader, *(KEYS.owner(id_of("orders"), number) for number in range(PARTITIONS))]
-    assert [entry.key for entry in registry.scan("groups/")] == left
+    assert [entry.key for entry in registry.scan("groups/")] == [*left, KEYS.starts(id_of("orders"))]
+    starts = registry.get(KEYS.starts(id_of("orders")))
+    assert starts is not None
+    assert Pinned.load(starts.key, starts.value) == Pinned(0), "no partition has a start any more"
     assert [owner(registry, number) for number in range(PARTITIONS)] == [Owner(None, epoch + 1) for epoch in epochs]
     with pytest.raises(UnknownGroup):
         group.delete()
@@ -531,6 +534,25 @@ def test_who_consumes_under_a_deleted_name_starts_afresh(
     assert found.partitions[0].epoch > 2, "an epoch never comes back"
 
 
+def test_g6_a_member_that_joins_while_the_group_is_deleted_is_sent_away(
+    registry: Registry, log: MemoryLog, idle: Worker, group: GroupHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes it that every partition has a checkpoint, because `starts` says so until the last one is removed."""
+    joined: list[Worker] = []
+
+    def commit(*arguments: Any, **named: Any) -> dict[str, int]:
+        if "put" in named and any("/starts/" in key for key in named["put"]) and not joined:
+            joined.append(Worker(registry, log, "bert"))
+            joined[0].join()
+        return real(*arguments, **named)
+
+    real = registry.commit
+    monkeypatch.setattr(registry, "commit", commit)
+    group.delete()
+    assert joined
+    assert registry.get(KEYS.member(joined[0].incarnation)) is None
+
+
 def test_a_group_with_members_is_not_deleted(registry: Registry, worker: Worker, group: GroupHandle) -> None:
     before = registry.scan("")
     with pytest.raises(GroupActive):
@@ -546,9 +568,9 @@ def test_r4_no_write_from_before_passes_after_a_deletion(
     assert leader is not None
     worker.die()
     group.delete()
-    Worker(registry, log, "bert", begins=4).join().settle()
-    assignment = registry.get(KEYS.assignment)
-    assert assignment is not None
+    bert = Worker(registry, log, "bert", begins=4).join().settle()
+    target = registry.get(KEYS.target(bert.incarnation))
+    assert target is not None
     checkpoint_key = KEYS.checkpoint(id_of("orders"), 0)
     checkpoint = registry.get(checkpoint_key)
     assert checkpoint is not None
@@ -558,13 +580,13 @@ def test_r4_no_write_from_before_passes_after_a_deletion(
     assert refused.value.keys == (KEYS.owner(id_of("orders"), 0),)
     with pytest.raises(Conflict) as refused:
         registry.commit(
-            {KEYS.leader: leader.version, KEYS.assignment: assignment.version},
-            {KEYS.assignment: Assignment(2).dump()},
+            {KEYS.leader: leader.version, target.key: target.version},
+            {target.key: Target(2).dump()},
         )
     assert refused.value.keys == (KEYS.leader,)
 
 
-def test_r4_an_assignment_on_its_way_is_refused_after_a_deletion(
+def test_r4_a_target_on_its_way_is_refused_after_a_deletion(
     registry: Registry, worker: Worker, group: GroupHandle
 ) -> None:
     leader = registry.get(KEYS.leader)
@@ -572,7 +594,7 @@ def test_r4_an_assignment_on_its_way_is_refused_after_a_deletion(
     worker.die()
     group.delete()
     with pytest.raises(Conflict):
-        registry.commit({KEYS.leader: leader.version}, {KEYS.assignment: Assignment(2).dump()})
+        registry.commit({KEYS.leader: leader.version}, {KEYS.target(worker.incarnation): Target(2).dump()})
 
 
 def test_r4_what_an_administrator_had_on_the_way_is_refused_after_a_deletion(
@@ -680,9 +702,9 @@ def test_a_change_does_not_undo_what_the_leader_assigns_meanwhile(
 
     before_commit(registry, monkeypatch, assign)
     group.reset(5, force=True)
-    entry = registry.get(KEYS.assignment)
+    entry = registry.get(KEYS.target(worker.incarnation))
     assert entry is not None
-    assert Assignment.load(entry.key, entry.value).generation == 2
+    assert Target.load(entry.key, entry.value).generation == 2
     settle_together(worker, bert)
     assert len(worker.protocol.held) == len(bert.protocol.held) == 2
     assert set(checkpoints(registry).values()) == {5}

@@ -11,8 +11,8 @@ import pytest
 
 import pxrs
 from pxrs.cli.restarts import is_final
-from pxrs.errors import AssignorMismatch
-from pxrs.group.records import Keys, Member
+from pxrs.errors import AssignorMismatch, GroupActive
+from pxrs.group.records import ChosenAssignor, Keys, Leader, Member
 from pxrs.hub import Hub
 from pxrs.testing.waiting import eventually
 
@@ -30,9 +30,14 @@ def members(hub: Hub) -> list[str]:
     return [Member.load(entry.key, entry.value).name for entry in hub.registry.scan(KEYS.members)]
 
 
-def record(hub: Hub, **changed: object) -> bytes:
+def record(hub: Hub, assignor: str = "") -> bytes:
     """That of a member of another process."""
-    fields = json.loads(Member("old", hub.topic("t").id, "t", 4, "h").dump()) | changed
+    return Member("old", hub.topic("t").id, "t", 4, "h", assignor=assignor).dump()
+
+
+def earlier_record(hub: Hub, assignor: str | None) -> bytes:
+    """That of a member of version 0.2.dev1; or of version 0.1, which states no assignor."""
+    fields = json.loads(record(hub)) | {"assignor": assignor, "since": 2e9}
     return json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
 
 
@@ -74,7 +79,7 @@ def test_f7_one_that_died_counts_until_its_lease_has_ended(hub: Hub) -> None:
 
 def test_f7_a_member_whose_record_states_no_assignor_goes_with_any(hub: Hub) -> None:
     with hub.registry.lease(60) as lease:
-        hub.registry.commit(ephemeral={KEYS.member("old"): record(hub, assignor=None)}, lease=lease)
+        hub.registry.commit(ephemeral={KEYS.member("old"): record(hub)}, lease=lease)
         with hub.consumer("t", "g", assignor="range") as inbox:
             eventually(lambda: len(inbox.assignment) == 2)
 
@@ -89,16 +94,48 @@ def test_f7_a_member_that_reads_another_topic_of_the_group_is_refused_too(hub: H
             eventually(lambda: (len(first.assignment), len(second.assignment)) == (4, 2))
 
 
-def test_f7_a_member_of_version_01_that_joins_all_the_same_is_told_of(
+@pytest.mark.parametrize("assignor", ["sticky", None], ids=["0.2.dev1", "0.1"])
+def test_a_member_of_an_earlier_version_is_not_joined(hub: Hub, assignor: str | None) -> None:
+    """It follows the targets in another key, so that two members would wait for each other for ever."""
+    with hub.registry.lease(60) as lease:
+        hub.registry.commit(ephemeral={KEYS.member("old"): earlier_record(hub, assignor)}, lease=lease)
+        with pytest.raises(GroupActive, match="the member old on h of an earlier version of pxrs") as refusal:
+            hub.consumer("t", "g")
+    assert is_final(refusal.value), "`pxrs worker` ends at once"
+    with hub.consumer("t", "g") as inbox:
+        eventually(lambda: len(inbox.assignment) == 4)
+
+
+def test_a_member_of_version_02_dev1_takes_this_one_for_one_with_another_assignor(hub: Hub) -> None:
+    """So it does not join: it compares the names as they are stored."""
+    with hub.consumer("t", "g"):
+        (entry,) = hub.registry.scan(KEYS.members)
+        chosen = hub.registry.get(KEYS.assignor)
+    assert json.loads(entry.value)["assignor"] == "sticky@2"
+    assert chosen is not None
+    assert json.loads(chosen.value)["assignor"] == "sticky@2"
+
+
+def test_a_member_of_version_01_that_joins_all_the_same_is_given_nothing_and_told_of(
     hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not check. What the members do is as it was then: the oldest one's assignor decides."""
+    """It does not look at the others."""
     with hub.consumer("t", "g", name="first") as first, hub.registry.lease(60) as lease:
         eventually(lambda: len(first.assignment) == 4)
         caplog.set_level(logging.WARNING, "pxrs.group.member")
-        hub.registry.commit(ephemeral={KEYS.member("zzz"): record(hub, assignor="range", since=2e9)}, lease=lease)
-        eventually(lambda: "the members old have another assignor than sticky" in caplog.text)
-        eventually(lambda: len(first.assignment) == 2)
+        hub.registry.commit(ephemeral={KEYS.member("zzz"): earlier_record(hub, None)}, lease=lease)
+        eventually(lambda: "the members old are of an earlier version" in caplog.text)
+        assert len(first.assignment) == 4
+
+
+def test_a_member_of_version_01_that_leads_is_not_followed(hub: Hub) -> None:
+    """It would write no targets."""
+    with hub.consumer("t", "g", name="first") as first, hub.registry.lease(60) as lease:
+        eventually(lambda: len(first.assignment) == 4)
+        put = {KEYS.leader: Leader("zzz", 99).dump()}
+        hub.registry.commit({}, put, {KEYS.member("zzz"): earlier_record(hub, None)}, lease)
+        with pytest.raises(GroupActive, match="is led by the member old on h of an earlier version"):
+            first.poll(timeout=30)
 
 
 def test_f7_a_member_that_comes_back_to_a_group_with_another_assignor_is_told(hub: Hub) -> None:
@@ -109,7 +146,8 @@ def test_f7_a_member_that_comes_back_to_a_group_with_another_assignor_is_told(hu
             assert lease is not None
             lease.close()
             other = hub.registry.lease(60)
-            hub.registry.commit(ephemeral={KEYS.member("other"): record(hub, assignor="range")}, lease=other)
+            chosen = {KEYS.assignor: ChosenAssignor.of("range", is_agreed=True).dump()}
+            hub.registry.commit({}, chosen, {KEYS.member("other"): record(hub, assignor="range")}, other)
         with pytest.raises(AssignorMismatch, match="old on h has 'range'"):
             first.poll(timeout=30)
         other.close()

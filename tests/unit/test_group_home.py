@@ -15,7 +15,7 @@ from pxrs import registry as registries
 from pxrs.errors import Conflict, GroupElsewhere
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol
-from pxrs.group.records import Home, Keys, Member
+from pxrs.group.records import Home, Keys, Member, Pinned
 from pxrs.registry import Registry
 from pxrs.registry.steps import Get, Operation, Write, drive, perform
 
@@ -160,7 +160,8 @@ def test_a_group_that_nobody_needs_any_more_is_taken_by_the_hub_that_joins(regis
 
 def test_a_group_that_is_used_again_is_not_taken_by_a_hub_that_saw_it_unused(registry: Registry) -> None:
     Joiner(registry, "h1").join().lease.close()
-    registry.commit(delete=[entry.key for entry in registry.scan(KEYS.checkpoints)])  # the group is deleted
+    starts = {entry.key: Pinned().dump() for entry in registry.scan(f"{KEYS.root}starts/")}
+    registry.commit(put=starts, delete=[entry.key for entry in registry.scan(KEYS.checkpoints)])  # the group is deleted
     slow = Joiner(registry, "h2")
     steps = slow.protocol.join()
     operation = next(steps)

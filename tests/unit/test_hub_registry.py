@@ -25,7 +25,7 @@ HOUR_S = 3600
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[pxrs.Hub]:
     """A hub whose registry is in SQLite, with ten old messages of which a group has read two."""
-    with pxrs.open(tmp_path / "data", f"sqlite:///{tmp_path}/reg.db") as hub:
+    with pxrs.open(tmp_path / "data", f"sqlite:///{tmp_path}/reg.db", upkeep=False) as hub:
         hub.create_topic("t", partitions=1, retention=HOUR_S, segment_bytes=4096, keep_unread=True)
         hub.consumer("t", "slow").close()  # so that nothing is removed while it is sent
         fill(hub)
@@ -72,7 +72,7 @@ def record_of(hub: pxrs.Hub) -> HubRecordFile:
 
 def other(hub: pxrs.Hub) -> pxrs.Hub:
     """The same directory as a process sees it that was given no registry."""
-    return pxrs.open(hub.url)
+    return pxrs.open(hub.url, upkeep=False)
 
 
 def test_a_process_with_another_registry_does_not_retain_what_a_group_has_yet_to_read(place: pxrs.Hub) -> None:
@@ -87,12 +87,13 @@ def test_a_process_with_another_registry_does_not_retain_what_a_group_has_yet_to
     assert place.topic("t").retain() == {0: 2}
 
 
-def test_a_producer_with_another_registry_warns_once_and_removes_nothing(
-    place: pxrs.Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_process_with_another_registry_warns_once_and_removes_nothing(
+    place: pxrs.Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pxrs.producer.producer.RETAIN_EVERY_S", 0.0)
     with caplog.at_level(logging.WARNING), other(place) as stranger:
         fill(stranger, 3)
+        for _ in range(3):
+            assert "belongs to the registry" in stranger.run_upkeep().errors["retention of t"]
         assert stranger.topic("t").start(0) == 0
     assert len([record for record in caplog.records if "retention of t" in record.message]) == 1
     assert "belongs to the registry" in caplog.text
@@ -219,7 +220,7 @@ def test_a_hub_of_the_previous_version_retains_nothing_until_a_member_has_joined
         file.unlink()  # as version 0.1 leaves it
     place.registry.commit(delete=[Keys("slow").home])
     url = place.registry_address
-    with pxrs.open(place.url, url) as hub:
+    with pxrs.open(place.url, url, upkeep=False) as hub:
         topic = hub.topic("t")
         with pytest.raises(RetentionPostponed, match="pxrs registry adopt"):
             topic.retain()
@@ -233,7 +234,7 @@ def test_a_hub_of_the_previous_version_retains_nothing_until_a_member_has_joined
 
 def test_a_registry_in_memory_never_becomes_the_hubs_own(tmp_path: Path) -> None:
     for _ in range(2):
-        with pxrs.open(tmp_path, "memory:") as hub:
+        with pxrs.open(tmp_path, "memory:", upkeep=False) as hub:
             if not hub.topics():
                 hub.create_topic("t", partitions=1, retention=HOUR_S, segment_bytes=4096, keep_unread=True)
                 fill(hub)
@@ -242,7 +243,7 @@ def test_a_registry_in_memory_never_becomes_the_hubs_own(tmp_path: Path) -> None
                 hub.topic("t").retain()
             with pytest.raises(pxrs.errors.InvalidUrl):
                 hub.adopt_registry()
-    with pxrs.open(tmp_path) as hub:
+    with pxrs.open(tmp_path, upkeep=False) as hub:
         read(hub, 4)
         assert hub.topic("t").retain() == {0: 4}
     with pxrs.open(tmp_path, "memory:") as hub, pytest.raises(WrongRegistry):

@@ -54,15 +54,12 @@ PLANNED: set[str] = set()
 """In the table, and not yet in `src/pxrs`. Remove a name from here when it is there."""
 
 KNOWN_BACK_ARROWS = {
-    "errors -> producer.outgoing",  # an annotation of the receipts that an error carries
     "sources.sql_table.source -> producer.hashing",  # the hash that gives a row its virtual partition
 }
 """`<importing module> -> <imported module>`."""
 
 KNOWN_CYCLES = {
-    "pxrs",  # by the back arrows above
     "cli",
-    "consumer",
     "group",
     "queue",
     "registry.sql",

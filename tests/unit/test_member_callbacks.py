@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +16,7 @@ import pytest
 import pxrs
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
-from pxrs.group.records import Checkpoint, Keys, Member, Owner
+from pxrs.group.records import Checkpoint, Keys, Member, Owner, Target
 from pxrs.hub import Hub
 from pxrs.testing.waiting import aside, eventually
 
@@ -61,9 +62,10 @@ def take_away(hub: Hub) -> None:
 
 
 def have_members_look(hub: Hub) -> None:
-    assignment = hub.registry.get(KEYS.assignment)
-    assert assignment is not None
-    hub.registry.commit(put={assignment.key: assignment.value})
+    """As whoever takes a partition from them does."""
+    for entry in hub.registry.scan(KEYS.targets):
+        target = Target.load(entry.key, entry.value)
+        hub.registry.commit(put={entry.key: replace(target, taken=target.taken + 1).dump()})
 
 
 def settle(*consumers: Consumer) -> None:

@@ -98,7 +98,7 @@ def test_x8_members_that_do_not_lead_wait_quietly_for_a_hand_over_that_is_overdu
     hub_2, registry = another(place, hub)
     waits = hub_2.consumer("t", "g", handover_timeout=0.02, **QUIET)
     eventually(lambda: len(slow.assignment) == 1, PATIENCE_S)
-    eventually(lambda: waits._member._protocol is not None and waits._member._protocol.asked, PATIENCE_S)
+    eventually(lambda: any(key.startswith(KEYS.owners) for key in waits._member._watched), PATIENCE_S)
     assert counted(registry).in_a_second() < 100
     assert waits.assignment == []
 

@@ -14,20 +14,10 @@ import pxrs
 from pxrs.errors import InvalidRecord, InvalidTopic
 from pxrs.log.batch import SCHEMA
 from pxrs.model import PARTITIONERS
-from pxrs.producer import hashing as partitioner
-from pxrs.producer.hashing import (
-    HASHES,
-    PAIR_BYTES,
-    hash_named,
-    murmur2,
-    murmur2_signed,
-    partitions_of,
-    read_table,
-    slices,
-    split_table,
-    xxh64,
-)
+from pxrs.producer import tables
+from pxrs.producer.hashing import HASHES, hash_named, murmur2, murmur2_signed, partitions_of, xxh64
 from pxrs.producer.keyless import KeylessSpread
+from pxrs.producer.tables import PAIR_BYTES, read_table, slices, split_table
 
 
 @pytest.mark.parametrize(
@@ -223,8 +213,8 @@ def test_slices_are_bounded_by_rows_and_by_bytes_and_lose_nothing() -> None:
 def test_a_column_of_more_bytes_than_the_logs_type_can_hold_is_taken_in_parts(
     kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partitioner, "PART_BYTES_MAX", 50)
-    monkeypatch.setattr(partitioner, "_OFFSET_MAX", 99)
+    monkeypatch.setattr(tables, "PART_BYTES_MAX", 50)
+    monkeypatch.setattr(tables, "_OFFSET_MAX", 99)
     texts = [None if i % 5 == 3 else f"{i % 20:04d}" * (i % 4) for i in range(100)]
     column = pa.array(texts, pa.string()).cast(kind)
     for begin, end in ((0, 100), (3, 90), (90, 97)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pxrs.cli.pipeline import load
+from pxrs.cli.pipeline.file import load
 from pxrs.errors import InvalidPipeline
 from pxrs.spark import parse_json, pipeline, to
 from pxrs.spark.pipeline import Sink

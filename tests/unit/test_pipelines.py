@@ -18,12 +18,15 @@ import pytest
 from typer.testing import CliRunner
 
 import pxrs
-from pxrs.cli import pipeline as cli_pipeline
 from pxrs.cli.app import app
-from pxrs.cli.pipeline import Signals, _history, _Lines, load
+from pxrs.cli.pipeline import command
+from pxrs.cli.pipeline.file import load
+from pxrs.cli.pipeline.history import run_history
+from pxrs.cli.pipeline.progress import Lines
+from pxrs.cli.pipeline.signals import Signals
 from pxrs.errors import InvalidPipeline, MissingDependency, PipelineFailed
 from pxrs.spark import Pipeline, parquet, parse_json, pipeline, to
-from pxrs.spark.pipeline import Place, Sink, check_together
+from pxrs.spark.pipeline import HubAddress, Sink, check_together
 from pxrs.spark.run import Batch, QueryRun, Run, _batch, check_topics, missing_topics, short_reason
 
 JSON = parse_json("a INT")
@@ -97,7 +100,7 @@ def test_a_batch_of_history_has_the_columns_that_the_stream_has() -> None:
     for made in (spark.read.format, spark.read.options):
         made.return_value = spark.read
     options = {"columns": "key,value", "includeHeaders": "true", "maxRowsPerTrigger": 9}
-    make(options=options).messages(spark, Place("hub"), endingTimestamp="7")
+    make(options=options).messages(spark, HubAddress("hub"), endingTimestamp="7")
     given = {name: value for call in spark.read.options.call_args_list for name, value in call.kwargs.items()}
     expected = {"columns": "key,value", "includeHeaders": "true", "endingTimestamp": "7"}
     assert given == {**expected, "url": "hub", "topic": "orders"}
@@ -153,16 +156,16 @@ def test_files_of_a_stream_that_the_checkpoint_location_does_not_know_are_refuse
     with pxrs.open("memory:") as hub:
         hub.create_topic("orders")
         try:
-            Run(None, hub, [make(sink=parquet("out"))], Place("memory:"), tmp_path)  # type: ignore[arg-type]
+            Run(None, hub, [make(sink=parquet("out"))], HubAddress("memory:"), tmp_path)  # type: ignore[arg-type]
         except InvalidPipeline as error:
             found = str(error)
     assert ("another path" in found and "out/_spark_metadata" in found) == is_refused, found
 
 
 def test_history_is_not_written_where_a_stream_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pxrs.cli.pipeline.last_written", lambda spark, folder: -1, raising=False)
+    monkeypatch.setattr("pxrs.cli.pipeline.history.last_written", lambda spark, folder: -1, raising=False)
     with pytest.raises(InvalidPipeline, match="totals: a stream writes into out"):
-        _history(None, [make(sink=parquet("out"))], Place("hub"), {}, 20, True, False)  # type: ignore[arg-type]
+        run_history(None, [make(sink=parquet("out"))], HubAddress("hub"), {}, 20, True, False)  # type: ignore[arg-type]
 
 
 def test_rows_and_dead_letters_begin_at_the_same_messages(tmp_path: Path) -> None:
@@ -172,7 +175,7 @@ def test_rows_and_dead_letters_begin_at_the_same_messages(tmp_path: Path) -> Non
             hub.create_topic(topic, partitions=2)
 
         def started() -> list[list[int | None]]:
-            run = Run(None, hub, [], Place(hub.url), tmp_path)  # type: ignore[arg-type]
+            run = Run(None, hub, [], HubAddress(hub.url), tmp_path)  # type: ignore[arg-type]
             run._pipelines = [made]
             run.start()
             with hub.producer("orders") as out:
@@ -283,8 +286,8 @@ def test_a_topic_that_another_process_creates_meanwhile_is_used(
     def not_started(*arguments: object) -> NoReturn:
         raise PipelineFailed("Spark was to start now")
 
-    monkeypatch.setattr(cli_pipeline, "missing_topics", overtaken)
-    monkeypatch.setattr(cli_pipeline, "_spark", not_started)
+    monkeypatch.setattr(command, "missing_topics", overtaken)
+    monkeypatch.setattr(command, "_spark", not_started)
     result = CliRunner().invoke(app, ["pipeline", "run", "file.py", "--at", "hub", "--create-topics"])
     assert "Spark was to start now" in result.output + str(result.exception)
     with pxrs.open("hub") as hub:
@@ -326,7 +329,7 @@ def test_only_a_trigger_that_did_something_is_a_batch() -> None:
 def test_a_batch_and_an_end_are_a_line_each(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     sink = Sink("pxrs", topic="totals")
     each = QueryRun("totals", "g", "orders", sink, None, "append", None, Path("c"))  # type: ignore[arg-type]
-    lines = _Lines(SimpleNamespace(queries=[each]), as_json)  # type: ignore[arg-type]
+    lines = Lines(SimpleNamespace(queries=[each]), as_json)  # type: ignore[arg-type]
     each.batches, each.lag, each.rows_done = [Batch(2, 1_000, 500, 2_000.0, 7)], 3, 1_000
     lines.update()
     each.batches, each.state = [], "ended"
@@ -358,7 +361,7 @@ def test_a_query_that_fails_while_it_is_stopped_has_failed() -> None:
         stop=lambda: None,
     )
     with pxrs.open("memory:") as hub:
-        run = Run(None, hub, [], Place("memory:"), Path("c"))  # type: ignore[arg-type]
+        run = Run(None, hub, [], HubAddress("memory:"), Path("c"))  # type: ignore[arg-type]
         run.queries = [each]
         run.finish()
         run.look()

@@ -37,9 +37,11 @@ from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic
 from pxrs.producer import appender
+from pxrs.producer import producer as producer_module
+from pxrs.producer.chunks import Chunk
 from pxrs.producer.hashing import murmur2, xxh64
-from pxrs.producer.outgoing import Chunk, Receipt
 from pxrs.producer.producer import Producer
+from pxrs.producer.receipts import WIDTH, Receipt
 
 
 class Fickle(MemoryTopic):
@@ -586,7 +588,7 @@ def test_x16_senders_go_on_when_there_is_room() -> None:
             out.send(b"." * 100, key=b"k%d" % i)
         out.send_batch(pa.table({"value": [b"." * 1000] * 50}))
         out.flush()
-        assert out._counted == 0
+        assert out.sending.outbox.counted == 0
     assert sum(topic.end(p) for p in range(8)) == 550
 
 
@@ -598,7 +600,7 @@ def test_the_buffer_is_given_back_after_failures(topic: Fickle) -> None:
                 out.send(b"a", partition=i % 4)
         with pytest.raises(LogError):
             out.flush()
-        assert out._counted == 0
+        assert out.sending.outbox.counted == 0
 
 
 def test_tables_and_messages_keep_their_order(single: tuple[Fickle, Producer]) -> None:
@@ -660,8 +662,8 @@ def test_what_waits_is_sent_by_close_and_a_closed_one_refuses(topic: Fickle) -> 
     for use in (lambda: out.send(b"a", b"k"), out.flush, lambda: out.send_batch(pa.table({"value": [b"a"]}))):
         with pytest.raises(Closed):
             use()
-    out._thread.join(30)  # `close` returns when the thread has nothing left to do, a moment before it ends
-    assert not out._thread.is_alive()
+    out.sending.thread.join(30)  # `close` returns when the thread has nothing left to do, a moment before it ends
+    assert not out.sending.thread.is_alive()
 
 
 def test_close_wakes_a_sender_that_waits_for_the_buffer() -> None:
@@ -694,7 +696,7 @@ def test_r11_a_child_is_refused_and_the_parent_goes_on() -> None:
             under_way.result,
             waiting.result,
         ]
-        with out._lock:  # as another thread may hold it
+        with out.sending.outbox.lock:  # as another thread may hold it
             child = os.fork()
             if child == 0:
                 refused = 0
@@ -705,7 +707,7 @@ def test_r11_a_child_is_refused_and_the_parent_goes_on() -> None:
                         refused += 1
                     except PxrsError:
                         pass
-                out._thread.join = None  # type: ignore[assignment,method-assign]
+                out.sending.thread.join = None  # type: ignore[assignment,method-assign]
                 out.close()
                 os._exit(refused)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(uses)
@@ -718,9 +720,9 @@ def test_a_receipt_keeps_no_messages(single: tuple[Fickle, Producer]) -> None:
     receipt = out.send(b"a", b"k", headers=[("h", b"secret")])
     fast = out.send(b"b", b"k")
     out.flush()
-    assert all(batch.records is None for batch in receipt._fate.batches)
+    assert all(batch.records is None for batch in receipt.places.batches)
     for each in (receipt, fast):
-        assert not any(isinstance(found, Chunk) for found in gc.get_referents(each._fate))
+        assert not any(isinstance(found, Chunk) for found in gc.get_referents(each.places))
 
 
 def test_an_error_raised_again_and_again_gathers_nothing(single: tuple[Fickle, Producer]) -> None:
@@ -735,18 +737,30 @@ def test_an_error_raised_again_and_again_gathers_nothing(single: tuple[Fickle, P
     assert len(lengths) == 1
 
 
-def test_rows_that_meet_in_a_chunk_are_told_apart(single: tuple[Fickle, Producer]) -> None:
-    """The schedules that `send` looks out for: another sender, or a seal, between its look and its row."""
+def test_rows_that_meet_in_a_chunk_are_told_apart(
+    single: tuple[Fickle, Producer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedules that `send` looks out for: another sender, or a seal, after it has read the chunk's length and
+    before it adds its row. `send` asks for the time between the two."""
     topic, out = single
-    chunk = out._chunk
-    now = time.time()
-    chunk.rows += b"k", b"other", now + 1, b"k", b"mine", now
-    met = out._look_again(chunk, 0, now, b"k", b"mine")
-    with out._lock:
-        out._seal()
-    late = time.time()
-    chunk.rows += b"k", b"late", late
-    sent_again = out._look_again(chunk, len(chunk.rows) - 3, late, b"k", b"late")
+    outbox = out.sending.outbox
+    chunk = outbox.chunk
+
+    def another_sender() -> float:
+        chunk.rows.extend((b"k", b"other", time.time()))
+        return time.time()
+
+    def a_seal() -> float:
+        monkeypatch.undo()
+        with outbox.lock:
+            outbox.seal()
+        return time.time()
+
+    monkeypatch.setattr(producer_module, "_time", another_sender)
+    met = out.send(b"mine", b"k")
+    monkeypatch.setattr(producer_module, "_time", a_seal)
+    sent_again = out.send(b"late", b"k")
+    assert len(chunk.rows) == 3 * WIDTH, "it was added to the sealed chunk, where it does not count"
     out.flush()
     assert met.result(10) == (0, 1)
     assert sent_again.result(10) == (0, 2)

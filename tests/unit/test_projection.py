@@ -15,7 +15,7 @@ from pxrs import registry as registries
 from pxrs.errors import Closed
 from pxrs.group import projection as projections
 from pxrs.group.projection import Projection, projection_of, render
-from pxrs.group.records import Assignment, Checkpoint, Keys, Leader, Member, Owner
+from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Target
 from pxrs.registry import Registry
 from pxrs.registry.contract import Entry
 
@@ -33,7 +33,8 @@ def a_group() -> dict[str, bytes]:
         KEYS.member("i1"): Member("w1", "t1", "orders", 3, "host", 7, NOON).dump(),
         KEYS.member("i2"): Member("w2", "t1", "orders", 3, "host", 8, NOON + 1).dump(),
         KEYS.leader: Leader("i1", 4).dump(),
-        KEYS.assignment: Assignment(9, {"t1": ["i1", "i2", "i2"]}).dump(),
+        KEYS.target("i1"): Target(8, {"t1": [0]}).dump(),
+        KEYS.target("i2"): Target(9, {"t1": [1, 2]}).dump(),
         KEYS.owner("t1", 0): Owner("i1", 5, "w1").dump(),
         KEYS.owner("t1", 1): Owner("i1", 2, "w1").dump(),
         KEYS.owner("t1", 2): Owner("i0", 1, "w0").dump(),

@@ -765,9 +765,9 @@ def test_z6_a_listener_survives_an_outage(place: Place, away: tuple[str, ...]) -
             self._check("lease")
             return super()._lease(ttl, renewed)
 
-        def _watch(self, watch: Any) -> None:
+        def _watch(self, watches: Any) -> None:
             self._check("watch")
-            super()._watch(watch)
+            super()._watch(watches)
 
     registry = Flaky(place.store)
     hub, observer = place.open(registry), place.open()

@@ -20,13 +20,13 @@ from pxrs.group.reconcile import (
     Release,
     Resume,
     Revoke,
-    Snapshot,
     asked_since,
-    is_waiting,
+    moving,
     next_fence_at,
     reconcile,
 )
-from pxrs.group.records import Assignment, Leader, Member, Owner
+from pxrs.group.records import Leader, Member, Owner, Target
+from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import ABSENT
 
 T = "t"
@@ -41,13 +41,25 @@ def snapshot(
     leader: str | None = None,
     targets: list[str | None] | None = None,
     owners: Mapping[int, tuple[Owner, int]] = {},
-) -> Snapshot:
-    return Snapshot(
+) -> GroupState:
+    """targets: whom each partition is meant for. Every member has a target then, of version 50."""
+    return GroupState(
         members(*names),
+        dict.fromkeys(names, 10),
         None if leader is None else (Leader(leader, 3), 30),
-        None if targets is None else (Assignment(5, {T: targets}), 50),
+        {name: (target(targets, name), 50) for name in names if targets is not None},
         {(T, number): owner for number, owner in owners.items()},
     )
+
+
+def target(targets: list[str | None], name: str, generation: int = 5) -> Target:
+    numbers = [number for number, meant in enumerate(targets) if meant == name]
+    return Target(generation, {T: numbers} if numbers else {})
+
+
+def assign(targets: list[str | None], *names: str) -> Assign:
+    """The targets of these members, which are to be written anew."""
+    return Assign({name: (target(targets, name, 6), 50) for name in names}, {}, {}, 30)
 
 
 def me(
@@ -60,7 +72,7 @@ def me(
 
 
 def actions(
-    seen: Snapshot, who: Me, now: float = 0.0, asked: Mapping[tuple[tuple[str, int], int], float] = {}
+    seen: GroupState, who: Me, now: float = 0.0, asked: Mapping[tuple[tuple[str, int], int], float] = {}
 ) -> list[Action]:
     return reconcile(seen, who, asked, now, handover_s=10.0)
 
@@ -87,7 +99,7 @@ def test_g2_the_lead_is_not_taken_from_one_who_lives() -> None:
 
 def test_x5_the_leader_assigns_when_members_changed_and_only_then() -> None:
     seen = snapshot("a", "b", leader="a", targets=["a", "a"])
-    assert Assign(Assignment(6, {T: ["a", "b"]}), 50, 30) in actions(seen, me("a"))
+    assert actions(seen, me("a")) == [assign(["a", "b"], "a", "b")]
     seen = snapshot("a", "b", leader="a", targets=["a", "b"], owners={0: A0})
     assert actions(seen, me("a", {0: 101})) == []
 
@@ -95,14 +107,48 @@ def test_x5_the_leader_assigns_when_members_changed_and_only_then() -> None:
 def test_x8_a_leader_that_assigns_anew_does_nothing_by_the_old_assignment() -> None:
     """It would fence what it has just decided to leave where it is, or claim what it has just given away."""
     seen = snapshot("a", "b", leader="b", targets=["gone", "b"], owners={0: A0})
-    assert actions(seen, me("b"), 1_000.0, asked_since(seen, {}, 0.0)) == [
-        Assign(Assignment(6, {T: ["a", "b"]}), 50, 30)
-    ]
+    assert actions(seen, me("b"), 1_000.0, asked_since(seen, {}, 0.0)) == [assign(["a", "b"], "a")]
 
 
 def test_x4_a_partition_goes_back_to_its_owner_if_the_one_it_was_meant_for_is_gone() -> None:
     seen = snapshot("a", "b", leader="a", targets=["gone", "b"], owners={0: A0})
-    assert Assign(Assignment(6, {T: ["a", "b"]}), 50, 30) in actions(seen, me("a", {0: 101}))
+    assert actions(seen, me("a", {0: 101})) == [assign(["a", "b"], "a")]
+
+
+def test_x5_only_the_targets_that_change_are_written() -> None:
+    seen = snapshot("a", "b", "c", leader="a", targets=["a", "b"])
+    seen.targets.pop("c")
+    new = Target(6), ABSENT
+    assert actions(seen, me("a")) == [Assign({"c": new}, {"c": 10}, {}, 30)], "it gets nothing, and is told so"
+
+
+def test_the_target_of_a_member_that_is_gone_is_deleted() -> None:
+    seen = snapshot("a", leader="a", targets=["a", "a"])
+    seen.targets["gone"] = Target(4, {T: [1]}), 44
+    assert actions(seen, me("a")) == [Assign({}, {}, {"gone": 44}, 30)]
+
+
+def test_g2_of_a_partition_in_two_targets_the_owner_keeps_it() -> None:
+    """A leader has died after it had written one of two targets."""
+    seen = snapshot("a", "b", leader="a", targets=["a", "b"], owners={0: A0, 1: A1})
+    seen.targets["a"] = Target(4, {T: [0, 1]}), 49
+    assert seen.meant_for() == {(T, 0): "a", (T, 1): "a"}
+    assert asked_since(seen, {}, 0.0) == {}, "nothing is asked of one whose target names it"
+    assert actions(seen, me("a", {0: 101, 1: 102})) == [
+        Assign({"a": (Target(6, {T: [0]}), 49)}, {}, {}, 30),
+    ]
+
+
+def test_a_partition_in_no_target_is_given_to_its_owner() -> None:
+    seen = snapshot("a", "b", leader="a", targets=["a", None], owners={0: A0, 1: (Owner("b", 1), 7)})
+    assert actions(seen, me("a", {0: 101})) == [assign(["a", "b"], "b")]
+
+
+def test_members_of_another_layout_are_given_nothing() -> None:
+    seen = snapshot("a", "b", leader="a", targets=["a", "a"])
+    seen.members["b"] = replace(seen.members["b"], layout=1)
+    seen.targets.pop("b")
+    assert actions(seen, me("a", {0: 1, 1: 2})) == []
 
 
 def test_x6_a_free_partition_is_claimed_with_the_next_epoch() -> None:
@@ -162,7 +208,13 @@ def test_x8_the_leader_takes_what_is_not_handed_over_in_time() -> None:
     assert list(asked) == [((T, 0), 1)]
     assert actions(seen, me("b"), 109.9, asked) == []
     (fence,) = actions(seen, me("b"), 110.0, asked)
-    assert fence == Fence((T, 0), version=101, epoch=2, leader_version=30, assignment_version=50)
+    assert fence == Fence("a", {(T, 0): (101, 2)}, Target(5, {T: [1]}), 50, 30)
+
+
+def test_x8_all_that_is_overdue_of_one_owner_is_taken_by_one_action() -> None:
+    seen = snapshot("a", "b", "c", leader="b", targets=["b", "c"], owners={0: A0, 1: A1})
+    asked = asked_since(seen, {}, 100.0)
+    assert actions(seen, me("b"), 110.0, asked) == [Fence("a", {(T, 0): (101, 2), (T, 1): (102, 3)}, Target(5), 50, 30)]
 
 
 def test_x8_nobody_but_the_leader_fences() -> None:
@@ -188,21 +240,20 @@ def test_nothing_is_asked_of_the_dead_or_of_the_one_it_is_meant_for() -> None:
     assert asked_since(seen, {}, 0.0) == {}
 
 
-def test_changes_of_owners_concern_those_who_wait_and_nobody_else() -> None:
-    seen = snapshot("a", "b", leader="b", targets=["a", "b"], owners={0: A0, 1: (Owner("b", 1), 7)})
-    assert not is_waiting(seen, me("a", {0: 101}))
-    assert is_waiting(seen, me("a"))
-    assert is_waiting(seen, me("a", {0: 101}, revoking=[0]))
-    moving = snapshot("a", "b", leader="b", targets=["b", "b"], owners={0: A0})
-    assert is_waiting(moving, me("b", {0: 1, 1: 7}))
+def test_a_member_reads_the_owners_of_what_it_gains_and_loses() -> None:
+    mine = Target(5, {T: [0, 1]})
+    assert moving(mine, me("a", {0: 101, 1: 102})) == set()
+    assert moving(mine, me("a", {0: 101})) == {1}, "it waits for that one"
+    assert moving(Target(5, {T: [0]}), me("a", {0: 101, 1: 102})) == {1}, "it gives that one up"
+    assert moving(mine, me("a", {0: 101, 1: 102}, revoking=[1])) == {1}, "it may have been taken before it is resumed"
+    assert moving(Target(5, {T: [0, 7], "other": [1]}), me("a", {0: 101})) == set(), "its topic has no partition 7"
 
 
-def test_the_leader_waits_until_everybody_has_what_is_meant_for_it() -> None:
-    """A claim that lands late may give a free partition to one that it is not meant for any more."""
-    seen = snapshot("a", "b", leader="a", targets=["a", "b"], owners={0: A0, 1: FREE})
-    assert is_waiting(seen, me("a", {0: 101}))
-    seen = snapshot("a", "b", leader="a", targets=["a", "b"], owners={0: A0, 1: (Owner("b", 1), 7)})
-    assert not is_waiting(seen, me("a", {0: 101}))
+def test_an_owner_key_that_was_not_read_counts_as_unchanged() -> None:
+    seen = snapshot("a", "b", leader="b", targets=["a", "b"])
+    assert actions(seen, me("a", {0: 101})) == []
+    seen = snapshot("a", "b", leader="b", targets=["a", "b"], owners={0: FREE})
+    assert actions(seen, me("a", {0: 101})) == [Lose(0)]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +265,7 @@ def test_x8_the_time_of_the_owner_counts_or_the_leaders_if_its_record_states_non
     seen = snapshot("a", "b", leader="b", targets=["b", "a"], owners={0: A0, 1: A1})
     seen = replace(seen, members={**seen.members, "a": replace(seen.members["a"], handover_s=own_s)})
     asked = asked_since(seen, {}, 100.0)
-    fence = Fence((T, 0), 101, 2, 30, 50)
+    fence = Fence("a", {(T, 0): (101, 2)}, Target(5, {T: [1]}), 50, 30)
     assert actions(seen, me("b"), due_at - 0.1, asked) == []
     assert actions(seen, me("b"), due_at, asked) == [fence]
     assert next_fence_at(seen, "b", asked, 10.0) == due_at

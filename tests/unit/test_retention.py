@@ -33,7 +33,7 @@ LAST_WEEK = 7 * 86_400 * 1_000_000
 def test_what_a_group_has_yet_to_read_is_kept_if_the_topic_says_so(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pxrs.open("memory:" if place == "memory:" else tmp_path) as hub:
+    with pxrs.open("memory:" if place == "memory:" else tmp_path, upkeep=False) as hub:
         topics = [
             hub.create_topic(name, partitions=1, retention=3600, segment_bytes=4096, keep_unread=name == "kept")
             for name in ("kept", "gone")
@@ -63,51 +63,37 @@ def test_what_a_group_has_yet_to_read_is_kept_if_the_topic_says_so(
 def test_retention_that_cannot_ask_who_reads_takes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pxrs.open("memory:") as hub:
-        topic = hub.create_topic("t", partitions=1, retention=1.0, keep_unread=True)
+    with pxrs.open("memory:", upkeep=False) as hub:
+        topic = hub.create_topic("t", partitions=1, retention=1e-6, keep_unread=True)
 
         def away(*arguments: object) -> None:
             raise RegistryUnavailable("away")
 
-        monkeypatch.setattr(type(hub.registry), "_scan", away)
-        with caplog.at_level(logging.WARNING), hub.producer("t", linger_s=0) as out:
+        with hub.producer("t", linger_s=0) as out:
             out.send(b"a", timestamp=LAST_WEEK).result()
             out.send(b"b", timestamp=LAST_WEEK).result()
-        assert "retention of t is held up" in caplog.text
+        with caplog.at_level(logging.WARNING), monkeypatch.context() as outage:
+            outage.setattr(type(hub.registry), "_scan", away)
+            report = hub.run_upkeep()
+        assert "retention of t is held up: away" in caplog.text
+        assert report.errors == {"retention of t": "away"}
         assert (topic.start(0), topic.end(0)) == (0, 2)
+        assert hub.run_upkeep().removed == {"t": {"0": 2}}, "and it would have been allowed to"
 
 
-def test_a_producer_applies_a_short_retention_every_quarter_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with pxrs.open("memory:") as hub:
-        for name, retention, every_s in (("short", 8.0, 2.0), ("long", 86_400.0, 60.0)):
-            calls: list[float] = []
-            log = hub.create_topic(name, partitions=1, retention=retention).log
-            producer = Producer(log, linger_s=0, retain=lambda calls=calls: calls.append(now[0]))
-            begun = now[0]
-            for _ in range(4):
-                for step in (0.0, every_s - 0.001):
-                    now[0] += step
-                    producer.send(b"x")
-                    producer.flush()
-                now[0] += 0.001
-            producer.close()
-            assert [round(at - begun, 2) for at in calls] == [round(number * every_s, 2) for number in range(4)]
-
-
-def test_a_retention_that_fails_at_every_try_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> None:
+def test_a_retention_that_fails_at_every_try_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
         raise RegistryUnavailable("away")
 
-    with pxrs.open("memory:") as hub:
+    with pxrs.open("memory:", upkeep=False) as hub, caplog.at_level(logging.WARNING):
         log = hub.create_topic("t", partitions=1, retention=1e-6).log
-        with caplog.at_level(logging.WARNING), Producer(log, linger_s=0, retain=fail) as out:
-            for _ in range(20):
-                out.send(b"x")
-                out.flush()
+        monkeypatch.setattr(log, "retain", fail)
+        for _ in range(20):
+            assert hub.run_upkeep().errors == {"retention of t": "away"}
     assert [record.getMessage() for record in caplog.records] == ["retention of t is held up: away; will try again"]
-    assert caplog.records[0].topic == "t"  # type: ignore[attr-defined]
+    assert caplog.records[0].subject == "retention of t"  # type: ignore[attr-defined]
 
 
 def old_segment(path: Path, last_time_us: int, written_s: float) -> TopicLog:
@@ -160,9 +146,9 @@ def test_the_settings_of_a_segment_are_kept_and_checked(tmp_path: Path) -> None:
 @pytest.fixture(params=["memory:", "directory"])
 def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[pxrs.Hub]:
     """A topic that keeps what is unread, with ten old messages, and no group."""
-    with pxrs.open("memory:" if request.param == "memory:" else tmp_path) as hub:
+    with pxrs.open("memory:" if request.param == "memory:" else tmp_path, upkeep=False) as hub:
         hub.create_topic("t", partitions=1, retention=3600, segment_bytes=4096, keep_unread=True)
-        with Producer(hub.topic("t").log, retain=lambda: None, linger_s=0) as out:
+        with Producer(hub.topic("t").log, linger_s=0) as out:
             for _ in range(10):
                 out.send(b"x" * 4096).result()
         now = time.time_ns
@@ -240,9 +226,9 @@ def test_a_retention_that_failed_after_it_wrote_the_start_is_finished_by_the_nex
     def fail(path: object, *arguments: object, **named: object) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))
 
-    with pxrs.open(tmp_path) as hub:
+    with pxrs.open(tmp_path, upkeep=False) as hub:
         topic = hub.create_topic("t", partitions=1, retention=3600, segment_bytes=4096, keep_unread=True)
-        with Producer(topic.log, retain=lambda: None, linger_s=0) as out:
+        with Producer(topic.log, linger_s=0) as out:
             for _ in range(10):
                 out.send(b"x" * 4096).result()
         hub.group("g").import_checkpoint(6, "t")
@@ -263,7 +249,7 @@ def test_no_checkpoint_is_given_while_the_committed_start_lies_beyond_the_end_of
 ) -> None:
     """At the start it would pass over messages that are yet to come; before it, retention would remove them unread."""
     now = time.time_ns
-    with pxrs.open(tmp_path / "data", tmp_path / "registry") as hub:
+    with pxrs.open(tmp_path / "data", tmp_path / "registry", upkeep=False) as hub:
         topic = hub.create_topic("t", partitions=1, retention=3600, segment_bytes=4096, keep_unread=True)
         hub.group("g").import_checkpoint(0, "t")
         with hub.producer("t", linger_s=0) as out:

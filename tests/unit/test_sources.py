@@ -34,8 +34,9 @@ from pxrs.errors import (
     WrongSource,
 )
 from pxrs.group.foreign import foreign_of
+from pxrs.group.incarnation import Hooks
 from pxrs.group.lag import Seen
-from pxrs.group.protocol import Hooks, MemberProtocol
+from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.producer.hashing import xxh64
 from pxrs.registry.contract import Registry

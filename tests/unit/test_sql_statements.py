@@ -26,15 +26,15 @@ from pxrs.errors import (
 from pxrs.registry.address import parse
 from pxrs.registry.contract import ABSENT, Commit
 from pxrs.registry.sql import ddl
+from pxrs.registry.sql.commit import CommitPlan, LeasesDue, common_folder, parse_payload, payload
 from pxrs.registry.sql.database import ConnectionLost, Gate, Row, TransactionAborted
 from pxrs.registry.sql.oracle import OracleDatabase, OracleSession
-from pxrs.registry.sql.planning import CommitPlan, LeasesDue, common_folder, parse_payload, payload
 from pxrs.registry.sql.postgresql import PostgresDatabase
 from pxrs.registry.sql.schema import DIALECTS, DialectName
 from pxrs.registry.sql.statements import Call, Statement, Statements, key_range, statements_for
 from pxrs.registry.sql.watching import Poller
 from pxrs.registry.sql.wire import Reply
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import SharedWatches, Watch
 
 ALL = [
     pytest.param(dialect, field.name, id=f"{dialect}-{field.name}")
@@ -362,9 +362,11 @@ class TestPoller:
     @pytest.mark.parametrize("answers", [(A, B), (A, RegistryUnavailable("down"), B)], ids=["at once", "after a fault"])
     def test_r2_a_change_between_the_first_look_and_the_first_round_is_not_missed(self, answers: Any) -> None:
         poller = Poller(_Polled(*answers), 0.001)  # type: ignore[arg-type]
-        watch = Watch(("k",), poller.remove)
+        watches = SharedWatches()
+        watch = Watch(("k",), watches.remove)
+        watches.add(watch)
         try:
-            poller.add(watch)
+            watches.arm(watch, poller.add, poller.remove)
             assert watch.wait(30)
             assert not watch.wait(0.02), "and then there is nothing new"
         finally:

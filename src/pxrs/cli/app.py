@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 import pxrs
-from pxrs.cli import group, pipeline, queue, registry, source, topic, worker
+from pxrs.cli import group, queue, registry, source, topic, upkeep, worker
 from pxrs.cli.demo.command import demo
+from pxrs.cli.pipeline.command import app as pipelines
 from pxrs.cli.terminal import error_text, tell_error
 from pxrs.errors import PxrsError
 
@@ -27,7 +28,8 @@ app.add_typer(topic.app, name="topic", help="Make, list, describe and delete top
 app.add_typer(source.app, name="source", help="Register tables of SQL databases, to be read as topics are.")
 app.add_typer(group.app, name="group", help="Look at consumer groups, move them, forget them.")
 app.add_typer(queue.app, name="queue", help="Make work queues, put into them, take from them, look at them.")
-app.add_typer(pipeline.app, name="pipeline", help="Run the Spark pipelines of a file.")
+app.add_typer(pipelines, name="pipeline", help="Run the Spark pipelines of a file.")
+app.add_typer(upkeep.app, name="upkeep", help="Apply retention and clean up behind others, or see who does.")
 app.command("send")(topic.send)
 app.command("tail")(topic.tail)
 app.command("check")(topic.check)

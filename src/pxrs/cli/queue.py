@@ -1,4 +1,5 @@
-"""`pxrs queue`: make work queues, put into them, take from them, look at them, decide about their dead letters."""
+"""`pxrs queue`: make work queues, put into them, take from them, look at them, and, in `dead_letters.py`, decide about
+their dead letters."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
@@ -18,16 +19,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pxrs
+from pxrs.cli import dead_letters
+from pxrs.cli.dead_letters import Name, print_items
 from pxrs.cli.input import Interrupts, end_after_second_interrupt, interrupted, is_typed, tell_typist
 from pxrs.cli.options import ExistOk, Json, MaybeAt, RegistryUrl, Yes, check_given, confirm, open_hub
 from pxrs.cli.terminal import (
-    cell,
-    data_field,
-    data_text,
-    echo,
-    echo_data,
     facts,
-    indented,
     seconds_field,
     show,
     tell_error,
@@ -50,14 +47,11 @@ from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.policy import dump as plain_setting
 from pxrs.queue.records import TAKERS, taker_in, time_in
 from pxrs.queue.transaction import Transaction
-from pxrs.wording import counted, printable, time_text
+from pxrs.wording import counted, time_text
 
 app = typer.Typer(no_args_is_help=True)
-dead = typer.Typer(no_args_is_help=True)
-app.add_typer(dead, name="dead", help="The items that were given up: list them, try them again, remove them.")
+app.add_typer(dead_letters.app, name="dead", help="The items that were given up: list them, retry them, remove them.")
 
-Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Only these; by default all.")]
 READ_BYTES: Final = 1 << 20
 PUT_ITEMS: Final = 500
 """In one transaction, or as many as the store takes."""
@@ -239,14 +233,14 @@ def take(
         raise typer.Exit(2)
     with open_hub(at, registry) as hub:
         if peek:
-            _print_all(hub.queue(queue).peek(count), as_json)
+            print_items(hub.queue(queue).peek(count), as_json)
             return
         handle = hub.queue(queue)  # an unknown queue is told before this process registers as a taker
         until, left = time.monotonic() + (timeout or 0.0), count
         while left:
             with hub.transaction() as tx:
                 items = _take(tx, handle, min(left, TAKE_ITEMS), max(0.0, until - time.monotonic()))
-                _print_all(items, as_json)
+                print_items(items, as_json)
                 _remove(tx, items)
             if not items:
                 return
@@ -261,60 +255,6 @@ def delete(queue: Name, at: MaybeAt = None, yes: Yes = False, registry: Registry
         confirm(f"Remove queue {queue} and its {items} for good?", yes)
         hub.delete_queue(queue)
     typer.echo(f"removed queue {queue} and its {items}")
-
-
-@dead.command("list")
-def list_dead(
-    queue: Name,
-    at: MaybeAt = None,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many, the oldest first.")] = 100,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Also where the handler raised.")] = False,
-    registry: RegistryUrl = None,
-    as_json: Json = False,
-) -> None:
-    """List dead letters: when and after how many deliveries each was given up, and what the last one failed with.
-
-    With --json, error_type and traceback are always there; they are empty if no handler raised."""
-    with open_hub(at, registry) as hub:
-        found = hub.queue(queue).dead_letters().list(count + 1)
-    if as_json:
-        _print_all(found[:count], as_json)
-    else:
-        table = Table("id", "died", box=None, header_style="bold")
-        table.add_column("deliveries", justify="right")
-        for column in ("error", "key", "value"):
-            table.add_column(column, no_wrap=True, overflow="ellipsis")
-        for item in found[:count]:
-            cells = (cell(item.error), cell(data_text(item.key)), cell(data_text(item.value)))
-            table.add_row(item.id, time_text(item.died_at), str(item.deliveries), *cells)
-        show(table)
-        for item in found[:count] if traceback else ():
-            echo(f"{item.id} {printable(item.error)}")
-            if item.traceback:
-                echo(indented(item.traceback))
-    if len(found) > count:
-        typer.echo(f"these are the first {count:,}; there are more: give --count", err=True)
-
-
-@dead.command()
-def retry(queue: Name, at: MaybeAt = None, ids: Ids = None, registry: RegistryUrl = None) -> None:
-    """Put dead letters back into the queue, as if they had never been delivered."""
-    with open_hub(at, registry) as hub:
-        done = hub.queue(queue).dead_letters().retry(ids or None)
-    typer.echo(f"{counted(done, 'dead letter')} of {queue} will be tried again")
-    _tell_missing(queue, ids, done)
-
-
-@dead.command()
-def purge(queue: Name, at: MaybeAt = None, ids: Ids = None, yes: Yes = False, registry: RegistryUrl = None) -> None:
-    """Remove dead letters for good."""
-    with open_hub(at, registry) as hub:
-        letters = hub.queue(queue).dead_letters()
-        if not ids:
-            confirm(f"Remove {counted(len(letters), 'dead letter')} of {queue} for good?", yes)
-        done = letters.purge(ids or None)
-    typer.echo(f"removed {counted(done, 'dead letter')} of {queue}")
-    _tell_missing(queue, ids, done)
 
 
 def _policy(name: PolicyName, times: int | None) -> Policy:
@@ -442,35 +382,6 @@ def _commit(tx: Transaction, question: str) -> bool:
     return True
 
 
-def _print_all(items: Iterable[Item], as_json: bool) -> None:
-    """And make sure that they have left this process: what was taken is committed after this."""
-    for item in items:
-        if as_json:
-            typer.echo(json.dumps(_plain(item)))
-            continue
-        echo_data(f"{item.id} {time_text(item.put_at)}", item.key, item.value)
-    if sys.stdout is not None:
-        sys.stdout.flush()
-
-
-def _plain(item: Item) -> dict[str, Any]:
-    """For machines: every item can be put again from it."""
-    found: dict[str, Any] = {
-        "queue": item.queue,
-        "id": item.id,
-        **data_field("key", item.key),
-        **data_field("value", item.value),
-        "priority": item.priority,
-        "deliveries": item.deliveries,
-        **seconds_field("put_at", item.put_at),
-        "error": item.error,
-    }
-    if item.died_at is None:
-        return found
-    died_at = seconds_field("died_at", item.died_at)
-    return {**found, **died_at, "error_type": item.error_type, "traceback": item.traceback}
-
-
 def _plain_settings(handle: QueueHandle) -> dict[str, Any]:
     return {
         "queue": handle.name,
@@ -510,11 +421,3 @@ def _add_depth_columns(table: Table) -> None:
 
 def _depth_cells(found: Depth) -> list[str]:
     return [f"{count:,}" for count in asdict(found).values()]
-
-
-def _tell_missing(queue: str, ids: list[str] | None, done: int) -> None:
-    missing = len(set(ids or ())) - done
-    if ids and missing:
-        what = "is no dead letter" if missing == 1 else "are no dead letters"
-        tell_error(f"{missing} of these {what} of {queue}: see `pxrs queue dead list {queue}`")
-        raise typer.Exit(1)

@@ -23,7 +23,8 @@ from pxrs.errors import DamagedFrame, InvalidRecord, LogError, PxrsError, TopicE
 from pxrs.log.contract import Source
 from pxrs.log.messages import messages_of
 from pxrs.model import CODECS, DURABILITIES, PARTITIONERS, PARTITIONS_DEFAULT, Message, Topic
-from pxrs.producer.producer import MESSAGE_BYTES_MAX, Producer
+from pxrs.producer.producer import Producer
+from pxrs.producer.tables import MESSAGE_BYTES_MAX
 from pxrs.wording import counted, printable, rfc3339
 
 app = typer.Typer(no_args_is_help=True)

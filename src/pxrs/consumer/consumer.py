@@ -27,9 +27,9 @@ from pxrs.consumer.runner import ON_ERROR, ErrorPolicy, Handler, Runner
 from pxrs.consumer.settling import QueueTransaction
 from pxrs.consumer.states import Event
 from pxrs.errors import InvalidGroup, MissingDependency, OffsetOutOfRange
+from pxrs.group.committing import CommitMore
 from pxrs.group.member import GroupMember, Timings
 from pxrs.group.positions import check_start
-from pxrs.group.protocol import CommitMore
 from pxrs.group.records import Home
 from pxrs.log.contract import Source
 from pxrs.model import Message, microseconds_of
@@ -132,6 +132,7 @@ class Consumer:
             assignor=assignor,
             topic_names=topic_names,
             home=home,
+            sees_all=ends is not None,
         )
         self.topic, self.group, self.name, self.timings = source.name, group, member.name, member.timings
         self.registry = registry

@@ -20,8 +20,8 @@ from typing import Final
 from pxrs.errors import Closed, InvalidGroup, InvalidRecord
 from pxrs.failures import Failure
 from pxrs.model import Message
-from pxrs.producer.outgoing import Receipt
 from pxrs.producer.producer import Producer
+from pxrs.producer.receipts import Receipt
 
 _logger = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from pxrs.consumer.read_ahead import ReadAhead
 from pxrs.consumer.readers import Reading, Readings
 from pxrs.consumer.states import HELD_REFUSAL, REFUSALS, TRANSITIONS, Event, InHand, Mode
 from pxrs.errors import CommitUnknown, ConsumerBusy, GroupUnavailable, InvalidGroup, OutcomeLost, PartitionLost
+from pxrs.group.committing import CommitMore
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
-from pxrs.group.protocol import CommitMore
 from pxrs.log.batch import Batch
 from pxrs.model import Message
 from pxrs.registry.limit import time_limit

@@ -6,9 +6,10 @@ Changing goes through the fence. Whatever an administrator writes about a partit
 with a new epoch, in the same commit and expecting its version (G5). So
 - a checkpoint that the last owner still had on its way is refused, and cannot undo what was done here;
 - the change itself, if its reply is lost and it lands late, is refused once anybody has owned the partition since;
-- a member that lives finds that it has lost the partition, claims it again and starts at what was written. It looks
-  because the same commit writes the assignment again as it is, expecting its version: all members watch that key, and
-  read all owners when its version has changed. So a process that dies right after its commit has told them too.
+- a member that owns the partition finds that it has lost it, claims it again and starts at what was written. It looks
+  because the same commit raises `taken` in its target, expecting the target's version: every member watches its target,
+  and reads all its owner keys when `taken` has changed. So the member is told even if this process dies right after the
+  commit. A member that waits for the partition watches the owner key itself.
 
 A checkpoint that is written here may lie before those of all other groups. Of a topic that keeps what is unread it goes
 through the gate (O10, see `retention.py`): the commit expects `start` as it was read, and writes the gate.
@@ -48,7 +49,6 @@ from pxrs.group.projection import projection_of
 from pxrs.group.readables import Readables, Sources, Topics, advice, is_topic_id
 from pxrs.group.records import (
     GROUP_NAME,
-    Assignment,
     Checkpoint,
     Gate,
     Home,
@@ -57,8 +57,10 @@ from pxrs.group.records import (
     Member,
     Owner,
     Paused,
+    Pinned,
     SourceRead,
     Starts,
+    Target,
     TopicPartition,
     gate_key,
     start_key,
@@ -119,7 +121,7 @@ class PartitionDescription:
     is_owner_there: bool
     """False also if the owner is dead and nobody has claimed it since."""
     target: str | None
-    """The incarnation that it is meant for."""
+    """The incarnation that it is meant for; None if that is gone, and the leader has yet to choose another."""
     epoch: int
     checkpoint: int | None
     """The offset of the next message to read."""
@@ -157,7 +159,7 @@ class GroupDescription:
 
     name: str
     generation: int
-    """Of the assignment: it rises with every rebalance."""
+    """Of the targets: it rises with every rebalance."""
     leader: str | None
     """An incarnation that is there."""
     members: tuple[MemberDescription, ...]
@@ -215,6 +217,15 @@ class _Guard:
     """By the id of each topic that keeps what is unread: where it begins."""
     versions: dict[str, int] = field(default_factory=dict)
     """Of the keys of these."""
+    owners: dict[TopicPartition, str | None] = field(default_factory=dict)
+    """Who owns the partitions, as read."""
+    targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
+    """Of the members that are there, as read or written last."""
+
+    def taken_from(self, writes: Iterable[CheckpointWrite]) -> dict[str, tuple[Target, int]]:
+        """The targets of the members from whom these writes take a partition."""
+        owners = {self.owners.get(write.partition) for write in writes}
+        return {name: each for name, each in self.targets.items() if name in owners}
 
     def of(self, topics: Iterable[str]) -> tuple[dict[str, int], dict[str, bytes]]:
         """For a commit that changes partitions of these topics."""
@@ -276,9 +287,8 @@ class GroupHandle:
     def describe(self) -> GroupDescription:
         """Who is there, who has what, how far it is. Raises UnknownGroup."""
         state = self._read_there()
-        assignment = state.assignment[0] if state.assignment else Assignment(0)
         leader = state.leader[0].incarnation if state.leader else None
-        names = self._names(state)
+        names, meant = self._names(state), state.meant_for()
         # Read after the checkpoints: an end is never behind them.
         places = state.partitions()
         seen = {
@@ -287,7 +297,7 @@ class GroupHandle:
         places |= {(topic, number) for topic, each in seen.items() for number in range(each.count)}
         return GroupDescription(
             self.name,
-            assignment.generation,
+            state.generation,
             leader if leader in state.members else None,
             tuple(
                 MemberDescription(
@@ -302,7 +312,7 @@ class GroupHandle:
                 for incarnation, member in sorted(state.members.items(), key=lambda each: (each[1].since, each[0]))
             ),
             tuple(
-                _describe(state, assignment, (topic, number), names.get(topic, topic), seen[topic])
+                _describe(state, meant.get((topic, number)), (topic, number), names.get(topic, topic), seen[topic])
                 for topic, number in sorted(places, key=lambda place: (names.get(place[0], place[0]), place))
             ),
             tuple(
@@ -369,10 +379,10 @@ class GroupHandle:
         topic: forget only the checkpoints and pauses of this topic or source, given by its name or id; it need not be
                there any more. The members that read other topics stay, as do their checkpoints.
 
-        Its checkpoints, pauses and assignment are removed. Its owner keys and its leader key stay, free and with a new
+        Its checkpoints, pauses and targets are removed. Its owner keys and its leader key stay, free and with a new
         epoch and term: they are the guards of all other writes, and a guard that is deleted and made again may get an
         old version again (R4). So no write from before the deletion can pass after it, on any store: a checkpoint
-        expects its owner's old version, an assignment its leader's, a claim and a start need a lease that lives, and
+        expects its owner's old version, a target its leader's, a claim and a start need a lease that lives, and
         what an administrator writes expects the owner too. A partition that nobody has owned gets its owner key now.
 
         force: also while members are there. They are sent away, join again as new members and start afresh; so is one
@@ -388,13 +398,12 @@ class GroupHandle:
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
         self._change(_Guard, lambda _: gone, "delete", force=True)
-        # Only now: a member that joined before the last checkpoint was removed may miss one, and must join again. One
-        # that joins after this look has seen all of them gone.
+        # In this order: a member that joins before `starts` is set back may take it that every partition has a
+        # checkpoint, and is sent away; one that joins later looks at the checkpoints, which are all gone.
+        for topic in sorted({topic for topic, _ in gone} | {member.topic for member in state.members.values()}):
+            self._registry.commit(put={self._keys.starts(topic): Pinned().dump()})
         state = self._read().only(ids)
-        members = [self._keys.member(incarnation) for incarnation in state.members]
-        size = self._registry.limits.commit_keys_max
-        for at in range(0, len(members), size):
-            self._registry.commit(delete=members[at : at + size])
+        self._delete([self._keys.member(incarnation) for incarnation in state.members])
         self._retire_sources(state)
         if ids is None or not (left := self._read()).is_there:
             self._retire_leader(state if ids is None else left)
@@ -631,11 +640,8 @@ class GroupHandle:
             self._check_idle(state, force)
             if not replaces:
                 todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
-            guard.expect[self._keys.assignment] = ABSENT
-            if state.assignment is not None:
-                assignment, version = state.assignment
-                guard.expect[self._keys.assignment] = version
-                guard.put[self._keys.assignment] = assignment.dump()
+            guard.owners = {place: owner.incarnation for place, (owner, _) in state.owners.items()}
+            guard.targets = {name: each for name, each in state.targets.items() if name in state.members}
             writes = [self._write_of(state, place, offset, by) for place, offset in todo.items()]
             # Together at first; where somebody else was faster on one of them, each by itself.
             for some in self._parts(writes, guard, None if attempt == 0 else 1):
@@ -684,6 +690,9 @@ class GroupHandle:
     ) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
         """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses."""
         expect, put = guard.of(sorted({write.partition[0] for write in writes}))
+        for name, (target, version) in guard.taken_from(writes).items():
+            expect[self._keys.target(name)] = version
+            put[self._keys.target(name)] = replace(target, taken=target.taken + 1).dump()
         fenced = FencedWrite(writes)
         pauses = [self._keys.pause(*write.partition) for write in writes]
         return {**expect, **fenced.expect}, {**put, **fenced.put}, [*fenced.delete, *pauses]
@@ -694,7 +703,10 @@ class GroupHandle:
             versions = self._registry.commit(expect, put, delete=delete)
         except Conflict:
             return False
-        guard.expect |= {key: versions[key] for key in guard.put}  # as the next part finds them
+        # As the next part finds them.
+        guard.expect |= {key: versions[key] for key in guard.put}
+        for name, (target, _) in guard.taken_from(writes).items():
+            guard.targets[name] = replace(target, taken=target.taken + 1), versions[self._keys.target(name)]
         return True
 
     def _project(self) -> None:
@@ -712,22 +724,26 @@ class GroupHandle:
                 continue  # a member has joined since, and has written what it reads
 
     def _retire_leader(self, state: GroupState) -> None:
-        """Refuse what the last leader may still have on its way, then forget what it has assigned."""
-        if state.leader is None:
-            return
-        leader, version = state.leader
-        expect = {self._keys.leader: version}
-        if state.assignment is not None:
-            expect[self._keys.assignment] = state.assignment[1]
-        try:
-            put = {self._keys.leader: Leader("", leader.term + 1).dump()}
-            self._registry.commit(expect, put, delete=[self._keys.assignment])
-        except Conflict:
-            return  # a new member leads already, by a new term
+        """Refuse what the last leader may still have on its way, then delete the targets that it has written."""
+        if state.leader is not None:
+            leader, version = state.leader
+            try:
+                retired = Leader("", leader.term + 1)
+                self._registry.commit({self._keys.leader: version}, {self._keys.leader: retired.dump()})
+            except Conflict:
+                return  # a new member leads already, by a new term, and deletes them
+        # Of members that are gone: an incarnation that joins later has another key.
+        targets = [self._keys.target(incarnation) for incarnation in state.targets]
+        self._delete([*targets, self._keys.legacy_assignment])
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        size = self._registry.limits.commit_keys_max
+        for at in range(0, len(keys), size):
+            self._registry.commit(delete=keys[at : at + size])
 
 
 def _describe(
-    state: GroupState, assignment: Assignment, place: TopicPartition, name: str, seen: Seen
+    state: GroupState, target: str | None, place: TopicPartition, name: str, seen: Seen
 ) -> PartitionDescription:
     owner, _ = state.owner(place)
     checkpoint = state.checkpoints[place][0] if place in state.checkpoints else None
@@ -740,7 +756,7 @@ def _describe(
         owner=owner.incarnation,
         owner_name=None if owner.incarnation is None else owner.name,
         is_owner_there=owner.incarnation in state.members,
-        target=assignment.target(*place),
+        target=target,
         epoch=owner.epoch,
         checkpoint=None if checkpoint is None else checkpoint.offset,
         when=None if checkpoint is None else checkpoint.when,

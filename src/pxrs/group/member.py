@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
@@ -39,7 +39,6 @@ from pxrs.errors import (
     CommitUnknown,
     Conflict,
     DamagedFrame,
-    GroupActive,
     GroupError,
     GroupUnavailable,
     HubMoved,
@@ -55,10 +54,12 @@ from pxrs.errors import (
 from pxrs.failures import Failure
 from pxrs.group.assign import assignor_named
 from pxrs.group.checkpoints import FencedWrite, Holding
+from pxrs.group.committing import CommitMore
 from pxrs.group.foreign import foreign_of
+from pxrs.group.incarnation import LEASE_ENDED, RELEASED, TAKEN
 from pxrs.group.lane import Lane
 from pxrs.group.projection import Names, projection_of
-from pxrs.group.protocol import LEASE_ENDED, RELEASED, TAKEN, CommitMore, MemberProtocol
+from pxrs.group.protocol import MemberProtocol, rearmed
 from pxrs.group.records import Checkpoint, Home, Keys, Member, Paused, partition_of
 from pxrs.limited_log import Outage
 from pxrs.log.contract import Source
@@ -83,6 +84,8 @@ _AT_ONCE: Final = float("-inf")
 """A moment that has passed on every clock."""
 _TURN_S_MIN: Final = 0.001
 """The pause before a duty that is due already, so that a fault which leaves it due takes no whole processor."""
+_STARTS_WAIT_S: Final = 0.5
+"""How long a member that waits for the group's first checkpoints sleeps at most before it asks whether it is closed."""
 _END_S_MIN: Final = 1.0
 """How long a member that could not join may at least take to end its lease."""
 
@@ -158,15 +161,17 @@ class GroupMember:
         is_alone: bool = False,
         topic_names: Names | None = None,
         home: Callable[[], Home | None] | None = None,
+        sees_all: bool = False,
     ) -> None:
         """home: gives the identity of the hub that the source is of, and raises if its groups may not be joined from
-        here; it is asked before every join and every checkpoint. An error of the disk is taken for an outage."""
+        here; it is asked before every join and every checkpoint. An error of the disk is taken for an outage.
+        sees_all: read and watch all members and targets, so that `are_meant_for_others` can be asked."""
         assignor_named(assignor)
         self.keys = Keys(group)
         self.timings = timings or Timings()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._registry, self._source, self._listener = registry, source, listener
-        self._start_of, self._assignor, self._is_alone = start_of, assignor, is_alone
+        self._start_of, self._assignor, self._is_alone, self._sees_all = start_of, assignor, is_alone, sees_all
         self._find_home = (lambda: None) if home is None else home
         self._former: set[str] = set()
         """Incarnations of this member that are over, and may be listed until the store has noticed."""
@@ -176,7 +181,8 @@ class GroupMember:
         self._lease: Lease | None = None
         self._protocol: MemberProtocol | None = None
         self._watch: Watch | None = None
-        self._watched: tuple[str, ...] = ()
+        self._watched: frozenset[str] = frozenset()
+        """The keys and folders that `_watch` covers."""
         self._fresh: list[Lane] = []
         """Assigned, and not yet given to the consumer."""
         self._projection = projection_of(registry, self.keys, topic_names)
@@ -262,16 +268,25 @@ class GroupMember:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the assignment counts with this member, and all that is meant for it is here."""
+        """Whether the leader has written a target for this member, and all that the target names is here."""
         protocol = self._protocol
         seen = protocol.snapshot if protocol is not None else None
-        if protocol is None or seen is None or seen.assignment is None or self._fresh:
+        if protocol is None or seen is None or self._fresh or protocol.incarnation not in seen.targets:
             return False
-        targets = seen.assignment[0].targets.get(protocol.member.topic, [])
-        if protocol.incarnation not in targets:  # one too many, or too new
-            return None not in targets and len(set(targets)) == len(targets) > 0
+        target, _ = seen.target(protocol.incarnation)
         held = protocol.held
-        return all(number in held for number, target in enumerate(targets) if target == protocol.incarnation)
+        return all(number in held for number in target.numbers(protocol.member.topic))
+
+    def are_meant_for_others(self, partitions: Iterable[int]) -> bool:
+        """Whether each of these was meant for another member that was there, when this one looked last. Only a member
+        that `sees_all` can tell."""
+        protocol = self._protocol
+        seen = protocol.snapshot if protocol is not None else None
+        if protocol is None or seen is None or protocol.incarnation not in seen.targets:
+            return False
+        meant = seen.meant_for()
+        owners = (meant.get((protocol.member.topic, number)) for number in partitions)
+        return all(owner not in (None, protocol.incarnation) for owner in owners)
 
     @property
     def incarnation(self) -> str | None:
@@ -281,16 +296,6 @@ class GroupMember:
     def registry(self) -> Registry:
         """Where the group is kept."""
         return self._registry
-
-    def are_meant_for_others(self, partitions: Sequence[int]) -> bool:
-        """Whether the assignment, as this member last read it, gives each of these partitions to another member that is
-        there. False if that is not known."""
-        protocol = self._protocol
-        seen = protocol.snapshot if protocol is not None else None
-        if protocol is None or seen is None or seen.assignment is None:
-            return False
-        targets = [seen.assignment[0].target(self._source.id, number) for number in partitions]
-        return all(target in seen.members and target != protocol.incarnation for target in targets)
 
     # For checkpoints that are written in a transaction of the user's own database.
 
@@ -543,17 +548,17 @@ class GroupMember:
             self._listener.call_back()  # before the next look: what is revoked by this one is released by that
             if protocol.is_gone or self._closing.is_set():
                 return _AT_ONCE
-            if is_at_rest := not has_changed and self._watched == self._prefixes(protocol):
+            if is_at_rest := not has_changed and rearmed(self._watched, self._needed(protocol)) is None:
                 break
         self._write_paused()
         self._look_at_paused(protocol)
         seen = protocol.snapshot
         if self._projection is not None and protocol.is_leading:
             self._projection.start()
-        state = None if seen is None else (seen.assignment, frozenset(seen.members))
+        state = None if seen is None else (seen.targets, frozenset(seen.members))
         if state != self._told:
             self._told = state
-            self._warn_of_assignors(protocol)
+            self._warn_of_layouts(protocol)
             self._listener.group_changed()
         now = self._clock.now()
         if now >= self._commits_at:
@@ -563,17 +568,17 @@ class GroupMember:
                 self.wake()  # what is lost may be meant for this member still, and free
         return self._next_duty_at(protocol) if is_at_rest else None
 
-    def _warn_of_assignors(self, protocol: MemberProtocol) -> None:
-        """Members of version 0.1 join whatever assignor the others have."""
+    def _warn_of_layouts(self, protocol: MemberProtocol) -> None:
+        """Members of version 0.1 join whatever members are there, and do not follow the targets."""
         members = protocol.snapshot.members.values() if protocol.snapshot is not None else ()
-        names = sorted(each.name for each in members if each.assignor not in ("", self._assignor))
+        names = sorted(each.name for each in members if not each.is_of_this_layout)
         if names and protocol.is_leading:
             _logger.warning(
-                "group %s, member %s: the members %s have another assignor than %s; that of the oldest member decides",
+                "group %s, member %s: the members %s are of an earlier version of pxrs and are given no partitions; "
+                "stop them",
                 self.keys.group,
                 self.name,
                 ", ".join(names),
-                self._assignor,
             )
 
     def _next_duty_at(self, protocol: MemberProtocol) -> float:
@@ -601,7 +606,6 @@ class GroupMember:
         if self._lease is not None:
             self._lease.close()
         home = self._home()
-        self._check_company()
         self._lease = self._registry.lease(self.timings.lease_ttl)
         source = self._source
         self._protocol = MemberProtocol(
@@ -627,37 +631,38 @@ class GroupMember:
             home=home,
             foreign=foreign_of(self.keys, source),
             keeps_unread=source.keeps_unread,
+            former=frozenset(self._former),
+            sees_all=self._sees_all,
         )
-        self._drive(self._protocol.join())
+        if not self._drive(self._protocol.join()):
+            self._await_starts(self._protocol)
 
-    def _check_company(self) -> None:
-        """One that must be alone does not join others, nor they it (K4)."""
-        for entry in self._registry.scan(self.keys.members):
-            other = Member.load(entry.key, entry.value)
-            if entry.key.rpartition("/")[2] in self._former or other.topic != self._source.id:
-                continue
-            if other.is_alone:
-                raise GroupActive(
-                    f"group {self.keys.group} belongs to {other.name} on {other.host} alone, as long as that runs"
-                )
-            if self._is_alone:
-                raise GroupActive(
-                    f"group {self.keys.group} has the member {other.name} on {other.host}: stop it, use another group, "
-                    "or share the group"
-                )
+    def _await_starts(self, protocol: MemberProtocol) -> None:
+        """Wait until another member has written where the partitions begin. If that takes too long, write it too."""
+        until = time.monotonic() + self._registry.timeout_s
+        with self._registry.watch(*protocol.pin_keys) as watch:
+            while not self._closing.is_set():
+                left_s = until - time.monotonic()
+                if self._drive(protocol.pin(waits=left_s > 0)):
+                    return
+                watch.wait(max(0.0, min(left_s, _STARTS_WAIT_S)))
 
-    def _prefixes(self, protocol: MemberProtocol) -> tuple[str, ...]:
-        """Changes of owners wake only those whom they concern; commits wake nobody."""
-        always = (self.keys.members, self.keys.leader, self.keys.assignment, self.keys.paused)
-        return (*always, self.keys.owners) if protocol.is_waiting else always
+    def _needed(self, protocol: MemberProtocol) -> frozenset[str]:
+        """What this member has to watch: also the pauses of its partitions that a failed message holds up, on which an
+        administrator decides. Commits of checkpoints wake nobody."""
+        holdings = protocol.held.items()
+        failed = [number for number, holding in holdings if holding.lane.is_failed]
+        pauses = [self.keys.pause(protocol.member.topic, number) for number in failed]
+        return protocol.watched_keys() | frozenset(pauses)
 
     def _arm(self, protocol: MemberProtocol) -> None:
         """Watch what concerns this member, before it looks (R2)."""
-        prefixes = self._prefixes(protocol)
-        if prefixes == self._watched and self._watch is not None:
+        chosen = rearmed(self._watched, self._needed(protocol))
+        if chosen is None and self._watch is not None:
             return
-        old, self._watch = self._watch, self._registry.watch(*prefixes)
-        self._watched = prefixes
+        needed = self._needed(protocol) if chosen is None else chosen
+        old, self._watch = self._watch, self._registry.watch(*sorted(needed))
+        self._watched = needed
         if old is not None:
             old.close()
 

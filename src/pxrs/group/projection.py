@@ -30,7 +30,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from pxrs.errors import Closed
-from pxrs.group.records import Assignment, Keys, Leader
+from pxrs.group.records import Keys, Leader
 from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import Entry, Registry
 from pxrs.registry.watch import Watch
@@ -79,14 +79,13 @@ class _Shown:
     """What the files show of a group."""
 
     def __init__(self, state: GroupState) -> None:
-        self._state = state
-        self._assignment = Assignment(0) if state.assignment is None else state.assignment[0]
+        self._state, self._meant = state, state.meant_for()
 
     def list_members(self, names: Mapping[str, str]) -> dict[str, Any]:
         leader = self._state.leader
         members = sorted(self._state.members.items(), key=lambda each: (each[1].since, each[0]))
         return {
-            "generation": self._assignment.generation,
+            "generation": self._state.generation,
             "leader": None if leader is None else self._name(leader[0].incarnation),
             "members": [
                 {
@@ -113,7 +112,7 @@ class _Shown:
                 topics.setdefault(names.get(topic, topic), {})[str(partition)] = {
                     "owner": self._name(owner.incarnation),
                     "epoch": owner.epoch,
-                    "meant_for": self._name(self._assignment.target(topic, partition)),
+                    "meant_for": self._name(self._meant.get(place)),
                 }
         return topics
 

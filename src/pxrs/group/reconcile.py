@@ -1,43 +1,48 @@
-"""What a member should do next: a pure function of what the registry holds and what the member has.
+"""What a member should do next: a pure function of what the registry holds and of what the member owns.
 
-No event has to be caught and no order kept: any change wakes a member, it reads a snapshot, and this says what to do.
-Each action is a compare-and-commit on what the snapshot showed, so a stale snapshot makes a refused commit, never a
-wrong one; then the member looks again.
+The protocol is level-triggered. A change that concerns a member wakes it, it reads what concerns it, and `reconcile`
+says what to do. Each action is a commit that expects what was read, so an action that was decided on an outdated state
+is refused, and the member reads again. No event has to be caught, and events may come in any order.
 
-The rules: the leader is taken when the one named is gone (G2), and it alone writes the assignment. A partition is
-claimed when it is free or its owner is gone, never from one who lives (X6); the one who has it releases it when it has
-finished what is in hand. The leader takes it from an owner that does not, once that owner's own hand-over time, which
-its member record states, has passed (X8).
-"""
+What a member reads is in `GroupState`: the leader reads the whole group; every other member reads its own target, the
+owner keys of the partitions that it gains or loses (`moving`), and whether the members that it depends on are there.
+
+What happens to a partition as one member sees it. "Meant" is that the member's target names it:
+
+    the member        meant    owner key                        action          then
+    --------------    -----    -----------------------------    ------------    --------------------------------------
+    does not own it   no       -                                -
+    does not own it   yes      free, never written, or of a     Claim           owns it, and reads its checkpoint (G3)
+                               member that is gone (G1), or
+                               of this member by a claim
+                               whose reply was lost (R5)
+    does not own it   yes      of a member that is there        - (waits)       is woken when the owner key changes (X6)
+    owns it           yes      as claimed                       -
+    owns it           no       as claimed                       Revoke          hands out nothing more of it
+    is revoking it    no       as claimed, some in hand         - (waits)
+    is revoking it    no       as claimed, nothing in hand      Release         does not own it; the owner key is free
+    is revoking it    yes      as claimed                       Resume          owns it, and hands out again
+    owns it, or is    any      has another version              Lose            does not own it
+    revoking it
+
+The leader alone writes the targets (G2). It fences a partition whose owner does not release it within the hand-over
+time that the owner's member record states (X8)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pxrs.group.assign import targets_of
-from pxrs.group.records import Assignment, Leader, Member, Owner, TopicPartition
-from pxrs.group.snapshot import NOBODY
+from pxrs.group.records import Leader, Owner, Target, TopicPartition
+from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import ABSENT
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What the registry holds of a group, each record with its version."""
-
-    members: Mapping[str, Member]
-    leader: tuple[Leader, int] | None = None
-    assignment: tuple[Assignment, int] | None = None
-    owners: Mapping[TopicPartition, tuple[Owner, int]] = field(default_factory=dict)
-
-    def owner(self, place: TopicPartition) -> tuple[Owner, int]:
-        return self.owners.get(place, (NOBODY, ABSENT))
-
-
-@dataclass(frozen=True, slots=True)
 class Lead:
-    """Take the lead: the key must still have this version, and the one it names be gone."""
+    """Take the lead: the leader key must still have this version, and the member that it names be gone."""
 
     version: int
     term: int
@@ -46,8 +51,16 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    assignment: Assignment
-    version: int
+    """Write these targets and delete those of members that are gone. They may be more than one commit can hold: then
+    the leader writes them in several commits, each of which expects the leader key."""
+
+    targets: Mapping[str, tuple[Target, int]]
+    """By incarnation: the new target, and the expected version of its key."""
+    members: Mapping[str, int]
+    """By incarnation, of those of `targets` whose key is not there yet: the expected version of the member's own key. A
+    commit that is applied late must not make a target of a member that is gone: nobody would delete it."""
+    gone: Mapping[str, int]
+    """By incarnation: the expected version of a target to delete."""
     leader_version: int
 
 
@@ -57,19 +70,19 @@ class Claim:
     version: int
     epoch: int
     gone: str | None
-    """The dead owner, whose absence is part of the commit (G1)."""
+    """The former owner if it is gone: its absence is part of the commit (G1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Hand out nothing more of it; release it when what is in hand is done."""
+    """Hand out nothing more of the partition; release it when nothing of it is in hand."""
 
     partition: int
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """It is to stay here after all."""
+    """The partition is meant for this member again: hand it out."""
 
     partition: int
 
@@ -81,26 +94,28 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """Somebody has taken it."""
+    """The leader or an administrator has taken the partition from this member."""
 
     partition: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Take it from an owner that lives and does not release it in time."""
+    """Take partitions from a member that is there and has not released them in time."""
 
-    place: TopicPartition
-    version: int
-    epoch: int
+    owner: str
+    partitions: Mapping[TopicPartition, tuple[int, int]]
+    """For each: the expected version of the owner key, and the new epoch."""
+    target: Target
+    """Of the owner, as read: it does not name the partitions. The commit expects its key, so that a fence that is
+    applied late does not take what has been meant for the owner again since; and it raises `taken`."""
+    target_version: int
     leader_version: int
-    assignment_version: int
-    """That which asks for it: a fence that lands late must not take what is to stay after all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The registry does not know this member any more."""
+    """The registry has no record of this member any more."""
 
 
 Action = Lead | Assign | Claim | Revoke | Resume | Release | Lose | Fence | Leave
@@ -108,148 +123,154 @@ Action = Lead | Assign | Claim | Revoke | Resume | Release | Lose | Fence | Leav
 
 @dataclass(frozen=True, slots=True)
 class Me:
-    """The member that looks, and what it has: the version of the owner key at which it claimed each partition."""
+    """The member that decides, and what it owns."""
 
     incarnation: str
     topic: str
     partitions: int
+    """How many the topic has."""
     held: Mapping[int, int] = field(default_factory=dict)
+    """By partition: the version of the owner key as this member's claim wrote it."""
     revoking: Collection[int] = ()
     drained: Collection[int] = ()
-    """Of those it is revoking, the ones with nothing in hand."""
+    """Those of `revoking` with nothing in hand."""
 
 
-Asked = Mapping[tuple[TopicPartition, int], float]
-"""Since when, on this member's clock, each partition has been asked of its owner, which is named by its epoch."""
+AskedSince = Mapping[tuple[TopicPartition, int], float]
+"""Since when, on the leader's clock, each partition has been asked of its owner. The int is the owner's epoch."""
 
 
-def asked_since(snapshot: Snapshot, before: Asked, now: float) -> dict[tuple[TopicPartition, int], float]:
-    """What is asked of whom, and since when. The time does not begin anew when another one asks (G9)."""
-    if snapshot.assignment is None:
-        return {}
+def moving(target: Target, me: Me) -> set[int]:
+    """The partitions that a member gains or loses: whose owner keys it reads, and watches."""
+    meant = _meant(target, me)
+    return (meant - me.held.keys()) | (me.held.keys() - meant) | set(me.revoking)
+
+
+def _meant(target: Target, me: Me) -> set[int]:
+    return {number for number in target.numbers(me.topic) if number < me.partitions}
+
+
+def asked_since(state: GroupState, before: AskedSince, now: float) -> dict[tuple[TopicPartition, int], float]:
+    """What is asked of whom, and since when: of the leader's state, which is whole. The time of a partition and an
+    owner does not begin anew when it is asked for another member (G9)."""
+    meant = state.meant_for()
     asked = {}
-    for place, (owner, _) in snapshot.owners.items():
-        target = snapshot.assignment[0].target(*place)
-        if owner.incarnation in snapshot.members and target is not None and target != owner.incarnation:
-            asked[place, owner.epoch] = before.get((place, owner.epoch), now)
+    for partition, (owner, _) in state.owners.items():
+        if owner.incarnation in state.members and meant.get(partition, owner.incarnation) != owner.incarnation:
+            asked[partition, owner.epoch] = before.get((partition, owner.epoch), now)
     return asked
 
 
-def reconcile(snapshot: Snapshot, me: Me, asked: Asked, now: float, handover_s: float) -> list[Action]:
-    """What to do, in this order. The member looks again when all is done, or when a commit was refused.
+def reconcile(state: GroupState, me: Me, asked: AskedSince, now: float, handover_s: float) -> list[Action]:
+    """What to do, in this order. The member reads again when all is done, or when a commit was refused.
 
     handover_s: of this member. As the leader it applies it to owners whose record states no time of their own."""
-    if me.incarnation not in snapshot.members:
+    if me.incarnation not in state.members:
         return [Leave()]
-    # What is decided here follows from the assignment that was read: one that is being replaced decides nothing more.
-    return _lead(snapshot, me) or [*_own(snapshot, me), *_fence(snapshot, me, asked, now, handover_s)]
+    # Whatever else follows from targets that are about to be replaced is decided when they have been.
+    return _lead(state, me) or [*_own(state, me), *_fence(state, me, asked, now, handover_s)]
 
 
-def _lead(snapshot: Snapshot, me: Me) -> list[Action]:
-    leader, version = snapshot.leader or (Leader("", 0), ABSENT)
+def is_led_by(state: GroupState, incarnation: str) -> bool:
+    return state.leader is not None and state.leader[0].incarnation == incarnation
+
+
+def _lead(state: GroupState, me: Me) -> list[Action]:
+    leader, version = state.leader or (Leader("", 0), ABSENT)
     if leader.incarnation != me.incarnation:
-        if leader.incarnation in snapshot.members:
+        if leader.incarnation in state.members:
             return []
         return [Lead(version, leader.term + 1, leader.incarnation or None)]
-    before, assignment_version = snapshot.assignment or (Assignment(0), ABSENT)
-    targets = assign_all(snapshot, before)
-    if targets == before.targets:
-        return []
-    return [Assign(Assignment(before.generation + 1, targets), assignment_version, version)]
-
-
-def assign_all(snapshot: Snapshot, before: Assignment) -> dict[str, list[str | None]]:
-    """The targets of every topic that anybody reads, as far as possible where they are. Raises AssignorFailed."""
-    readers: dict[str, list[str]] = {}
-    for incarnation, member in sorted(snapshot.members.items(), key=lambda each: (each[1].since, each[0])):
-        readers.setdefault(member.topic, []).append(incarnation)
+    wanted = assign_all(state)
+    generation = state.generation + 1
     targets = {}
+    for incarnation, partitions in wanted.items():
+        before, target_version = state.target(incarnation)
+        if target_version == ABSENT or before.partitions != partitions:
+            targets[incarnation] = replace(before, generation=generation, partitions=partitions), target_version
+    gone = {name: version for name, (_, version) in state.targets.items() if name not in state.members}
+    new = {name: state.member_versions[name] for name, (_, known) in targets.items() if known == ABSENT}
+    return [Assign(targets, new, gone, version)] if targets or gone else []
+
+
+def assign_all(state: GroupState) -> dict[str, dict[str, list[int]]]:
+    """The partitions that each member should own, by topic: as far as possible those that it was meant to own before.
+    Members of another layout are given nothing. Raises AssignorFailed."""
+    readers: dict[str, list[str]] = {}
+    there = {name: member for name, member in state.members.items() if member.is_of_this_layout}
+    for incarnation, member in sorted(there.items(), key=lambda each: (each[1].since, each[0])):
+        readers.setdefault(member.topic, []).append(incarnation)
+    meant = state.meant_for()
+    wanted: dict[str, dict[str, list[int]]] = {incarnation: {} for incarnation in there}
     for topic, members in sorted(readers.items()):
-        members = [member for member in members if snapshot.members[member].is_alone][:1] or members
-        partitions = max(snapshot.members[member].partitions for member in members)
-        has = [_holder(snapshot, before, topic, number) for number in range(partitions)]
-        # All have the same one, or none on record; members of version 0.1 did not see to that, and took the oldest's.
-        named = [snapshot.members[member].assignor for member in members if snapshot.members[member].assignor]
-        targets[topic] = targets_of(named[0] if named else "sticky", members, partitions, has)
-    return targets
+        members = [member for member in members if there[member].is_alone][:1] or members
+        partitions = max(there[member].partitions for member in members)
+        places = [(topic, number) for number in range(partitions)]
+        # Whom it was meant for. If that member is gone: who owns it.
+        before = [meant.get(place, state.owner(place)[0].incarnation) for place in places]
+        named = [there[member].assignor for member in members if there[member].assignor]
+        chosen = targets_of(named[0] if named else "sticky", members, partitions, before)
+        for number, chosen_one in enumerate(chosen):
+            if chosen_one is not None:  # `targets_of` has seen to that
+                wanted[chosen_one].setdefault(topic, []).append(number)
+    return wanted
 
 
-def _holder(snapshot: Snapshot, before: Assignment, topic: str, partition: int) -> str | None:
-    """Whom it was meant for, or if that one is gone, who has it."""
-    target = before.target(topic, partition)
-    return target if target in snapshot.members else snapshot.owner((topic, partition))[0].incarnation
-
-
-def _own(snapshot: Snapshot, me: Me) -> list[Action]:
+def _own(state: GroupState, me: Me) -> list[Action]:
     actions: list[Action] = []
-    assignment = snapshot.assignment[0] if snapshot.assignment else Assignment(0)
-    for partition in range(me.partitions):
-        target = assignment.target(me.topic, partition)
-        owner, version = snapshot.owner((me.topic, partition))
+    target, _ = state.target(me.incarnation)
+    meant = _meant(target, me)
+    for partition in sorted({*me.held, *meant}):
+        place = (me.topic, partition)
+        owner, version = state.owner(place)
         if partition in me.held:
-            actions += _keep_or_release(partition, version, target == me.incarnation, me)
-        elif target == me.incarnation and _is_free(owner, snapshot, me):
+            # An owner key that was not read has not changed: see `Target.taken`.
+            is_taken = place in state.owners and version != me.held[partition]
+            actions += [Lose(partition)] if is_taken else _keep_or_release(partition, partition in meant, me)
+        elif _is_free(owner, state, me):
             is_dead = owner.incarnation is not None and owner.incarnation != me.incarnation
-            gone = owner.incarnation if is_dead else None
-            actions.append(Claim(partition, version, owner.epoch + 1, gone))
+            actions.append(Claim(partition, version, owner.epoch + 1, owner.incarnation if is_dead else None))
     return actions
 
 
-def _keep_or_release(partition: int, version: int, is_mine: bool, me: Me) -> list[Action]:
-    if version != me.held[partition]:
-        return [Lose(partition)]
-    if is_mine:
+def _keep_or_release(partition: int, is_meant: bool, me: Me) -> list[Action]:
+    if is_meant:
         return [Resume(partition)] if partition in me.revoking else []
     if partition not in me.revoking:
         return [Revoke(partition)]
     return [Release(partition)] if partition in me.drained else []
 
 
-def _is_free(owner: Owner, snapshot: Snapshot, me: Me) -> bool:
-    # One that names this member without its knowing is an earlier claim whose reply was lost: it is claimed again.
-    return owner.incarnation == me.incarnation or owner.incarnation not in snapshot.members
+def _is_free(owner: Owner, state: GroupState, me: Me) -> bool:
+    # An owner key that names this member, which does not own the partition: the reply to its claim was lost.
+    return owner.incarnation == me.incarnation or owner.incarnation not in state.members
 
 
-def _fence(snapshot: Snapshot, me: Me, asked: Asked, now: float, handover_s: float) -> list[Action]:
-    if snapshot.leader is None or snapshot.assignment is None:
-        return []
-    fences: list[Action] = []
-    for (place, epoch), at in _fence_times(snapshot, me.incarnation, asked, handover_s).items():
-        if now >= at:
-            _, version = snapshot.owner(place)
-            fences.append(Fence(place, version, epoch + 1, snapshot.leader[1], snapshot.assignment[1]))
-    return fences
+def _fence(state: GroupState, me: Me, asked: AskedSince, now: float, handover_s: float) -> list[Action]:
+    due: dict[str, dict[TopicPartition, tuple[int, int]]] = {}
+    for (partition, epoch), at in _fence_times(state, me.incarnation, asked, handover_s).items():
+        owner, version = state.owner(partition)
+        if now >= at and owner.incarnation is not None:
+            due.setdefault(owner.incarnation, {})[partition] = version, epoch + 1
+    leader_version = ABSENT if state.leader is None else state.leader[1]
+    return [Fence(owner, some, *state.target(owner), leader_version) for owner, some in sorted(due.items())]
 
 
-def next_fence_at(snapshot: Snapshot, incarnation: str, asked: Asked, handover_s: float) -> float:
-    """When this member, if it leads, has to take the next partition from a slow owner; infinity if there is none."""
-    return min(_fence_times(snapshot, incarnation, asked, handover_s).values(), default=math.inf)
+def next_fence_at(state: GroupState, incarnation: str, asked: AskedSince, handover_s: float) -> float:
+    """When this member, if it leads, has to look whether the next partition was released; infinity if there is none."""
+    return min(_fence_times(state, incarnation, asked, handover_s).values(), default=math.inf)
 
 
 def _fence_times(
-    snapshot: Snapshot, incarnation: str, asked: Asked, handover_s: float
+    state: GroupState, incarnation: str, asked: AskedSince, handover_s: float
 ) -> dict[tuple[TopicPartition, int], float]:
     """When each partition that is asked of its owner may be taken from it. Empty unless this member leads: nobody else
     may fence, so nobody else has to wake for it."""
-    if snapshot.assignment is None or snapshot.leader is None or snapshot.leader[0].incarnation != incarnation:
+    if not is_led_by(state, incarnation):
         return {}
     times = {}
-    for (place, epoch), since in asked.items():
-        owner = snapshot.members.get(snapshot.owner(place)[0].incarnation or "")
+    for (partition, epoch), since in asked.items():
+        owner = state.members.get(state.owner(partition)[0].incarnation or "")
         own_s = owner.handover_s if owner is not None else None
-        times[place, epoch] = since + (handover_s if own_s is None else own_s)
+        times[partition, epoch] = since + (handover_s if own_s is None else own_s)
     return times
-
-
-def is_waiting(snapshot: Snapshot, me: Me) -> bool:
-    """Whether changes of owners concern it: it waits for a partition, gives one up, or leads while one moves."""
-    if me.revoking or snapshot.assignment is None:
-        return True
-    targets = snapshot.assignment[0].targets.get(me.topic, [])
-    if any(target == me.incarnation and number not in me.held for number, target in enumerate(targets)):
-        return True
-    if snapshot.leader is None or snapshot.leader[0].incarnation != me.incarnation:
-        return False
-    # Also what is free as yet: a late claim of one that it is not meant for any more has to be found and fenced.
-    places = [(topic, number) for topic, each in snapshot.assignment[0].targets.items() for number in range(len(each))]
-    return any(snapshot.owner(place)[0].incarnation != snapshot.assignment[0].target(*place) for place in places)

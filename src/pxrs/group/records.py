@@ -1,30 +1,38 @@
 """What a group keeps in the registry: its keys, and the values under them, as JSON that a person can read.
 
-    groups/<group>/members/<incarnation>            ephemeral: who is there, and what it reads
-    groups/<group>/leader                           who writes the assignment, and its term
-    groups/<group>/assignment                       which member each partition is meant for
-    groups/<group>/owners/<topic id>/<partition>    who has it, under which epoch: its version is the fence
-    groups/<group>/checkpoints/<topic id>/<partition>    the offset of the next message to read
-    groups/<group>/paused/<topic id>/<partition>    a message that could not be handled, and why
-    groups/<group>/hub                              the hub whose topics the group reads (G7)
-    groups/<group>/assignor                         the assignor of the members that are there
-    groups/<group>/sources/<mark of the source>     a source that is no topic: its name, and the id of its checkpoints
+    groups/<group>/members/<incarnation>               ephemeral: who is there, and what it reads
+    groups/<group>/leader                              who writes the targets, and its term
+    groups/<group>/targets/<incarnation>               which partitions this member should own
+    groups/<group>/owners/<topic id>/<partition>       who owns it, under which epoch: its version is the fence
+    groups/<group>/checkpoints/<topic id>/<partition>  the offset of the next message to read
+    groups/<group>/starts/<topic id>                   how many partitions have had their first checkpoint written (G6)
+    groups/<group>/pinning/<topic id>                  ephemeral: the member that is writing these
+    groups/<group>/paused/<topic id>/<partition>       a message that could not be handled, and why
+    groups/<group>/hub                                 the hub whose topics the group reads (G7)
+    groups/<group>/assignor                            the assignor of the members that are there
+    groups/<group>/sources/<mark of the source>        a source that is no topic, and the id of its checkpoints
 
 and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
 
     topics/<topic id>/start    the first offset of each partition that retention has left
     topics/<topic id>/gate     written by whoever gives a group a checkpoint that may lie before those of all others
 
-All but the members are persistent and never deleted while the group lives: a deleted and re-created key could have an
-old version again, and let an old write pass (R4). A member is an incarnation, made anew at every join (G1): a name
-that comes back would otherwise find itself the owner of what it lost.
+The keys of owners, checkpoints, the leader and the hub guard other writes, so they are persistent and never deleted
+while the group lives: a key that is deleted and made again could have an old version again, and an old write that
+expects it would be accepted (R4). A target is deleted only when its incarnation is gone, and an incarnation never comes
+back: a member gets a new one at every join (G1). With a name in place of the incarnation, a member that was restarted
+would find itself the owner of what it lost.
+
+Layouts. Up to version 0.2.dev1 (layout 1) the targets of all members were in one key, `groups/<group>/assignment`. A
+member of that version does not know its target here, and this version does not read it there, so the two cannot share a
+group: see `Member.layout` and docs/decisions/0030-a-target-for-each-member.md.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Self
 
 from pxrs.errors import InvalidGroup, RegistryCorrupt
@@ -51,7 +59,8 @@ class Keys:
         self.root = f"groups/{group}/"
         self.members = f"{self.root}members/"
         self.leader = f"{self.root}leader"
-        self.assignment = f"{self.root}assignment"
+        self.targets = f"{self.root}targets/"
+        self.legacy_assignment = f"{self.root}assignment"
         self.owners = f"{self.root}owners/"
         self.checkpoints = f"{self.root}checkpoints/"
         self.paused = f"{self.root}paused/"
@@ -61,6 +70,21 @@ class Keys:
 
     def member(self, incarnation: str) -> str:
         return f"{self.members}{incarnation}"
+
+    def target(self, incarnation: str) -> str:
+        return f"{self.targets}{incarnation}"
+
+    def starts(self, topic: str) -> str:
+        return f"{self.root}starts/{topic}"
+
+    def pinning(self, topic: str) -> str:
+        return f"{self.root}pinning/{topic}"
+
+    def owners_of(self, topic: str) -> str:
+        return f"{self.owners}{topic}/"
+
+    def checkpoints_of(self, topic: str) -> str:
+        return f"{self.checkpoints}{topic}/"
 
     def owner(self, topic: str, partition: int) -> str:
         return f"{self.owners}{topic}/{partition:05d}"
@@ -101,6 +125,23 @@ class _Record:
             raise RegistryCorrupt(key, f"it is no {cls.__name__.lower()}: {error}") from error
 
 
+LAYOUT: Final = 2
+"""Of what this version writes; see the head of this module."""
+_LAYOUT_MARK: Final = re.compile(r"(.*)@([0-9]+)", re.DOTALL)
+
+
+def _marked(assignor: str) -> str:
+    """The assignor's name as it is stored. A member of layout 1 takes it for another assignor than its own, and so
+    refuses to join members of this version."""
+    return f"{assignor}@{LAYOUT}"
+
+
+def _unmarked(stored: str) -> tuple[str, int]:
+    """The assignor's name, and the layout of whoever stored it."""
+    found = _LAYOUT_MARK.fullmatch(stored)
+    return (stored, 1) if found is None else (found[1], int(found[2]))
+
+
 @dataclass(frozen=True, slots=True)
 class Member(_Record):
     """Who is there. `topic` is the id of what it reads, `partitions` how many there are."""
@@ -114,12 +155,30 @@ class Member(_Record):
     since: float = 0.0
     """Wall-clock seconds, to be shown."""
     assignor: str = ""
-    """The name of its assignor. Empty in records that do not state one: then any goes with it."""
+    """The name of its assignor. Empty in records that do not state one: then any goes with it. In the registry the name
+    is followed by `@` and the layout."""
     is_alone: bool = False
     """It takes every partition, and others must stay away: what it keeps of them cannot move (K4)."""
     handover_s: float | None = None
     """How long this member may take to finish what it has in hand of a partition that is to move, before the leader
     takes the partition from it. None in records of version 0.1: then the leader's own time counts."""
+    layout: int = LAYOUT
+    """Of the keys that the member reads and writes. Members of another layout are not joined and are given nothing."""
+
+    @property
+    def is_of_this_layout(self) -> bool:
+        return self.layout == LAYOUT
+
+    def dump(self) -> bytes:
+        fields = {**asdict(self), "assignor": _marked(self.assignor)}
+        del fields["layout"]
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, key: str, value: bytes) -> Self:
+        stored = super(Member, cls).load(key, value)
+        assignor, layout = _unmarked(stored.assignor)
+        return replace(stored, assignor=assignor, layout=layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +193,20 @@ class Home(_Record):
 @dataclass(frozen=True, slots=True)
 class ChosenAssignor(_Record):
     """The assignor of the member that joined last, or tries to. A member joins only by a commit that expects this key
-    in a version that names its own assignor: see `MemberProtocol._agree`."""
+    in a version that names its own assignor: see `Joining._agree`."""
 
     assignor: str = ""
+    """With the layout, as in the records of members."""
+    is_agreed: bool = False
+    """Whether all members that were there when this was written have this assignor, so that one that finds it here need
+    not look at them."""
+
+    @classmethod
+    def of(cls, assignor: str, *, is_agreed: bool) -> ChosenAssignor:
+        return cls(_marked(assignor), is_agreed)
+
+    def names(self, assignor: str) -> bool:
+        return self.assignor == _marked(assignor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +250,36 @@ class Leader(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment(_Record):
-    """Which incarnation each partition is meant for, by topic id."""
+class Target(_Record):
+    """What the leader wants one member to own: written by the leader, and by whoever takes a partition from it."""
 
-    generation: int
-    targets: dict[str, list[str | None]] = field(default_factory=dict)
+    generation: int = 0
+    """Rises with every rebalance. Targets of two generations may be there at a time: see `MemberProtocol.look`."""
+    partitions: dict[str, list[int]] = field(default_factory=dict)
+    """The numbers of the partitions, in order, by topic id."""
+    taken: int = 0
+    """How often partitions were taken from this member while it lived, by the leader's fence or an administrator.
+    Raised in the commit that takes them. When the member sees another number than before, it reads all its owner
+    keys."""
 
-    def target(self, topic: str, partition: int) -> str | None:
-        targets = self.targets.get(topic, [])
-        return targets[partition] if partition < len(targets) else None
+    def numbers(self, topic: str) -> list[int]:
+        return self.partitions.get(topic, [])
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyAssignment(_Record):
+    """What is read of `groups/<group>/assignment`, which held the targets of all members in layout 1. The first leader
+    of this layout deletes the key."""
+
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned(_Record):
+    """How many partitions of a topic have a checkpoint of the group: those from 0 on. A member that finds all of them
+    counted here does not look at the checkpoints. 0 once the group has been deleted."""
+
+    partitions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pxrs.errors import Conflict, RetentionPostponed
-from pxrs.group.protocol import ATTEMPTS_MAX
+from pxrs.group.incarnation import ATTEMPTS_MAX
 from pxrs.group.records import GROUP_NAME, Checkpoint, Keys, Starts, gate_key, start_key
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps, Write

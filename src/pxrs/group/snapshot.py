@@ -7,12 +7,11 @@ is not one moment's picture, because a scan is not (R1): whoever acts on it expe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pxrs.group.records import (
-    Assignment,
     Checkpoint,
     Home,
     Keys,
@@ -21,11 +20,15 @@ from pxrs.group.records import (
     Owner,
     Paused,
     SourceRead,
+    Target,
     TopicPartition,
     partition_of,
 )
 from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Get, Scan, Steps
 
+GAP_MAX: Final = 16
+"""How many entries that nobody asked for are read rather than making one call more: a call costs about as much."""
 NOBODY: Final = Owner(None, 0)
 """The owner of a partition that has no owner key, because no member has ever claimed it."""
 
@@ -36,8 +39,11 @@ class GroupState:
 
     members: dict[str, Member] = field(default_factory=dict)
     """By incarnation."""
+    member_versions: dict[str, int] = field(default_factory=dict)
+    """Of the keys of `members`."""
     leader: tuple[Leader, int] | None = None
-    assignment: tuple[Assignment, int] | None = None
+    targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
+    """By incarnation."""
     owners: dict[TopicPartition, tuple[Owner, int]] = field(default_factory=dict)
     checkpoints: dict[TopicPartition, tuple[Checkpoint, int]] = field(default_factory=dict)
     paused: dict[TopicPartition, tuple[Paused, int]] = field(default_factory=dict)
@@ -59,10 +65,11 @@ class GroupState:
         key, value, version = entry.key, entry.value, entry.version
         if key == keys.leader:
             self.leader = Leader.load(key, value), version
-        elif key == keys.assignment:
-            self.assignment = Assignment.load(key, value), version
+        elif key.startswith(keys.targets):
+            self.targets[key.removeprefix(keys.targets)] = Target.load(key, value), version
         elif key.startswith(keys.members):
-            self.members[key.removeprefix(keys.members)] = Member.load(key, value)
+            incarnation = key.removeprefix(keys.members)
+            self.members[incarnation], self.member_versions[incarnation] = Member.load(key, value), version
         elif key.startswith(keys.owners):
             self.owners[partition_of(key)] = Owner.load(key, value), version
         elif key.startswith(keys.checkpoints):
@@ -89,6 +96,26 @@ class GroupState:
     def owner(self, partition: TopicPartition) -> tuple[Owner, int]:
         return self.owners.get(partition, (NOBODY, ABSENT))
 
+    def target(self, incarnation: str) -> tuple[Target, int]:
+        return self.targets.get(incarnation, (Target(), ABSENT))
+
+    @property
+    def generation(self) -> int:
+        """Of the last rebalance."""
+        return max((target.generation for target, _ in self.targets.values()), default=0)
+
+    def meant_for(self) -> dict[TopicPartition, str]:
+        """Which member that is there each partition is meant for. While the leader replaces the targets one after the
+        other, a partition may be in two of them: then its owner counts, if it is one of the two."""
+        meant: dict[TopicPartition, str] = {}
+        for incarnation, (target, _) in sorted(self.targets.items()):
+            if incarnation in self.members:
+                for topic, numbers in target.partitions.items():
+                    for partition in ((topic, number) for number in numbers):
+                        if partition not in meant or self.owner(partition)[0].incarnation == incarnation:
+                            meant[partition] = incarnation
+        return meant
+
     def partitions(self) -> set[TopicPartition]:
         """The partitions that members read, or that have a checkpoint or a pause. A deleted group leaves owner keys
         behind, so an owner key alone does not count."""
@@ -114,3 +141,31 @@ class GroupState:
 
     def offsets(self, topic: str) -> dict[int, int]:
         return {number: each.offset for number, each in self.checkpoints_of(topic).items()}
+
+
+def read_partitions(folder: str, numbers: Collection[int]) -> Steps[list[Entry]]:
+    """The entries of these partitions in a folder of owners or checkpoints of one topic, those that are there.
+
+    Partitions with at most `GAP_MAX` others between them are read by one scan. So what is read is bounded by what was
+    asked for: at most `GAP_MAX` + 1 entries for each partition, and one call."""
+    found: list[Entry] = []
+    for first, last in _ranges(sorted(numbers)):
+        if first == last:
+            entry: Entry | None = yield Get(f"{folder}{first:05d}")
+            found += [] if entry is None else [entry]
+        else:
+            after = None if first == 0 else f"{folder}{first - 1:05d}"
+            found += yield Scan(folder, after, last - first + 1)
+    wanted = set(numbers)
+    return [entry for entry in found if partition_of(entry.key)[1] in wanted]
+
+
+def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of these ascending numbers, each with its first and its last."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number - runs[-1][1] <= GAP_MAX + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs

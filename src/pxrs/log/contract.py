@@ -337,6 +337,10 @@ class Log(ABC):
     """The log's address, without a password."""
     folder: Path | None = None
     """The directory in which the log is; None if it is in none."""
+    clock: Clock = SYSTEM
+    """Which clock the times of stored messages, and the schedule of upkeep, are read from."""
+    is_kept_by_server: bool = False
+    """Whether a server stands before this log and does its upkeep, so that no client may (W4)."""
     own_registry: str | os.PathLike[str] | None = None
     """The address of the registry that is kept with this log, which a hub has if no other is given. None: one must be
     given."""

@@ -1,6 +1,17 @@
 """Sending messages to a topic.
 
-`producer.py` has `Producer`: it collects messages into batches. `outgoing.py` has the batches that are on their way and
-the receipts that users wait for. `appender.py` gives a batch to the log, and tries again without storing it twice.
-`hashing.py` computes the partition of a key; `keyless.py` chooses one for messages without a key.
+A message goes through these files:
+
+1. `producer.py`: `Producer.send` checks its fields (`fields.py`) and adds it to the open chunk (`chunks.py`) of the
+   outbox (`outbox.py`); `Producer.send_batch` converts, splits and cuts a table (`tables.py`). The caller gets a
+   receipt (`receipts.py`).
+2. `sending.py`: the background thread takes chunks that are full or have waited long enough, chooses partitions
+   (`hashing.py` for messages with a key, `keyless.py` for others), sorts the rows and cuts them into batches.
+3. `appender.py`: encodes each batch once, gives it to the log, and resends it by its outcome.
+
+What it promises: messages of one partition are stored in the order in which one thread has sent them; a message is
+stored once however often its batch is resent (L4); a receipt, `flush` or `close` raises every error; what waits is
+bounded by `buffer_bytes` (X16); an interrupt at any moment leaves each message whole or not sent.
+
+Start reading at `producer.py`, then `outbox.py` for how senders and the background thread share state.
 """

@@ -32,7 +32,7 @@ from pxrs.log.batch import Origin, encode
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome, StoredAt
 from pxrs.log.producers import BATCHES_KEPT
-from pxrs.producer.outgoing import SentBatch
+from pxrs.producer.receipts import SentBatch
 
 Result = tuple[SentBatch, int | BaseException]
 """A batch, and its offset or why it has none."""

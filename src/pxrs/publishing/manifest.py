@@ -1,27 +1,29 @@
-"""The one moment at which a batch of a query becomes part of its topic (K1 to K3). No Spark in here.
+"""Publishing a batch: one commit to the registry makes it part of its topic, then its staged rows are appended (K1 to
+K3).
 
-The driver's commit writes a manifest into the registry, under a key of the query's own:
+The driver's commit writes the query's manifest (`records.py`). Before that commit the batch has no effect, whatever is
+staged; after it the batch will be published, by this driver or by another one. The staged files are appended by a
+producer of the query's own, whose epoch is the number of the batch and whose sequences count the pieces: an append that
+was made before is recognised, and not made again. So:
 
-    spark/<topic id>/<query>    the last batch: its staged files, what it has read, whether it is published
+- If a driver dies between the commit and the last append, and the batch is repeated with its rows in another order, no
+  row is lost or doubled: the repeated batch finds the manifest, finishes it, and discards its own staged files.
+- A batch with a smaller number comes of a checkpoint location that was restored, and is refused (K2). So is a batch
+with
+  the same number that has read something else, or that Spark has planned anew.
+- The same commit writes the checkpoints of the groups that the batch was read with, if they are in the same registry.
+It
+  expects the owner keys as they were when the batch was planned: a query that has lost a partition publishes nothing
+  of it (K3).
+- A registry that cannot be reached is called again for as long as the query's lease may live, and for `PATIENCE_S` at
+  least.
+- After a lost reply the same commit is made again. It expects the manifest's version, so at most one of the two commits
+  succeeds; after a conflict, the manifest in the registry tells whether the first one did.
 
-Before it the batch is nothing, whatever was staged; after it the batch will be published, whoever does it. Only then
-the files are appended to the topic, by a producer of the query's own whose epoch is the batch and whose sequences count
-the pieces: an append that was made before is found and not made again. So:
-
-- A driver that dies in between, and a replay whose rows come in another order, cannot lose or double a row: the replay
-  finds the manifest, finishes it, and throws its own staging away.
-- A batch with a smaller number is of a checkpoint location that was restored: refused (K2). So is one with the same
-  number that has read something else, or that Spark has planned anew.
-- What the batch has read of groups of the same registry is checkpointed in the same commit, fenced by the owners' keys:
-  a query that has lost a partition publishes nothing of it (K3).
-- A registry that cannot be reached is asked again for as long as the query's lease may live, and `PATIENCE_S` at least.
-- A reply that was lost: the very same commit is tried again. If the first one lands late, one of them conflicts, and
-  what is there says that it is ours.
-
-The manifest of a query that never came back is finished by the next one that writes to the topic; and before anybody
-publishes what follows in the same partitions, so that nothing of a hand-over is missing or comes late. One that cannot
-be read or finished stops its own query alone. Readers may see a part of a batch for a moment: the pieces are appended
-one after the other.
+If a query never comes back, its manifest is finished by the next query that writes to the topic. Before a batch is
+published, the manifests of other queries that have read of the same partitions are finished, so that what follows in a
+partition after a hand-over is not published before what precedes it. A manifest that cannot be read or finished stops
+only its own query. Readers may see a part of a batch for a moment: the pieces are appended one after the other.
 """
 
 from __future__ import annotations
@@ -54,9 +56,7 @@ from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import StoredAt
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.outage import UNREACHABLE, ride_out
-from pxrs.publishing.planning import Spans
 from pxrs.publishing.records import (
-    MANIFESTS,
     Manifest,
     Step,
     epochs_of,
@@ -73,49 +73,72 @@ from pxrs.registry.identity import fingerprint
 _logger = logging.getLogger(__name__)
 
 JOB: Final = "job-"
-"""So begin the names of writes that are no streams."""
+"""Prefix of the ids of writes that are no streams (`df.write`), which have one batch each."""
 _NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
 _UNFINISHABLE: Final = (BatchRefused, InvalidRecord, SequenceGap, UnknownProducer)
-"""What concerns one manifest. Everything else concerns the topic, or the place."""
+"""Errors that concern one manifest. All others concern the topic, its disk or the registry."""
 _DELETED_S: Final = 86_400.0
-"""How long what is left of a deleted topic stays at least: a topic may be newer than the list of them."""
+"""How long what is left of a deleted topic is kept at least: a topic may have been created after the topics were
+listed."""
 _JOB_S: Final = 86_400.0
-"""How long the manifest of a job stays at least: its commit may be tried again, and must find it."""
+"""How long the manifest of a job is kept at least: its commit may be repeated, and must find the manifest."""
 PATIENCE_S: Final = 15.0
-"""How long a registry that cannot be reached is asked again, at least: if the query's lease is longer, so long."""
+"""How long a registry that cannot be reached is called again; if the query's lease is longer, as long as that."""
 _TRIES_MAX: Final = 20
+"""How often a commit whose outcome is unknown is made again."""
+_LOOKS_MAX: Final = 100
+"""How often `publish` looks at the manifest again. Each time another driver of the same query has changed it, or this
+driver has finished what it found."""
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
 _TOGETHER_MAX: Final = 4
-"""How many pieces of one partition go into one append: fewer than a partition remembers of a producer."""
+"""How many pieces of one partition go into one append: fewer than the batches of a producer that a partition
+remembers."""
 
 RESTART: Final = (
     "The query's lease ran out, or another member took the partition, before the batch was finished. Start the query "
     "again: it reads the batch again with the same offsets, and nothing is lost or doubled"
 )
-"""What is said of a batch that cannot be published any more by those who read it."""
+"""The advice for a batch whose partitions were lost before it was published."""
 
 
 def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
-    """Remove what queries have left of a topic that was deleted, by its id: their manifests, and what they staged."""
+    """Remove the manifests of a deleted topic, which is named by its id, and what was staged for it."""
     for entry in registry.scan(manifests_of(topic)):
         registry.commit(delete=[entry.key])
     staging.forget_topic(topic)
 
 
 def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collection[str]) -> None:
-    """Remove what came after the deletion of a topic, when a day has passed: tasks and drivers hear late of it.
+    """Remove what tasks and drivers have staged or committed for a topic after its deletion, when a day has passed:
+    they may notice the deletion late.
 
-    topics: the ids of those that are there. What was one is known by its folder: the keys alone may be of a topic of
-    another log, which shares the registry."""
+    topics: the ids of the topics that exist. Deleted ones are known by the staging place: a manifest alone may be that
+    of a topic of another log which shares the registry."""
     before = time.time() - _DELETED_S
     for topic in staging.topics():
         if topic not in topics and max(staging.changed_at(topic), _written_at(registry, topic)) < before:
             forget_topic(registry, staging, topic)
 
 
+def needed_batches(registry: Registry, topic: str) -> dict[str, int | None]:
+    """By query, the batch of the topic with this id that its manifest names and that is not published, so that its
+    staged files are needed; None if the manifest is damaged: any batch of that query may be needed."""
+    needed: dict[str, int | None] = {}
+    for entry in registry.scan(f"spark/{topic}/"):
+        query = entry.key.rpartition("/")[2]
+        try:
+            manifest = Manifest.load(entry)
+        except RegistryCorrupt:  # the query's own publisher tells of it
+            needed[query] = None
+            continue
+        if not manifest.is_published:
+            needed[query] = manifest.batch
+    return needed
+
+
 def _written_at(registry: Registry, topic: str) -> float:
-    """When the last manifest of the topic was written."""
+    """When the last manifest of the topic was written, in seconds since 1970; 0 if there is none."""
     last = 0.0
     for entry in registry.scan(manifests_of(topic)):
         with contextlib.suppress(RegistryCorrupt):
@@ -123,31 +146,9 @@ def _written_at(registry: Registry, topic: str) -> float:
     return last
 
 
-def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:
-    """Which of these ranges of a group's topic a manifest in this registry names, and whether its query keeps state.
-
-    A query's manifest names its last batch, and the commit that wrote it moved the group's checkpoints to the ends of
-    these ranges. So whoever publishes this batch again does nothing. Only a manifest that names the very range and the
-    epoch under which it was planned counts: offsets alone may be of another query, from before a reset."""
-    place = f"{group}/{topic}"
-    found: dict[int, bool | None] = {}
-    for entry in registry.scan(MANIFESTS):
-        if entry.key.count("/") != 2:  # the keys of manifests are spark/<topic id>/<query>
-            continue
-        try:
-            manifest = Manifest.load(entry)
-        except RegistryCorrupt as error:
-            _logger.warning("whether this query's last batch is published cannot be told from %s: %s", entry.key, error)
-            continue
-        ranges, epochs = manifest.ranges.get(place, {}), manifest.epochs.get(place, {})
-        for number, span in spans.items():
-            if ranges.get(str(number)) == [span.start, span.end] and epochs.get(str(number)) == span.epoch:
-                found[number] = manifest.has_state
-    return found
-
-
 class Publisher:
-    """Publishes batches to one topic. One at a time for each query; a second one that tries the same does no harm."""
+    """Publishes batches to one topic. A query has one driver at a time; a second driver that publishes the same batch
+    does no harm."""
 
     def __init__(self, registry: Registry, topic: TopicLog, staging: Staging) -> None:
         self._registry, self._topic, self._staging = registry, topic, staging
@@ -156,11 +157,11 @@ class Publisher:
         self._registry_id = ""
         self._patience_s = PATIENCE_S
         self._strangers: set[str] = set()
-        """Groups of other registries, of which was told."""
+        """Groups in other registries, of which a warning was logged."""
         self._unfinished: dict[str, int] = {}
-        """Of other queries, the versions of the manifests that were not published at the last look."""
+        """By query, the version of the manifest that `_finish_before` last found unpublished and left to its driver."""
         self._given_up: dict[str, int] = {}
-        """Of other queries, the versions of the manifests that cannot be finished, of which was told."""
+        """By query, the version of a manifest that cannot be read or finished, of which an error was logged."""
 
     def publish(
         self,
@@ -171,18 +172,18 @@ class Publisher:
         planned: str = "",
         has_state: bool | None = None,
     ) -> None:
-        """Make the batch part of the topic, once. Durable and visible when it returns.
+        """Make the batch part of the topic, once. All its rows are durable and visible when this returns.
 
         planned:   a hash of Spark's plan of the batch, which is the same whenever Spark repeats it.
         has_state: whether the query keeps state; None if that is not known.
-        Raises BatchRefused, PartitionLost; RegistryUnavailable if the registry stayed away, OutcomeUnknown if it did
-        not say whether it took the batch."""
+        Raises BatchRefused, PartitionLost; RegistryUnavailable if the registry could not be reached, OutcomeUnknown if
+        it is not known whether the batch was committed."""
         self._patience_s = max([PATIENCE_S, *(feed.lease_s for feed in feeds)])
         ranges, epochs = ranges_of(feeds), epochs_of(feeds)
         ours = Manifest(batch, list(files), ranges, planned=planned, epochs=epochs, has_state=has_state)
         feeds = [feed for feed in feeds if self._is_ours(feed)]
         self._finish_before(query, ours)
-        while True:
+        for _ in range(_LOOKS_MAX):
             entry = self._get(self._prefix + query)
             last = None if entry is None else _load(entry)
             step = step_for(query, last, ours)
@@ -193,12 +194,12 @@ class Publisher:
             if step is Step.FINISH_THEN_LOOK:
                 continue  # finishing has changed the manifest's version, and another driver may have gone on since
             if not files and not any(ours.ranges.values()):
-                # Nothing was read or made, and nothing is written down: if the batch is repeated, it may read more.
+                # The batch has neither input nor output. No manifest is written, because a repetition may read more.
                 self._staging.clear(self._topic.id, query, batch)
                 return
             if not self._staging.make_durable(self._topic.id, query, batch, files):
                 if self._get(self._prefix + query) != entry:
-                    continue  # another driver of this query has published the batch, and cleared up
+                    continue  # another driver of this query has published the batch, and removed the staged files
                 raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
             ends = self._topic.ends()
             ours = replace(ours, ends=ends, at=time.time())
@@ -207,10 +208,14 @@ class Publisher:
                 self._staging.keep_topic(self._topic.id)
                 self._finish_own(query, ours, version)
                 return
+        raise BatchRefused(
+            f"query {query}: other drivers have changed its manifest {_LOOKS_MAX} times while this one came with batch "
+            f"{batch}. Run one driver for each checkpoint location"
+        )
 
     def finish_others(self) -> None:
-        """Publish what queries have left behind that died between their manifest and their last append, and collect
-        what they have staged for nothing."""
+        """Finish the manifests of queries that died between their commit and their last append, and remove staged files
+        that no manifest names."""
         needed: dict[str, int | None] = {}
         for entry in self._scan(self._prefix):
             query, manifest = query_of(entry.key), self._load_other(entry)
@@ -220,12 +225,13 @@ class Publisher:
                 needed[query] = manifest.batch
                 self._finish_other(query, manifest, entry.version)
             elif query.startswith(JOB) and time.time() - manifest.at > _JOB_S:
-                self.forget(query)  # its driver died before it could
+                self.forget(query)  # the job's driver died before it removed its manifest
         self._staging.sweep(self._topic.id, needed)
 
     def _finish_before(self, query: str, ours: Manifest) -> None:
-        """Publish what others have left behind in the partitions that this batch reads on; else it would come late, or
-        never. What somebody is still publishing in other partitions is left to him until the next batch."""
+        """Finish the manifests of other queries that have read of the same partitions as this batch: their rows precede
+        those of this batch. A manifest that concerns other partitions is left to its own driver first, and is finished
+        here if it is still unfinished at the next batch."""
         unfinished = {}
         for entry in self._scan(self._prefix):
             other = query_of(entry.key)
@@ -240,7 +246,7 @@ class Publisher:
         self._unfinished = unfinished
 
     def _load_other(self, entry: Entry) -> Manifest | None:
-        """None if it is damaged. Of that is told once."""
+        """None if the manifest is damaged, which is logged once."""
         query = query_of(entry.key)
         try:
             return Manifest.load(entry)
@@ -255,7 +261,7 @@ class Publisher:
             return
         try:
             self._finish(query, manifest, version)
-        except _UNFINISHABLE as error:  # it can stop nobody but its own query, which will hear of it
+        except _UNFINISHABLE as error:  # raised for its own query when that comes back, and only logged here
             self._given_up[query] = version
             _logger.error("batch %d of query %s, left unfinished, stays so: %s", manifest.batch, query, error)
 
@@ -269,7 +275,8 @@ class Publisher:
             ) from error
 
     def forget(self, query: str) -> None:
-        """A write that is no stream has no next batch. It is published: that its key stays must not make it fail."""
+        """Remove the manifest of a job, which has no next batch. A failure is only logged, because the job's rows are
+        published."""
         try:
             self._registry.commit(delete=[self._prefix + query])
         except RegistryError as error:
@@ -301,7 +308,7 @@ class Publisher:
         return ride_out(lambda: self._registry.scan(prefix), self._patience_s)
 
     def _commit(self, expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
-        """Tried again while the outcome is unknown: if it landed after all, the next try meets it as a conflict."""
+        """Commit, again while the outcome is unknown. If an earlier try took effect, the next one raises Conflict."""
         pause, pause_max = _PAUSE_S
         unknown: OutcomeUnknown | None = None
         for _ in range(_TRIES_MAX):
@@ -312,7 +319,7 @@ class Publisher:
             except RegistryUnavailable as error:
                 if unknown is None:
                     raise
-                raise unknown from error  # this try had no effect, but an earlier one may have had, or still has
+                raise unknown from error  # this try had no effect, but an earlier one may have had, or may have yet
             time.sleep(pause)
             pause = min(2 * pause, pause_max)
         assert unknown is not None
@@ -321,7 +328,7 @@ class Publisher:
     # The manifest.
 
     def _write(self, query: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
-        """The version of the manifest as written; None if there is one of this batch."""
+        """The version of the manifest as written; None if the registry has a manifest of this batch already."""
         key = self._prefix + query
         parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
@@ -332,7 +339,7 @@ class Publisher:
         except Conflict as conflict:
             entry = self._get(key)
             if entry is not None and _load(entry).batch == manifest.batch:
-                return None  # by a try whose reply was lost, or by another driver
+                return None  # written by a try whose reply was lost, or by another driver
             raise _refusal(query, manifest, conflict, checkpoints) from conflict
 
     def _add_checkpoints(self, feed: Feed, parts: dict[str, CheckpointWrite]) -> None:
@@ -360,7 +367,7 @@ class Publisher:
     # The appends.
 
     def _finish(self, query: str, manifest: Manifest, version: int) -> None:
-        """Append what the manifest names, unless that is done."""
+        """Append what the manifest names, unless it is published, and remove what was staged for it."""
         if not manifest.is_published:
             try:
                 self._append(query, manifest)
@@ -370,7 +377,7 @@ class Publisher:
             done = replace(manifest, files=[], is_published=True, ends=[])
             try:
                 self._commit({self._prefix + query: version}, {self._prefix + query: done.dump()})
-            except Conflict:  # another one has finished it too, and may have gone on
+            except Conflict:  # another driver has finished the manifest too, and may have committed the next batch
                 self._check_published(query, manifest)
         self._staging.clear(self._topic.id, query, manifest.batch)
 
@@ -415,7 +422,7 @@ def _was_stored(error: Exception, appends: Sequence[Append]) -> bool:
 
 
 def _load(entry: Entry) -> Manifest:
-    """A manifest that is damaged concerns its own query alone, which hears what to do."""
+    """Raise BatchRefused, with what to do, if the query's own manifest is damaged."""
     try:
         return Manifest.load(entry)
     except RegistryCorrupt as error:

@@ -1,8 +1,8 @@
-"""Calls to a registry that are made again while it cannot be reached, instead of ending a streaming query.
+"""Registry calls that are repeated while the registry cannot be reached, instead of ending a streaming query.
 
-A query stays the owner of its partitions until its lease ends, so an outage that is shorter than the lease need not end
-it. Only calls that had no effect (RegistryUnavailable), or that may be made twice by their own design, come through
-here. Every wait has a bound: when it is over, the last error is raised.
+A query owns its partitions until its lease ends, so an outage that is shorter than the lease need not end the query. A
+call is repeated only if it had no effect (RegistryUnavailable), or if the caller says that it may be made twice. Every
+wait has a bound: after it, the last error is raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNREACHABLE: Final = (RegistryUnavailable, OutcomeUnknown)
-"""The errors of `ride_out` for calls that may be made twice."""
+"""The errors after which `ride_out` repeats a call that may be made twice."""
 _PAUSE_S: Final = (0.05, 1.0)
 """Between two calls: the first pause, doubled each time, and the longest."""
 
@@ -29,10 +29,10 @@ def ride_out(
     may_wait: Callable[[], bool] = lambda: True,
     errors: tuple[type[Exception], ...] = (RegistryUnavailable,),
 ) -> T:
-    """What `call` returns. It is made again after these errors for up to `patience_s` since the first one of them.
+    """The result of `call`, which is repeated after these errors for up to `patience_s` after the first one of them.
 
-    may_wait: asked before each pause; the last error is raised as soon as it says no.
-    errors:   with OutcomeUnknown among them, `call` must be one that may be made twice."""
+    may_wait: called before each pause; if it returns False, the last error is raised.
+    errors:   if OutcomeUnknown is among them, `call` must be one that may be made twice."""
     pause, pause_max = _PAUSE_S
     until: float | None = None
     while True:
@@ -50,5 +50,5 @@ def ride_out(
 
 
 def with_advice(error: Exception, message: str) -> RegistryError:
-    """An error of the same kind, with a message for those who run a query: an unknown outcome stays unknown."""
+    """An error of the same kind with this message: an unknown outcome stays unknown."""
     return OutcomeUnknown(message) if isinstance(error, OutcomeUnknown) else RegistryUnavailable(message)

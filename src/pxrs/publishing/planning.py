@@ -1,17 +1,16 @@
-"""What a query reads next: pure functions on offsets, without Spark, a log or a clock.
+"""What a streaming query reads next: pure functions on offsets, without Spark, a log or a clock.
 
-Spark keeps one JSON text for each micro-batch: how far it has come when the batch is done. Ours names for each
-partition the last range that the query took, with the epoch under which it owned it (K3):
+For each micro-batch, Spark keeps one JSON text that says how far the query has come when the batch is finished. Ours
+names, for each partition, the last range that the query took and the epoch of the owner key at that time (K3):
 
     {"topic": "<id>", "partitions": {"0": [epoch, start, end], ...}}
 
-A batch is what differs between two of them. So a partition that went to somebody else and came back may go on at
-another place than where this query left it, and a batch that Spark repeats after a crash names exactly what it read
-the first time.
+A batch reads what differs between two of these texts. So a partition that another member owned in between may go on at
+another offset than where this query left it, and a batch that Spark repeats after a crash reads the same offsets again.
 
-Two checkpoints tell how far the work is: Spark's, in its checkpoint location, and the group's, in the registry. Spark's
-may be ahead by what was finished just before a crash; the group's may be ahead if somebody else went on, or if the
-group was reset. `resume_at` and `may_replay` say which one counts, and when neither does.
+There are two checkpoints: Spark's, in its checkpoint location, and the group's, in the registry. Spark's may be ahead
+by what was finished just before a crash; the group's may be ahead if another member went on, or if the group was reset.
+`resume_at` and `may_replay` decide which one counts, and raise CheckpointsDiffer if neither can.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ Offsets = str | dict[int, int]
 REPLACED: Final = (
     "Start the query with a new checkpoint location: its group then begins the new topic where startingOffsets says"
 )
-"""How a query goes on whose topic is another one now."""
+"""The advice for a query whose topic was deleted and created again."""
 TASK_IDS: Final = 100_000
-"""A task of a table has at most so many ids, unless the table needs more than `TABLE_TASKS_MAX` tasks then: about a
+"""How many ids of a table one task reads at most, unless that would take more than `TABLE_TASKS_MAX` tasks: about a
 second's work, against which the cost of a task and of its connection is small."""
 TABLE_TASKS_MAX: Final = 256
-"""A bound for tables whose ids are far apart; of a larger table, each task reads more."""
+"""How many tasks read a table at most by default; of a table with more ids, each task reads more of them."""
 
 
 class Span(NamedTuple):
-    """Offsets of one partition, taken under an epoch of its owner."""
+    """Offsets of one partition, and the epoch of its owner key when a query took them."""
 
     epoch: int
     start: int
@@ -73,8 +72,8 @@ def resolve_within(
     option: str,
     is_allowed: Callable[[int], bool] | None = None,
 ) -> dict[int, int]:
-    """What a user gave for the offsets of all partitions, as numbers. Raises InvalidOption if a partition is missing or
-    unknown, or an offset is beyond the end.
+    """The offsets that a user has given for all partitions, as numbers. Raises InvalidOption if a partition is missing
+    or unknown, or if an offset is beyond the end.
 
     extents: by partition, its first offset and its end; is_allowed: whether an offset beyond the end may be given."""
     numbers = range(len(extents))
@@ -92,12 +91,13 @@ def resolve_within(
 
 
 def dump_offset(topic: str, spans: Mapping[int, Span]) -> dict[str, Any]:
-    """As Spark keeps it. The same spans give the same text: Spark compares the texts."""
+    """The offset as Spark keeps it. Equal spans give equal texts, because Spark compares the texts."""
     return {"topic": topic, "partitions": {str(number): list(spans[number]) for number in sorted(spans)}}
 
 
 def load_offset(offset: Mapping[str, Any], topic: str, name: str) -> Spans:
-    """Raises CheckpointsDiffer if it is of another topic than that with this id."""
+    """The spans of an offset that Spark has kept. Raises CheckpointsDiffer if its topic has another id than this
+    one."""
     if offset.get("topic") != topic:
         raise CheckpointsDiffer(
             f"the topic {name} was deleted and made again since Spark wrote its checkpoint, or the query has read "
@@ -107,53 +107,57 @@ def load_offset(offset: Mapping[str, Any], topic: str, name: str) -> Spans:
 
 
 def batch_between(start: Mapping[int, Span], end: Mapping[int, Span]) -> Spans:
-    """What a batch reads that leads from the one to the other."""
+    """What the batch reads after which the query has come from `start` to `end`."""
     return {number: span for number, span in end.items() if start.get(number) != span and span.start < span.end}
 
 
-def resume_at(finished: Span | None, checkpoint: Checkpoint, is_shared: bool, place: str) -> int:
-    """Where a partition goes on, given what Spark has finished of it and the group's checkpoint after the claim.
+def resume_at(finished: Span | None, checkpoint: Checkpoint, is_shared: bool, partition: str) -> int:
+    """The offset at which a partition goes on, given what Spark has finished of it and the group's checkpoint after the
+    claim.
 
-    A person's reset counts, if it came later than Spark's last range. Else the one that is further ahead; but for a
-    query that is alone in its group nobody else can have gone further, so there an old checkpoint location was
-    restored: its state lacks what the group counts as done. Raises CheckpointsDiffer."""
+    A reset by a person counts if it came after Spark's last range. Otherwise the checkpoint that is further ahead
+    counts. If the query is alone in its group, no other member can have gone further: a group's checkpoint that is
+    ahead then means that an old checkpoint location was restored, whose state lacks what the group counts as done, and
+    CheckpointsDiffer is raised. partition: as `<topic>/<number>`, for the error."""
     if finished is None:
         return checkpoint.offset
     if checkpoint.by in BY_HAND and checkpoint.epoch > finished.epoch:
         return checkpoint.offset
     if checkpoint.offset > finished.end and not is_shared:
         raise CheckpointsDiffer(
-            f"{place}: Spark's checkpoint ends at offset {finished.end}, the group's at {checkpoint.offset}: an old "
-            f"checkpoint location was restored, or somebody else consumed in this group. {_advice(finished.end)}"
+            f"{partition}: Spark's checkpoint ends at offset {finished.end}, the group's at {checkpoint.offset}: an "
+            f"old checkpoint location was restored, or somebody else consumed in this group. {_advice(finished.end)}"
         )
     return max(checkpoint.offset, finished.end)
 
 
 def is_reached(span: Span, checkpoint: Checkpoint) -> bool:
-    """Whether the group counts a batch's range as done. A person's reset says nothing about the batch."""
+    """Whether the group's checkpoint is at the end of a batch's range, and was not put there by a person's reset."""
     return checkpoint.offset == span.end and checkpoint.by not in BY_HAND
 
 
-def may_replay(span: Span, finished: Span | None, checkpoint: Checkpoint, is_shared: bool, place: str) -> bool:
-    """Whether a batch that Spark repeats may read this range again: nobody else has gone on from where it begins.
+def may_replay(span: Span, finished: Span | None, checkpoint: Checkpoint, is_shared: bool, partition: str) -> bool:
+    """Whether a batch that Spark repeats may read this range again: it may if the group is still where the range
+    begins.
 
-    The group's checkpoint may stand at its end (`is_reached`): then the sink has published the batch together with the
-    checkpoint and will do nothing more. Only the query's state is made from these rows again; in a shared group there
-    is none. False: read nothing of it. Raises CheckpointsDiffer if the query is alone."""
+    If the group's checkpoint is at the end of the range (`is_reached`), the sink has published the batch together with
+    the checkpoint, and ignores the repeated rows. Only the state of the query is rebuilt from them, and a query in a
+    shared group has no state. False: the batch reads nothing of this range. Raises CheckpointsDiffer instead if the
+    query is alone in its group."""
     if is_reached(span, checkpoint):
         return not is_shared
-    if resume_at(finished, checkpoint, True, place) == span.start:
+    if resume_at(finished, checkpoint, True, partition) == span.start:
         return True
     if is_shared:
         return False
     raise CheckpointsDiffer(
-        f"{place}: Spark repeats the offsets {span.start} to {span.end - 1}, and the group's checkpoint is "
+        f"{partition}: Spark repeats the offsets {span.start} to {span.end - 1}, and the group's checkpoint is "
         f"{checkpoint.offset}. {_advice(span.start)}"
     )
 
 
 def _advice(offset: int) -> str:
-    # A topic and a file sink know the numbers of the batches that they have: those would be refused, or left out.
+    # A topic and a file sink know which batch numbers they have: those would be refused, or silently not be written.
     return (
         "Start with a new checkpoint location, and leave the group as it is. Only if the sink is neither a pxrs topic "
         f"nor files can you follow Spark instead: reset the group to offset {offset}"
@@ -161,10 +165,11 @@ def _advice(offset: int) -> str:
 
 
 def share_out(available: Mapping[int, int], rows_max: int) -> dict[int, int]:
-    """How many rows of each partition, at most so many together: one of each, and the rest by what each has more.
+    """How many rows of each partition a batch of at most `rows_max` rows has: one of each partition, and the rest in
+    proportion to what each of them has.
 
-    So a short partition has its turn, however much comes into a long one. If there are more partitions than rows, the
-    first have one: `first_of` chooses them."""
+    So a partition with few rows is read in every batch, however many rows the others have. If there are more partitions
+    than rows, the first partitions have one row each: `first_of` chooses them."""
     wanted = min(rows_max, sum(available.values()))
     shares = {number: min(count, 1) for number, count in available.items()}
     for number in [number for number, share in shares.items() if share][rows_max:]:
@@ -174,7 +179,7 @@ def share_out(available: Mapping[int, int], rows_max: int) -> dict[int, int]:
     if rest:
         for number, count in more.items():
             shares[number] += count * rest // total
-    # What rounding left goes to those of which most is left.
+    # What rounding has left over goes to the partitions with the most rows left.
     left = wanted - sum(shares.values())
     for number in sorted(more, key=lambda number: shares[number] - available[number])[:left]:
         shares[number] += 1
@@ -182,13 +187,14 @@ def share_out(available: Mapping[int, int], rows_max: int) -> dict[int, int]:
 
 
 def first_of(available: Iterable[int], after: int, count_max: int) -> list[int]:
-    """Up to so many partitions, beginning behind `after` and going round, so that each has its turn."""
+    """Up to `count_max` partitions in turn: those with numbers above `after` first, then the others."""
     ordered = sorted(available, key=lambda number: (number <= after, number))
     return ordered[:count_max]
 
 
 def gather(ranges: Sequence[Range], rows_min: int) -> list[list[Range]]:
-    """Tasks of one range each; short ones together until they have so many rows, because a task has a fixed cost."""
+    """The ranges of each task. A task has one range, or several short ones until it has `rows_min` rows, because a task
+    has a fixed cost."""
     tasks: list[list[Range]] = []
     rows = rows_min
     for each in ranges:
@@ -201,7 +207,8 @@ def gather(ranges: Sequence[Range], rows_min: int) -> list[list[Range]]:
 
 
 def split(ranges: Sequence[Range], count_min: int | None) -> list[Range]:
-    """The same offsets in at least so many tasks, as far as there are rows: the longest ranges are cut most."""
+    """The same offsets cut into at least `count_min` ranges, as far as there are rows; long ranges are cut more
+    often."""
     if count_min is None or not ranges or len(ranges) >= count_min:
         return list(ranges)
     total = sum(each.end - each.start for each in ranges)
@@ -216,9 +223,9 @@ def split(ranges: Sequence[Range], count_min: int | None) -> list[Range]:
 
 
 def split_ids(ranges: Iterable[Range], count_min: int | None) -> list[IdRange]:
-    """Tasks that together read each id once that is in the range of any partition.
+    """The ranges of ids of the tasks that together read every id once that is in the range of any partition.
 
-    count_min: at least so many tasks, as far as there are ids. By default as many as `TASK_IDS` asks for."""
+    count_min: at least so many tasks, as far as there are ids. By default, `TASK_IDS` decides."""
     merged: list[IdRange] = []
     for _, start, end in sorted(ranges, key=lambda each: each.start):
         if start >= end:

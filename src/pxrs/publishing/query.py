@@ -30,7 +30,7 @@ from pxrs.group.positions import check_start
 from pxrs.group.records import Checkpoint, Home, Keys, partition_of
 from pxrs.log.contract import Source
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.manifest import RESTART, published_spans
+from pxrs.publishing.manifest import RESTART
 from pxrs.publishing.membership import Membership, QueryOptions
 from pxrs.publishing.planning import (
     Offsets,
@@ -44,6 +44,7 @@ from pxrs.publishing.planning import (
     resume_at,
     share_out,
 )
+from pxrs.publishing.records import published_spans
 from pxrs.registry.contract import Registry
 
 _logger = logging.getLogger(__name__)

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from pxrs.errors import BatchRefused, RegistryCorrupt
 from pxrs.publishing.feed import Feed
-from pxrs.registry.contract import Entry
+from pxrs.publishing.planning import Spans
+from pxrs.registry.contract import Entry, Registry
+
+_logger = logging.getLogger(__name__)
 
 MANIFESTS: Final = "spark/"
 """The prefix of all manifests. Spark was the first user of this package; the name stays because stored keys have it."""
@@ -51,7 +55,7 @@ class Event(enum.Enum):
 
     COMMIT = "a driver commits the next batch, together with the group's checkpoints"
     FINISH = "all pieces are appended"
-    FORGET = "the job is over, or the topic was deleted a day ago"
+    FORGET = "the write was a job, which has no next batch"
 
 
 TRANSITIONS: Final[Mapping[tuple[ManifestState, Event], ManifestState]] = {
@@ -161,12 +165,12 @@ def _check_repeat(query: str, last: Manifest, ours: Manifest) -> None:
             "location was restored. Restore the last one; or start with a new one, and have the source begin "
             "behind what is in the topic"
         )
-    for place, ranges in ours.ranges.items():
+    for source, ranges in ours.ranges.items():
         for number, read in ranges.items():
-            if last.ranges.get(place, {}).get(number) != read:
+            if last.ranges.get(source, {}).get(number) != read:
                 raise BatchRefused(
                     f"query {query} repeats batch {ours.batch} with other input: offsets {read[0]} to {read[1]} of "
-                    f"{place}/{number}. Start with a new checkpoint location"
+                    f"{source}/{number}. Start with a new checkpoint location"
                 )
 
 
@@ -188,4 +192,28 @@ def epochs_of(feeds: Sequence[Feed]) -> dict[str, dict[str, int]]:
 
 def have_common_partitions(one: Ranges, other: Ranges) -> bool:
     """Whether two batches have read of the same partition of the same group."""
-    return any(parts.keys() & other.get(place, {}).keys() for place, parts in one.items())
+    return any(parts.keys() & other.get(source, {}).keys() for source, parts in one.items())
+
+
+def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:
+    """By partition, which of these ranges of a group's topic a manifest in this registry names, and whether the query
+    of that manifest keeps state (None: not known).
+
+    A query's manifest names its last batch, and the commit that wrote it moved the group's checkpoints to the ends of
+    these ranges. So publishing this batch again has no effect. A manifest counts only if it names the same range and
+    the same epoch: the same offsets may have been read by another query, before a reset."""
+    source = f"{group}/{topic}"
+    found: dict[int, bool | None] = {}
+    for entry in registry.scan(MANIFESTS):
+        if entry.key.count("/") != 2:  # the keys of manifests are spark/<topic id>/<query>
+            continue
+        try:
+            manifest = Manifest.load(entry)
+        except RegistryCorrupt as error:
+            _logger.warning("whether this query's last batch is published cannot be told from %s: %s", entry.key, error)
+            continue
+        ranges, epochs = manifest.ranges.get(source, {}), manifest.epochs.get(source, {})
+        for number, span in spans.items():
+            if ranges.get(str(number)) == [span.start, span.end] and epochs.get(str(number)) == span.epoch:
+                found[number] = manifest.has_state
+    return found

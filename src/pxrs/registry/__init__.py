@@ -1,17 +1,18 @@
-"""The coordination kernel: versioned keys, compare-and-commit of several keys at once, leases and watches.
+"""The coordination kernel: versioned keys, multi-key compare-and-commit, leases and watches on any store.
 
-A registry holds keys, which are slash paths, and values, which are bytes. Every write gives its key a new version, and
-a commit names the versions that it expects: it changes all its keys, or none. A lease proves that its holder is alive,
-and the ephemeral keys of a lease are deleted with it. A watch tells that something below a prefix has changed, never
-what.
+    with registry.open("postgresql://me@db/coordination") as store:
+        version = store.commit(put={"config/rate": b"10"})["config/rate"]
+        store.commit(expect={"config/rate": version}, put={"config/rate": b"20"})   # or Conflict
 
-What every registry promises is written in `contract.py` and proved by `pxrs.testing.registry_contract`, which runs over
-each of the stores: memory, files, SQLite, PostgreSQL, Oracle, etcd, ZooKeeper. A call either had its effect, or raises
-an error that says that it had none, or raises OutcomeUnknown.
+What it promises is in `contract.py`, and `pxrs.testing.registry_contract` proves it for every backend. Groups, queues
+and the Spark sink are written over this contract alone and never ask which store they run on.
 
-Start reading at `contract.py`; `memory.py` is the shortest implementation. An installed package adds a store of its own
-by an entry point of the group `pxrs.registries`: the name is the scheme, the object a function that takes an `Address`
-and returns a `Registry`.
+Where to start reading: `contract.py` (the class `Registry`), `lease.py` and `renewal.py` (leases and what keeps them
+alive), `watch.py`, then a backend. `memory.py` is the shortest one. In each of the folders `file/`, `sql/`, `etcd/` and
+`zookeeper/`, `registry.py` is the backend's `Registry` and `lease.py` its leases. docs/registry.md is for users.
+
+An installed package adds a store of its own by an entry point of the group `pxrs.registries`: the name is the scheme,
+the object a function that takes an `Address` and returns a `Registry`.
 """
 
 from __future__ import annotations

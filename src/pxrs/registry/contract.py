@@ -1,34 +1,33 @@
-"""The registry: a small coordination kernel that everything else is written over, once.
+"""The contract of a registry: a small coordination kernel over which groups, queues and the Spark sink are written.
 
-It holds versioned keys, changes several of them together or not at all, gives leases, and wakes those
-who watch. Nothing above it knows which store it is; nothing in it knows what the keys mean.
+A registry holds versioned keys, changes several of them together or not at all, gives leases, and wakes watches after a
+change. The code above it does not know which store it runs on, and no backend knows what the keys mean.
 
 What every backend keeps, and `pxrs.testing` proves:
 - `get` and `commit` are linearizable. `scan` gives for every key a value that was current at some moment during
-  the call and misses nothing committed before it; it is not one moment's picture (R1).
-- A version changes with every write. It is not used again while the key lives, and a *guard* must be a persistent
-  key that is never deleted (R4): ZooKeeper counts a re-created key from the start.
-- A commit that names a lease happens only while that lease lives, decided together with the commit (R3).
-- A key is persistent or ephemeral as its last write made it. A lease's end removes its keys, as a commit would.
-- An error other than `OutcomeUnknown` means that nothing was written. Nothing is retried that might happen twice (R5).
+  the call and misses nothing committed before it; the values of two keys may be of different moments (R1).
+- A version changes with every write and is not used again while the key exists. A *guard*, a key whose version fences
+  writes, must be persistent and never deleted (R4): ZooKeeper counts the versions of a re-created key from the start.
+- A commit that names a lease happens only while that lease is alive; the store decides both in one step (R3).
+- The last write of a key makes it persistent or ephemeral. The end of a lease removes its ephemeral keys in one step.
+- An error other than `OutcomeUnknown` means that nothing was written. A request that could take effect twice is never
+  sent twice (R5).
+- A lease that this handle does not renew outlives the handle and its process, until its expiry (W2).
 
-A backend implements the methods that begin with an underscore; the public ones here check the arguments, so that
-bad input gets the same error everywhere and never reaches a store.
+A backend implements the abstract methods, whose names begin with an underscore. The public methods here check the
+arguments, so that invalid input raises the same error on every backend and never reaches a store.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import re
 import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -38,92 +37,43 @@ from pxrs import arguments, dropped
 from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import (
     Closed,
-    CommitTooLarge,
     InvalidArgument,
     InvalidCommit,
     InvalidKey,
     UsedAfterFork,
-    ValueTooLarge,
 )
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
 from pxrs.registry.limit import check_time
 from pxrs.registry.renewal import Renewer
-from pxrs.registry.watch import Watch
+from pxrs.registry.values import ABSENT, Commit, Entry, Limits, check_commit, check_key, check_prefix
+from pxrs.registry.watch import PrefixWatch, SharedWatches, Watch
 
-ABSENT: Final = 0
-"""As an expected version: the key is not there. No key that is there has this version."""
+__all__ = ["ABSENT", "Commit", "Entry", "Limits", "Registry"]
 
-KEY_BYTES_MAX: Final = 512
 TIMEOUT_S_DEFAULT: Final = 10.0
 CLOSERS_MAX: Final = 16
-# Printable ASCII without the space, and without `;`, which marks folders in ZooKeeper.
-_SEGMENT = re.compile(r"[!-.0-:<-~]+")
+"""How many leases `close` ends at the same time."""
 _EMPTY: Final[Mapping[str, bytes]] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A key as it was at some moment."""
-
-    key: str
-    value: bytes
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one commit may hold on this store. Callers that have more split it."""
-
-    commit_keys_max: int
-    """How many different keys one commit may name, expected and written together, the lease aside."""
-    commit_bytes_max: int
-    """How many bytes the keys and values of one commit may have together."""
-    value_bytes_max: int
-    key_bytes_max: int = KEY_BYTES_MAX
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A commit's arguments, checked. No key is in two of `put`, `ephemeral` and `delete`."""
-
-    expect: Mapping[str, int]
-    put: Mapping[str, bytes]
-    ephemeral: Mapping[str, bytes]
-    delete: frozenset[str]
-    lease: Lease | None
-    quiet: bool
-    keys: tuple[str, ...] = field(init=False)
-    """Every key it names, in key order."""
-
-    def __post_init__(self) -> None:
-        keys = sorted({*self.expect, *self.put, *self.ephemeral, *self.delete})
-        object.__setattr__(self, "keys", tuple(keys))
-
-    @property
-    def written(self) -> dict[str, bytes]:
-        return {**self.put, **self.ephemeral}
-
-    @property
-    def changed(self) -> list[str]:
-        """Every key it writes or deletes."""
-        return [*self.put, *self.ephemeral, *self.delete]
 
 
 class Registry(ABC):
     """A handle to a store. Threads share it; a forked child must open its own.
 
-    Close it. It keeps the leases and watches that it gave out, and closes itself, with a ResourceWarning, if nobody has
-    it or one of them any more; on stores whose driver's threads keep the handle, it stays open until the process ends.
+    Close it. A handle refers to the leases that it renews and to its watches. A handle that is garbage-collected with
+    all of them closes itself, with a ResourceWarning; on stores whose driver's threads refer to the handle, it stays
+    open until the process ends.
+
+    The class has a few more methods than others here, because each public method has its counterpart for backends.
     """
 
     limits: Limits
     timeout_s: float = TIMEOUT_S_DEFAULT
-    """How long one call may take; the option `timeout` of the address. See `registry.limit` for several together."""
+    """How long one call may take; the option `timeout` of the address. `registry.limit` bounds several calls."""
     folder: Path | None = None
-    """A folder of this store's own, where files about what it keeps may be put beside its own. Most have none."""
+    """The folder of this store, in which other code may put files beside the store's own; None on most stores."""
 
     def __init__(self, url: str, *, clock: Clock = SYSTEM) -> None:
-        """`url` is shown in messages, so its password must be hidden already."""
+        """`url` is shown in messages, so the caller must have removed its password."""
         self.url = url
         self.clock = clock
         self._pid = os.getpid()
@@ -134,14 +84,14 @@ class Registry(ABC):
         self._unrenewed: weakref.WeakSet[Lease] = weakref.WeakSet()
         """The other leases that this handle has given out."""
         self._renewer = Renewer(clock)
-        self._watches: set[Watch] = set()
+        self._watches = SharedWatches()
 
     # The public face.
 
     def get(self, key: str) -> Entry | None:
         """The key's current value and version, or None."""
         self._check_usable()
-        _check_key(key)
+        check_key(key)
         check_time(self.url)
         return self._get(key)
 
@@ -149,7 +99,7 @@ class Registry(ABC):
         """The entries whose keys begin with `prefix`, in byte order of their keys, those after the key `after`,
         at most `limit` of them. A prefix is empty or ends in a slash."""
         self._check_usable()
-        _check_prefix(prefix)
+        check_prefix(prefix)
         if after is not None and not (isinstance(after, str) and after.isascii()):
             raise InvalidKey(f"after is {arguments.shown(after)}: give a key, which is ASCII text, or None")
         limit = None if limit is None else arguments.whole(InvalidKey, "limit", limit, 1)
@@ -168,11 +118,11 @@ class Registry(ABC):
         """Change several keys together, or none. Returns the new version of each key written.
 
         expect:    the version that each of these keys must have, or ABSENT; a difference raises Conflict.
-        put:       keys to write, for good.
-        ephemeral: keys to write that live and die with `lease`.
-        lease:     must be alive, whatever is written, else LeaseExpired.
+        put:       keys to write as persistent keys.
+        ephemeral: keys to write that vanish when `lease` ends.
+        lease:     a lease that this handle gave out. It must be alive, whatever is written, else LeaseExpired.
         delete:    keys to remove; one that is not there is no error.
-        quiet:     a promise that nobody watches these keys, which spares some stores a notification.
+        quiet:     promises that no watch covers these keys, so that some stores need not send a notification.
         """
         self._check_usable()
         if lease is not None and not isinstance(lease, Lease):
@@ -181,8 +131,10 @@ class Registry(ABC):
             commit = Commit(dict(expect), dict(put), dict(ephemeral), frozenset(delete), lease, quiet)
         except TypeError as error:
             raise InvalidKey(f"a commit takes mappings from keys, which are strings: {error}") from error
-        self._check_commit(commit)
+        check_commit(commit, self.limits)
         if lease is not None:
+            if lease.alive and not self._has_given_out(lease):
+                raise InvalidCommit("the lease belongs to another registry handle: attach to it with its secret")
             lease.check()
         if not commit.keys and lease is None:
             return {}
@@ -231,21 +183,22 @@ class Registry(ABC):
     def watch(self, *prefixes: str) -> Watch:
         """A watch that wakes after any change under any of the prefixes. Open it, then scan.
 
-        A prefix that does not end in a slash watches that single key."""
+        A prefix that does not end in a slash watches that single key. Handles with the same prefixes share what the
+        store does for them: the store's threads and connections do not grow with the number of handles (W6)."""
         self._check_usable()
         if not prefixes:
             raise InvalidKey("a watch needs at least one prefix; the empty one watches everything")
         for prefix in prefixes:
             if isinstance(prefix, str) and prefix and not prefix.endswith("/"):
-                _check_key(prefix)
+                check_key(prefix)
             else:
-                _check_prefix(prefix)
+                check_prefix(prefix)
         watch = Watch(prefixes, self._forget_watch)
         with self._handles_lock:
             self._check_usable()
             self._watches.add(watch)
         try:
-            self._watch(watch)
+            self._watches.arm(watch, self._watch, self._unwatch)
         except BaseException:
             watch.close()
             raise
@@ -260,13 +213,13 @@ class Registry(ABC):
             if self._closed:
                 return
             self._closed = True
-            leases, watches = [*self._leases, *self._unrenewed], list(self._watches)
+            leases, watches = [*self._leases, *self._unrenewed], self._watches.handles()
         try:
             self._renewer.close()
             for lease in leases:
                 lease.expire()
-            if len(leases) > 1:  # a store that does not answer is waited for once, not once for each lease
-                # RuntimeError: the interpreter is exiting and starts no more threads. Then one after the other, below.
+            if len(leases) > 1:  # at the same time: a store that does not answer is not waited for once for each lease
+                # RuntimeError: the interpreter is exiting and starts no more threads. Then the loop below closes them.
                 with suppress(RuntimeError), ThreadPoolExecutor(min(len(leases), CLOSERS_MAX)) as pool:
                     list(pool.map(Lease.close, leases))
             for lease in leases:
@@ -286,7 +239,7 @@ class Registry(ABC):
     # What a backend implements.
 
     def _is_idle(self) -> bool:
-        """Whether nothing has to be closed: called by the finalizer, and so without any lock."""
+        """Whether nothing has to be closed. Called by the finalizer, which must not take a lock."""
         return not self._leases and not self._watches
 
     @abstractmethod
@@ -309,11 +262,13 @@ class Registry(ABC):
         if there is none, without any effect on a lease whose secret is another one."""
 
     @abstractmethod
-    def _watch(self, watch: Watch) -> None:
-        """Return only when every later change will wake the watch."""
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        """Return only when every later change under these prefixes will wake them. Called once for each distinct
+        prefix, however many handles share it, until `_unwatch`. Several threads may call it at once, for different
+        prefixes. Must end, in about the store's time limit."""
 
-    def _unwatch(self, watch: Watch) -> None:  # noqa: B027 - most backends keep nothing per watch
-        """Called once when a watch is closed."""
+    def _unwatch(self, watch: PrefixWatch) -> None:  # noqa: B027 - most backends keep nothing for each prefix
+        """Called when the last handle with this prefix is closed, also if `_watch` has failed; perhaps twice."""
 
     @abstractmethod
     def _close(self) -> None: ...
@@ -321,15 +276,8 @@ class Registry(ABC):
     # What backends share.
 
     def _wake(self, keys: Iterable[str] | None) -> None:
-        """Wake the watches that cover any of the keys; None is a doubt, and wakes all."""
-        with self._handles_lock:
-            watches = list(self._watches)
-        if not watches:
-            return
-        keys = None if keys is None else list(keys)
-        for watch in watches:
-            if keys is None or any(map(watch.covers, keys)):
-                watch.wake()
+        """Wake the watches that cover any of the keys. None: it is not known what changed, so all watches wake."""
+        self._watches.wake(keys)
 
     def _forget_lease(self, lease: Lease) -> None:
         with self._handles_lock:
@@ -337,9 +285,8 @@ class Registry(ABC):
             self._unrenewed.discard(lease)
 
     def _forget_watch(self, watch: Watch) -> None:
-        with self._handles_lock:
-            self._watches.discard(watch)
-        self._unwatch(watch)
+        for unused in self._watches.remove(watch):
+            self._unwatch(unused)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -347,36 +294,8 @@ class Registry(ABC):
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"the registry {self.url} was opened before a fork: open it again in the child")
 
-    def _check_commit(self, commit: Commit) -> None:
-        for key in commit.keys:
-            _check_key(key)
-        for key, version in commit.expect.items():
-            if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-                raise InvalidCommit(f"expect {key}: {version!r} is not a version; use ABSENT or one that was read")
-        both = (commit.put.keys() & commit.ephemeral.keys()) | (commit.delete & commit.written.keys())
-        if both:
-            raise InvalidCommit(f"written twice in one commit: {', '.join(sorted(both))}")
-        if commit.ephemeral and commit.lease is None:
-            raise InvalidCommit("ephemeral keys need the lease that they live with")
-        if commit.lease is not None and commit.lease.alive and not self._has_given_out(commit.lease):
-            raise InvalidCommit("the lease belongs to another registry handle: attach to it with its secret")
-        self._check_size(commit)
-
     def _has_given_out(self, lease: Lease) -> bool:
         return lease in self._leases or lease in self._unrenewed
-
-    def _check_size(self, commit: Commit) -> None:
-        for key, value in commit.written.items():
-            if not isinstance(value, bytes):
-                raise InvalidCommit(f"put {key}: the value is {type(value).__name__}, not bytes")
-            if len(value) > self.limits.value_bytes_max:
-                raise ValueTooLarge(f"{key}: {len(value):,} bytes, and {self.limits.value_bytes_max:,} is the most")
-        keys = commit.keys
-        if len(keys) > self.limits.commit_keys_max:
-            raise CommitTooLarge(f"{len(keys):,} keys in one commit, and {self.limits.commit_keys_max:,} is the most")
-        size = sum(map(len, keys)) + sum(map(len, commit.written.values()))
-        if size > self.limits.commit_bytes_max:
-            raise CommitTooLarge(f"{size:,} bytes in one commit, and {self.limits.commit_bytes_max:,} is the most")
 
     def __enter__(self) -> Self:
         return self
@@ -388,29 +307,3 @@ class Registry(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}{' closed' if self._closed else ''}>"
-
-
-def _check_key(key: str) -> None:
-    if not isinstance(key, str) or not key:
-        raise InvalidKey(f"{key!r}: a key is a slash path such as 'groups/billing/leader'")
-    _check_segments(key)
-
-
-@functools.lru_cache(maxsize=4096)  # a group names the same keys again and again
-def _check_segments(key: str) -> None:
-    if len(key) > KEY_BYTES_MAX:
-        raise InvalidKey(f"{key[:40]!r}...: {len(key)} characters, and {KEY_BYTES_MAX} is the most")
-    for segment in key.split("/"):
-        if segment in ("", ".", "..") or not _SEGMENT.fullmatch(segment):
-            raise InvalidKey(
-                f"{key!r}: the segment {segment!r} is not allowed; use printable ASCII without space or ';', "
-                "and no empty, '.' or '..' segment"
-            )
-
-
-def _check_prefix(prefix: str) -> None:
-    if prefix == "":
-        return
-    if not isinstance(prefix, str) or not prefix.endswith("/"):
-        raise InvalidKey(f"{prefix!r}: a prefix is empty or ends in a slash, so that 'a/' never matches 'ab'")
-    _check_key(prefix[:-1])

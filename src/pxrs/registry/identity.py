@@ -1,4 +1,4 @@
-"""The id by which a registry is told from others."""
+"""The id that a registry holds in itself. Two registries, or two namespaces of one store, have different ids."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _KEY: Final = "spark/registry"
 
 
 def fingerprint(registry: Registry) -> str:
-    """Tells two registries apart, or two namespaces of one: an id that the registry holds itself, made by whoever asks
-    first. Addresses cannot tell them apart, because one store can be addressed in many ways."""
+    """The id of the registry; whoever asks first creates it. Addresses cannot serve as ids, because one store can be
+    addressed in many ways."""
     while (found := known_fingerprint(registry)) is None:
-        with contextlib.suppress(Conflict):  # somebody else was first
+        with contextlib.suppress(Conflict):  # another process created the id meanwhile; the loop reads it
             registry.commit({_KEY: ABSENT}, {_KEY: uuid.uuid4().hex.encode()})
     return found
 

@@ -1,14 +1,14 @@
 """One time limit for several calls of a store.
 
-A store bounds each of its calls by its `timeout_s`. Code that makes several calls on behalf of one call of its user
-sets a limit for all of them, so that the user does not wait that long once for each:
+A store bounds each of its calls by its `timeout_s`. Code that makes several calls of the store within one call of the
+user sets a limit for all of them together, so that the user does not wait for `timeout_s` several times:
 
     with time_limit(registry.timeout_s):
         entry = registry.get(key)           # both together take no longer than this
         registry.commit({key: entry.version}, ...)
 
-The limit belongs to the thread that sets it. It is on the machine's monotonic clock: it bounds how long a call waits
-and proves nothing about a lease.
+The limit holds for the thread that sets it. It is counted on the machine's monotonic clock, not on the registry's
+clock: it bounds how long a call waits, and says nothing about whether a lease is alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _limit = _Limit()
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Calls of a store that this thread makes in the block end within so many seconds. An outer limit still counts."""
+    """All calls of a store that this thread makes inside the block end within so many seconds together. If an outer
+    block has an earlier limit, that one counts."""
     before = _limit.until
     _limit.until = min(before, time.monotonic() + seconds)
     try:
@@ -41,11 +42,12 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def seconds_left(seconds: float) -> float:
-    """So many seconds, or what this thread's limit leaves of them."""
+    """The smaller one of `seconds` and the time until this thread's limit."""
     return max(0.0, min(seconds, _limit.until - time.monotonic()))
 
 
 def check_time(where: str) -> None:
-    """Raise RegistryUnavailable if this thread's limit has passed: what it was about to call has had no effect."""
+    """Raise RegistryUnavailable if this thread's limit has passed. Called before a request is sent, so that the error
+    means that the request had no effect."""
     if time.monotonic() >= _limit.until:
-        raise RegistryUnavailable(f"{where}: the time for this call was over before it was sent")
+        raise RegistryUnavailable(f"{where}: the time limit had passed before the request was sent")

@@ -1,12 +1,14 @@
-"""The registry in one process's memory: for tests, and for programs that need no other process.
+"""The registry in the memory of one process: for tests, and for programs that consist of one process.
 
-Handles that share a `MemoryStore` see the same keys, as two processes would on a server.
+Handles that share a `MemoryStore` see the same keys, as two processes with one server do. Leases are state of the
+`MemoryStore`, so that a handle can attach to a lease of another handle of the same store.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pxrs.clock import SYSTEM, Clock
@@ -15,7 +17,7 @@ from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.state import Change, State
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 LIMITS = Limits(commit_keys_max=4096, commit_bytes_max=8 << 20, value_bytes_max=1 << 20)
 
@@ -26,8 +28,8 @@ def open(address: Address) -> Registry:
 
 
 class MemoryStore:
-    """What several `MemoryRegistry` handles share. A lease that nobody renews ends when anyone looks, and a
-    watcher looks when the nearest one is due."""
+    """The state that several `MemoryRegistry` handles share. A lease whose time is over ends at the next call of any
+    handle, or when the expiry thread wakes at the nearest expiry, so that watches are woken in time."""
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self.clock = clock
@@ -68,7 +70,7 @@ class MemoryStore:
             self._ttls[lease] = ttl
             deadline = self._expiry[lease] = self.clock.now() + ttl
             self._time_expiry()
-            self._begun.set()  # it may be due before all others
+            self._begun.set()  # wakes the expiry thread: this lease may expire before all others
         return deadline
 
     def renew_lease(self, lease: str) -> Renewed:
@@ -97,7 +99,7 @@ class MemoryStore:
         with self._lock:
             self._handles.discard(handle)
             if not self._handles:
-                self._begun.set()  # nobody is left to be told of anything
+                self._begun.set()  # wakes the expiry thread, which ends because there is no handle
 
     def _apply(self, change: Change) -> int:
         self._version += 1
@@ -116,8 +118,8 @@ class MemoryStore:
             self._apply(Change(leases_end=(lease,)))
 
     def _time_expiry(self) -> None:
-        """Ends leases on time while there are any, so that watchers learn of it; the thread goes with the last one, or
-        with the last handle."""
+        """Start the thread that ends leases at their expiry, so that watches are woken. The thread ends with the last
+        lease, or with the last handle."""
         if self._timer is None:
             self._timer = threading.Thread(target=self._expire_loop, name="pxrs-memory-expiry", daemon=True)
             self._timer.start()
@@ -199,8 +201,8 @@ class MemoryRegistry(Registry):
             clock=self.clock,
         )
 
-    def _watch(self, watch: Watch) -> None:
-        """Nothing to do: every change passes `_wake` under the store's lock."""
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        """Nothing to do: `MemoryStore._apply` calls `_wake` for every change, under the store's lock."""
 
     def _close(self) -> None:
         self._store.remove_handle(self)

@@ -1,8 +1,7 @@
-"""What a registry holds, as a value in memory: the pure core that the memory and the file registry share.
+"""The keys and leases of a registry as a value in memory: the pure core of the memory and the file registry.
 
-A `Change` is one step of its history; applying the same changes in the same order gives the same state in every
-process. Deciding whether a commit may happen is a question to the state (`refusal`), asked by the shell that then
-publishes the change.
+A `Change` is one step of the registry's history. Every process that applies the same changes in the same order has the
+same state. `State.refusal` decides whether a commit may happen; the caller then publishes the change and applies it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One atomic step. `lease` binds the keys in `ephemeral`; leases begin or end in steps of their own."""
+    """One atomic step. The keys in `ephemeral` are bound to `lease`. A lease begins or ends in a step of its own."""
 
     put: Mapping[str, bytes] = field(default_factory=dict)
     ephemeral: Mapping[str, bytes] = field(default_factory=dict)
@@ -42,7 +41,7 @@ class Change:
 
 
 class State:
-    """Keys in order, and the live leases with their keys. Not thread-safe: its shell holds a lock."""
+    """Keys in order, and the living leases with their keys. Not thread-safe: the registry that has it holds a lock."""
 
     def __init__(self) -> None:
         self.records: SortedDict[str, Record] = SortedDict()

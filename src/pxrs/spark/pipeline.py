@@ -46,7 +46,7 @@ _collected: ContextVar[list[Pipeline] | None] = ContextVar("_collected", default
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HubAddress:
     """A hub, as Spark's options name it."""
 
     url: str
@@ -76,26 +76,26 @@ class Sink:
             return None
         return next((str(value) for name, value in self.options.items() if name.lower() == "path"), None)
 
-    def write(self, rows: DataFrame, place: Place) -> None:
+    def write(self, rows: DataFrame, address: HubAddress) -> None:
         """Append a batch's rows, shaped."""
-        writer = rows.write.format(self.format).options(**self._options(place)).mode("append")
+        writer = rows.write.format(self.format).options(**self._options(address)).mode("append")
         (writer.partitionBy(*self.partition_by) if self.partition_by else writer).save()
 
-    def stream(self, rows: DataFrame, place: Place, mode: OutputMode) -> DataStreamWriter:
+    def stream(self, rows: DataFrame, address: HubAddress, mode: OutputMode) -> DataStreamWriter:
         """Spark's writer of these rows, shaped, for a query that is not yet started."""
         if self.topic is not None and mode == "update":
             from pxrs.spark.updates import stream_updates
 
-            return stream_updates(rows, place.options(self.topic)).outputMode(mode)
-        writer = rows.writeStream.format(self.format).options(**self._options(place)).outputMode(mode)
+            return stream_updates(rows, address.options(self.topic)).outputMode(mode)
+        writer = rows.writeStream.format(self.format).options(**self._options(address)).outputMode(mode)
         return writer.partitionBy(*self.partition_by) if self.partition_by else writer
 
     def shaped(self, rows: DataFrame) -> DataFrame:
         """The rows as this sink takes them."""
         return rows if self.topic is None else as_messages(rows)
 
-    def _options(self, place: Place) -> Mapping[str, SparkOption]:
-        return self.options if self.topic is None else place.options(self.topic)
+    def _options(self, address: HubAddress) -> Mapping[str, SparkOption]:
+        return self.options if self.topic is None else address.options(self.topic)
 
 
 def parquet(path: str, partition_by: str | Sequence[str] = ()) -> Sink:
@@ -155,11 +155,11 @@ class Pipeline:
             raise InvalidPipeline(f"{self.name} has no parse step")
         return self.parse.bad(messages, self.source)
 
-    def messages(self, spark: SparkSession, place: Place, **options: SparkOption) -> DataFrame:
+    def messages(self, spark: SparkSession, address: HubAddress, **options: SparkOption) -> DataFrame:
         """What the source holds now, for `over`; `options` of `spark.read` say from when to when."""
         shape = {name: value for name, value in self.options.items() if name.lower() in _SHAPE}
         reader = spark.read.format("pxrs").options(**{**shape, **options})
-        return reader.options(**place.options(self.source)).load()
+        return reader.options(**address.options(self.source)).load()
 
     def topics(self) -> list[str]:
         """The topics that it needs."""

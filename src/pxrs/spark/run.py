@@ -1,16 +1,17 @@
-"""Pipelines at work: their queries are started together, looked at, and stopped in good order.
+"""Running pipelines: their streaming queries are started together, observed, and stopped between two batches.
 
-Each pipeline is one streaming query, or two if it has dead letters. Everything that can be known to be wrong is found
-before the first of them starts: topics that are missing, a function that raises, state in a shared group, a folder of
-files of which the checkpoint location knows nothing.
+Each pipeline is one streaming query, or two if it has dead letters. What can be checked is checked before the first
+query starts: missing topics, a function that raises, state in a shared group, a folder of files that has batches of
+which the checkpoint location knows nothing.
 
-    run = Run(spark, hub, pipelines, place, checkpoints)
+    run = Run(spark, hub, pipelines, address, checkpoints)
     run.start()
     while not run.is_over:
-        run.look()          what has happened since, in `run.queries`
+        run.look()          updates `run.queries`
 
-Stopping, a query finishes the batch in hand and is stopped before the next; what the next has begun is done again after
-a restart, once. If one fails, the others are stopped like this too. No threads: whoever looks moves things on.
+To stop, a query finishes its current batch and is stopped before the next one is committed; if the next batch has
+begun, it is repeated after a restart, and counts once. If one query fails, the others are stopped in the same way.
+There are no threads: each call of `look` takes the next step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pxrs.publishing.query import start_offsets
 from pxrs.registry.contract import ABSENT
 from pxrs.spark.names import find_source, no_stream
 from pxrs.spark.options import stream_options
-from pxrs.spark.pipeline import DEAD_LETTERS, OutputMode, Pipeline, Place, Sink, SparkOption, check_together
+from pxrs.spark.pipeline import DEAD_LETTERS, HubAddress, OutputMode, Pipeline, Sink, SparkOption, check_together
 from pxrs.spark.state import refuse_shared_state
 
 if TYPE_CHECKING:
@@ -42,20 +43,20 @@ SETTINGS: Final = {
     # A query with nothing to read asks its source again after this time. Spark's own 10 ms keep a processor busy.
     "spark.sql.streaming.pollingDelay": "100ms",
 }
-"""Of a session for pipelines."""
+"""Settings of a Spark session that runs pipelines."""
 FILES_LOG: Final = "_spark_metadata"
-"""In a folder that a stream writes files into: a file for each batch. Spark reads only the files that it names, and
-leaves out a batch of which it has the number."""
+"""The log that Spark keeps in a folder into which a stream writes files, with an entry for each batch. Spark reads only
+the files that the log names, and writes nothing for a batch whose number is in the log."""
 _TRACEBACK: Final = re.compile(r"^.*Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)", re.MULTILINE)
 _FAILED: Final = re.compile(r"^\[STREAM_FAILED\] Query \[.*?\] terminated with exception: ")
 _SQLSTATE: Final = re.compile(r"(?:[;.]? SQLSTATE: \w+)+;?$")
 
-State = Literal["starting", "running", "ended", "failed"]
+QueryState = Literal["starting", "running", "ended", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch that is done."""
+    """A micro-batch that Spark has finished."""
 
     number: int
     rows: int
@@ -66,7 +67,7 @@ class Batch:
 
 @dataclass(slots=True)
 class QueryRun:
-    """One streaming query of a run, and how it gets on."""
+    """One streaming query of a run, and its progress."""
 
     name: str
     group: str
@@ -76,16 +77,18 @@ class QueryRun:
     output_mode: OutputMode
     every: str | None
     checkpoint: Path
-    state: State = "starting"
+    state: QueryState = "starting"
     batches: list[Batch] = field(default_factory=list)
-    """Those that were done between the last two looks."""
+    """Those that were finished between the last two calls of `look`."""
     last: Batch | None = None
     rows_done: int = 0
-    """In this run."""
+    """How many rows this run has read."""
     lag: int | None = None
     error: str | None = None
     query: Any = None
+    """Spark's handle of the query; None until it is started."""
     last_when_stopping: int | None = None
+    """The number of the last finished batch when `finish` was called."""
 
     @property
     def is_over(self) -> bool:
@@ -93,23 +96,24 @@ class QueryRun:
 
 
 class Run:
-    """The queries of some pipelines."""
+    """The streaming queries of some pipelines."""
 
     def __init__(
         self,
         spark: SparkSession,
         hub: Hub,
         pipelines: Sequence[Pipeline],
-        place: Place,
+        address: HubAddress,
         checkpoints: Path,
         is_once: bool = False,
     ) -> None:
-        """is_once: read what is there now, and end. Raises InvalidPipeline, SharedState."""
+        """Check and plan the queries, without starting them. is_once: the queries end when they have read what is there
+        at their start. Raises InvalidPipeline, SharedState."""
         check_together(pipelines)
         check_topics(hub, pipelines)
         check_files(spark, pipelines, checkpoints)
         self._pipelines = pipelines
-        self._spark, self._hub, self._place, self._checkpoints = spark, hub, place, checkpoints
+        self._spark, self._hub, self._address, self._checkpoints = spark, hub, address, checkpoints
         self._is_once = is_once
         self._stops_at: float | None = None
         self.queries: list[QueryRun] = [query for each in pipelines for query in self._planned(each)]
@@ -124,14 +128,14 @@ class Run:
 
     @property
     def failed(self) -> QueryRun | None:
-        """The first that failed."""
+        """The first query that failed, None if none did."""
         return next((query for query in self.queries if query.state == "failed"), None)
 
     def start(self) -> None:
-        """Start all of them. Raises PipelineFailed, when those that were started are stopped again."""
+        """Start all queries. If one cannot be started, those that were are stopped, and PipelineFailed is raised."""
         for pipeline in self._pipelines:
             if pipeline.dead_letters is not None:
-                pin_starts(self._hub, pipeline, self._place)
+                pin_starts(self._hub, pipeline, self._address)
         for each in self.queries:
             try:
                 each.query = self._started(each)
@@ -143,7 +147,7 @@ class Run:
             each.state = "running"
 
     def _started(self, each: QueryRun) -> Any:
-        writer = each.sink.stream(each.rows, self._place, each.output_mode)
+        writer = each.sink.stream(each.rows, self._address, each.output_mode)
         writer = writer.option("checkpointLocation", str(each.checkpoint))
         if self._is_once:
             writer = writer.trigger(availableNow=True)
@@ -152,12 +156,12 @@ class Run:
         return writer.start()
 
     def look(self) -> None:
-        """See what has happened, and go on with stopping."""
+        """Update `queries`, and stop those that are to be stopped and have finished their batch."""
         for each in self.queries:
             each.batches = []
             if each.query is None or each.is_over:
                 continue
-            is_active = each.query.isActive  # first, so that the last batch of one that has ended is seen below
+            is_active = each.query.isActive  # read before the progress: else the last batch could be missed
             self._count(each)
             if not is_active:
                 self._end(each)
@@ -168,18 +172,18 @@ class Run:
             self.finish()
 
     def finish(self, patience_s: float = 60.0) -> None:
-        """Have each query stop when its batch in hand is done, or after this time. `look` does it."""
+        """Have `look` stop each query when its current batch is finished, or after this time."""
         self._stops_at = time.monotonic() + patience_s
         for each in self.queries:
             each.last_when_stopping = None if each.last is None else each.last.number
 
     def stop(self) -> None:
-        """Stop at once. What is in hand is done again by the next run."""
+        """Stop all queries at once. The next run repeats the batches that were interrupted."""
         for each in self.queries:
             if each.query is not None and not each.is_over:
                 self._stop(each)
 
-    # How it goes.
+    # Progress.
 
     def _count(self, each: QueryRun) -> None:
         for progress in each.query.recentProgress:
@@ -196,10 +200,10 @@ class Run:
         each.error = None if error is None else short_reason(str(error))
 
     def _stop(self, each: QueryRun) -> None:
-        if each.query.exception() is not None:  # it has failed by itself since it was looked at
+        if each.query.exception() is not None:  # the query has failed since `look` read `isActive`
             self._end(each)
             return
-        each.query.stop()  # waits until it has; what its interrupted tasks say of it is no error
+        each.query.stop()  # blocks until the query has ended; errors of its interrupted tasks do not count
         self._count(each)
         each.state = "ended"
 
@@ -212,10 +216,12 @@ class Run:
     def _lag(self, group: str) -> int | None:
         try:
             return self._hub.group(group).describe().lag
-        except (UnknownGroup, RegistryError):  # it has not joined yet; or nobody can say, which ends no pipeline
+        except (UnknownGroup, RegistryError):
+            # The query has not joined its group yet, or the registry cannot be reached, which need not end the
+            # pipeline: the lag is shown as unknown.
             return None
 
-    # Before it starts.
+    # Planning.
 
     def _planned(self, each: Pipeline) -> list[QueryRun]:
         def planned(suffix: str, given: DataFrame, sink: Sink, mode: OutputMode) -> QueryRun:
@@ -235,19 +241,19 @@ class Run:
         return queries
 
     def _messages(self, each: Pipeline, group: str, options: Mapping[str, SparkOption]) -> DataFrame:
-        reader = self._spark.readStream.format("pxrs").options(**options).options(**self._place.options(each.source))
+        reader = self._spark.readStream.format("pxrs").options(**options).options(**self._address.options(each.source))
         return reader.option("group", group).option("shareGroup", str(each.share_group).lower()).load()
 
 
 def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
-    """Raise InvalidPipeline if topics are missing, with what makes them, if a source is a table, or if a pipeline would
-    feed itself."""
+    """Raise InvalidPipeline if topics are missing, naming the commands that create them, if a source is a registered
+    table, or if a pipeline would write to its own source."""
     check_sources(hub, pipelines)
     if missing := missing_topics(hub, pipelines):
         commands = "; ".join(f"pxrs topic create {topic} --at {hub.url}" for topic in missing)
         names = ", ".join(missing)
         raise InvalidPipeline(f"no topic {names}: make what is missing with --create-topics, or with {commands}")
-    # By id: where file names have no case, `orders` and `Orders` are one topic.
+    # Compared by id: on a file system that ignores case, `orders` and `Orders` are one topic.
     ids = {topic: hub.topic(topic).id for topic in {topic for each in pipelines for topic in each.topics()}}
     for each in pipelines:
         for topic in each.topics():
@@ -267,14 +273,16 @@ def check_sources(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
 
 
 def missing_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> list[str]:
-    """The topics that these name and that are not there. One that is damaged is: to open it raises the damage."""
+    """The topics that these name and that do not exist. A damaged topic exists: opening it raises an error that says
+    what is damaged."""
     there = {topic.name for topic in hub.topics()} | {topic.name for topic in hub.damaged_topics()}
     return list(dict.fromkeys(topic for each in pipelines for topic in each.topics() if topic not in there))
 
 
 def check_files(spark: SparkSession, pipelines: Sequence[Pipeline], checkpoints: Path) -> None:
-    """Raise InvalidPipeline where a folder has batches that the checkpoint location has not: it is a new one, or an old
-    one. Their numbers would come again, for other rows, and Spark would leave those out without a word."""
+    """Raise InvalidPipeline if a folder has batches that the checkpoint location does not have, because the location is
+    new or was restored from an old copy. The numbers of these batches would be used again for other rows, and Spark
+    would silently not write those."""
     for each in pipelines:
         if (folder := each.sink.folder) is None or (written := last_written(spark, folder)) is None:
             continue
@@ -289,23 +297,25 @@ def check_files(spark: SparkSession, pipelines: Sequence[Pipeline], checkpoints:
 
 
 def last_written(spark: SparkSession, folder: str) -> int | None:
-    """The number of the last batch of a stream in a folder of files, -1 if it has none; None if it is no stream's."""
+    """The number of the last batch that a stream has written into a folder, -1 if it has written none; None if no
+    stream writes into the folder."""
     log = spark._jvm.org.apache.hadoop.fs.Path(folder, FILES_LOG)
     files = log.getFileSystem(spark._jsc.hadoopConfiguration())
     return _last(status.getPath().getName() for status in files.listStatus(log)) if files.exists(log) else None
 
 
 def _last(names: Iterable[str]) -> int:
-    """The highest batch of Spark's logs, whose files are 7, 8, 9.compact and such as .9.compact.crc."""
+    """The highest batch number in one of Spark's logs, whose files have names such as 8, 9.compact, .9.compact.crc."""
     return max((int(name.partition(".")[0]) for name in names if name[0].isdigit()), default=-1)
 
 
-def pin_starts(hub: Hub, each: Pipeline, place: Place) -> None:
-    """Have the rows and the dead letters of a pipeline begin at the same messages: each query by itself would find
-    another "latest". Where only the rows have begun, the dead letters begin no later than they are."""
+def pin_starts(hub: Hub, each: Pipeline, address: HubAddress) -> None:
+    """Write the first checkpoints of both queries of a pipeline, so that rows and dead letters begin at the same
+    messages: by itself, each query would find another "latest". Where only the query of the rows has a checkpoint, the
+    dead letters begin no later than that."""
     topic = hub.topic(each.source)
     given = {name: str(value) for name, value in each.options.items() if name.lower().startswith("starting")}
-    options = stream_options({**place.options(each.source), "group": each.group, **given})
+    options = stream_options({**address.options(each.source), "group": each.group, **given})
     starts = start_offsets(topic.log, options.starting, options.starting_us)
     for number, start in starts.items():
         rows, dead = (Keys(group).checkpoint(topic.id, number) for group in each.groups())
@@ -314,12 +324,12 @@ def pin_starts(hub: Hub, each: Pipeline, place: Place) -> None:
             start = min(start, Checkpoint.load(rows, begun.value).offset)
         value = Checkpoint(start, time.time(), "start").dump()
         put = dict.fromkeys([dead] if begun is not None else [rows, dead], value)
-        with suppress(Conflict):  # it has begun
+        with suppress(Conflict):  # the query has a checkpoint by now
             hub.registry.commit(dict.fromkeys(put, ABSENT), put)
 
 
 def short_reason(text: str) -> str:
-    """What an error of Spark says in its core: the last line of Python's own traceback, else Spark's first line."""
+    """The cause in the text of a Spark error: the last line of a Python traceback in it, else its first line."""
     if found := _TRACEBACK.findall(text):
         reason = re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", found[-1])
     else:
@@ -329,7 +339,7 @@ def short_reason(text: str) -> str:
 
 
 def _named(name: str, plan: Callable[[], Any]) -> Any:
-    """What the user's function and Spark's analysis say of it, with the pipeline's name."""
+    """The result of `plan`, which calls the user's function and Spark's analysis. Errors get the pipeline's name."""
     try:
         return plan()
     except SharedState as error:
@@ -343,7 +353,7 @@ def _named(name: str, plan: Callable[[], Any]) -> Any:
 
 
 def _batch(progress: dict[str, Any]) -> Batch | None:
-    """None if nothing was done: Spark also tells of itself when it is idle."""
+    """The batch that a progress report of Spark is about; None for the reports of an idle query."""
     durations = progress.get("durationMs", {})
     if "addBatch" not in durations:
         return None

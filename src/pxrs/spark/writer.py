@@ -1,6 +1,6 @@
-"""Writing a DataFrame to a topic: tasks stage their rows, the driver publishes them in one commit (K1).
+"""Writing a DataFrame to a topic: tasks stage their rows, and the driver publishes them in one commit (K1).
 
-Columns as `send_batch` takes them: value, and if there key, timestamp, headers and partition.
+The columns are those of `Producer.send_batch`: value, and optionally key, timestamp, headers and partition.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _LOCATIONS: Final = "spark.sql.streaming.checkpointLocation"
 
 @dataclass(frozen=True)
 class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
-    """What a task tells the driver."""
+    """What a task reports to the driver."""
 
     query: str
     staged: Staged
     run: str
-    """Which start of the query it is of."""
+    """The id of this start of the query (`run_of`)."""
     locations: str | None = None
-    """The folder of the session for the checkpoint locations of queries that name none."""
+    """The session's folder for the checkpoint locations of queries that were started without one."""
 
 
 @dataclass(frozen=True)
 class Stager:
-    """What a task needs to stage rows for a topic, and no more. The registry's address stays in the driver: it may hold
-    a password, and Spark sends this to every executor."""
+    """What a task needs to stage rows for a topic. It does not hold the registry's address, which may hold a password:
+    Spark sends this object to every executor."""
 
     staging: TaskStaging
     topic: Topic
@@ -66,7 +66,7 @@ class Stager:
         _check_columns(schema)
         with open_hub(where) as hub:
             handle = topic_to_write(hub, where.topic)
-            handle.log.check_writable()  # here rather than in every task
+            handle.log.check_writable()  # in the driver, so that one error is raised and not one for each task
             staging = DirectoryStaging(where.url)
             staging.check_writable()
             return cls(staging, handle.topic, boot_id())
@@ -79,16 +79,18 @@ class Stager:
 
 
 class DriversWriter:
-    """A writer of a batch in the driver's process, which is pickled without what tasks must not have.
+    """A writer in the driver's process, which is pickled for tasks without what tasks must not have.
 
-    PySpark pickles such a writer twice, in this order (pyspark/sql/worker/write_into_data_source.py): in the function
-    that the tasks run, and alone, for `commit` in the driver. The first time `for_tasks` is pickled in its place. If
-    another version of PySpark does it the other way round, the driver gets a task's writer, whose commit is refused."""
+    PySpark pickles such a writer twice, in this order (pyspark/sql/worker/write_into_data_source.py): within the
+    function that the tasks run, and by itself, for `commit` in the driver. The first time, what `for_tasks` returns is
+    pickled in its place. If another version of PySpark pickles in the other order, the driver gets a task's writer,
+    whose `commit` raises BatchRefused."""
 
     _is_sent = False
+    """Whether this writer was pickled for the tasks."""
 
     def for_tasks(self) -> tuple[type[object], tuple[object, ...]]:
-        """What makes the writer for the tasks: a class, and its arguments."""
+        """The class of the writer that tasks get, and the arguments of its constructor."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -111,11 +113,11 @@ class BatchTask(DataSourceArrowWriter):  # type: ignore[misc]
         raise refused_commit()
 
     def abort(self, messages: Sequence[StagedMessage | None]) -> None:
-        """Nothing is undone: the commit may have happened. What was staged for nothing is collected later."""
+        """Undo nothing: the commit may have taken effect. Staged files that no manifest names are removed later."""
 
 
 class BatchWriter(DriversWriter, BatchTask):
-    """`df.write`: all of it becomes part of the topic, or nothing."""
+    """`df.write`: all rows become part of the topic, or none."""
 
     def __init__(self, where: Where, schema: StructType, overwrite: bool) -> None:
         refuse_overwrite(overwrite)
@@ -148,12 +150,12 @@ class StreamTask(DataSourceStreamArrowWriter):  # type: ignore[misc]
         raise refused_commit()
 
     def abort(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
-        """Nothing is undone: Spark calls this also when the commit took effect and its answer was lost."""
+        """Undo nothing: Spark also calls this if the commit took effect and its reply was lost."""
 
 
 class StreamWriter(StreamTask):
-    """`df.writeStream`: each batch once, however often it is tried. For each commit Spark makes another one, of the
-    options, so what is pickled is for tasks alone."""
+    """`df.writeStream`: each batch is published once, however often it is tried. For each commit, Spark makes a new
+    writer from the options, so only tasks get what is pickled."""
 
     def __init__(self, where: Where, schema: StructType, checkpoints: str | None = None) -> None:
         super().__init__(Stager.of(where, schema))
@@ -173,21 +175,21 @@ def publish_batch(
     batch: int,
     checkpoints: str | None = None,
 ) -> None:
-    """Make a batch of a streaming query part of the topic, in the driver. checkpoints: its location, if that is
-    given."""
-    told = [message for message in messages if message is not None]
-    queries = {(message.query, message.run) for message in told}
+    """Make a batch of a streaming query part of the topic; called in the driver. checkpoints: the query's checkpoint
+    location, if it was started with one."""
+    reported = [message for message in messages if message is not None]
+    queries = {(message.query, message.run) for message in reported}
     if len(queries) != 1:
         raise BatchRefused(f"batch {batch} is of {len(queries)} queries")
     ((query, run),) = queries
     feeds = DirectoryStaging(where.url).feeds(query, batch, run)
-    location = find_location(query, checkpoints, told[0].locations)
+    location = find_location(query, checkpoints, reported[0].locations)
     _refuse_shared_state(feeds, location)
     planned = "" if location is None else hash_of_plan(location, batch)
     has_state = None if location is None else _has_state(location)
     try:
         _publishers.get(where, topic_id).publish(query, batch, _files(messages), feeds, planned, has_state)
-    except RegistryReplaced:  # the next try opens what is there now
+    except RegistryReplaced:  # the next attempt opens the registry that is there now
         _publishers.forget(where)
         raise
     except UNREACHABLE as error:
@@ -206,25 +208,25 @@ def refused_commit() -> BatchRefused:
 
 
 class Publishers:
-    """Hubs, each with the publishers of its topics, kept between the batches in the process that commits them.
+    """Open hubs, each with the publishers of its topics. The process that commits keeps them between batches.
 
-    At most so many hubs are open; the one whose last batch is longest ago is closed for another."""
+    At most `hubs_max` hubs are open; beyond that, the least recently used one is closed."""
 
     def __init__(self, hubs_max: int = 8) -> None:
         self._hubs_max = hubs_max
         self._hubs: dict[tuple[str, str | None], tuple[Hub, dict[str, Publisher]]] = {}
 
     def get(self, where: Where, topic_id: str) -> Publisher:
-        """The first one of a topic cleans up after those who died. Raises UnknownTopic; BatchRefused if the topic is
-        another one by now."""
+        """The publisher of a topic. A new one first finishes what other queries have left unfinished. Raises
+        UnknownTopic; BatchRefused if there is another topic of this name now."""
         place = where.url, where.registry
         hub, publishers = self._hubs.pop(place) if place in self._hubs else (open_hub(where), {})
-        self._hubs[place] = hub, publishers  # the last one
+        self._hubs[place] = hub, publishers  # put at the end: the first entry is the least recently used one
         if len(self._hubs) > self._hubs_max:
             self._close(next(iter(self._hubs)))
         try:
             _find_topic(hub, where.topic, topic_id)
-        except HubMoved:  # the next try opens what is there now
+        except HubMoved:  # the next attempt opens the hub that is there now
             self.forget(where)
             raise
         publisher = publishers.get(where.topic)
@@ -251,7 +253,7 @@ _publishers: Final = Publishers()
 
 
 def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
-    """The topic for which rows were staged. Raises UnknownTopic; BatchRefused if it is another one by now."""
+    """The topic for which rows were staged. Raises UnknownTopic; BatchRefused if another topic has its name now."""
     topic = hub.topic(name)
     if topic.id != topic_id:
         raise BatchRefused(
@@ -262,7 +264,8 @@ def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
 
 
 def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
-    """One that has cleaned up. Raises WrongRegistry: with another registry it would not find what was published."""
+    """A publisher that has finished what others have left unfinished, and removed what is left of deleted topics.
+    Raises WrongRegistry: another registry does not have the manifests of this hub."""
     hub.check_registry()
     staging = DirectoryStaging(where.url)
     publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
@@ -270,7 +273,7 @@ def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
     try:
         damaged = hub.damaged_topics()
         topics = {each.id for each in hub.topics()} | {each.id for each in damaged if each.id is not None}
-    except (LogError, OSError) as error:  # of another topic: it must not stop this one
+    except (LogError, OSError) as error:  # an error of another topic must not stop this one
         _logger.warning("what is left of deleted topics stays: %s", error)
         return publisher
     if nameless := [each.name for each in damaged if each.id is None]:
@@ -281,8 +284,9 @@ def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
 
 
 def find_location(query: str, given: str | None, locations: str | None) -> Path | None:
-    """The checkpoint location of a query, if it is a folder of this machine: as it is given, or in the folder of the
-    session. It names its query. Of several, as when somebody keeps a copy there, it is the one last written to."""
+    """The checkpoint location of a query, if it is a folder of this machine: the given one, or one in the session's
+    folder. A location holds the id of its query. If several have this id, because somebody keeps a copy beside it, it
+    is the one that was written to last."""
     where = given or locations
     if where is None:
         return None
@@ -292,15 +296,16 @@ def find_location(query: str, given: str | None, locations: str | None) -> Path 
         try:
             if json.loads(metadata.read_text())["id"] == query:
                 found.append(((metadata.parent / "offsets").stat().st_mtime, metadata.parent))
-        except (OSError, ValueError, LookupError, TypeError):  # somebody else's
+        except (OSError, ValueError, LookupError, TypeError):  # not a checkpoint location, or one that is being removed
             continue
     return max(found)[1] if found else None
 
 
 def hash_of_plan(location: Path, batch: int) -> str:
-    """Tells a batch that Spark repeats from another one of its number; empty if Spark's plan cannot be read.
+    """A hash that is the same whenever Spark repeats a batch, and differs for another batch with the same number. Empty
+    if Spark's plan of the batch cannot be read.
 
-    Spark writes the plan of a batch once, before the batch, and with the time at which it was made."""
+    Spark writes the plan once, before it runs the batch, and the plan has the time at which it was made."""
     try:
         return hashlib.sha256((location / "offsets" / str(batch)).read_bytes()).hexdigest()[:32]
     except OSError:
@@ -308,12 +313,13 @@ def hash_of_plan(location: Path, batch: int) -> str:
 
 
 def _has_state(location: Path) -> bool:
-    """Whether the query keeps state. Its tasks write that beside Spark's checkpoints, before the sink commits."""
+    """Whether the query keeps state. Its tasks write the state into the checkpoint location before the sink commits."""
     return (location / "state").exists()
 
 
 def _refuse_shared_state(feeds: Sequence[Feed], location: Path | None) -> None:
-    """Partitions of a shared group move, a query's state does not (K4). Spark keeps it beside its checkpoints."""
+    """Raise InvalidOption if a query of a shared group keeps state, or may keep state: partitions move to other
+    members, and the state stays in the query's checkpoint location (K4)."""
     groups = [feed.group for feed in feeds if feed.is_shared]
     if groups and location is None:
         raise InvalidOption(

@@ -74,9 +74,9 @@ def _become(code: str, settings: int) -> None:
 
 
 def _start(command: Sequence[str], **options: Any) -> Any:
-    *start, flag, code = command
-    if start[:1] == [sys.executable] and flag == "-c" and options == {"stdin": subprocess.PIPE}:
-        return ForkedChild(code)
+    is_python = [*command[:1], *command[-2:-1]] == [sys.executable, "-c"]
+    if is_python and options == {"stdin": subprocess.PIPE}:
+        return ForkedChild(command[-1])
     return _STARTED_AFRESH(command, **options)
 
 

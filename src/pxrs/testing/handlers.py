@@ -43,8 +43,10 @@ def memory_hub(clock: Clock) -> Iterator[Hub]:
 
     By this clock go: leases, hand-over and progress deadlines, `commit_interval` and `retry_pause` of consumers; delays
     and backoffs of queues, and the times of their items; the age that retention counts. Timeouts of calls, such as
-    `poll(timeout=...)` and `take(timeout=...)`, and the times of messages stay on the machine's clock."""
-    with Hub(MemoryLog(clock), MemoryRegistry(MemoryStore(clock))) as hub:
+    `poll(timeout=...)` and `take(timeout=...)`, and the times of messages stay on the machine's clock.
+
+    Retention is applied when the test calls `hub.topic(name).retain()` or `hub.run_upkeep()`, not by a thread."""
+    with Hub(MemoryLog(clock), MemoryRegistry(MemoryStore(clock)), upkeep=False) as hub:
         yield hub
 
 

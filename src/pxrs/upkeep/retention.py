@@ -35,7 +35,6 @@ def retain(parts: HubParts, log: TopicLog) -> dict[int, int]:
     and then nothing was."""
     if not log.keeps_unread:
         return log.retain(log.clock.wall_time_us())
-    parts.check_usable()
     if parts.belonging is not None:
         parts.belonging.check_retention(log.name)  # before the registry is opened, which may create an empty one
     return _retain_unread(log, parts.registry.get(), parts.belonging)

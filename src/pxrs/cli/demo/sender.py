@@ -12,7 +12,7 @@ import pxrs
 from pxrs.cli.demo.orders import Order
 from pxrs.cli.demo.spark import SOURCE
 from pxrs.errors import PxrsError
-from pxrs.producer.outgoing import Receipt
+from pxrs.producer.receipts import Receipt
 
 Place = tuple[int, int]
 """(partition, offset)."""

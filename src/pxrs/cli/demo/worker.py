@@ -51,7 +51,7 @@ class Worker:
             self._inbox.ack(message)
             self._inbox.commit()
         except PartitionLost as refusal:
-            tell("refused", f"{type(refusal).__name__}: {refusal}")
+            tell("refused", f"{refusal} ({type(refusal).__name__})")
         else:
             tell("committed", *place, message.offset + 1)
 

@@ -16,19 +16,15 @@ is still the file that it has open fails then, and only after such a failure the
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import functools
 import logging
 import os
 import shutil
 import threading
-import time
-import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pxrs import disk
 from pxrs.errors import (
@@ -38,7 +34,6 @@ from pxrs.errors import (
     HubMoved,
     InvalidRecord,
     InvalidUrl,
-    LogBusy,
     LogError,
     ReadFailed,
     SequenceGap,
@@ -53,11 +48,13 @@ from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, DamagedTopic, 
 from pxrs.log.directory.crew import Crew
 from pxrs.log.directory.description import look_up, target_of, write_topic
 from pxrs.log.directory.ends import Ends
+from pxrs.log.directory.opened_directory import OpenedDirectory
 from pxrs.log.directory.partition import Partition
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.published import Published
 from pxrs.log.directory.reading import SealedSegment
 from pxrs.log.directory.tailing import Tailer
+from pxrs.log.directory.topic_names import TopicNames, sync_names
 from pxrs.log.outcomes import MaybeStored, NotStored, Outcome
 from pxrs.log.producers import named
 from pxrs.log.retention import credible_time
@@ -77,14 +74,14 @@ class DirectoryLog(Log):
             raise InvalidUrl(f"{path} is a file; a log is kept in a directory")
         disk.refuse_network_file_system(self._root, "a log")
         self.url, self.folder, self.own_registry = str(self._root), self._root, self._root / "registry"
-        self._place = Place(self._root)
-        self._topics, self._logs = self._root / "topics", self._root / "logs"
+        self._place = OpenedDirectory(self._root)
+        self._names = TopicNames(self._root, timeout)
         self._timeout = timeout
         self._tailer = Tailer()
         self._lock = threading.Lock()
         self._open: dict[str, DirectoryTopic] = {}
-        self._told: set[str] = set()
-        """Names of the damaged topics that were found, and logged, by the last look at all topics."""
+        self._logged_as_damaged: set[str] = set()
+        """Names of the topics that were damaged when all topics were listed last: each was logged when it became so."""
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -93,74 +90,45 @@ class DirectoryLog(Log):
 
     def create_topic(self, topic: Topic) -> TopicLog:
         self._check_usable()
-        target, link = self._topics / topic.name, os.path.join(os.pardir, "logs", topic.id)
+        names = self._names
         with self._os_errors():
-            if target.exists():
+            if (names.links / topic.name).exists():
                 raise self._exists(topic.name)
-            disk.make_folders(self._topics)
-            disk.make_folders(self._logs)
-            self.finish_deletions()
-            folder = self._logs / topic.id
+            disk.make_folders(names.links)
+            disk.make_folders(names.folders)
+            names.finish_deletions()
+            folder = names.folders / topic.id
             try:
                 folder.mkdir()
             except FileExistsError:
                 raise TopicExists(f"there is a topic with the id {topic.id!r} already") from None
             try:
                 self._prepare(topic, folder)
-                if target.is_symlink() and not target.exists():  # somebody has removed the topic's folder by hand
-                    with self._naming():
-                        if target.is_symlink() and not target.exists():
-                            os.unlink(target)
-                os.symlink(link, target)
+                names.claim(topic.name, topic.id)
             except BaseException as error:
-                if not _may_lead_to(target, link):
+                if not names.may_be_claimed(topic.name, topic.id):
                     shutil.rmtree(folder, ignore_errors=True)
                 # Otherwise an interrupt was raised as `symlink` returned. The topic is whole and other processes may
                 # have stored messages in it already, so it stays.
                 if isinstance(error, FileExistsError):
                     raise self._exists(topic.name) from error
                 raise
-            _sync_names(self._root)
+            sync_names(self._root)
         created = self._opened(topic)  # by its id: the name may be another topic's by now
         created.is_name_durable = True
         return created
 
     def _exists(self, name: str) -> TopicExists:
-        found = look_up(self._topics, name)
+        found = look_up(self._names.links, name)
         if isinstance(found, DamagedTopic):
             return TopicExists(f"there is a topic {name!r} already, and it is damaged: delete it first ({found.error})")
         return TopicExists(f"there is a topic {name!r} already")
-
-    def _take_link(self, link: Path) -> str:
-        """Move a topic's link away, which deletes the topic; the name of the folder that it led to. Under `_naming`."""
-        target = os.readlink(link)
-        os.rename(link, self._topics / f".deleted-{uuid.uuid4().hex}")
-        return os.path.basename(target)
-
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Hold the lock of the folder `topics`, which everyone takes who removes a topic's link.
-
-        So the link that is removed is the one that was looked at, and not that of a topic that another process has made
-        meanwhile under the same name. Who makes a link needs no lock: `symlink` refuses a name that is taken."""
-        descriptor = os.open(self._topics, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            until = time.monotonic() + self._timeout
-            while not _try_lock(descriptor):
-                if time.monotonic() > until:
-                    raise LogBusy(
-                        f"{self._topics}: another process has held its lock for {self._timeout:g} s; is it stopped?"
-                    )
-                time.sleep(0.005)
-            yield
-        finally:
-            os.close(descriptor)
 
     def _prepare(self, topic: Topic, folder: Path) -> None:
         for partition in range(topic.partitions):
             (folder / "partitions" / f"partition-{partition}").mkdir(parents=True)
         write_topic(folder, topic)
-        for each in (folder / "partitions", folder, self._logs):
+        for each in (folder / "partitions", folder, self._names.folders):
             disk.sync_folder(each)
 
     def topics(self) -> list[Topic]:
@@ -173,21 +141,21 @@ class DirectoryLog(Log):
         self._check_usable()
         with self._os_errors():
             try:
-                names = sorted(os.listdir(self._topics))
+                names = sorted(os.listdir(self._names.links))
             except FileNotFoundError:
                 return []
-            found = [look_up(self._topics, name) for name in names if TOPIC_NAME.fullmatch(name)]
+            found = [look_up(self._names.links, name) for name in names if TOPIC_NAME.fullmatch(name)]
         damaged = {each.name: each for each in found if isinstance(each, DamagedTopic)}
         for name, each in damaged.items():
-            if name not in self._told:  # once for each time that it becomes damaged
+            if name not in self._logged_as_damaged:
                 _logger.warning("topic %s is damaged: %s", name, each.error, extra={"topic": name, "id": each.id})
-        self._told = set(damaged)
+        self._logged_as_damaged = set(damaged)
         return [each for each in found if each is not None]
 
     def topic(self, name: str) -> TopicLog:
         self._check_usable()
         with self._os_errors():
-            found = look_up(self._topics, name) if TOPIC_NAME.fullmatch(name) else None
+            found = look_up(self._names.links, name) if TOPIC_NAME.fullmatch(name) else None
         if found is None:
             raise UnknownTopic(name, [topic.name for topic in self.topics()])
         if isinstance(found, DamagedTopic):
@@ -201,49 +169,34 @@ class DirectoryLog(Log):
                 if found is not None:
                     found.close(is_deleted=True)
                 found = self._open[topic.name] = DirectoryTopic(
-                    topic, self._logs / topic.id, self._timeout, self._place, self._tailer
+                    topic, self._names.folders / topic.id, self._timeout, self._place, self._tailer
                 )
             return found
 
     def delete_topic(self, name: str) -> str:
         self._check_usable()
         with self._os_errors():
-            found = look_up(self._topics, name) if TOPIC_NAME.fullmatch(name) else None
+            found = look_up(self._names.links, name) if TOPIC_NAME.fullmatch(name) else None
             if found is None:
                 raise UnknownTopic(name, [topic.name for topic in self.topics()])
-            with self._naming():
-                try:
-                    identity = self._take_link(self._topics / name)
-                except FileNotFoundError:  # another process was faster
-                    raise UnknownTopic(name) from None
+            try:
+                identity = self._names.release(name)
+            except FileNotFoundError:  # another process was faster
+                raise UnknownTopic(name) from None
         with self._lock:
             if name in self._open and self._open[name].id == identity:
                 self._open.pop(name).close(is_deleted=True)
         try:
-            disk.sync_folder(self._topics)
+            disk.sync_folder(self._names.links)
         except OSError as error:
             raise LogError(
                 f"topic {name} is deleted, but a power loss may bring it back: {disk.explain(error)}"
             ) from error
-        self.finish_deletions()
+        self._names.finish_deletions()
         return identity
 
     def finish_deletions(self) -> None:
-        """Remove the folders of links that were moved away, by this process or by one that died before it did.
-
-        Several processes may do this at once. What fails is logged: the topics are deleted all the same, and the next
-        one who creates or deletes a topic tries again."""
-        try:
-            for link in self._topics.glob(".deleted-*"):
-                with contextlib.suppress(FileNotFoundError):
-                    folder = self._logs / os.path.basename(os.readlink(link))
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(folder, folder.with_name(f".deleted-{folder.name}"))
-                    os.unlink(link)
-            for gone in self._logs.glob(".deleted-*"):
-                shutil.rmtree(gone, onerror=_tell_unless_gone)
-        except OSError as error:
-            _tell_left_over(error)
+        self._names.finish_deletions()
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -270,82 +223,10 @@ class DirectoryLog(Log):
             raise disk.log_error(error, self._root, f"{self._root}: ") from error
 
 
-def _tell_unless_gone(function: object, path: str, told: Any) -> None:
-    """Another process may remove the same folder at the same time: then names vanish, or come too late to be seen."""
-    error = told[1]
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
-        _tell_left_over(error)
-
-
-def _tell_left_over(error: BaseException) -> None:
-    what = disk.explain(error) if isinstance(error, OSError) else error
-    _logger.warning("files of a deleted topic are left over: %s; the next deletion tries again", what)
-
-
-def _may_lead_to(path: Path, target: str) -> bool:
-    """Whether there is a symbolic link at this path with this target. True, and logged, if that cannot be told."""
-    try:
-        return os.readlink(path) == target
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # it is no link
-            return False
-        _logger.warning("%s: what was prepared for a topic is kept, since it may be in use", disk.explain(error, path))
-        return True
-
-
-def _sync_names(root: Path) -> None:
-    """Sync every folder that the name of a topic depends on: `topics`, the directory of the log, the one above it.
-
-    The process that made one of these folders, or the link in `topics`, may have died before it synced the folder
-    above, or may not have come to it yet; `disk.make_folders` of another process passes over what is there."""
-    disk.sync_folder(root / "topics")
-    disk.sync_folder(root)
-    try:
-        disk.sync_folder(root.parent)
-    except PermissionError as error:
-        # Syncing needs the permission to read. The process that made `root` has synced the folder above it, unless it
-        # died just then.
-        _logger.info("%s is not synced before the first append: %s", root.parent, disk.explain(error))
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-
-
-class Place:
-    """A directory, and which one it was when it was first found there."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._identity: tuple[int, int] | None = None
-        self.check()
-
-    def check(self) -> None:
-        """Raise HubMoved if it is not there any more, or another one is. One that is yet to be made is no error."""
-        try:
-            status = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            if self._identity is not None:
-                raise HubMoved(str(self.path), "the directory was renamed or removed") from None
-            return
-        except OSError as error:
-            raise disk.log_error(error, self.path) from error
-        if self._identity is None:
-            self._identity = status.st_dev, status.st_ino
-        elif self._identity != (status.st_dev, status.st_ino):
-            raise HubMoved(str(self.path), "another directory was put in its place")
-
-
 class DirectoryTopic(TopicLog):
     """One topic, its partitions opened as they are used."""
 
-    def __init__(self, topic: Topic, folder: Path, timeout: float, place: Place, tailer: Tailer) -> None:
+    def __init__(self, topic: Topic, folder: Path, timeout: float, place: OpenedDirectory, tailer: Tailer) -> None:
         """place: the directory of the whole log. tailer: that of the whole log, which tells of changes."""
         self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
@@ -505,7 +386,7 @@ class DirectoryTopic(TopicLog):
         if self.is_name_durable:
             return
         try:
-            _sync_names(self._place.path)
+            sync_names(self._place.path)
         except OSError as error:
             raise AppendFailed(f"{self.name}: the topic's name could not be synced: {disk.explain(error)}") from error
         self.is_name_durable = True

@@ -73,11 +73,13 @@ class Staging(TaskStaging):
         """Remove what was staged and announced for this batch and for earlier batches of the query."""
 
     @abstractmethod
-    def sweep(self, topic: str, needed: Mapping[str, int | None]) -> None:
+    def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
         """Remove what was staged for the topic a day ago or earlier and is not needed, and feeds that are a month old.
 
         needed: by query, the batch that its manifest names and that is not published yet. None stands for a manifest
-                that cannot be read: nothing of that query is removed."""
+                that cannot be read: nothing of that query is removed.
+        now:    when the caller began to read the manifests, in seconds since 1970; by default now. Ages count up to
+                that moment, so that what was staged later stays, however long the caller has been stopped since."""
 
     @abstractmethod
     def keep_topic(self, topic: str) -> None:

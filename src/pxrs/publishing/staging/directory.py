@@ -142,18 +142,19 @@ class DirectoryStaging(Staging):
         _remove_if_empty(folder)  # it is not empty if tasks of the next batch have begun to stage
         self._clear_feeds(query, batch + 1)
 
-    def sweep(self, topic: str, needed: Mapping[str, int | None]) -> None:
+    def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
+        now = time.time() if now is None else now
         with contextlib.suppress(FileNotFoundError):
             for query in (self._root / topic).iterdir():
                 if needed.get(query.name, -1) is None:
                     continue
                 for batch in query.iterdir():
                     if batch.name != str(needed.get(query.name)):
-                        _remove_old(batch, _ORPHAN_S)
+                        _remove_old(batch, now - _ORPHAN_S)
                 _remove_if_empty(query)
         with contextlib.suppress(FileNotFoundError):
             for query in (self._root / "feeds").iterdir():
-                _remove_old(query, _OLD_FEED_S)
+                _remove_old(query, now - _OLD_FEED_S)
 
     # Topics.
 
@@ -199,9 +200,9 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_old(folder: Path, age_s: float) -> None:
-    """Remove a folder of files if nothing in it is younger. A file that is added meanwhile stays, and its folder."""
-    before = time.time() - age_s
+def _remove_old(folder: Path, before: float) -> None:
+    """Remove a folder of files if nothing in it was written since `before`, in seconds since 1970. A file that is added
+    meanwhile stays, and its folder."""
     with contextlib.suppress(FileNotFoundError):
         files = list(folder.iterdir())
         if max(each.stat().st_mtime for each in (folder, *files)) < before:

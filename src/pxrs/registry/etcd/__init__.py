@@ -1,9 +1,11 @@
 """The registry on etcd: transactions on modification revisions, native leases, native watches.
 
-Keys lie under `/<namespace>/`, so a role that may read and write that prefix is all the permission it needs. A key's
-version is its modification revision, which the whole store counts and never reuses. What each file is about:
-`registry` the contract, `link` the way to the cluster, `connection` to one member of it, `stream` watches, `faults`
-what an error proves, `fork` what it says.
+Keys lie under `/<namespace>/`, so that a role that may read and write that prefix has all permissions that it takes. A
+key's version is its modification revision, which etcd counts for the whole store and never reuses.
+
+Where to start reading: `registry.py` (the class `EtcdRegistry`: reads, commits), `lease.py`, `stream.py` (watches).
+`link.py` sends calls to the cluster, over a `connection.py` to one member at a time; `faults.py` says what an error
+proves about a call; `fork.py` is about processes that fork; `narrowing.py` keeps scans with a limit cheap.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A connection to one member of an etcd cluster.
 
-The problem: gRPC hides connections. It makes them, remakes them and queues calls for them, and afterwards nobody can
-say whether a request was sent. So a channel is used here for one connection only: it is good from the first answer
-until `is_sound` turns False, and then never again.
+The problem: a gRPC channel makes connections, replaces them and queues calls by itself, so that after a failure it is
+not known whether a request was sent. So a channel is used here for one connection only: it is used from the first
+answer until `is_sound` becomes False, and then never again.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Connection:
         self._channel.close()
 
     def _post_sentinel(self) -> None:
-        """Keep a stream open that says nothing. It ends when the connection does, or when the member is without a
-        leader; and because of it gRPC sends pings, so that a connection that died silently is noticed too."""
+        """Keep a stream open on which nothing is sent. It ends when the connection ends, or when the member has no
+        leader; and while it is open gRPC sends pings, which notice a connection that broke without a message."""
         self.is_sound = True
         self._sentinel = self.watch(self._silence(), metadata=HAS_LEADER)  # kept: gRPC cancels what nobody holds
         if not self._sentinel.add_callback(self._notice_end):

@@ -1,12 +1,12 @@
-"""gRPC and fork, which do not go together unless asked to.
+"""Processes that fork while they use gRPC.
 
-The problem: as it comes, gRPC's core repairs itself in a forked child while its Python half takes no part in that.
-Children of a process that talks to etcd then crash now and then, whether they touch gRPC or not (grpcio 1.85, three
-busy registries: 2 of 40 children that did nothing, 11 of 40 that opened a registry of their own).
+The problem: by default gRPC's C core reinitialises itself in a forked child, and gRPC's Python layer does not. Children
+of a process that talks to etcd then crash now and then, whether they use gRPC or not (grpcio 1.85, three busy
+registries: 2 of 40 children that did nothing, 11 of 40 that opened a registry of their own).
 
-So the core's repair is switched off, unless the user has decided about it: a child that leaves gRPC alone is safe, and
-one that wants to use it, which would hang, is told so at once (R11). The switch is an environment variable that gRPC
-reads when it is first imported; it is set for that moment only, and nobody else sees it.
+So gRPC's handling of forks is switched off, unless the user has set the switch: a child that does not use gRPC is safe,
+and one that opens an etcd registry, which would hang, gets UsedAfterFork at once (R11). The switch is an environment
+variable that gRPC reads when it is first imported; it is set only during that import.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ The problem: a call must end within its bound whatever the network does, must no
 effect twice (R5), and must find the member that works while another one is down, silent or cut off from its peers.
 
 Invariants:
-- A call is sent once, on a connection that was good a moment ago, or it is not sent. One that is not `repeatable` is
-  sent again only if the answer proves that nothing happened (`faults`).
-- Every wait is bounded by the call's own time, and no lock is held while a request is under way. Only dialling is
-  serialized, and who waits for it gets the connection that it made.
+- A call is sent only on a connection that is known to have been good a moment ago. A call that is not `repeatable` is
+  sent a second time only if the first answer proves that nothing happened (`faults`).
+- Every wait is bounded by the time of the call, and no lock is held while a request is under way. Only connecting is
+  serialized; a call that waits for another one to connect uses the connection that the other one made.
 
-On failure: the next member in the order of the address, round and round with growing pauses, until the time is up. A
-connection that is given up is closed when the last call on it has ended; watches on it end then, and move.
+On failure: the next member is tried, in the order of the address and again from the first, with growing pauses, until
+the time of the call is over. A connection that is given up is closed when the last call on it has ended; the watches on
+it end then, and are opened on the next connection.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class Link:
         self._why = "no answer yet"
 
     def call(self, step: Callable[[Send], T], *, repeatable: bool, timeout_s: float | None = None) -> T:
-        """Do a step of one or more requests on one connection, all of it again after a failure that allows it.
+        """Perform a step of one or more requests on one connection, and all of it again after a failure that allows it.
 
-        What is `repeatable` may be done twice; for the rest, OutcomeUnknown says that it may have happened. Any other
-        error means that it has not."""
+        repeatable: the step may be performed twice. If it is not, OutcomeUnknown means that it may have taken effect;
+        any other error, that it has not."""
         until = time.monotonic() + seconds_left(self.timeout_s if timeout_s is None else timeout_s)
         pause_s = PAUSE_S_MIN
         may_log_in = self._login is not None
@@ -113,7 +114,7 @@ class Link:
         return connection, metadata
 
     def learn(self, fault: Fault, connection: Connection, metadata: Metadata) -> None:
-        """Draw the conclusions for later calls: log in again, go to another member."""
+        """After a failure: let later calls log in again, or use another member."""
         if fault.proof is Proof.LOGIN:
             with self._lock:
                 if self._login is not None and self._metadata == metadata:

@@ -1,10 +1,10 @@
-"""Ranges that hold not many more keys than are wanted.
+"""Guesses the end of the range that a scan with a limit needs, so that etcd counts few keys.
 
-The problem: etcd counts all keys of a range for each answer, whatever the limit, so the first ten of a hundred thousand
-cost as much as counting all of them. But how far the tenth key is cannot be known. So the end of a range is guessed:
-just behind the keys that share so many leading bytes with one nearby, where so many is what did for the last scan of
-that prefix. A guess that was too near is continued with a wider range, one that was too far is nearer the next time.
-Nothing but the cost depends on the guess.
+The problem: etcd counts all keys of a range for each answer, whatever the limit, so the first ten keys of a hundred
+thousand cost as much as counting all of them. Which key is the tenth is not known before the scan. So the end of the
+range is guessed: the range holds the keys that share their first bytes with a key nearby, as many bytes as were right
+for the last scan of that prefix. If the range holds too few keys, the scan goes on with a wider one; if it held too
+many, the next scan begins with a narrower one. A wrong guess changes only the cost of a scan, never its result.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """The registry's contract in etcd's terms.
 
-- A commit is one transaction: it compares the modification revision of every expected key and, if it fails, reads what
-  they are, so that a refusal needs no second round trip.
+- A commit is one transaction: it compares the modification revision of every expected key and, if one differs, reads
+  all of them, so that `Conflict` can name the keys without a second round trip.
 - A lease has a key of its own, which is bound to it (`lease`). A commit that names the lease compares that key,
   whatever it writes (R3).
-- A store that runs full says so to the commit that filled it, though that one took effect. So the first time is
-  OutcomeUnknown; from then on a write of our own is tried first, and StorageFull means that nothing was sent.
-- Renewals have a connection of their own, so no commit is in their way (R6).
+- etcd answers the commit that fills the store with "no space", although that commit took effect. So the first such
+  answer becomes OutcomeUnknown. From then on a key of the registry's own is written before each commit, and if that
+  fails, StorageFull is raised and nothing of the commit was sent.
+- Renewals have a connection of their own, so that they do not wait for commits (R6).
 
-On failure: `link` says what is tried again and what is not.
+On failure: `link.py` says what is repeated and what is not.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from pyetcd import etcdrpc as rpc
@@ -25,9 +26,9 @@ from pxrs.registry.etcd.connection import Certificates
 from pxrs.registry.etcd.lease import Granted, attach, begin, lease_key
 from pxrs.registry.etcd.link import Link, Login
 from pxrs.registry.etcd.narrowing import Narrowing
-from pxrs.registry.etcd.stream import Stream
+from pxrs.registry.etcd.stream import Key, Stream
 from pxrs.registry.lease import Lease
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 # etcd takes 128 comparisons, one of which may be the lease's. Of its 1.5 MiB for a request, the most keys of
 # the longest names leave these bytes: each name is in the comparison, the write and the read.
@@ -61,7 +62,7 @@ class EtcdRegistry(Registry):
             Link(url, targets, certificates=certificates, login=login, timeout_s=timeout_s) for _ in range(2)
         )
         self._narrowing = Narrowing()
-        self._streams: dict[Watch, Stream] = {}
+        self._stream = Stream(self._keys, ignored=self._root + _OURS)
         self._was_full = False
 
     def check_access(self) -> None:
@@ -196,20 +197,18 @@ class EtcdRegistry(Registry):
 
     # Watches.
 
-    def _watch(self, watch: Watch) -> None:
-        ranges = []
-        for prefix in watch.prefixes:
-            name = self._root + prefix.encode()
-            ranges.append((name, _end_of(name) if name.endswith(b"/") else b""))
-        stream = self._streams[watch] = Stream(self._keys, ranges, watch.wake, ignored=self._root + _OURS)
-        stream.start()
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        ranges: dict[Key, tuple[bytes, bytes, Callable[[], None]]] = {}
+        for watch in watches:
+            name = self._root + watch.prefix.encode()
+            ranges[watch] = name, _end_of(name) if name.endswith(b"/") else b"", watch.wake
+        self._stream.open(ranges)
 
-    def _unwatch(self, watch: Watch) -> None:
-        stream = self._streams.pop(watch, None)
-        if stream is not None:
-            stream.close()
+    def _unwatch(self, watch: PrefixWatch) -> None:
+        self._stream.remove(watch)
 
     def _close(self) -> None:
+        self._stream.close()
         self._renewals.close()
         self._keys.close()
 

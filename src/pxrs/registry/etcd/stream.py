@@ -1,27 +1,42 @@
-"""A watch as a stream of etcd's.
+"""One stream of etcd's for all prefixes that are watched through an open registry (W6).
 
 The problem: a stream ends, by a restart, a cut, a compaction, a member that lost its peers, and changes happen
 meanwhile.
 
-Invariant: after any change there is a wake. A stream that ends is a doubt, so it wakes; one that was made again wakes
-once more, after etcd has said that it is there: a change before that moment is seen by whoever looks after that wake,
-a later one comes through the stream. So a stream always begins now, never at an old revision, which a compaction may
-have removed.
+Invariant: after any change there is a wake. A stream that ends is a doubt, so it wakes all prefixes that were live on
+it. A prefix that is watched again on the next stream is woken once more, after etcd has confirmed it: a change before
+that moment is seen by whoever looks after that wake, a later one comes through the stream. So a watch always begins
+now, never at an old revision, which a compaction may have removed.
 
-On failure: made again for as long as the watch is open, with growing pauses and no wakes between.
+States of a prefix (`_Range`), all of them changed under `_lock`:
+
+| state | `id` | `is_live` | becomes |
+|---|---|---|---|
+| waiting for a stream | None | False | asked, when a stream begins or one is there already |
+| asked: in `_outbox` or `_asked` | None | False | live, by the answer `created`, in the order of the requests; denied |
+| live | a number | True | waiting, when the stream ends; gone, by `remove` |
+| denied once | None | False | waiting: a token that has expired looks the same, so log in and ask again |
+| denied again | None | False | failed, if it never was live: `open` raises; otherwise waiting, with growing pauses |
+
+On failure: the stream is made again for as long as there are prefixes, with growing pauses and no wakes between. The
+thread, and the one that gRPC uses to send requests, start with the first prefix and end with the last.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
 from pyetcd import etcdrpc as rpc
 
 from pxrs.errors import AccessDenied, Closed, RegistryError, RegistryUnavailable
+from pxrs.registry.etcd.connection import Connection, Metadata
 from pxrs.registry.etcd.faults import Fault, Proof, fault_of
 from pxrs.registry.etcd.link import PAUSE_S_MAX, PAUSE_S_MIN, Link
 
@@ -29,115 +44,256 @@ log = logging.getLogger(__name__)
 
 CLOSE_S_MAX = 1.0
 
+Key = object
+"""Whatever the caller names a watched range by."""
 
-class Stream:
-    """Calls `wake` after every change in any of the ranges. A thread of its own follows it."""
 
-    def __init__(
-        self, link: Link, ranges: Sequence[tuple[bytes, bytes]], wake: Callable[[], None], *, ignored: bytes
-    ) -> None:
-        """A range is its first key and its end, or a key and nothing. Keys that begin with `ignored` do not count."""
-        self._link, self._ranges, self._wake, self._ignored = link, tuple(ranges), wake, ignored
+class _Range:
+    """A range of keys that is watched. Only `Stream` touches it."""
+
+    def __init__(self, first: bytes, end: bytes, wake: Callable[[], None]) -> None:
+        self.first, self.end, self.wake = first, end, wake
+        self.id: int | None = None
+        """etcd's number of the watch on the present stream."""
         self.is_live = False
         """Whether every change wakes now, as far as is known."""
-        self._settled = threading.Event()
-        self._has_begun = False
-        self._failure: RegistryError | Closed | None = None
-        self._closed = threading.Event()
-        self._call: Any = None
-        self._thread = threading.Thread(target=self._follow_always, name="pxrs-etcd-watch", daemon=True)
+        self.was_live = False
+        """Whether it was live on any stream: then `open` has returned."""
+        self.is_removed = False
+        self.denials = 0
+        """How often etcd has refused it since it was last live."""
+        self.failure: RegistryError | None = None
+        """Why it will never be live."""
 
-    def start(self) -> None:
-        """Return when every later change will wake; raise if that takes too long or is not allowed."""
-        self._thread.start()
-        self._settled.wait(self._link.timeout_s)
-        if self._closed.is_set():
-            raise Closed("the registry was closed while a watch was made")
-        if not self._has_begun:
-            raise self._failure or RegistryUnavailable("etcd did not confirm a watch in time")
+
+class Stream:
+    """Wakes each watched range after every change in it. Threads share it."""
+
+    def __init__(self, link: Link, *, ignored: bytes) -> None:
+        """Keys that begin with `ignored` do not count as changes."""
+        self._link, self._ignored = link, ignored
+        self._lock = threading.Condition(threading.Lock())
+        self._ranges: dict[Key, _Range] = {}
+        self._outbox: queue.SimpleQueue[_Range | int | None] | None = None
+        """What to send on the present stream: a range to watch, the number of a watch to cancel, None to end."""
+        self._asked: deque[_Range] = deque()
+        """Ranges that were sent on the present stream and are not answered yet; etcd answers in order."""
+        self._by_id: dict[int, _Range] = {}
+        self._call: Any = None
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
+        """Set by `open` and `close`: a pause before the next stream ends at once."""
+        self._failure: RegistryError | None = None
+        """Why the last stream ended or could not be made; None while one has confirmed a range."""
+        self._was_refused = False
+        """Whether the last attempt to connect was refused for want of permission."""
+        self._is_cancelled = False
+        """Whether this object has cancelled the present stream, because nothing is left to be watched."""
+        self._is_closed = False
+
+    def open(self, wanted: Mapping[Key, tuple[bytes, bytes, Callable[[], None]]]) -> None:
+        """Watch these ranges: first key, end (empty for a single key), what to call after a change. Returns when every
+        later change in them will wake; raises if that takes too long or is not allowed, and then watches none."""
+        ranges = {key: _Range(*given) for key, given in wanted.items()}
+        until = time.monotonic() + self._link.timeout_s
+        try:
+            with self._lock:
+                self._check_open()
+                self._ranges.update(ranges)
+                if self._outbox is not None:
+                    for each in ranges.values():
+                        self._outbox.put(each)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._follow_always, name="pxrs-etcd-watch", daemon=True)
+                    self._thread.start()
+                self._hurry.set()
+                while not all(each.was_live for each in ranges.values()):
+                    failures = [each.failure for each in ranges.values() if each.failure is not None]
+                    if failures:
+                        raise failures[0]
+                    self._check_open()
+                    if not self._lock.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+                        raise self._failure or RegistryUnavailable("etcd did not confirm a watch in time")
+        except BaseException:
+            for key, each in ranges.items():
+                self._remove(key, each)
+            raise
+
+    def remove(self, key: Key) -> None:
+        """Watch this range no longer. One that is not watched is no error."""
+        found = self._ranges.get(key)
+        if found is not None:
+            self._remove(key, found)
+
+    def is_live(self, key: Key) -> bool:
+        """Whether every change of this range wakes now, as far as is known."""
+        found = self._ranges.get(key)
+        return found is not None and found.is_live
 
     def close(self) -> None:
-        """Stop, from any thread."""
-        self._closed.set()
-        self._settled.set()
-        call = self._call
-        if call is None:
-            return  # it is on its way to a connection, and will look before it begins a stream
-        call.cancel()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S_MAX)
+        """Stop, from any thread. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            call, thread = self._call, self._thread
+            self._hurry.set()
+            self._lock.notify_all()
+        if call is not None:  # otherwise the thread looks at `_is_closed` before it begins a stream
+            call.cancel()
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(CLOSE_S_MAX)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed("the registry was closed while a watch was made")
+
+    def _remove(self, key: Key, watched: _Range) -> None:
+        with self._lock:
+            if self._ranges.get(key) is watched:
+                del self._ranges[key]
+            watched.is_removed, watched.is_live = True, False
+            if watched.id is not None:
+                self._by_id.pop(watched.id, None)
+                if self._outbox is not None:
+                    self._outbox.put(watched.id)
+                watched.id = None
+            call = None if self._ranges else self._call
+            if not self._ranges:
+                self._is_cancelled = True
+                self._hurry.set()
+        if call is not None:  # nothing is left to be watched: the thread ends
+            call.cancel()
+
+    # What runs in the thread that follows the stream.
 
     def _follow_always(self) -> None:
         pause_s = PAUSE_S_MIN
-        while not self._closed.is_set():
+        while True:
+            with self._lock:
+                if self._is_closed or not self._ranges:
+                    self._thread = None
+                    return
+                self._hurry.clear()
             try:
-                self._follow()
-            except Closed as error:
-                self._failure = error
-                self._settled.set()
-                return
+                self._follow(*self._connect())
+            except Closed:
+                self.close()  # the link was closed, which the registry does for good
+                continue
             except RegistryError as error:
-                log.info("a watch waits to be made: %s", error)
-                was_denied = isinstance(self._failure, AccessDenied)
+                log.info("watches wait to be made: %s", error)
                 self._failure = error
-                if was_denied and isinstance(error, AccessDenied):
-                    self._settled.set()
             except Exception:
-                log.exception("a watch broke off and will be made anew")
-            if self.is_live:
-                self.is_live = False
+                log.exception("watches broke off and will be made anew")
+            if self._end_stream():
                 pause_s = PAUSE_S_MIN
-                self._wake()
-            self._closed.wait(pause_s)
+            self._hurry.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
-    def _follow(self) -> None:
-        """Follow one stream to its end."""
-        connection, metadata = self._link.connect()
-        ended = threading.Event()
-        missing = len(self._ranges)
+    def _end_stream(self) -> bool:
+        """Forget the stream that ended, and wake every range that was live on it; whether there was one."""
+        with self._lock:
+            live = [each for each in self._ranges.values() if each.is_live]
+            for each in self._ranges.values():
+                each.is_live, each.id = False, None
+            self._by_id.clear()
+            self._asked.clear()
+        for each in live:
+            each.wake()
+        return bool(live)
+
+    def _connect(self) -> tuple[Connection, Metadata]:
         try:
-            self._call = connection.watch(self._requests(ended), metadata=metadata)
-            if self._closed.is_set():
-                self._call.cancel()
+            found = self._link.connect()
+        except AccessDenied as error:
+            with self._lock:
+                if self._was_refused:  # twice, so not because of a token that has expired
+                    for each in self._ranges.values():
+                        each.failure = None if each.was_live else error
+                    self._lock.notify_all()
+                self._was_refused = True
+            raise
+        self._was_refused = False
+        return found
+
+    def _follow(self, connection: Connection, metadata: Metadata) -> None:
+        """Follow one stream to its end. Raises AccessDenied."""
+        outbox: queue.SimpleQueue[_Range | int | None] = queue.SimpleQueue()
+        try:
+            with self._lock:
+                if self._is_closed or not self._ranges:
+                    return
+                for each in self._ranges.values():
+                    outbox.put(each)
+                self._outbox, self._is_cancelled = outbox, False
+                self._call = connection.watch(self._requests(outbox), metadata=metadata)
             for response in self._call:
-                if response.canceled:
-                    if missing and "permission denied" in response.cancel_reason:
-                        raise self._denial(response.cancel_reason, connection, metadata)
+                if not self._take(response, connection, metadata):
                     break
-                if response.created:
-                    missing -= 1
-                    if missing == 0:
-                        self._begin()
-                elif any(not event.kv.key.startswith(self._ignored) for event in response.events):
-                    self._wake()
         except grpc.RpcError as error:
-            if not self._closed.is_set():  # else it was cancelled by `close`
+            if not self._is_closed and not self._is_cancelled:
                 self._link.learn(fault_of(error), connection, metadata)
         except ValueError:
             return  # the connection was closed since it was asked for
         finally:
-            ended.set()
-            call, self._call = self._call, None
+            outbox.put(None)
+            with self._lock:
+                call, self._call, self._outbox = self._call, None, None
             if call is not None:
                 call.cancel()
 
-    def _requests(self, ended: threading.Event) -> Iterator[Any]:
-        for key, range_end in self._ranges:
-            yield rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=key, range_end=range_end))
-        # Some servers take the end of the requests for the end of the watch.
-        ended.wait()
+    def _requests(self, outbox: queue.SimpleQueue[_Range | int | None]) -> Iterator[Any]:
+        """Called by gRPC, on a thread of its own. Some servers take the end of the requests for the end of the stream,
+        so this ends only when the stream does."""
+        while (item := outbox.get()) is not None:
+            if isinstance(item, int):
+                yield rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=item))
+                continue
+            with self._lock:
+                if item.is_removed or self._outbox is not outbox:
+                    continue
+                self._asked.append(item)
+            yield rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=item.first, range_end=item.end))
 
-    def _begin(self) -> None:
-        self.is_live = True
-        if self._has_begun:
-            self._wake()
-        self._has_begun = True
-        self._failure = None
-        self._settled.set()
+    def _take(self, response: Any, connection: Connection, metadata: Metadata) -> bool:
+        """Act on a message of etcd's. False if the stream must be made anew."""
+        if response.canceled:
+            return self._take_cancelled(response, connection, metadata)
+        if response.created:
+            self._begin(response.watch_id)
+        elif any(not event.kv.key.startswith(self._ignored) for event in response.events):
+            found = self._by_id.get(response.watch_id)
+            if found is not None:
+                found.wake()
+        return True
 
-    def _denial(self, reason: str, connection: Any, metadata: Any) -> RegistryError:
-        """A token that is no longer good looks the same here, so the first time is a reason to log in again."""
-        if not isinstance(self._failure, AccessDenied):
-            self._link.learn(Fault(Proof.LOGIN, reason), connection, metadata)
-        return AccessDenied(reason)
+    def _begin(self, watch_id: int) -> None:
+        """The next range that was asked for is watched from now on."""
+        with self._lock:
+            watched = self._asked.popleft()
+            if watched.is_removed:
+                if self._outbox is not None:
+                    self._outbox.put(watch_id)
+                return
+            had_begun = watched.was_live
+            watched.id, watched.is_live, watched.was_live, watched.denials = watch_id, True, True, 0
+            self._by_id[watch_id] = watched
+            self._failure = None
+            self._lock.notify_all()
+        if had_begun:
+            watched.wake()
+
+    def _take_cancelled(self, response: Any, connection: Connection, metadata: Metadata) -> bool:
+        if response.watch_id in self._by_id:
+            return False  # etcd has ended it by itself, for instance because of a compaction
+        if "permission denied" not in response.cancel_reason:
+            return not response.created  # what was cancelled on request is confirmed so
+        with self._lock:
+            watched = self._asked.popleft()
+            watched.denials += 1
+            error = AccessDenied(response.cancel_reason)
+            if watched.denials > 1 and not watched.was_live:
+                watched.failure = error
+                self._lock.notify_all()
+                return True
+        if watched.denials == 1:
+            self._link.learn(Fault(Proof.LOGIN, response.cancel_reason), connection, metadata)
+        raise error

@@ -1,4 +1,13 @@
-"""The registry on a local directory: `file:DIR`, `file:///abs/dir` or a plain path."""
+"""The registry on a local directory, for the processes of one machine: `file:DIR`, `file:///abs/dir` or a plain path.
+
+There is no server and no lock that a stopped process could keep from others. A commit is one file, published as the
+next number of a journal by `link(2)`; that system call is the commit point (R9). Network file systems are refused,
+because their locks are not safe.
+
+Where to start reading: `registry.py` (the class `FileRegistry`), `journal.py` (how a commit is published and read),
+`lease.py` (how it is decided that a lease is over). `layout.py` lists the folders and files, `codec.py` their bytes,
+`folder.py` notices when a folder is moved or replaced while it is open.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +21,6 @@ def open(address: Address) -> Registry:
     address.refuse_unknown_options(("timeout",))
     directory = address.directory()
 
-    from pxrs.registry.file.store import FileRegistry
+    from pxrs.registry.file.registry import FileRegistry
 
     return FileRegistry(directory, address.namespace, address.seconds("timeout", 10.0))

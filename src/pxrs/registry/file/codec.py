@@ -2,11 +2,11 @@
 
     magic 4 | crc32 4 | header length 4 | header JSON | values
 
-The checksum covers all that follows it. The files stay readable with a pager; nothing is compressed.
+The checksum covers all bytes after it. Nothing is compressed, so that people can read the files with a pager.
 
 The header field `synced` of an entry is the number up to which the entry's author had synced the journal when it wrote
-the entry. So every entry up to that number was on disk: if one of them is missing, no power loss explains it. Version
-0.1 wrote no such field.
+the entry. So every entry up to that number was on disk: if one of them is missing, a power loss was not the cause.
+Version 0.1 wrote no such field.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def decode_snapshot(data: bytes, where: str) -> tuple[State, int]:
 
 
 class _Values:
-    """Cuts the values out of the bytes behind the header, one after the other."""
+    """The values behind the header, to be taken one after the other."""
 
     def __init__(self, data: bytes, position: int) -> None:
         self._data, self._position = data, position

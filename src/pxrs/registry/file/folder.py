@@ -1,4 +1,4 @@
-"""Folders that a handle keeps open, so that it notices when another one, or none, is found under their path."""
+"""Folders that a handle keeps open, so that it notices when their path leads to another folder, or to none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Folder:
         try:
             disk.sync_folder(self._descriptor)
         except OSError as error:
-            # Some file systems that nobody can write to, such as an image, know no sync: all of them is on the medium.
+            # Some read-only file systems, such as a mounted image, have no sync: everything is on the medium already.
             is_read_only = bool(os.fstatvfs(self._descriptor).f_flag & os.ST_RDONLY)
             if not is_read_only or error.errno not in (errno.EINVAL, errno.EROFS):
                 raise
@@ -58,7 +58,7 @@ class Generation(Folder):
         return f"{self.path}/{number:020d}"
 
     def has_entry(self, number: int) -> bool:
-        """Unlike `os.path.exists`, it raises if the operating system does not tell."""
+        """Unlike `os.path.exists`, this raises if the operating system gives an error other than "not there"."""
         try:
             os.stat(self.entry(number))
         except FileNotFoundError:

@@ -1,20 +1,18 @@
 """The journal: every change is a numbered file, and publishing it is one system call.
 
 The problem: several processes change several keys together, any of them may be killed or stopped between any two
-system calls, and nobody may wait for a process that is stopped. So there is no lock. A change is written to a scratch
-file and synced, then published by `link(2)` as the next number: that call is the commit point, for all keys at once.
-`EEXIST` means that another process was first: read what it published, check again, try the next number (R9).
+system calls, and no process may wait for one that is stopped. So there is no lock between processes. A change is
+written to a scratch file and synced, then published by `link(2)` as the next number: that call is the commit point, for
+all keys at once. `EEXIST` means that another process was first: read what it published, check again, try the next
+number (R9).
 
-    <root>/origin                                  names the first generation, for ever
-    <root>/generations/<number>-<unique>/          a folder of entries
-        snapshot                                   the state after some entry; a generation that has one is *live*
-        00000000000000000042                       entry 42; its number is the version of what it wrote
-    <root>/scratch/  <root>/trash/                 files being prepared, folders being removed
+The folders are described in `layout.py`.
 
 Compaction: the last entry of a generation is a *seal* that names the folder where history goes on. A process that has
 read up to the seal just goes on there; whoever sealed then publishes a snapshot in the new folder, for those who open
-the registry later, and moves the old folders away. Each step is one call that either wins or finds itself late, and a
-folder's name is never used again: a process that slept through a compaction gets `ENOENT`, not a number that was freed.
+the registry later, and moves the old folders away. Each step is one system call that either takes effect or fails
+because another process was first, and a folder's name is never used again: a process that was stopped during a
+compaction gets `ENOENT`, never an entry of another generation under the number that it expects.
 
 Durable before acknowledged: the scratch file is synced before the link, the folder after it; whoever follows a seal
 syncs the folder that holds it before writing behind it. A failure after the link is an unknown outcome.
@@ -22,8 +20,9 @@ syncs the folder that holds it before writing behind it. A failure after the lin
 A missing entry has one of two causes, and they are told apart:
 - A power loss may keep an entry and lose the one before it, if neither was synced. Then neither was acknowledged, and
   whoever opens the registry next publishes a seal in the place of the missing entry: it cuts off what lies behind.
-- Somebody removed the file. Each entry records up to which number its author had synced, and entries of the next
-  generation are written only after the seal was synced: if a missing entry was synced, opening raises RegistryCorrupt.
+- Something other than pxrs removed the file. Each entry records up to which number its author had synced, and entries
+  of the next generation are written only after the seal was synced: if a missing entry was synced, opening raises
+  RegistryCorrupt.
 No power loss happens while a handle is open, so an open handle raises RegistryCorrupt for any missing entry. It looks
 for its own last entry and for the one after the next before it publishes, and compares the whole folder with what it
 has read before its first use after `INSPECT_S`. So it never writes into a hole that one removed file has left, and into
@@ -33,28 +32,23 @@ A process that may not write reads in the same way. It publishes neither the sea
 behind a missing entry, nor a snapshot: it shows the state up to the missing entry, and follows the seal once a process
 that may write has published it.
 
-Only `prepared` and `finish_compaction` may be called without the lock that `store.py` holds. A call that is interrupted
-in the middle, by an error or by a signal, leaves the state `torn`: it is loaded anew before it is used again.
+Only `prepared` and `finish_compaction` may be called without the lock of `FileRegistry`. A call that is interrupted in
+the middle, by an error or by a signal, leaves the state `torn`: it is loaded anew before it is used again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
-import re
-import shutil
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pxrs import disk
 from pxrs.errors import OutcomeUnknown, RegistryCorrupt, RegistryReplaced, RegistryUnavailable
 from pxrs.registry.file.codec import JournalEntry, Seal, decode_entry, decode_snapshot, encode_entry, encode_snapshot
 from pxrs.registry.file.folder import Folder, Generation
+from pxrs.registry.file.layout import Layout, read_file
 from pxrs.registry.state import Change, State
 
 log = logging.getLogger(__name__)
@@ -68,13 +62,10 @@ INSPECT_SHARE = 0.01
 """The part of the time that such comparisons may take: they are made more seldom if the folder is large."""
 OPEN_TRIES = 100
 FOLLOW_TRIES = 5
-SCRATCH_AGE_MAX = 3600.0
-CHUNK = 1 << 17
-_GENERATION = re.compile(r"\d{10}-[0-9a-f]{32}")
 
 
 class Published(NamedTuple):
-    """A step that is in the journal for good, once its generation is synced."""
+    """A step that was published. It is durable once its generation is synced."""
 
     generation: Generation
     number: int
@@ -92,11 +83,11 @@ class Journal:
         """may_write: this process has the permission. Without it, raises NotMade if the registry is not there."""
         self.root, self._may_write = root, may_write
         self.generation: Generation  # what `_load` finds
-        self.generations = root / "generations"
-        self.scratch = root / "scratch"
-        self.trash = root / "trash"
-        for folder in (self.generations, self.scratch, self.trash) if may_write else ():
-            disk.make_folders(folder)
+        self._layout = Layout(root)
+        self.generations, self.scratch = self._layout.generations, self._layout.scratch
+        self.prepared = self._layout.prepared
+        if may_write:
+            self._layout.make_folders()
         try:
             self._folder = Folder(str(root))
         except (FileNotFoundError, NotADirectoryError):
@@ -124,7 +115,7 @@ class Journal:
         self._load()
         self.catch_up()
         self._settle_end()
-        self._origin_name = _read(f"{self.root}/origin")
+        self._origin_name = self._layout.origin()
         self._is_open = True
         self._inspect_at = time.monotonic() + INSPECT_S
 
@@ -162,7 +153,7 @@ class Journal:
 
     def _read_entry(self, number: int) -> JournalEntry | None:
         path = self.generation.entry(number)
-        data = _read(path)
+        data = read_file(path)
         return None if data is None else decode_entry(data, path)
 
     def _follow(self, seal: Seal) -> bool:
@@ -193,12 +184,12 @@ class Journal:
         self._check_same_registry()
         self._inspect_at = 0.0
         for _ in range(OPEN_TRIES):
-            folder = self._newest_live()
+            folder = self._layout.newest_live()
             if folder is None and self._may_write:
-                folder = self._origin()
+                folder = self._layout.make_origin()
             elif folder is None:
                 self._check_made()
-            data = None if folder is None else _read(f"{folder}/snapshot")
+            data = None if folder is None else read_file(f"{folder}/snapshot")
             if folder is None or data is None:
                 continue  # it was compacted away while we looked
             state, number = decode_snapshot(data, f"{folder}/snapshot")
@@ -206,30 +197,17 @@ class Journal:
                 self.generation = Generation(folder)
                 self.state, self.number, self._begun_at = state, number, number
                 return
-        if self._newest_live() is None:
+        if self._layout.newest_live() is None:
             raise RegistryCorrupt(str(self.root), "no generation with a snapshot is left, so its state is lost")
         raise RegistryUnavailable(f"{self.root}: the newest generation moved away {OPEN_TRIES} times while opening it")
 
-    def _newest_live(self) -> str | None:
-        for name in sorted(self._generation_names(), reverse=True):
-            folder = f"{self.generations}/{name}"
-            if os.path.exists(f"{folder}/snapshot"):
-                return folder
-        return None
-
     def _check_made(self) -> None:
         """Raise NotMade if no process has made the registry yet: none has published a first snapshot."""
-        name = _read(f"{self.root}/origin")
+        name = self._layout.origin()
         first = f"{self.generations}/{(name or b'').decode()}"
-        # Compaction moves the first folder away once a later one is live: `_newest_live` finds that at the next look.
+        # Compaction moves the first folder away once a later one is live, which `newest_live` finds at the next look.
         if not self._is_open and (name is None or (os.path.isdir(first) and not os.path.exists(f"{first}/snapshot"))):
             raise NotMade
-
-    def _generation_names(self) -> list[str]:
-        try:
-            return [name for name in os.listdir(self.generations) if _GENERATION.fullmatch(name)]
-        except FileNotFoundError:
-            return []
 
     def _check_same_registry(self) -> None:
         """Raise RegistryReplaced if the directory is not the one that was opened, or holds another registry."""
@@ -237,7 +215,7 @@ class Journal:
             raise RegistryReplaced(
                 f"{self.root}: this directory was removed or moved while it was open; nothing was written. Put it back"
             )
-        if self._origin_name is not None and _read(f"{self.root}/origin") != self._origin_name:
+        if self._origin_name is not None and self._layout.origin() != self._origin_name:
             raise RegistryReplaced(
                 f"{self.root}: the registry in this directory was removed while it was open, or replaced by another "
                 "one; nothing was written. Put the original back, or open the registry again to use what lies there now"
@@ -249,7 +227,7 @@ class Journal:
         """Compare the entries in the folder with those that were read. False if there is more to read, or the folder
         was moved away. Raises RegistryCorrupt if one was removed, or if history goes on without this handle."""
         began = time.monotonic()
-        numbers, later = self.generation.numbers(), self._later_entry()
+        numbers, later = self.generation.numbers(), self._layout.entry_after(self.generation)
         if numbers is None:
             return False
         read = range(self._begun_at + 1, self.number + 1)
@@ -289,7 +267,7 @@ class Journal:
         """At opening: if entries lie behind one that is missing, seal the generation there, unless it was synced.
         Whoever may not write ignores them until somebody else has done so."""
         for _ in range(OPEN_TRIES):
-            numbers, later = self.generation.numbers(), self._later_entry()
+            numbers, later = self.generation.numbers(), self._layout.entry_after(self.generation)
             behind = [] if numbers is None else sorted(n for n in numbers if n > self.number + 1)
             if numbers is not None and not behind and later is None:
                 return
@@ -325,15 +303,6 @@ class Journal:
             else "A power loss leaves this, before any of them was acknowledged",
         )
 
-    def _later_entry(self) -> str | None:
-        """The first entry, or snapshot, in a generation after this one; None if there is none."""
-        for name in sorted(self._generation_names()):
-            if int(name.partition("-")[0]) > self.generation.number:
-                with contextlib.suppress(FileNotFoundError):  # moved away
-                    for entry in sorted(os.listdir(self.generations / name)):
-                        return f"{self.generations}/{name}/{entry}"
-        return None
-
     def _removed(self, number: int, proof: str) -> RegistryCorrupt:
         return RegistryCorrupt(
             self.generation.entry(number),
@@ -347,40 +316,7 @@ class Journal:
             f"{self.root} from a copy. docs/registry.md says what to do if there is none"
         )
 
-    def _origin(self) -> str | None:
-        """The folder of the first generation, made by whoever publishes its name first; None to look again."""
-        marker = f"{self.root}/origin"
-        if not os.path.exists(marker):
-            with self.prepared(self._new_folder(0).encode()) as scratch, contextlib.suppress(FileExistsError):
-                os.link(scratch, marker)
-        disk.sync_folder(self.root)
-        name = _read(marker)
-        folder = f"{self.generations}/{(name or b'').decode()}"
-        if name is None or not os.path.isdir(folder):
-            return None
-        # Nobody writes to a generation without a snapshot that no seal names, so its state is still the empty one.
-        self._publish_snapshot(folder, encode_snapshot(State(), 0))
-        return folder
-
     # Writing.
-
-    @contextlib.contextmanager
-    def prepared(self, data: bytes) -> Iterator[str]:
-        """A synced scratch file with this content, ready to be linked; removed at the end."""
-        path = f"{self.scratch}/{uuid.uuid4().hex}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-                disk.sync_data(descriptor)
-            finally:
-                os.close(descriptor)
-            yield path
-        finally:
-            with contextlib.suppress(OSError):  # the commit may be done by now; what is left is swept later
-                os.unlink(path)
 
     def publish(self, scratch: str, step: Change | Seal) -> Published | None:
         """Publish a prepared step as the next number; None if another process was first: catch up and try again.
@@ -422,7 +358,7 @@ class Journal:
 
     def seal(self) -> bool:
         """Let history go on in a new folder, which `catch_up` then finds; False if others were first."""
-        step = Seal(self._new_folder(self.generation.number + 1))
+        step = Seal(self._layout.new_folder(self.generation.number + 1))
         with self.prepared(encode_entry(step, self.synced)) as scratch:
             sealed = self.publish(scratch, step) is not None
         if not sealed:
@@ -436,58 +372,7 @@ class Journal:
 
     def finish_compaction(self, generation: Generation, snapshot: bytes) -> None:
         """Make the generation live, then move away all before it. Needs no lock, and may be left undone."""
-        self._publish_snapshot(generation.path, snapshot)
+        self._layout.publish_snapshot(generation.path, snapshot)
         if os.path.exists(f"{generation.path}/snapshot"):
             generation.sync()
-            self._discard_before(generation.number)
-
-    def _publish_snapshot(self, folder: str, data: bytes) -> None:
-        # Any true state will do, so whoever comes first is right: a second one finds it there, or the folder gone.
-        with (
-            self.prepared(data) as scratch,
-            contextlib.suppress(FileExistsError, FileNotFoundError),
-        ):
-            os.link(scratch, f"{folder}/snapshot")
-            disk.sync_folder(folder)
-
-    def _discard_before(self, number: int) -> None:
-        for name in self._generation_names():
-            if int(name.partition("-")[0]) < number:
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(self.generations / name, self.trash / name)
-        disk.sync_folder(self.generations)
-        for name in os.listdir(self.trash):
-            shutil.rmtree(self.trash / name, ignore_errors=True)
-        self._discard_old_scratch()
-
-    def _discard_old_scratch(self) -> None:
-        """Remove what killed processes left. An hour is far beyond any commit; a slower one fails, it does not harm."""
-        oldest = time.time() - SCRATCH_AGE_MAX
-        for entry in os.scandir(self.scratch):
-            with contextlib.suppress(FileNotFoundError):
-                if entry.stat().st_mtime < oldest:
-                    os.unlink(entry.path)
-
-    def _new_folder(self, number: int) -> str:
-        """A new, empty generation folder, durable before anyone may name it."""
-        name = f"{number:010d}-{uuid.uuid4().hex}"
-        os.mkdir(self.generations / name)
-        disk.sync_folder(self.generations)
-        return name
-
-
-def _read(path: str) -> bytes | None:
-    """The file's bytes, or None if there is no such file."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise
-    try:
-        pieces = [os.read(descriptor, CHUNK)]
-        while len(pieces[-1]) == CHUNK:
-            pieces.append(os.read(descriptor, CHUNK))
-        return b"".join(pieces)
-    finally:
-        os.close(descriptor)
+            self._layout.discard_before(generation.number)

@@ -8,7 +8,7 @@ from pxrs.clock import SYSTEM
 from pxrs.errors import MissingDependency
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Registry
-from pxrs.registry.sql.schema import ddl
+from pxrs.registry.sql.script import ddl
 
 __all__ = ["ddl", "open"]
 

@@ -36,12 +36,12 @@ from sqlalchemy.exc import DBAPIError as DriverError
 from pxrs import arguments
 from pxrs.errors import RegistryUnavailable
 from pxrs.registry.contract import Commit, Registry
+from pxrs.registry.sql.commit import CommitPlan
 from pxrs.registry.sql.database import Row
-from pxrs.registry.sql.planning import CommitPlan
+from pxrs.registry.sql.registry import SqlRegistry
 from pxrs.registry.sql.schema import DialectName
 from pxrs.registry.sql.sqlite import SqliteDatabase
 from pxrs.registry.sql.statements import Call, Statement, Statements
-from pxrs.registry.sql.store import SqlRegistry
 
 __all__ = [
     "BorrowedConnection",

@@ -18,8 +18,8 @@ from typing import Final, Protocol, TypeVar
 
 from pxrs.clock import Clock
 from pxrs.errors import LeaseExpired, OutcomeUnknown
+from pxrs.registry.sql.commit import payload
 from pxrs.registry.sql.database import ConnectionLost, Database, Session
-from pxrs.registry.sql.planning import payload
 from pxrs.registry.sql.statements import AHEAD, ALIVE, OVER, Call, Statement
 
 log = logging.getLogger(__name__)

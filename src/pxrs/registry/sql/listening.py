@@ -18,20 +18,20 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import psycopg
 
 from pxrs.errors import Closed, PxrsError, RegistryError
 from pxrs.registry.contract import Entry
-from pxrs.registry.sql.planning import parse_payload
+from pxrs.registry.sql.commit import parse_payload
 from pxrs.registry.sql.wire import Command, Wire
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 if TYPE_CHECKING:
     from pxrs.registry.sql.postgresql import PostgresDatabase
-    from pxrs.registry.sql.store import SqlRegistry
+    from pxrs.registry.sql.registry import SqlRegistry
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Listener:
         self._sweep_at = 0.0
         self._probe_at = 0.0
 
-    def add(self, watch: Watch) -> None:
+    def add(self, watches: Sequence[PrefixWatch]) -> None:
         with self._lock:
             if self._stopped.is_set():
                 raise Closed(f"the registry {self._registry.url} was closed")
@@ -65,8 +65,8 @@ class Listener:
                 self._thread = threading.Thread(target=self._run, name="pxrs-sql-listener", daemon=True)
                 self._thread.start()
 
-    def remove(self, watch: Watch) -> None:
-        """Nothing is kept for each watch."""
+    def remove(self, watch: PrefixWatch) -> None:
+        """Nothing is kept for each prefix."""
 
     def note_read(self, entries: Iterable[Entry]) -> None:
         """The server tells of every change, so it does not matter who has seen what."""

@@ -40,9 +40,9 @@ from pxrs.registry.sql.database import (
     Session,
     TransactionAborted,
 )
+from pxrs.registry.sql.registry import open_registry
 from pxrs.registry.sql.schema import Schema
 from pxrs.registry.sql.statements import Call, Statement
-from pxrs.registry.sql.store import open_registry
 from pxrs.registry.sql.watching import Poller
 
 POLL_S: Final = 1.0

@@ -46,9 +46,9 @@ from pxrs.registry.sql.database import (
     TransactionAborted,
 )
 from pxrs.registry.sql.listening import Listener
+from pxrs.registry.sql.registry import SqlRegistry, Watcher, open_registry
 from pxrs.registry.sql.schema import Schema
 from pxrs.registry.sql.statements import Call
-from pxrs.registry.sql.store import SqlRegistry, Watcher, open_registry
 from pxrs.registry.sql.watching import Poller
 from pxrs.registry.sql.wire import BEGIN, COMMIT, ROLLBACK, Command, ConnectFailed, Reply, Wire, connect
 

@@ -1,4 +1,4 @@
-"""The tables, for each database, and the text that a DBA runs when programs may not create them.
+"""The tables, for each database.
 
 Keys must sort by byte, whatever language the database speaks, because a prefix is read as a range of keys: so their
 collation is said outright on PostgreSQL, is the default on SQLite, and on Oracle is set for each session. Versions
@@ -28,9 +28,6 @@ DIALECTS: Final[tuple[DialectName, ...]] = get_args(DialectName)
 
 LAYOUT: Final = 1
 """The number of this arrangement of tables. Another one in the database is refused, never guessed at."""
-
-APPLICATION_ROLE: Final = "pxrs_app"
-"""Stands in the DDL for the user that programs connect as."""
 
 
 def dialect_of(name: DialectName) -> Dialect:
@@ -118,47 +115,6 @@ class Schema:
         """What `pxrs_meta` holds from the start."""
         rows = {"layout": str(LAYOUT)}
         return {**rows, "version": "0"} if self.version is None else rows
-
-
-def ddl(dialect: str) -> str:
-    """The DDL for a DBA, with the least privileges that programs need; `?create=false` then finds everything there."""
-    if dialect not in DIALECTS:
-        raise ValueError(f"unknown dialect {dialect!r}; choose from {', '.join(DIALECTS)}")
-    schema = Schema(dialect)
-    rows = [f"INSERT INTO pxrs_meta (name, value) VALUES ('{n}', '{v}')" for n, v in schema.first_rows().items()]
-    lines = [f"-- The tables of a pxrs registry, layout {LAYOUT}, for {dialect}."]
-    lines += [f"{statement};" for statement in [*schema.create(if_not_exists=False), *rows]]
-    from pxrs.registry.sql.views import view_statements  # it needs the tables of this module
-
-    lines += ["", "-- Groups as plain columns, for people; nothing in pxrs needs these views."]
-    lines += [f"{statement};" for statement in view_statements(dialect, replace=False)]
-    if dialect == "sqlite":
-        lines += ["", "-- SQLite has no users: who may read and write the file, and its folder, may use the registry."]
-        return "\n".join(lines) + "\n"
-    lines += ["", *_grants(dialect)]
-    if dialect == "oracle":
-        lines += ["", *_ORACLE_NOTES, "COMMIT;"]
-    return "\n".join(lines) + "\n"
-
-
-def _grants(dialect: str) -> list[str]:
-    sequence_right = "SELECT" if dialect == "oracle" else "USAGE"
-    on_sequence = "pxrs_version" if dialect == "oracle" else "SEQUENCE pxrs_version"
-    return [
-        f"-- Replace {APPLICATION_ROLE} by the user that programs connect as.",
-        f"GRANT SELECT, INSERT, UPDATE, DELETE ON pxrs_entry TO {APPLICATION_ROLE};",
-        f"GRANT SELECT, INSERT, UPDATE, DELETE ON pxrs_lease TO {APPLICATION_ROLE};",
-        f"GRANT SELECT ON pxrs_meta TO {APPLICATION_ROLE};",
-        f"GRANT {sequence_right} ON {on_sequence} TO {APPLICATION_ROLE};",
-    ]
-
-
-_ORACLE_NOTES: Final = (
-    "-- If the programs' user does not own the tables, it also needs, as itself:",
-    "--   CREATE SYNONYM pxrs_entry FOR <owner>.pxrs_entry;  and the same for pxrs_lease, pxrs_meta, pxrs_version.",
-    "-- A stopped program must not hold a row for ever. Where the release has it, let the database end such sessions:",
-    "--   ALTER SYSTEM SET MAX_IDLE_BLOCKER_TIME = 1;",
-)
 
 
 def _tidy(statement: str) -> str:

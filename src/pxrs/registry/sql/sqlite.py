@@ -49,9 +49,9 @@ from pxrs.errors import (
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Registry
 from pxrs.registry.sql.database import TIMEOUT_S, Database, Gate, Inherited, Row, Session
+from pxrs.registry.sql.registry import open_registry
 from pxrs.registry.sql.schema import Schema
 from pxrs.registry.sql.statements import Call, Statement
-from pxrs.registry.sql.store import open_registry
 from pxrs.registry.sql.watching import Poller
 
 POLL_S: Final = 0.05
@@ -406,9 +406,7 @@ def _path(address: Address, creates: bool) -> Path:
         raise _not_writable(address.text, refusal)
     if not creates and not path.exists():
         raise SchemaMissing(f"{address.text}: no such file, and it was not to be created")
-    from pxrs.disk import refuse_network_file_system
-
-    refuse_network_file_system(path.parent)
+    disk.refuse_network_file_system(path.parent)
     return path
 
 

@@ -12,20 +12,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pxrs.errors import PxrsError, RegistryReplaced
 from pxrs.registry.contract import Entry
 from pxrs.registry.sql.database import Gate
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 if TYPE_CHECKING:
-    from pxrs.registry.sql.store import SqlRegistry
+    from pxrs.registry.sql.registry import SqlRegistry
 
 log = logging.getLogger(__name__)
 
-Versions = list[list[tuple[str, int]]]
+Versions = list[tuple[str, int]]
+"""Keys and their versions."""
 
 
 class Poller:
@@ -34,7 +35,8 @@ class Poller:
     def __init__(self, registry: SqlRegistry, interval: float) -> None:
         self._registry, self._interval = registry, interval
         self._lock = threading.Lock()
-        self._seen: dict[Watch, Versions] = {}
+        self._seen: dict[PrefixWatch, Versions] = {}
+        """What was under each watched prefix at the last look."""
         self._read: dict[str, int] = {}
         """Keys that were read since the last look and are under a watch, with their versions."""
         self._must_compare = False
@@ -44,11 +46,11 @@ class Poller:
         self._gate: Gate | None = None
         self._next_sweep_at = 0.0
 
-    def add(self, watch: Watch) -> None:
-        seen = self._registry.versions(watch.prefixes)
+    def add(self, watches: Sequence[PrefixWatch]) -> None:
+        seen = self._registry.versions(tuple(watch.prefix for watch in watches))
         with self._lock:
-            self._seen[watch] = seen
-            # Something may have changed since, in a round that had begun without this watch.
+            self._seen.update(zip(watches, seen, strict=True))
+            # Something may have changed since, in a round that had begun without these prefixes.
             self._must_compare = True
             if self._thread is None:
                 self._gate = self._registry.database.gate()
@@ -56,7 +58,7 @@ class Poller:
                 self._thread.start()
             self._wanted.set()
 
-    def remove(self, watch: Watch) -> None:
+    def remove(self, watch: PrefixWatch) -> None:
         with self._lock:
             self._seen.pop(watch, None)
             if not self._seen:
@@ -116,13 +118,12 @@ class Poller:
         with self._lock:
             watches = list(self._seen)
             read, self._read = self._read, {}
-        now = {prefixes: self._registry.versions(prefixes) for prefixes in {watch.prefixes for watch in watches}}
-        for watch in watches:
-            there = {pair for pairs in now[watch.prefixes] for pair in pairs}
+        for watch, now in zip(watches, self._registry.versions(tuple(each.prefix for each in watches)), strict=True):
+            there = set(now)
             gone = any(watch.covers(key) and (key, version) not in there for key, version in read.items())
             with self._lock:
-                differs = watch in self._seen and (gone or self._seen[watch] != now[watch.prefixes])
+                differs = watch in self._seen and (gone or self._seen[watch] != now)
                 if differs:
-                    self._seen[watch] = now[watch.prefixes]
+                    self._seen[watch] = now
             if differs:
                 watch.wake()

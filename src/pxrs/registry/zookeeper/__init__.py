@@ -2,12 +2,18 @@
 
     zookeeper://user:password@host:2181,host:2181/chroot?namespace=prod&timeout=10&sessions=256&ca=FILE
 
-A commit is one ZooKeeper transaction, a lease a session of its own, a watch a tree of one-shot watches. Reads go
-behind an empty transaction, because `sync` alone is not linearizable (R1). Nodes are made for all to use, or, with a
-user in the address, for that user alone. The chroot and all folders are made when first needed; empty ones are left.
+A commit is one ZooKeeper transaction, a lease a session of its own, a watch a tree of one-shot watches. A read is sent
+behind an empty transaction, because `sync` alone is not linearizable (R1). Nodes get an ACL that lets every client use
+them, or, with a user in the address, that user alone. The chroot and all folders are made when first needed; empty ones
+are not removed.
 
-What it costs: a read is as dear as a write. A folder is listed whole, whatever the limit of a scan. Each lease is a
-connection. What ZooKeeper cannot do: compare more of a version than a count that a re-created key starts anew (R4).
+What it costs: a read costs as much as a write. A folder is listed whole, whatever the limit of a scan. Each lease that
+the handle renews has a connection and a thread, at most `sessions` of them. What ZooKeeper cannot do: compare more of a
+version than the number of writes, which a re-created key counts from 0 again (R4).
+
+Where to start reading: `registry.py` (the class `ZooKeeperRegistry`), `commit.py` and `multi.py` (a commit as a
+transaction), `lease.py` (sessions of leases), `watcher.py`. `client.py` is kazoo's client with bounds, `session.py`
+makes calls through it, `layout.py` says where a key lives, `bulk.py` reads many nodes by one request.
 """
 
 from __future__ import annotations
@@ -18,10 +24,10 @@ import ssl
 from pxrs.errors import InvalidUrl
 from pxrs.registry.address import Address
 from pxrs.registry.contract import Registry
+from pxrs.registry.zookeeper.client import Endpoint
 from pxrs.registry.zookeeper.layout import Layout
 from pxrs.registry.zookeeper.lease import SESSIONS_MAX
 from pxrs.registry.zookeeper.registry import ZooKeeperRegistry
-from pxrs.registry.zookeeper.session import Endpoint
 
 __all__ = ["ZooKeeperRegistry", "open"]
 
@@ -67,7 +73,7 @@ def _certificates(address: Address) -> tuple[str | None, str | None, str | None]
     ca, cert, key = (None if path is None else str(path) for path in map(address.file, ("ca", "cert", "key")))
     if (cert is None) != (key is None):
         raise InvalidUrl(f"{address.text}: cert=FILE and key=FILE go together")
-    try:  # kazoo would try for ever with a file that it cannot use
+    try:  # kazoo would retry for ever with a file that it cannot use
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:
             context.load_cert_chain(cert, key)

@@ -1,7 +1,9 @@
-"""One try to commit: look where the caller did not say what to expect, send one transaction, understand its failure.
+"""One attempt to commit: read the keys that the caller has no expectation of, send one transaction, and find out why
+it failed.
 
-Invariants: the transaction is handed to kazoo once. What happens before that, and an answer that says that it failed,
-had no effect on keys, and the try may be repeated. Anything but an answer after it is `OutcomeUnknown` (R5).
+Invariants: the transaction is handed to kazoo once. An error before that, and an answer that says that the transaction
+failed, mean that no key was changed, and the attempt may be repeated. If no answer comes, the outcome is
+`OutcomeUnknown` (R5).
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from pxrs.errors import (
     StorageFull,
 )
 from pxrs.registry.contract import ABSENT, Commit
+from pxrs.registry.zookeeper.client import Client
 from pxrs.registry.zookeeper.layout import Layout, Version, ancestors
 from pxrs.registry.zookeeper.lease import LeaseSession
 from pxrs.registry.zookeeper.multi import PROBE, Node, Step, failure, steps, versions
-from pxrs.registry.zookeeper.session import DENIED, REFUSED, Client, Session, TryAgain, barrier, denied
+from pxrs.registry.zookeeper.session import DENIED, REFUSED, Session, TryAgain, barrier, denied
 
 # A server closes the connection on a request of more than 1,048,575 bytes.
 WIRE_BYTES_MAX = 1_048_000
@@ -48,12 +51,12 @@ class Attempt:
     layout: Layout
     session: Session
     holder: LeaseSession | None
-    """The session, if it is that of the lease that the commit names."""
+    """The session of the lease that the commit names; None if it names none."""
     client: Client
     until: float
 
     def perform(self) -> dict[str, int]:
-        """The new versions; raises what the caller is to see, or TryAgain."""
+        """The new versions; raises the commit's refusal, or TryAgain."""
         believed = self._believed()
         if self._deletes_one_key_blindly and None in believed.values():
             return {}
@@ -73,7 +76,8 @@ class Attempt:
 
     @property
     def _deletes_one_key_blindly(self) -> bool:
-        """If it is absent there is nothing to do. Several must be absent at one moment, which takes a transaction."""
+        """Whether the commit only deletes one key, without an expectation: if it is absent, there is nothing to do.
+        That several keys are absent at one moment takes a transaction to prove."""
         commit = self.commit
         return len(commit.keys) == len(commit.delete) == 1 and not commit.expect and self.holder is None
 
@@ -91,8 +95,8 @@ class Attempt:
         return believed
 
     def _look_at_blind(self) -> dict[str, Node | None]:
-        """How the keys are that are written whatever they are. If that is not true any more, the transaction fails and
-        is tried again, and sees on its own session what made it fail."""
+        """The nodes of the keys that the commit names without an expectation, as they are. If one changes before the
+        transaction, the transaction fails and is repeated; the next read on the same session sees that change."""
         blind = [key for key in self.commit.keys if key not in self.commit.expect]
         if not blind:
             return {}
@@ -121,7 +125,7 @@ class Attempt:
         return answers
 
     def _meaning(self, todo: list[Step], step: Step, error: Exception) -> Exception:
-        """What a failed transaction means. It has changed nothing."""
+        """The error that a failed transaction stands for. The transaction has changed nothing."""
         if isinstance(error, NoNodeError) and self.holder is not None and step.request.path == self.holder.path:
             return self.holder.expire()
         if isinstance(error, NoNodeError) and (isinstance(step.request, Create) or step.key is None):
@@ -146,8 +150,8 @@ class Attempt:
         return RegistryUnavailable(f"{endpoint.url}: {type(step.request).__name__} {path}: {error!r}")
 
     def _differing(self, failed: list[str]) -> list[str]:
-        """The keys that are not as expected, or, if they are by now or cannot be read, those known to have differed.
-        What a session reads is not older than a transaction of its own that has just failed."""
+        """The keys whose versions are not as expected; if all are by now, or cannot be read, the keys that made the
+        transaction fail. A session reads nothing older than its own transaction that has just failed."""
         expect = self.commit.expect
         try:
             nodes = list(self.session.read(self.client, map(self.layout.leaf, expect)))

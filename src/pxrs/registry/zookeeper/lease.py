@@ -52,8 +52,9 @@ from pxrs.clock import Clock
 from pxrs.errors import LeaseExpired, RegistryUnavailable
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
+from pxrs.registry.zookeeper.client import Client, Endpoint, Line
 from pxrs.registry.zookeeper.layout import Layout, ancestors
-from pxrs.registry.zookeeper.session import Client, Endpoint, Line, Session, TryAgain, barrier
+from pxrs.registry.zookeeper.session import Session, TryAgain, barrier
 
 log = logging.getLogger(__name__)
 

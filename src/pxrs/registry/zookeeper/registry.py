@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from kazoo.exceptions import NoNodeError
@@ -11,7 +12,8 @@ from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import LeaseExpired
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease, id_of, not_attached
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
+from pxrs.registry.zookeeper.client import Client, Endpoint
 from pxrs.registry.zookeeper.commit import Attempt
 from pxrs.registry.zookeeper.layout import Layout, Version
 from pxrs.registry.zookeeper.lease import (
@@ -23,7 +25,7 @@ from pxrs.registry.zookeeper.lease import (
     VisitingSession,
     session_of,
 )
-from pxrs.registry.zookeeper.session import Client, Endpoint, LastingSession, Session, barrier
+from pxrs.registry.zookeeper.session import LastingSession, Session, barrier
 from pxrs.registry.zookeeper.watcher import Watcher
 
 # The wire takes a little more than a megabyte. This leaves room for the paths of that many keys of usual length, each
@@ -43,7 +45,7 @@ class ZooKeeperRegistry(Registry):
         super().__init__(endpoint.url, clock=clock)
         self._connections = Connections(endpoint.url, sessions_max)
         self._endpoint, self._layout, self.timeout_s = endpoint, layout, endpoint.timeout
-        self._watcher = Watcher(layout, self._open_watches, self._wake)
+        self._watcher = Watcher(layout, self._watches.prefixes, self._wake)
         self._session = LastingSession(endpoint, clock, self._watcher.on_state, self._watcher.on_event)
 
     # Reading
@@ -163,12 +165,9 @@ class ZooKeeperRegistry(Registry):
         )
         return session.lease
 
-    def _watch(self, watch: Watch) -> None:
-        self._session.attempt(lambda *_: self._watcher.open(self._session, watch), self._session.bound())
-
-    def _open_watches(self) -> list[Watch]:
-        with self._handles_lock:
-            return list(self._watches)
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        prefixes = [watch.prefix for watch in watches]
+        self._session.attempt(lambda *_: self._watcher.open(self._session, prefixes), self._session.bound())
 
     def _close(self) -> None:
         """The watches end before the session, whose end would make them arm again."""

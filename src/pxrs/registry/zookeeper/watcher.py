@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +34,10 @@ from kazoo.handlers.threading import KazooTimeoutError
 from kazoo.protocol.states import KazooState
 
 from pxrs.errors import Closed, RegistryError, RegistryUnavailable
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
+from pxrs.registry.zookeeper.client import Client
 from pxrs.registry.zookeeper.layout import Layout
-from pxrs.registry.zookeeper.session import Client, Session
+from pxrs.registry.zookeeper.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    watch: Watch
+    prefixes: Sequence[str]
     done: Future[None] = field(default_factory=Future)
 
 
@@ -70,7 +71,7 @@ class Watcher:
     def __init__(
         self,
         layout: Layout,
-        watches: Callable[[], list[Watch]],
+        watches: Callable[[], list[PrefixWatch]],
         wake: Callable[[Iterable[str] | None], None],
     ) -> None:
         self._layout, self._watches, self._wake = layout, watches, wake
@@ -82,10 +83,10 @@ class Watcher:
         self._guard = threading.Lock()
         self._is_closed = False
 
-    def open(self, session: Session, watch: Watch) -> None:
-        """Return when every later change will wake the watch. Raises kazoo's errors. It ends: each answer that the
-        thread waits for has its bound."""
-        job = _Open(watch)
+    def open(self, session: Session, prefixes: Sequence[str]) -> None:
+        """Return when every later change under these prefixes will be told. Raises kazoo's errors. It ends: each answer
+        that the thread waits for has its bound."""
+        job = _Open(prefixes)
         with self._guard:
             if self._is_closed:
                 raise Closed("the registry was closed")
@@ -125,7 +126,7 @@ class Watcher:
             self._follow(jobs)
             for job in opened:
                 try:
-                    self._arm(job.watch.prefixes)
+                    self._arm(job.prefixes)
                 except Exception as error:  # noqa: BLE001 - it is the caller's
                     job.done.set_exception(error)
                 else:
@@ -166,7 +167,7 @@ class Watcher:
 
     def _arm_everything(self) -> None:
         self._armed.clear()
-        self._arm({prefix for watch in self._watches() for prefix in watch.prefixes})
+        self._arm({watch.prefix for watch in self._watches()})
         self._is_stale = False
         self._wake(None)
 
@@ -199,7 +200,7 @@ class Watcher:
         self._armed.update(wanted)  # also what is gone: its event is in the queue
 
     def _named(self) -> set[str]:
-        return {self._layout.leaf(p) for watch in self._watches() for p in watch.prefixes if not _is_prefix(p)}
+        return {self._layout.leaf(each.prefix) for each in self._watches() if not _is_prefix(each.prefix)}
 
     def _arm_folders(self, client: Client, paths: list[str], is_first: bool = False) -> None:
         """Arm folders and what is new below them. For a new watch everything is looked at: what an earlier one has left
@@ -225,7 +226,7 @@ class Watcher:
     def _arm_missing(self, client: Client, paths: list[str]) -> list[str]:
         """A watched folder that is not there yet announces itself when it is made. Returns those that have been."""
         assert self._session is not None
-        watched = {self._layout.folder(p) for watch in self._watches() for p in watch.prefixes if _is_prefix(p)}
+        watched = {self._layout.folder(each.prefix) for each in self._watches() if _is_prefix(each.prefix)}
         roots = [path for path in paths if path in watched]
         stats = self._session.gather(lambda p: client.exists_async(p, watch=_by_line), roots)
         return [path for path, stat in zip(roots, stats, strict=True) if stat is not None]

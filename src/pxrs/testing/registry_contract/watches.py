@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Final
 
 import pytest
 
@@ -13,6 +16,11 @@ from pxrs.errors import (
 )
 from pxrs.registry import Registry
 from pxrs.testing.registry_contract.store import Fixtures, Store, quieten
+
+HANDLES: Final = 200
+"""How many handles are opened on one registry in the test of W6."""
+SPARE: Final = 8
+"""How many threads and descriptors a store may use for all of its watches together."""
 
 
 class Watches(Fixtures):
@@ -98,3 +106,61 @@ class Watches(Fixtures):
             began = time.process_time()
             assert not watch.wait(1.0)
             assert time.process_time() - began < 0.15
+
+    def test_w6_handles_share_what_the_store_does_for_them(self, store: Store, registry: Registry) -> None:
+        """Threads and descriptors do not grow with the number of handles, be their prefixes the same or not."""
+        other = store.open()
+        with registry.watch("w/0", "w/all/") as first:
+            quieten(first)
+            threads, descriptors = threading.active_count(), _descriptors()
+            with ExitStack() as stack:
+                watches = [stack.enter_context(registry.watch(f"w/{i % 50}", "w/all/")) for i in range(HANDLES)]
+                assert threading.active_count() <= threads + SPARE
+                assert _descriptors() <= descriptors + SPARE
+                quieten(first)
+                for watch in watches:
+                    watch.wait(0)
+                other.commit(put={"w/all/a": b"1"})
+                for watch in (first, *watches):
+                    assert watch.wait(30), "a handle that shares a prefix was not woken"
+                quieten(watches[7])
+                other.commit(put={"w/7": b"1"})
+                assert watches[7].wait(30)
+                assert watches[57].wait(30)
+            quieten(first)
+            other.commit(put={"w/0": b"1"})
+            assert first.wait(30), "those who closed their handles have taken this one's prefix along"
+
+    def test_a_prefix_is_watched_again_after_its_last_handle_was_closed(self, store: Store, registry: Registry) -> None:
+        other = store.open()
+        for i in range(3):
+            with registry.watch("w/a/", "w/b") as watch:
+                quieten(watch)
+                other.commit(put={"w/a/k": b"%d" % i})
+                assert watch.wait(30)
+
+    def test_a_callback_is_called_when_a_watch_wakes(self, store: Store, registry: Registry) -> None:
+        other = store.open()
+        called, later = threading.Event(), threading.Event()
+        with registry.watch("w/") as watch:
+            with watch.subscribe(called.set):
+                quieten(watch)
+                called.clear()
+                other.commit(put={"w/a": b"1"})
+                assert called.wait(30)
+                assert watch.wait(30), "the flag is raised too"
+            quieten(watch)
+            called.clear()
+            watch.subscribe(later.set)
+            other.commit(put={"w/a": b"2"})
+            assert later.wait(30)
+            assert not called.is_set(), "its subscription has ended"
+            later.clear()
+        assert later.is_set(), "closing wakes"
+
+
+def _descriptors() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # pragma: no cover - not Linux: threads alone are counted
+        return 0

@@ -7,11 +7,11 @@ lane that a member is given. It trusts no key and no version, only the order of 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from pxrs.group.records import (
     BY_HAND,
-    Assignment,
     Checkpoint,
     Keys,
     Leader,
@@ -19,6 +19,7 @@ from pxrs.group.records import (
     Owner,
     Paused,
     Starts,
+    Target,
     TopicPartition,
     partition_of,
 )
@@ -53,7 +54,8 @@ class Ghost:
         self.at_claim: dict[tuple[TopicPartition, int], int | None] = {}
         """The checkpoint at the moment of each claim, by epoch; None if there was none."""
         self.leader: Leader | None = None
-        self.assignment = Assignment(0)
+        self.targets: dict[str, Target] = {}
+        """By incarnation, as the leader has written them last."""
         self.taken: set[tuple[TopicPartition, int]] = set()
         """Epochs that were taken from a living owner, by a fence or a reset: it may not know for a while."""
         self.start: dict[TopicPartition, int] = {}
@@ -74,6 +76,9 @@ class Ghost:
         for key, value in {**write.put, **write.ephemeral}.items():
             if key.startswith(self.keys.checkpoints):
                 self._checkpoint(request, partition_of(key), Checkpoint.load(key, value))
+        for key in write.delete:
+            if key.startswith(self.keys.targets):
+                self._target_deleted(request, key.removeprefix(self.keys.targets))
         for key, value in {**write.put, **write.ephemeral}.items():
             if key.startswith(self.keys.owners):
                 self._owner(request, write, partition_of(key), Owner.load(key, value))
@@ -81,8 +86,8 @@ class Ghost:
                 self._paused(request, partition_of(key), Paused.load(key, value))
             elif key == self.keys.leader:
                 self._leader(request, Leader.load(key, value))
-            elif key == self.keys.assignment:
-                self._assignment(request, Assignment.load(key, value))
+            elif key.startswith(self.keys.targets):
+                self._target(request, key.removeprefix(self.keys.targets), Target.load(key, value))
             elif key.startswith(self.keys.members):
                 self._member(key, Member.load(key, value))
             elif key.startswith("topics/") and key.endswith("/start"):
@@ -153,7 +158,7 @@ class Ghost:
         if owner.incarnation is not None:
             self._claimed(request, place, before, owner)
         elif before.incarnation != request.incarnation or self.keys.checkpoint(*place) not in write.put:
-            self._fenced(request, place, before)  # a leader may be the slow one itself
+            self._fenced(request, write, place, before)  # a leader may be the slow one itself
         self.owners[place] = owner
 
     def _claimed(self, request: Request, place: TopicPartition, before: Owner, owner: Owner) -> None:
@@ -162,7 +167,12 @@ class Ghost:
             raise Violation("X3 claims for itself", f"{request.incarnation} made {owner.incarnation} own {place}")
         if before.incarnation not in (None, owner.incarnation) and self._is_member(before.incarnation):
             raise Violation("X6 release, then claim", f"{owner.incarnation} claimed {place} from living {before}")
+        if not self._is_meant(place, owner.incarnation):
+            raise Violation("G2 claims by its target", f"{owner.incarnation} claimed {place}, and should not have it")
         self.at_claim[place, owner.epoch] = self.checkpoints.get(place)
+
+    def _is_meant(self, place: TopicPartition, incarnation: str) -> bool:
+        return place[1] in self.targets.get(incarnation, Target()).numbers(place[0])
 
     def _paused(self, request: Request, place: TopicPartition, paused: Paused) -> None:
         owner = self.owners.get(place, NOBODY)
@@ -172,14 +182,16 @@ class Ghost:
             raise Violation("X14 paused once", f"{place}: the pause of {paused.failure} was written again")
         self.failures.add(paused.failure)
 
-    def _fenced(self, request: Request, place: TopicPartition, before: Owner) -> None:
+    def _fenced(self, request: Request, write: Write, place: TopicPartition, before: Owner) -> None:
         self.taken.add((place, before.epoch))
         if request.incarnation == ADMIN:
             return
         self.fences += 1
+        if self.keys.target(before.incarnation or "") not in write.put:
+            raise Violation("X8 the owner is told", f"{place} was taken from {before}, and its target left as it is")
         if self.leader is None or self.leader.incarnation != request.incarnation:
             raise Violation("G2 leader", f"{request.incarnation} fenced {place}, and {self.leader} leads")
-        if self.assignment.target(*place) == before.incarnation:
+        if before.incarnation is not None and self._is_meant(place, before.incarnation):
             raise Violation("X8 fences what is asked for", f"{place} was taken from {before}, for whom it is meant")
         if self.is_calm:
             raise Violation("X7 nothing fenced", f"{place} had to be taken from {before}, and nobody was slow")
@@ -192,14 +204,24 @@ class Ghost:
             raise Violation("G2 leader", f"{leader} took the lead from living {before}")
         self.leader = leader
 
-    def _assignment(self, request: Request, assignment: Assignment) -> None:
-        if request.incarnation == ADMIN and assignment == self.assignment:
-            return
+    def _target(self, request: Request, incarnation: str, target: Target) -> None:
+        before = self.targets.get(incarnation, Target())
+        if request.incarnation == ADMIN and target == replace(before, taken=target.taken):
+            pass
+        elif self.leader is None or self.leader.incarnation != request.incarnation:
+            raise Violation(
+                "G2 leader", f"{request.incarnation} wrote the target of {incarnation}; {self.leader} leads"
+            )
+        if target.generation < before.generation or target.taken < before.taken:
+            raise Violation("G2 generations rise", f"{target} of {incarnation} after {before}")
+        self.targets[incarnation] = target
+
+    def _target_deleted(self, request: Request, incarnation: str) -> None:
+        if self._is_member(incarnation):
+            raise Violation("G2 targets of the living stay", f"{request.incarnation} deleted that of {incarnation}")
         if self.leader is None or self.leader.incarnation != request.incarnation:
-            raise Violation("G2 leader", f"{request.incarnation} wrote the assignment, and {self.leader} leads")
-        if assignment.generation <= self.assignment.generation:
-            raise Violation("G2 generations rise", f"{assignment} after {self.assignment}")
-        self.assignment = assignment
+            raise Violation("G2 leader", f"{request.incarnation} deleted the target of {incarnation}")
+        self.targets.pop(incarnation, None)
 
     def _is_member(self, incarnation: str | None) -> bool:
         return incarnation is not None and self.store.has(self.keys.member(incarnation))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pxrs.errors import AssignorMismatch, Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable
 from pxrs.group.lane import Lane
-from pxrs.group.protocol import MemberProtocol
+from pxrs.group.protocol import MemberProtocol, rearmed
 from pxrs.group.records import Member, Paused, TopicPartition
 from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator.store import Request
@@ -43,7 +43,13 @@ class SimulatedMember:
         self.renewed_at = 0.0
         self.is_leaving = False
         self.is_out = False
-        self.is_woken = self.is_woken_by_owners = False
+        self.is_woken = False
+        """A key that it watches has changed since its last look, or it has to look for another reason."""
+        self.watching: frozenset[str] = frozenset()
+        """Keys and folders, as a real member's watch covers them."""
+        self.is_joined = False
+        """Every partition's start is written."""
+        self.is_woken_to_pin = False
         self.task = ""
         self.steps: Steps[Any] | None = None
         self.operation: Operation | None = None
@@ -129,19 +135,18 @@ class SimulatedMember:
     # Its procedures.
 
     def woken(self, keys: list[str]) -> None:
-        names = self.simulation.keys
-        for key in keys:
-            if key.startswith(names.owners):
-                self.is_woken_by_owners = True
-            elif key.startswith(names.members) or key in (names.leader, names.assignment):
-                self.is_woken = True
+        """These keys have changed. Nothing wakes it but what it watches."""
+        if any(key in self.watching or f"{key.rpartition('/')[0]}/" in self.watching for key in keys):
+            self.is_woken = True
+        if self.protocol is not None and any(key in self.protocol.pin_keys for key in keys):
+            self.is_woken_to_pin = True
 
     @property
     def must_look(self) -> bool:
         protocol = self.protocol
-        if protocol is None:
+        if protocol is None or not self.is_joined:
             return False
-        if self.is_woken or (protocol.is_waiting and self.is_woken_by_owners):
+        if self.is_woken:
             return True
         if any(holding.is_revoking and holding.lane.is_drained for holding in protocol.held.values()):
             return True
@@ -170,6 +175,8 @@ class SimulatedMember:
             return True
         if self.is_leaving:
             return not self.in_hand
+        if not self.is_joined:
+            return self.is_woken_to_pin
         return self.topic != self.simulation.topic or self.must_look or bool(self.protocol.due() or self.failures)
 
     def step(self) -> None:
@@ -198,8 +205,12 @@ class SimulatedMember:
                 holding.lane.is_stopping = True
             if not self.in_hand:
                 self._perform("leave", protocol.commit(list(protocol.held), is_last=True))
+        elif not self.is_joined:
+            self.is_woken_to_pin = False
+            self._perform("pin", protocol.pin())
         elif self.must_look:
-            self.is_woken = self.is_woken_by_owners = False
+            self.is_woken = False
+            self.watching = rearmed(self.watching, protocol.watched_keys()) or self.watching
             self._perform("look", protocol.look(self.now))
         elif protocol.due() and not (self.failures and self.simulation.rng.random() < 0.5):
             self._perform("commit", protocol.commit(protocol.due()))
@@ -247,6 +258,7 @@ class SimulatedMember:
         )
         self.protocol = simulation.protocol_of(self, record)
         self.is_woken = True
+        self.is_joined, self.is_woken_to_pin, self.watching = False, False, frozenset()
         self._perform("join", self.protocol.join())
 
     def _perform(self, task: str, steps: Steps[Any]) -> None:
@@ -329,10 +341,13 @@ class SimulatedMember:
     def _ended(self, value: Any) -> None:
         assert self.protocol is not None
         match self.task:
-            case "join":
-                self.simulation.ghost.joined(self.topic, self.simulation.partitions)
+            case "join" | "pin":
+                self.is_joined = bool(value)
+                if self.is_joined:
+                    self.simulation.ghost.joined(self.topic, self.simulation.partitions)
             case "look":
-                self.is_woken = self.is_woken or bool(value)
+                is_armed = rearmed(self.watching, self.protocol.watched_keys()) is None
+                self.is_woken = self.is_woken or bool(value) or not is_armed
                 if self.protocol.is_gone:
                     self.lose("the registry does not know it any more")
             case "commit":
@@ -346,7 +361,7 @@ class SimulatedMember:
     def _failed(self, failure: RegistryError) -> None:
         self.simulation.note(self, f"{self.task} failed", type(failure).__name__)
         match self.task:
-            case "join" if self.simulation.rng.random() < 0.5:
+            case "join" | "pin":
                 self.lose("it could not join")
             case "leave":
                 if self.simulation.rng.random() < 0.5:

@@ -11,12 +11,24 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from pxrs.errors import RegistryError, RetentionPostponed
 from pxrs.group.protocol import MemberProtocol
-from pxrs.group.records import Checkpoint, Gate, Home, Keys, Member, Owner, Starts, TopicPartition, gate_key, start_key
+from pxrs.group.records import (
+    Checkpoint,
+    Gate,
+    Home,
+    Keys,
+    Member,
+    Owner,
+    Starts,
+    Target,
+    TopicPartition,
+    gate_key,
+    start_key,
+)
 from pxrs.group.retention import move_start
 from pxrs.registry.contract import ABSENT
 from pxrs.registry.steps import Operation, Steps, Write
@@ -366,19 +378,24 @@ class Simulation:
         through the gate of retention (O10)."""
         keys, state = self.keys, self.store.state
         owner, checkpoint = (state.get(key(*place)) for key in (keys.owner, keys.checkpoint))
-        assignment, start = state.get(keys.assignment), state.get(start_key(place[0]))
-        if owner is None or checkpoint is None or assignment is None:
+        start = state.get(start_key(place[0]))
+        if owner is None or checkpoint is None:
             return
         starts = Starts() if start is None else Starts.load(start.key, start.value)
         offset = self.rng.randint(starts.of(place[1]), Checkpoint.load(checkpoint.key, checkpoint.value).offset)
-        epoch = Owner.load(owner.key, owner.value).epoch + 1
+        before = Owner.load(owner.key, owner.value)
+        epoch = before.epoch + 1
         put = {
             owner.key: Owner(None, epoch).dump(),
             checkpoint.key: Checkpoint(offset, by=ADMIN, epoch=epoch).dump(),
-            assignment.key: assignment.value,
             gate_key(place[0]): Gate(ADMIN, self.now).dump(),
         }
-        expect = {entry.key: entry.version for entry in (owner, checkpoint, assignment)}
+        expect = {entry.key: entry.version for entry in (owner, checkpoint)}
+        target = state.get(keys.target(before.incarnation or "-"))
+        if target is not None:
+            told = Target.load(target.key, target.value)
+            expect[target.key] = target.version
+            put[target.key] = replace(told, taken=told.taken + 1).dump()
         expect[start_key(place[0])] = ABSENT if start is None else start.version
         self.apply(Request(Write(expect, put, is_leased=False), ADMIN, None))
 

@@ -1,14 +1,15 @@
-"""The registry on a local directory, for the processes of one machine: no server, no lock that anyone waits for.
+"""The registry on a local directory: `FileRegistry`, and the thread that wakes its watches.
 
-`journal.py` holds the keys, `lease.py` knows which leases are over; this is the shell around both: threads, leases,
-watches, and the translation of the operating system's errors.
+`journal.py` holds the keys and `lease.py` decides which leases are over. This file combines the two, holds the lock of
+the journal, starts the watching thread, and translates the operating system's errors.
 
-A process that may read the directory and not write to it can get, scan and watch. It cannot end the lease of a dead
-holder, which takes a write. It leaves the keys of such a lease out of what it reads, from when it first met the lease
-until another process has ended it. Everything else raises RegistryNotWritable before anything is written.
+A process that may read the directory and not write to it can get, scan and watch. It cannot end a lease that is over,
+which takes a write. So it leaves the keys of such a lease out of what it reads, from when it first met the lease until
+another process has ended it. Every other call raises RegistryNotWritable before anything is written.
 
-Failure: a commit that fails before its `link` had no effect; a sync that fails after it is an unknown outcome. A
-process that is killed or stopped at any point blocks nobody, and leaves at most files that the next compaction sweeps.
+On failure: a commit that fails before its `link` had no effect; a sync that fails after it is an unknown outcome. A
+process that is killed or stopped at any point blocks no other process, and leaves at most files that the next
+compaction removes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from pxrs.registry.file.lease import FileLease, LeaseFile, expiry_of, is_over, r
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.state import Change, State
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,7 +120,8 @@ class FileRegistry(Registry):
         return self._read(lambda state: state.scan(prefix, after, limit, self._gone))
 
     def _read(self, find: Callable[[State], list[Entry]]) -> list[Entry]:
-        """What `find` finds in the newest state, once none of it hangs on a lease that is over, and all is on disk."""
+        """What `find` finds in the newest state, once no key of it is bound to a lease that is over, and all is on
+        disk."""
         while True:
             with self._os_errors():
                 with self._lock:
@@ -135,7 +137,8 @@ class FileRegistry(Registry):
             self._end_or_hide(over)
 
     def _settle(self, number: int, generation: Generation) -> None:
-        """Sync what others published and perhaps have not synced yet: nobody may act on what a power loss undoes."""
+        """Sync the entries up to this number, which other processes may have published and not synced yet: no caller
+        may act on a commit that a power loss could undo."""
         if number > self._journal.synced:
             generation.sync()
             self._journal.synced = max(self._journal.synced, number)
@@ -154,7 +157,7 @@ class FileRegistry(Registry):
         change = Change.of(commit)
 
         def check() -> None:
-            """Raise what stands against the commit, dead holders aside."""
+            """Raise the commit's refusal; `_Over` if ending leases that are over may remove the reason for it."""
             refusal = self._journal.state.refusal(commit.expect, change.lease)
             if isinstance(refusal, Conflict) and (over := self._over_among(refusal.keys)):
                 raise _Over(over)
@@ -168,14 +171,16 @@ class FileRegistry(Registry):
         return dict.fromkeys(commit.written, number)
 
     def _publish(self, change: Change, check: Callable[[], None]) -> int:
-        """Publish the change as soon as `check`, asked of the newest state, does not raise; returns its number."""
+        """Publish the change once `check`, called with the newest state, does not raise; returns its number."""
         until = time.monotonic() + seconds_left(self._timeout)
         with self._os_errors():
             self._look(check)
             with self._journal.prepared(encode_entry(change, self._journal.synced)) as scratch:
                 while (published := self._attempt(scratch, change, check)) is None:
                     if time.monotonic() > until:
-                        raise RegistryUnavailable(f"{self.url}: others were first for {self._timeout:g} s; try again")
+                        raise RegistryUnavailable(
+                            f"{self.url}: other processes committed first for {self._timeout:g} s; try again"
+                        )
             try:
                 self._settle(published.number, published.generation)
             except OSError as error:
@@ -187,7 +192,7 @@ class FileRegistry(Registry):
         return published.number
 
     def _look(self, check: Callable[[], None]) -> None:
-        """Ask `check` of the newest state, once no lease that is over stands in the way."""
+        """Call `check` with the newest state, and end the leases that are over if it raises `_Over`."""
         while True:
             try:
                 with self._os_errors():
@@ -200,7 +205,8 @@ class FileRegistry(Registry):
                 self._end_leases(over.leases)
 
     def _attempt(self, scratch: str, change: Change, check: Callable[[], None]) -> Published | None:
-        """Publish behind exactly the state that `check` was asked of; None if that is not the newest any more."""
+        """Publish the change as the entry right after the state that `check` has seen; None if another process has
+        published an entry meanwhile."""
         try:
             with self._lock:
                 if self._journal.torn:
@@ -217,7 +223,8 @@ class FileRegistry(Registry):
     def _compact_if_due(self) -> None:
         if not self._journal.compaction_due:
             return
-        # The commit is done, so nothing may fail here. What is left undone, a later generation's compaction does.
+        # The commit has been made, so the caller must not see an error. What this compaction leaves undone, the
+        # compaction of a later generation does.
         try:
             with self._lock:
                 self._catch_up()
@@ -232,7 +239,7 @@ class FileRegistry(Registry):
             log.warning("%s: compaction was left undone: %s", self.url, error)
 
     def _sweep_lease_files(self, known: set[str]) -> None:
-        """Remove what was left by holders that died before their lease began, and end what nobody has noticed."""
+        """Remove the files of leases that never began, because their process died, and end all leases that are over."""
         names = {entry.name for entry in os.scandir(self._lease_folder)}
         for name in names - known:
             if self._is_over(name):
@@ -249,7 +256,8 @@ class FileRegistry(Registry):
             file = LeaseFile.create(self._lease_folder, self._journal.scratch, lease, ttl, SYSTEM, is_held=renewed)
         try:
             self._publish(Change(lease_begins=lease), lambda: None)
-            deadline = file.renew()
+            with self._os_errors():
+                deadline = file.renew()
         except (OutcomeUnknown, LeaseExpired) as error:  # without its file the lease is over, if it has begun at all
             file.remove()
             raise RegistryUnavailable(f"{self.url}: no lease could be taken in time: {error}") from error
@@ -287,7 +295,7 @@ class FileRegistry(Registry):
         return is_over(self._lease_folder / lease, SYSTEM)
 
     def _over_among(self, keys: Iterable[str]) -> list[str]:
-        """The leases of these keys whose holders are dead or too old."""
+        """The leases that are over, of those that these keys are bound to."""
         records = self._journal.state.records
         leases = {records[key].lease for key in keys if key in records} - {None}
         return [lease for lease in leases if self._is_over(lease)]
@@ -301,7 +309,7 @@ class FileRegistry(Registry):
                 self._end_leases(leases)
                 return
             except RegistryNotWritable as error:  # of a part of the directory, such as a folder of another user's
-                log.warning("%s: leases whose holders are gone are left for others to end: %s", self.url, error)
+                log.warning("%s: leases that are over are left for other processes to end: %s", self.url, error)
                 self._may_end_leases = False
         with self._lock:
             held = self._journal.state.leases
@@ -326,12 +334,12 @@ class FileRegistry(Registry):
     def _remove_lease_file(self, lease: str) -> None:
         try:
             (self._lease_folder / lease).unlink(missing_ok=True)
-        except OSError as error:  # the lease has ended all the same
+        except OSError as error:  # the journal has the end of the lease; the next compaction removes the file
             log.warning("%s: the file of lease %s was left: %s", self.url, lease, error)
 
     # Watches.
 
-    def _watch(self, watch: Watch) -> None:
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
         with self._watching_lock:
             if self._watcher is None:
                 with self._os_errors():
@@ -359,7 +367,7 @@ class FileRegistry(Registry):
 
     @contextlib.contextmanager
     def _os_errors(self) -> Iterator[None]:
-        """The operating system's refusals before a commit took effect, as errors of pxrs."""
+        """Translate errors of the operating system, which were raised before a commit took effect."""
         try:
             yield
         except OSError as error:
@@ -491,11 +499,11 @@ def _doubt(registry: FileRegistry) -> None:
 
 
 class _Over(Exception):
-    """Leases stand in the way whose holders are gone."""
+    """Keys of leases that are over make a check fail: end these leases and check again."""
 
     def __init__(self, leases: list[str]) -> None:
         self.leases = leases
 
 
 class _Ended(Exception):
-    """Somebody else has ended the leases already."""
+    """Another process has ended the leases already."""

@@ -1,6 +1,6 @@
 """The registry on a SQL database: SQLite, PostgreSQL or Oracle.
 
-Linearizable because every commit locks all rows that it names before it looks at them (see `planning`), and a read is
+Linearizable because every commit locks all rows that it names before it looks at them (see `commit`), and a read is
 one statement. READ COMMITTED is enough for that, and all that is asked for.
 
 A lease dies by a write. Whoever meets an entry whose lease is over by the database's clock does not act on it in
@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol, TypeVar
 
 from pxrs.clock import Clock
@@ -31,11 +31,11 @@ from pxrs.registry.address import Address
 from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.limit import seconds_left
+from pxrs.registry.sql.commit import CommitPlan, LeasesDue
 from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
 from pxrs.registry.sql.lease import TRUSTED, LeaseTable, SqlLease
-from pxrs.registry.sql.planning import CommitPlan, LeasesDue
 from pxrs.registry.sql.statements import ALIVE, OVER, Call, Statement, Statements, key_range
-from pxrs.registry.watch import Watch
+from pxrs.registry.watch import PrefixWatch
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ T = TypeVar("T")
 class Watcher(Protocol):
     """Wakes watches; one for each registry."""
 
-    def add(self, watch: Watch) -> None:
-        """Return when every later change will wake the watch."""
+    def add(self, watches: Sequence[PrefixWatch]) -> None:
+        """Return when every later change under these prefixes will wake them."""
 
-    def remove(self, watch: Watch) -> None: ...
+    def remove(self, watch: PrefixWatch) -> None: ...
 
     def note_read(self, entries: Iterable[Entry]) -> None:
         """A user of this handle has seen these."""
@@ -167,7 +167,7 @@ class SqlRegistry(Registry):
             return self.database.are_leases_void(session)
 
     def versions(self, prefixes: tuple[str, ...]) -> list[list[tuple[str, int]]]:
-        """For each prefix, or single key, of a watch: the keys there and their versions."""
+        """For each prefix, or single key: the keys there and their versions."""
         calls = [
             self._call(self._statements.versions, **key_range(prefix))
             if prefix == "" or prefix.endswith("/")
@@ -285,10 +285,10 @@ class SqlRegistry(Registry):
 
     # Watching
 
-    def _watch(self, watch: Watch) -> None:
-        self._patiently(lambda _: self._watcher.add(watch))
+    def _watch(self, watches: Sequence[PrefixWatch]) -> None:
+        self._patiently(lambda _: self._watcher.add(watches))
 
-    def _unwatch(self, watch: Watch) -> None:
+    def _unwatch(self, watch: PrefixWatch) -> None:
         self._watcher.remove(watch)
 
     def wake(self, keys: list[str] | None) -> None:
@@ -297,11 +297,7 @@ class SqlRegistry(Registry):
 
     def wake_under(self, folder: str) -> None:
         """For the watcher: wake who watches anything under the folder, or a folder that it is in."""
-        with self._handles_lock:
-            watches = list(self._watches)
-        for watch in watches:
-            if watch.covers(folder) or any(prefix.startswith(folder) for prefix in watch.prefixes):
-                watch.wake()
+        self._watches.wake_under(folder)
 
     def _close(self) -> None:
         self._watcher.close()

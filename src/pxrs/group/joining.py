@@ -1,0 +1,255 @@
+"""How a member joins: it agrees with the others on an assignor and a hub, and the group's first checkpoints are
+written.
+
+Rules, each with a test or a mutation that fails without it:
+- A member joins only by a commit that expects the key of the group's assignor in a version that names its own, and only
+  if no member that may be there has another one: see `_agree`.
+- Every partition's first checkpoint is written before the join is over, so before anything is handed out (G6). One
+  member does it for a topic, the others wait for it: see `pin`.
+- Of a topic that keeps what is unread, a start is written only if retention has not moved `topics/<id>/start` since it
+  was read, and the same commit writes `topics/<id>/gate`, which retention expects (O10).
+- What is no topic of a hub is read under one id, by whatever address: the first checkpoints are written in one commit
+  with `groups/<group>/sources/...`, which names the id, expecting its version (see `foreign.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from pxrs.errors import AssignorMismatch, Conflict, GroupActive, GroupElsewhere, RegistryUnavailable
+from pxrs.group.foreign import Foreign, changed, check_meaning, former_reads
+from pxrs.group.incarnation import ATTEMPTS_MAX, Incarnation
+from pxrs.group.records import (
+    Checkpoint,
+    ChosenAssignor,
+    Gate,
+    Home,
+    Member,
+    Pinned,
+    SourceRead,
+    Starts,
+    gate_key,
+    partition_of,
+    start_key,
+)
+from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Get, Scan, Steps, Write
+
+PIN_KEYS: Final = 3
+"""What a commit of starts names at most beside the checkpoints: of a topic the group's hub, and the topic's `start` and
+gate; of a source that is no topic, the key that names it."""
+
+
+class Joining(Incarnation):
+    def join(self) -> Steps[bool]:
+        """Write this member's key, and every partition's start. False if another member is writing the starts: then the
+        join is over when `pin` has returned True.
+
+        Raises GroupElsewhere if the group reads the topics of another hub, AssignorMismatch if members that are there
+        have another assignor, and GroupActive if members that are there cannot share the group with this one."""
+        key = self.keys.member(self.incarnation)
+        for attempt in range(ATTEMPTS_MAX):
+            expect, put = {key: ABSENT}, {}
+            if self.home is not None:
+                is_ours, version = yield from self._read_home(self.home)
+                # Expected, and not written again: members that join at the same time must not refuse one another.
+                expect[self.keys.home] = version
+                if not is_ours:
+                    put[self.keys.home] = self.home.dump()
+            is_agreed, expect[self.keys.assignor] = yield from self._agree()
+            if not is_agreed:
+                chosen = ChosenAssignor.of(self.member.assignor, is_agreed=not self.member.is_alone)
+                put[self.keys.assignor] = chosen.dump()
+            try:
+                yield Write(expect, put, ephemeral={key: self.member.dump()})
+                break
+            except Conflict as conflict:  # of the other keys: another member has joined, or tries to
+                if key in conflict.keys or attempt == ATTEMPTS_MAX - 1:
+                    raise
+        return (yield from self.pin())
+
+    def _agree(self) -> Steps[tuple[bool, int]]:
+        """Whether all members that are there have agreed on this member's assignor, and the version of the assignor key
+        that the join must expect. If they have not, the join must also write the key.
+
+        The key names an assignor, and says whether it is agreed. It is agreed if it was written by the very commit by
+        which a member joined, after that member had read the key, and then all members, and had found none with another
+        assignor. Any join in between would have changed the key: it either finds it agreed, as it is not, or writes it.
+        So when an agreed key is written, all members have its assignor, and as long as it stays, only members with that
+        assignor join: a member with another one writes the key first, not agreed, and then looks at all members.
+
+        That it writes the key before it looks, and not with its join, is necessary: a member that finds the key agreed
+        does not write it, and would not be noticed by a join that only expects the old version.
+
+        A member that must be alone (`Member.is_alone`) does the same as one with another assignor, and does not leave
+        the key agreed, so that every other member looks before it joins."""
+        key, mine = self.keys.assignor, self.member.assignor
+        for _ in range(ATTEMPTS_MAX):
+            entry: Entry | None = yield Get(key)
+            chosen = ChosenAssignor() if entry is None else ChosenAssignor.load(key, entry.value)
+            if entry is not None and chosen.names(mine) and chosen.is_agreed and not self.member.is_alone:
+                return True, entry.version
+            yield from self._check_members()
+            may_join = chosen.names(mine) and not (chosen.is_agreed and self.member.is_alone)
+            if entry is None or may_join:
+                return False, ABSENT if entry is None else entry.version
+            try:
+                unagreed = ChosenAssignor.of(mine, is_agreed=False)
+                yield Write({key: entry.version}, {key: unagreed.dump()}, is_quiet=True)
+            except Conflict:
+                continue
+        raise RegistryUnavailable(f"{key} was changed by others {ATTEMPTS_MAX} times; try again")
+
+    def _check_members(self) -> Steps[None]:
+        """Raise AssignorMismatch if a member has another assignor, whatever topic it reads: any member may come to
+        lead, the leader assigns the partitions of all topics, and it may not have the assignor of others installed. A
+        record without an assignor goes with any.
+
+        Raise GroupActive if a member is of another layout; or if it reads the same topic, and it or this one must be
+        alone (K4)."""
+        mine, others = self.member.assignor, {}
+        for entry in (yield Scan(self.keys.members)):
+            if entry.key.rpartition("/")[2] in self.former:
+                continue
+            other = Member.load(entry.key, entry.value)
+            self._check_company(other)
+            if other.assignor not in ("", mine):
+                others[f"{other.name} on {other.host}"] = other.assignor
+        if others and mine:
+            raise AssignorMismatch(self.keys.group, mine, others)
+
+    def _check_company(self, other: Member) -> None:
+        group, named = self.keys.group, f"{other.name} on {other.host}"
+        if not other.is_of_this_layout:
+            raise GroupActive(
+                f"group {group} has the member {named} of an earlier version of pxrs, which cannot share it with this "
+                "one: stop all members of the earlier version, then start this one; the group goes on where they were"
+            )
+        if other.topic != self.member.topic:
+            return
+        if other.is_alone:
+            raise GroupActive(f"group {group} belongs to {named} alone, as long as that runs")
+        if self.member.is_alone:
+            raise GroupActive(f"group {group} has the member {named}: stop it, use another group, or share the group")
+
+    def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
+        """Whether the group is known to read this member's hub, and the version of the key that says so.
+
+        A group that has neither members nor checkpoints is deleted, or was never there: any hub may take its name. That
+        is safe although they are looked at one after the other: who writes a checkpoint that was not there also writes
+        this key, and so refuses a commit that expects it as it was read before."""
+        entry: Entry | None = yield Get(self.keys.home)
+        home = Home() if entry is None else Home.load(entry.key, entry.value)
+        if home.hub not in ("", ours.hub):
+            for prefix in (self.keys.members, self.keys.checkpoints):
+                if (yield Scan(prefix, limit=1)):
+                    raise GroupElsewhere(self.keys.group, home.place, ours.place)
+        return home.hub == ours.hub, ABSENT if entry is None else entry.version
+
+    @property
+    def pin_keys(self) -> tuple[str, str]:
+        """To be watched by a member that waits until another one has written the starts."""
+        return self.keys.starts(self.member.topic), self.keys.pinning(self.member.topic)
+
+    def pin(self, *, waits: bool = True) -> Steps[bool]:
+        """Make sure that every partition has a checkpoint. False if another member is writing them.
+
+        A member that joins a group with many partitions reads one key: `starts` counts the partitions that have one. If
+        that is not enough, one member writes the rest, the one that has put the ephemeral key `pinning`. It would be
+        safe without it, as every commit expects the checkpoints to be absent, but all members that start together
+        would then refuse each other's commits.
+
+        waits: False writes them although another member is at it, because it takes too long."""
+        starts, pinning = self.pin_keys
+        for _ in range(ATTEMPTS_MAX):
+            entry: Entry | None = yield Get(starts)
+            pinned = Pinned() if entry is None else Pinned.load(starts, entry.value)
+            # Whether a source that is no topic is still the same one is asked at every join: see `_read_foreign`.
+            if pinned.partitions >= self.member.partitions and self.foreign is None:
+                return True
+            if waits and not (yield from self._take_pinning(pinning)):
+                return False
+            yield from self._pin()
+            expect = {starts: ABSENT if entry is None else entry.version}
+            done = Pinned(max(pinned.partitions, self.member.partitions))
+            try:
+                yield Write(expect, {starts: done.dump()}, delete=[pinning] if waits else [])
+                return True
+            except Conflict:
+                continue  # another member has counted them, or the group was deleted meanwhile
+        raise RegistryUnavailable(f"{starts} was changed by others {ATTEMPTS_MAX} times; try again")
+
+    def _take_pinning(self, key: str) -> Steps[bool]:
+        entry: Entry | None = yield Get(key)
+        if entry is None:
+            try:
+                yield Write({key: ABSENT}, ephemeral={key: self.incarnation.encode()})
+                return True
+            except Conflict:
+                return False
+        return entry.value == self.incarnation.encode()
+
+    def _pin(self) -> Steps[None]:
+        """Write the checkpoints that are missing, expecting them ABSENT."""
+        topic, conflicts = self.member.topic, 0
+        while True:
+            expect: dict[str, int] = {}
+            put: dict[str, bytes] = {}
+            if self.home is not None:
+                _, expect[self.keys.home] = yield from self._read_home(self.home)
+                put[self.keys.home] = self.home.dump()
+            starts = Starts()
+            if self.keeps_unread:
+                key = start_key(topic)
+                moved: Entry | None = yield Get(key)
+                starts = Starts() if moved is None else Starts.load(key, moved.value)
+                expect[key] = ABSENT if moved is None else moved.version
+                put[gate_key(topic)] = Gate(self.member.name, self.wall()).dump()
+            found = yield Scan(self.keys.checkpoints_of(topic))
+            there = {partition_of(entry.key)[1] for entry in found}
+            missing = [number for number in range(self.member.partitions) if number not in there]
+            is_told = True
+            if self.foreign is not None:
+                is_told, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, found)
+                put[self.foreign.key] = self.foreign.read.dump()
+            if not missing and is_told:
+                return
+            try:
+                yield from self._pin_missing(missing, starts, expect, put)
+            except Conflict:  # somebody else has written some of them, so that fewer are missing; or `start` has moved
+                conflicts += 1
+                if conflicts == ATTEMPTS_MAX:
+                    raise
+
+    def _pin_missing(
+        self, missing: list[int], starts: Starts, expect: dict[str, int], put: dict[str, bytes]
+    ) -> Steps[None]:
+        """Write these checkpoints, as many in one commit as it can hold.
+
+        expect, put: what each commit expects and writes beside the checkpoints."""
+        topic, size = self.member.topic, max(1, self.keys_max - PIN_KEYS)
+        for at in range(0, max(1, len(missing)), size):
+            new = {
+                self.keys.checkpoint(topic, number): Checkpoint(
+                    self.start_of(number, starts.of(number)), self.wall(), "start"
+                ).dump()
+                for number in missing[at : at + size]
+            }
+            versions = yield Write({**expect, **dict.fromkeys(new, ABSENT)}, {**put, **new}, is_quiet=True)
+            expect |= {key: versions[key] for key in expect if key in put}
+
+    def _read_foreign(self, ours: Foreign, found: Iterable[Entry]) -> Steps[tuple[bool, int]]:
+        """Whether the group has the source on record as this member gives it, and the version of the key that says so.
+
+        found: the group's checkpoints under this member's id. Raises IdentityChanged, SourceChanged: see `foreign.py`.
+        """
+        entries: list[Entry] = yield Scan(self.keys.sources)
+        known = {entry.key: SourceRead.load(entry.key, entry.value) for entry in entries}
+        checkpoints = {partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value) for entry in found}
+        check_meaning(self.keys.group, ours, known.values(), checkpoints)
+        for former in former_reads(ours, known, bool(checkpoints)):
+            if (yield Scan(f"{self.keys.checkpoints}{former.id}/", limit=1)):
+                raise changed(self.keys.group, ours, former)
+        versions = {entry.key: entry.version for entry in entries}
+        return known.get(ours.key) == ours.read, versions.get(ours.key, ABSENT)

@@ -1,0 +1,334 @@
+"""What waits to be stored: the state that a producer's senders share with its background thread.
+
+`send` is the hot path and takes no lock (`Producer.send`). It adds a row to the open chunk, and then reads
+`Chunk.is_watched`. Whoever seals a chunk sets `is_watched` first and counts the rows afterwards. So a sender that reads
+False has added its row before the rows were counted, and the row is stored. A sender that reads True asks under the
+lock (`recheck`) whether its row was counted, and sends the message again if it was not. The background thread sets
+`is_watched` of the open chunk before it sleeps, so that the sender of the first row wakes it.
+
+Everything else is read and written under `lock`, unless its comment says otherwise. An interrupt may be raised between
+any two bytecodes that call something; sequences that must not be divided contain no call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+
+from pxrs.errors import BufferFull, Closed, UsedAfterFork
+from pxrs.producer.appender import Result
+from pxrs.producer.chunks import Chunk, RowDetails
+from pxrs.producer.condition import Condition
+from pxrs.producer.hashing import Hash
+from pxrs.producer.keyless import RUN_ROWS, KeylessSpread
+from pxrs.producer.receipts import WIDTH, RowReceipt, SentBatch, copy_of
+
+SMALL_BYTES: Final = 448
+"""A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size, so
+that the number of rows bounds the bytes of a chunk of such messages."""
+SMALL_COUNTED_BYTES: Final = 512
+
+
+class Limits(NamedTuple):
+    """The settings of a producer: see `Producer`."""
+
+    linger_s: float
+    batch_rows: int
+    batch_bytes: int
+    buffer_bytes: int
+    buffer_timeout: float
+
+
+class Outbox:
+    """Threads share it."""
+
+    # Slots, because looking up an attribute of an object with so many of them is slow otherwise, and `send` needs two.
+    __slots__ = (
+        "_chunk_rows",
+        "_hash",
+        "_keyless",
+        "_partitions",
+        "_sealed_bytes_max",
+        "_settled",
+        "broken",
+        "chunk",
+        "chunk_end",
+        "counted",
+        "done",
+        "error",
+        "in_hand",
+        "is_closing",
+        "is_ended",
+        "is_error_raised",
+        "is_forked",
+        "is_pressed",
+        "limits",
+        "lingers_since",
+        "lock",
+        "name",
+        "ready",
+        "rounds_begun",
+        "rounds_done",
+        "work",
+    )
+
+    def __init__(self, name: str, partitions: int, hash_of: Hash, broken: dict[int, BaseException], limits: Limits):
+        """name: the topic's. broken: the partitions that have failed, kept by the Appender."""
+        self.name, self.limits, self.broken = name, limits, broken
+        self._partitions, self._hash = partitions, hash_of
+        self.lock = threading.Lock()
+        self.work = Condition()
+        """The background thread waits for it."""
+        self.done = Condition()
+        """Those wait for it who wait for the background thread: `flush`, `close`, receipts, senders without room."""
+        self.chunk = Chunk(self.done)
+        """The open chunk. `send` reads it without the lock."""
+        self._chunk_rows = max(1, min(limits.batch_rows, limits.buffer_bytes // 3 // SMALL_COUNTED_BYTES))
+        self.chunk_end = self._chunk_rows * WIDTH
+        """Length of the open chunk up to which `send` takes the fast path. 0 disables the fast path: the producer is
+        closed, or a partition has failed. `send` reads it without the lock."""
+        # The open chunk may be sealed when the buffer is full up to this, and then another one may fill.
+        self._sealed_bytes_max = limits.buffer_bytes - 2 * self._chunk_rows * SMALL_COUNTED_BYTES
+        self.ready: list[Chunk | SentBatch] = []
+        """Sealed chunks, and batches of tables, in the order in which they were sent."""
+        self.in_hand: list[Chunk | SentBatch] = []
+        """What the background thread stores at present."""
+        self.counted = 0
+        """Bytes of `ready` and `in_hand`, and of the messages in the open chunk that are not small."""
+        self.lingers_since = 0.0
+        """A moment of the monotonic clock before which nothing was added that waits in the open chunk."""
+        self.rounds_begun = self.rounds_done = 0
+        """How often the background thread has taken what waits, and how often it has stored all that it took."""
+        self._settled = 0
+        """How often batches got their results: changes when the buffer has more room."""
+        self.error: BaseException | None = None
+        """The first error of a batch or of the background thread."""
+        self.is_error_raised = False
+        """`flush` or `close` has raised `error`."""
+        rows = min(RUN_ROWS, limits.batch_rows)
+        self._keyless = KeylessSpread(partitions, uuid.uuid4().int % partitions, rows, limits.batch_bytes)
+        """Chooses the partitions of messages without a key."""
+        self.is_pressed = False
+        """Everything is to be taken at once, without lingering."""
+        self.is_closing = self.is_ended = False
+        """No more messages are taken; the background thread has ended."""
+        self.is_forked = False
+        """This process is a forked child of the one that made the producer."""
+
+    # Called by senders.
+
+    def add(
+        self, chunk: Chunk, key: bytes | None, value: bytes | None, time: float | RowDetails, size: int
+    ) -> RowReceipt:
+        """Add a row to the chunk that `chunk_with_room` has returned. The caller holds the lock.
+
+        size: the bytes of the message if it is not small, otherwise 0."""
+        chunk.has_details = chunk.has_details or isinstance(time, RowDetails)
+        index = len(chunk.rows)
+        # No call in between: an interrupt comes before all three or after.
+        chunk.large_bytes += size
+        self.counted += size
+        chunk.rows += key, value, time
+        receipt = chunk.receipt_of(index, time)
+        if chunk.large_bytes >= self.limits.batch_bytes:
+            self.seal()
+        self.work.notify_all()
+        return receipt
+
+    def recheck(self, chunk: Chunk, index: int, time: float) -> RowReceipt | None:
+        """After `send` has added a row to a chunk that another sender added to, or somebody sealed, at the same moment.
+        The receipt; None if the row came too late to be stored."""
+        with self.lock:
+            receipt = chunk.receipt_of(index, time)
+            if not chunk.is_sealed or receipt.index < chunk.decide_taken():
+                self.work.notify_all()
+                chunk.is_watched = chunk.is_sealed  # the background thread was woken, and finds the row
+                return receipt
+        return None
+
+    def put(self, partition: int, records: pa.RecordBatch) -> SentBatch:
+        """Add records that are a batch of their own, behind everything that was sent before. Waits for room."""
+        size = records.nbytes + SMALL_COUNTED_BYTES
+        until = time.monotonic() + self.limits.buffer_timeout
+        while True:
+            with self.lock:
+                self._check_sound(partition)
+                if self.chunk_with_room(size) is not None:
+                    self.seal()
+                    batch = SentBatch(partition, self.done, records, size)
+                    self.counted += size
+                    self.ready.append(batch)
+                    self.work.notify_all()
+                    return batch
+                settled = self.press()
+            self.await_room(settled, until)
+
+    def chunk_with_room(self, size: int) -> Chunk | None:
+        """The open chunk, another one if it is full; None if the buffer has no room. The caller holds the lock.
+
+        size: the bytes that are to be counted besides those of a small message."""
+        while True:
+            self.check_usable()
+            chunk = self.chunk
+            is_large = chunk.large_bytes > 0 and chunk.large_bytes + size > self.limits.batch_bytes
+            is_full = len(chunk.rows) >= self._chunk_rows * WIDTH or (is_large and bool(chunk.rows))
+            more = size + (self._chunk_rows * SMALL_COUNTED_BYTES if is_full else 0)
+            if more and self.counted and self.counted + more > self._sealed_bytes_max:
+                return None
+            if not is_full:
+                return chunk
+            self.seal()
+            self.work.notify_all()
+
+    def await_room(self, settled: int, until: float) -> None:
+        """Without the lock: wait until more batches got their results than when `press` returned `settled`. Raises
+        BufferFull at the moment `until` of the monotonic clock."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise BufferFull(
+                f"{self.name}: the buffer has been full for {self.limits.buffer_timeout:g} s; "
+                "the log is slower than the sender: try again later, or raise buffer_bytes"
+            )
+        self.done.wait_for(lambda: self._settled != settled or self.is_closing, left)
+
+    def press(self) -> int:
+        """Have everything taken at once. The caller holds the lock. Returns what `await_room` takes."""
+        self.is_pressed = True
+        self.work.notify_all()
+        return self._settled
+
+    def check_target(self, key: bytes | None, partition: int | None) -> None:
+        """Raise the error of the partition that a message must go to, if that has failed. A message that may go to any
+        partition is refused only if all have failed. The caller holds the lock."""
+        if partition is None and key is not None:
+            partition = self._hash(key) % self._partitions
+        if partition is not None:
+            self._check_sound(partition)
+        elif len(self.broken) == self._partitions:
+            self._check_sound(0)
+
+    def _check_sound(self, partition: int) -> None:
+        self.check_usable()
+        if partition in self.broken:
+            raise copy_of(self.broken[partition])
+
+    def check_usable(self) -> None:
+        if self.is_forked:
+            raise UsedAfterFork(f"the producer of {self.name} was made before a fork: make another one in the child")
+        if self.is_closing:
+            raise Closed(f"the producer of {self.name} was closed")
+
+    def choose_keyless(self, chosen: pa.Array, size: int) -> pa.Array:
+        """The partitions of some messages of `size` bytes, with one chosen for each message that has neither a key nor
+        a partition."""
+        with self.lock:
+            return self._keyless.fill(chosen, size, self.broken)
+
+    # Called by both sides.
+
+    def has_work(self) -> bool:
+        return bool(self.ready) or bool(self.chunk.rows)
+
+    def seal(self) -> None:
+        """Let no more rows into the open chunk, if it has any, and open another one. The caller holds the lock."""
+        chunk = self.chunk
+        if not chunk.rows:
+            return
+        fresh = Chunk(self.done)
+        # No call before the last of these: an interrupt must not leave the chunk in neither place.
+        chunk.is_watched = chunk.is_sealed = True
+        self.chunk = fresh
+        self.ready.append(chunk)
+        counted = chunk.decide_taken() // WIDTH * SMALL_COUNTED_BYTES
+        chunk.counted = counted
+        self.counted += counted
+
+    # Called by the background thread.
+
+    def take(self) -> bool:
+        """Move what is due to `in_hand`. False if the producer is closing and nothing is left."""
+        with self.lock:
+            if self.is_closing:
+                self._seal_for_good()
+                if not self.ready:
+                    return False
+            is_due = time.monotonic() >= self.lingers_since + self.limits.linger_s
+            if self.is_pressed or self.is_closing or is_due:  # then the open chunk is taken too, which saves appends
+                self.is_pressed = False
+                self.lingers_since = time.monotonic()
+                self.seal()
+            self.in_hand, self.ready = self.ready, []
+            self.rounds_begun += 1
+            return True
+
+    def _seal_for_good(self) -> None:
+        """When the producer is closing: a sender that comes too late finds its chunk sealed, and is refused."""
+        chunk = self.chunk
+        chunk.is_watched = chunk.is_sealed = True  # before the rows are counted, see the module's docstring
+        if chunk.rows:
+            fresh = Chunk(self.done)
+            fresh.is_watched = fresh.is_sealed = True
+            fresh.taken = 0
+            self.chunk = fresh
+            self.ready.append(chunk)
+        elif chunk.taken < 0:
+            chunk.taken = 0
+
+    def settle(self, results: Sequence[Result]) -> None:
+        """Give batches their results, and their share of the buffer back."""
+        with self.lock:
+            for batch, result in results:
+                if isinstance(result, BaseException):
+                    batch.error = result
+                    self.error = self.error or result
+                    self.chunk_end = 0  # from now on `send` checks whether its partition has failed
+                else:
+                    batch.offset = result
+                self.counted -= batch.size
+                batch.records = None  # a receipt that is kept must not keep the messages
+            self._settled += 1
+        self.done.notify_all()
+
+    def end_round(self) -> None:
+        """All that was taken has its result."""
+        with self.lock:
+            self.in_hand = []
+            self.rounds_done = self.rounds_begun
+        self.done.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """The background thread stores nothing more, because all is done or because of this error."""
+        with self.lock:
+            if error is not None:
+                for partition in range(self._partitions):
+                    self.broken.setdefault(partition, error)
+                self.error = self.error or error
+                self._fail_all(error)
+            self.is_ended = True
+            self.chunk_end = 0
+        self.done.notify_all()
+
+    def disown(self) -> None:
+        """In a forked child: the parent sends what waits, and a thread that does not exist here may hold the lock."""
+        self.is_forked = True
+        self.chunk_end = 0
+        self.lock = threading.Lock()
+        self.done.forget_waiters()
+        self._fail_all(UsedAfterFork("the message was sent before a fork: only the parent learns of its place"))
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Everything that has no result yet has this error."""
+        for item in (*self.in_hand, *self.ready, self.chunk):
+            if isinstance(item, Chunk):
+                item.is_watched = item.is_sealed = True
+                item.places.fail(error)
+                for batch in item.places.batches:
+                    batch.error = batch.error if batch.is_done else error
+            elif not item.is_done:
+                item.error = error
+        self.in_hand, self.ready = [], []

@@ -1,0 +1,158 @@
+"""What a round of upkeep does. Each duty stands alone: one that fails keeps no other from being done.
+
+A round is made of steps, and each step may run late, twice, or at the same time as that of another process: the table
+in the package's docstring says why. `Round.run` asks `should_stop` between steps, so that closing a hub does not wait
+for a whole round.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pxrs.errors import Closed, HubMoved, PxrsError, UnknownTopic
+from pxrs.hub_parts import HubParts
+from pxrs.model import Topic
+from pxrs.upkeep import retention
+from pxrs.upkeep.records import RoundReport
+
+if TYPE_CHECKING:
+    from pxrs.belonging import Belonging
+    from pxrs.registry.contract import Registry
+
+ERRORS_MAX = 100
+"""How many subjects a report names: it must fit into a value of the registry."""
+ERROR_CHARACTERS_MAX = 500
+
+
+class Stopped(Exception):
+    """The hub is being closed: the rest of the round is left to the next janitor. Caught by `Round.run`."""
+
+
+class Round:
+    """One round over one hub. Collects what was done and what failed."""
+
+    def __init__(
+        self,
+        parts: HubParts,
+        should_stop: Callable[[], bool],
+        *,
+        with_registry: bool,
+        refusal: PxrsError | None = None,
+    ) -> None:
+        """with_registry: also do the duties that need the registry.
+        refusal: why the registry cannot be asked; then that is the error of each topic with `keep_unread`."""
+        self._parts, self._should_stop = parts, should_stop
+        self._with_registry, self._refusal = with_registry, refusal
+        self.removed: dict[str, dict[str, int]] = {}
+        self.errors: dict[str, Exception] = {}
+        """By subject, what failed."""
+        self.done: list[str] = []
+        """The subjects that were dealt with."""
+
+    def run(self, topics: Sequence[Topic], *, with_others: bool, by: str = "") -> RoundReport:
+        """Apply the retention of these topics; with_others: and do the other duties. Raises Closed, HubMoved: the hub
+        cannot be used any more. by: who does it, for the report."""
+        begun = time.monotonic()
+        try:
+            for topic in topics:
+                self._step(f"retention of {topic.name}", functools.partial(self._retain, topic))
+            if with_others:
+                self._step("removing deleted topics", self._parts.log.finish_deletions)
+                if self._with_registry:
+                    self._step("sweeping staged files", self._sweep_staging)
+                    self._step("writing the readable files of groups", self._project_groups)
+        except Stopped:
+            pass  # what was not done is due for whoever is the janitor next
+        return self._report(time.monotonic() - begun, by)
+
+    def _step(self, subject: str, act: Callable[[], None]) -> None:
+        if self._should_stop():
+            raise Stopped
+        try:
+            act()
+        except (Closed, HubMoved, Stopped):
+            raise
+        except Exception as error:  # noqa: BLE001 - reported, logged by the janitor, and tried again in the next round
+            self.errors[subject] = error
+        else:
+            self.done.append(subject)
+
+    def _report(self, took_s: float, by: str) -> RoundReport:
+        texts = {subject: str(error)[:ERROR_CHARACTERS_MAX] for subject, error in self.errors.items()}
+        shown = dict(list(texts.items())[:ERRORS_MAX])
+        if len(texts) > len(shown):
+            shown["others"] = f"{len(texts) - len(shown)} more subjects failed; the log of the process names them"
+        removed = dict(list(self.removed.items())[:ERRORS_MAX])
+        return RoundReport(self._parts.log.clock.wall_time_us() / 1e6, round(took_s, 3), removed, shown, by)
+
+    def _retain(self, topic: Topic) -> None:
+        if topic.keeps_unread and self._refusal is not None:
+            raise self._refusal
+        try:
+            log = self._parts.log.topic(topic.name)
+            if log.id != topic.id:
+                return  # it was deleted and made again since it was listed; the new topic is due by itself
+            moved = retention.retain(self._parts, log)
+        except UnknownTopic:
+            return  # it was deleted meanwhile
+        if moved:
+            self.removed[topic.name] = {str(number): start for number, start in sorted(moved.items())}
+
+    def _sweep_staging(self) -> None:
+        """Remove staged files that no manifest names, and what queries have left of topics that were deleted."""
+        folder = self._parts.log.folder
+        if folder is None or not (folder / "staging").is_dir():
+            return
+        from pxrs.publishing.manifest import forget_deleted_topics, needed_batches
+        from pxrs.publishing.staging.directory import DirectoryStaging
+
+        registry, staging = self._parts.registry.get(), DirectoryStaging(str(folder))
+        topics = self._topic_ids()
+        for topic in staging.topics():
+            if self._should_stop():
+                raise Stopped
+            now = time.time()  # before the manifests are read: see `Staging.sweep`
+            if topic in topics:
+                staging.sweep(topic, needed_batches(registry, topic), now)
+        forget_deleted_topics(registry, staging, topics)
+
+    def _topic_ids(self) -> set[str]:
+        """The ids of all topics that are there. Raises PxrsError if one is not known: it must not count as deleted."""
+        log = self._parts.log
+        damaged = log.damaged_topics()
+        if nameless := [topic.name for topic in damaged if topic.id is None]:
+            raise PxrsError(f"what is left of deleted topics stays: the id of topic {nameless[0]} cannot be told")
+        return {topic.id for topic in log.topics()} | {topic.id for topic in damaged if topic.id is not None}
+
+    def _project_groups(self) -> None:
+        """Write the readable files of groups that nobody leads: a leader writes those of its own group."""
+        registry, belonging = self._parts.registry.get(), self._parts.belonging
+        if registry.folder is None or belonging is None:
+            return  # no files of groups, or the topics are this process's own: others know the names of theirs
+        from pxrs.group.admin import groups
+        from pxrs.group.projection import FOLDER, projection_of
+        from pxrs.group.records import GROUP_NAME, Keys
+
+        folder = registry.folder / FOLDER
+        written = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
+        log = self._parts.log
+        names = {topic.id: topic.name for topic in log.topics()}
+        for name in sorted({*groups(registry), *(each for each in written if GROUP_NAME.fullmatch(each))}):
+            if self._should_stop():
+                raise Stopped
+            keys = Keys(name)
+            projection = projection_of(registry, keys, lambda: names)
+            if projection is not None and _is_ours(registry, keys.home, belonging):
+                projection.refresh(only_if_nobody_leads=True)
+
+
+def _is_ours(registry: Registry, home_key: str, belonging: Belonging) -> bool:
+    """Whether a group reads topics of this hub, or no topics. The names of another hub's topics are not known here; its
+    own janitor writes the files of its groups."""
+    from pxrs.group.records import Home
+
+    entry, ours = registry.get(home_key), belonging.check()
+    return entry is None or (ours is not None and Home.load(entry.key, entry.value).hub in ("", ours.hub))

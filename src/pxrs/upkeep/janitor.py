@@ -1,0 +1,278 @@
+"""The thread of an open hub that does upkeep when it is due (`schedule.py`), if the hub is elected (`election.py`).
+
+    wait until the next look, or until `close`
+    -> stand for election: which role does this hub have now?
+    -> do what the role allows and is due
+    -> log what failed, write the report
+
+The thread starts with the first producer or consumer of a topic with a retention, and holds the hub's parts, never the
+hub: a hub that nobody uses any more closes itself, and with it this thread. The first round comes one interval after
+the start, or LOOK_S if that is shorter: a process that ends earlier leaves it to `close`.
+
+`close` ends the thread first, waiting for the step that it is in, but no longer than CLOSE_S. If this hub has made
+producers, has done no round, and there is no janitor, it applies the retention of the topics that it sent to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pxrs.errors import Closed, HubMoved, PxrsError, UsedAfterFork, WrongRegistry
+from pxrs.hub_parts import HubParts
+from pxrs.limited_log import Outage
+from pxrs.model import Topic
+from pxrs.upkeep.duties import Round
+from pxrs.upkeep.election import Election, Known, Role, Standing
+from pxrs.upkeep.records import RoundReport
+from pxrs.upkeep.schedule import LOOK_S, Schedule, retention_interval_s
+
+_logger = logging.getLogger(__name__)
+
+CLOSE_S: Final = 10.0
+"""How long `close` waits for the step that the thread is in. The step then ends with the error Closed."""
+REPORT_S: Final = 15.0
+"""How often the janitor writes about its rounds, unless what failed has changed: rounds may follow each other fast."""
+_ELECTION: Final = "electing a janitor"
+"""The subject under which failures of the election are logged."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpkeepStatus:
+    """Who keeps a hub, since when, and how its last round went: what `Hub.upkeep` returns."""
+
+    role: str
+    """Of this open hub: "elected", "candidate", "apart", "sole", "barred" (see `pxrs.upkeep.election`), or "idle" if it
+    takes no part, because it has made no producer or consumer of a topic with a retention."""
+    reason: str = ""
+    """Why the role is "apart" or "barred", or why the registry could not be asked."""
+    janitor: str = ""
+    """The host and process id of the janitor; empty if there is none now."""
+    since: float | None = None
+    """When the janitor was elected, in seconds since 1970."""
+    last_round: RoundReport | None = None
+    """The last round that was reported: by a janitor, also one that is gone, or by this process."""
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """What failed in the last round, by subject."""
+        return {} if self.last_round is None else dict(self.last_round.errors)
+
+
+class Janitor:
+    """Upkeep of one open hub. Any thread may call it."""
+
+    def __init__(self, parts: HubParts, *, takes_part: bool) -> None:
+        """takes_part: whether producers and consumers start the thread."""
+        self._parts, self._clock, self._takes_part = parts, parts.log.clock, takes_part
+        self._guard = threading.Lock()
+        """Guards the fields below, never held during a round."""
+        self._thread: threading.Thread | None = None
+        self._standing: Standing | None = None
+        """What the last look found; None before it."""
+        self._last: RoundReport | None = None
+        """The last round of this process."""
+        self._sent: dict[str, Topic] = {}
+        """By id, the topics with a retention for which this hub has made producers."""
+        self._round = threading.Lock()
+        """Held during a look: by the thread, by `run_round`, and by the round of `close`."""
+        self._election = Election(parts)
+        self._outages: dict[str, Outage] = {}
+        """By subject, the failures that are logged at most once a minute. Those of topics that are gone are dropped."""
+        self._reported_at = float("-inf")
+        self._look_by = float("inf")
+        """The moment by which the thread must look, as `take_part` has asked for since its last look."""
+        self._is_closing = False
+        self._wake = threading.Event()
+        """Ends the wait of the thread: `_look_by` or `_is_closing` has changed."""
+
+    def take_part(self, topic: Topic, *, sends: bool) -> None:
+        """This hub has made a producer (`sends`) or a consumer of the topic. If the topic has a retention, start the
+        thread, and have it look one interval of that retention from now at the latest."""
+        if not self._takes_part or not topic.is_retained or self._parts.log.is_kept_by_server:
+            return
+        with self._guard:
+            if sends:
+                self._sent[topic.id] = topic
+            self._look_by = min(self._look_by, self._clock.now() + min(LOOK_S, retention_interval_s(topic)))
+            self._start()
+        self._wake.set()
+
+    def start(self) -> None:
+        """Start the thread, which looks at once."""
+        with self._guard:
+            self._look_by = self._clock.now()
+            self._start()
+        self._wake.set()
+
+    def _start(self) -> None:
+        """Under `_guard`: start the thread, unless it runs or the hub is being closed."""
+        if self._thread is not None or self._is_closing:
+            return
+        thread = threading.Thread(target=self._serve, name=f"pxrs-upkeep-{self._parts.url}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process has as many threads as it may have, or is ending
+            _logger.warning("the upkeep of %s has no thread; the next producer tries again: %s", self._parts.url, error)
+            return
+        self._thread = thread
+
+    def run_round(self) -> RoundReport:
+        """Do all duties now that this process may do, whoever is the janitor, and wait for the end of it."""
+        with self._round:
+            standing = self._look()
+            if standing.role is Role.BARRED and standing.error is not None:
+                raise standing.error
+            topics = [topic for topic in self._parts.log.topics() if topic.is_retained]
+            return self._run(topics, standing, with_others=True)
+
+    def status(self) -> UpkeepStatus:
+        """What is known now. The registry is asked, if there is one; if it cannot be, `reason` says so."""
+        with self._guard:
+            standing, last = self._standing, self._last
+        role, reason = ("idle", "") if standing is None else (standing.role.value, standing.reason)
+        known = Known()
+        try:
+            known = self._election.look()
+        except (Closed, UsedAfterFork):
+            raise
+        except PxrsError as error:
+            reason = reason or str(error)
+        # A janitor reports only now and then, so its own memory is newer; a candidate's own rounds were long ago.
+        is_at_work = standing is not None and standing.role is not Role.CANDIDATE
+        report = last if is_at_work and last is not None else known.report or last
+        if known.claim is None or not known.is_alive:
+            return UpkeepStatus(role, reason, last_round=report)
+        return UpkeepStatus(role, reason, f"{known.claim.host}:{known.claim.pid}", known.claim.since, report)
+
+    def close(self) -> None:
+        """End the thread and give up the claim; before that, one round if this hub sent something and nobody else does
+        it. Errors of that round are logged. May be called again."""
+        with self._guard:
+            self._is_closing = True
+            thread = self._thread
+        self._wake.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_S)
+        if not self._round.acquire(timeout=CLOSE_S):
+            _logger.warning("the upkeep of %s is still at work while the hub is closed", self._parts.url)
+            return
+        try:
+            with contextlib.suppress(Closed, HubMoved):  # there is nothing to be kept any more
+                self._run_last()
+            self._election.resign()
+        finally:
+            self._round.release()
+
+    def _run_last(self) -> None:
+        """The round of a process that was too short-lived for its thread."""
+        with self._guard:
+            topics, self._sent = list(self._sent.values()), {}
+            is_needed = bool(topics) and self._last is None and self._parts.log.folder is not None
+        if not is_needed:
+            return
+        standing = Standing(Role.APART)
+        # A process that has had no use for the registry until now is not made to wait for a server that may be away,
+        # except by a topic whose retention has to ask the registry.
+        if self._parts.registry.is_open or any(topic.keeps_unread for topic in topics):
+            try:
+                if self._election.look().is_alive:
+                    return
+            except (Closed, HubMoved):
+                raise
+            except PxrsError as error:
+                standing = Standing(Role.APART, str(error), error)
+        self._run(topics, standing, with_others=False, is_last=True)
+
+    def _serve(self) -> None:
+        """The thread."""
+        schedule, until = Schedule(self._clock.now()), float("inf")
+        while True:
+            with self._guard:
+                self._wake.clear()
+                until, self._look_by = min(until, self._look_by), float("inf")
+                if self._is_closing:
+                    return
+            if self._clock.wait(self._wake, until):
+                continue
+            try:
+                with self._round:
+                    until = self._turn(schedule)
+            except (Closed, HubMoved, UsedAfterFork):
+                return  # the hub is closed, or its directory is gone: whoever uses the hub gets the error
+            except Exception as error:  # noqa: BLE001 - logged; the next look tries again
+                self._note("looking for what is due", error)
+                until = self._clock.now() + LOOK_S
+
+    def _turn(self, schedule: Schedule) -> float:
+        """Under `_round`: look, and do what is due. The moment of the next look."""
+        standing = self._look()
+        now = self._clock.now()
+        if standing.role.duties == "none":
+            return now + LOOK_S
+        topics = self._parts.log.topics()
+        due, with_others = schedule.due_topics(topics, now), schedule.others_are_due(now)
+        if due or with_others:
+            self._forget_outages(topics)
+            self._run(due, standing, with_others=with_others)
+        return schedule.next_look_at(now)
+
+    def _look(self) -> Standing:
+        """Under `_round`: which role this hub has now."""
+        standing = self._election.stand()
+        with self._guard:
+            self._standing = standing
+        # A process with another registry than the hub's may send to it; only retention with `keep_unread` is refused,
+        # and tells of it itself.
+        if standing.role is Role.APART and standing.error is not None and not isinstance(standing.error, WrongRegistry):
+            self._note(_ELECTION, standing.error)
+        elif _ELECTION in self._outages:
+            self._outages[_ELECTION].worked()
+        return standing
+
+    def _run(
+        self, topics: Sequence[Topic], standing: Standing, *, with_others: bool, is_last: bool = False
+    ) -> RoundReport:
+        """Under `_round`: do what the role allows, log what failed, report it. is_last: although the hub is closing."""
+        work = Round(
+            self._parts,
+            (lambda: False) if is_last else (lambda: self._is_closing),
+            with_registry=standing.role is not Role.APART,
+            refusal=standing.error,
+        )
+        report = work.run(topics, with_others=with_others, by=self._election.incarnation)
+        for subject, error in work.errors.items():
+            self._note(subject, error)
+        for subject in work.done:
+            if subject in self._outages:
+                self._outages[subject].worked()
+        with self._guard:
+            has_changed = self._last is None or self._last.errors != report.errors
+            self._last = report
+        now = self._clock.now()
+        if self._election.incarnation and (has_changed or now >= self._reported_at + REPORT_S):
+            try:
+                self._election.report(report)
+                self._reported_at = now
+            except Closed:
+                raise
+            except PxrsError as error:
+                self._note("reporting the round", error)
+        return report
+
+    def _note(self, subject: str, error: BaseException) -> None:
+        outage = self._outages.get(subject)
+        if outage is None:
+            fields = {"hub": self._parts.url, "subject": subject}
+            outage = self._outages[subject] = Outage(_logger, f"{subject} is held up", extra=fields)
+        outage.failed(error)
+
+    def _forget_outages(self, topics: Iterable[Topic]) -> None:
+        """One for each topic that is there, at most."""
+        there = {f"retention of {topic.name}" for topic in topics}
+        for subject in [each for each in self._outages if each.startswith("retention of ") and each not in there]:
+            del self._outages[subject]

@@ -1,0 +1,72 @@
+"""What upkeep keeps in the registry, as JSON that a person can read.
+
+    upkeep/<hub id>/janitor                who was elected last, and its term; its version is the fence
+    upkeep/<hub id>/alive/<incarnation>    ephemeral: the janitor of this incarnation has a lease
+    upkeep/<hub id>/report                 the last round of the janitor
+
+The janitor and report keys are persistent and never deleted (R4): a re-created key could have an old version again.
+Several hubs may share a registry, so each has keys of its own, under the id that its directory records.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Self
+
+from pxrs.errors import RegistryCorrupt
+
+
+class UpkeepKeys:
+    """The keys of one hub."""
+
+    def __init__(self, hub: str) -> None:
+        """hub: its id."""
+        self.janitor = f"upkeep/{hub}/janitor"
+        self.report = f"upkeep/{hub}/report"
+        self._alive = f"upkeep/{hub}/alive/"
+
+    def alive(self, incarnation: str) -> str:
+        return f"{self._alive}{incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def load(cls, key: str, value: bytes) -> Self:
+        """Fields that this version does not know are left out: a later one wrote them."""
+        try:
+            found = json.loads(value)
+            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RegistryCorrupt(key, f"it is no {cls.__name__.lower()}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class JanitorClaim(_Record):
+    """Who was elected. It is the janitor as long as the key `alive/<incarnation>` is there."""
+
+    incarnation: str
+    term: int
+    host: str = ""
+    pid: int = 0
+    since: float = 0.0
+    """When it was elected, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport(_Record):
+    """What one round of upkeep did."""
+
+    ended_at: float = 0.0
+    """In seconds since 1970."""
+    took_s: float = 0.0
+    removed: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By topic and partition, the new first offset where retention has removed messages."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """What failed, by subject, such as "retention of orders". The rest of the round was done."""
+    by: str = ""
+    """The incarnation of the janitor; empty if it was a round without election."""

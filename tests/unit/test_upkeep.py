@@ -1,0 +1,474 @@
+"""Upkeep: when it is due, who is elected to do it, and that a janitor that is late or frozen does no harm."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pxrs
+from pxrs import clock as clocks
+from pxrs import disk
+from pxrs.address import LazyRegistry
+from pxrs.clock import ManualClock
+from pxrs.errors import LogNotWritable, OutcomeUnknown, RegistryUnavailable
+from pxrs.group.projection import FOLDER
+from pxrs.hub import Hub
+from pxrs.hub_parts import HubParts
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.memory import MemoryLog
+from pxrs.model import Topic
+from pxrs.publishing.staging import Staging
+from pxrs.registry.contract import Commit
+from pxrs.registry.memory import MemoryStore
+from pxrs.testing.command import run_here
+from pxrs.testing.hooked import HookedRegistry
+from pxrs.testing.waiting import eventually
+from pxrs.upkeep.election import LEASE_TTL_S, Election, Role
+from pxrs.upkeep.records import RoundReport
+from pxrs.upkeep.schedule import LOOK_S, ROUND_S, ROUND_S_MIN, Schedule, retention_interval_s
+
+HOUR_S = 3600.0
+DAY_S = 86_400.0
+
+
+def upkeep_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("pxrs-upkeep")]
+
+
+class Place:
+    """A directory, a registry that its processes share, and a clock for both."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.clock = folder, ManualClock()
+        self.store = MemoryStore(self.clock)
+        self._opened: list[Hub] = []
+
+    def registry(self) -> HookedRegistry:
+        registry = HookedRegistry(self.store)
+        registry.url = "etcd://shared:2379"  # so that the hub does not take it for this process's own
+        return registry
+
+    def log(self) -> DirectoryLog:
+        log = DirectoryLog(self.folder)
+        log.clock = self.clock
+        return log
+
+    def hub(self, registry: HookedRegistry | None = None, *, upkeep: bool = False) -> Hub:
+        hub = Hub(self.log(), registry or self.registry(), upkeep=upkeep)
+        self._opened.append(hub)
+        return hub
+
+    def election(self, registry: HookedRegistry | None = None) -> Election:
+        return Election(HubParts(self.log(), LazyRegistry(registry or self.registry()), 10.0))
+
+    def close(self) -> None:
+        for hub in self._opened:
+            hub.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """A hub with a topic of one hour, whose registry is on record."""
+    place = Place(tmp_path / "data")
+    hub = place.hub()
+    hub.create_topic("t", partitions=1, retention=HOUR_S, segment_bytes=4096)
+    hub.consumer("t", "g").close()
+    yield place
+    place.close()
+
+
+def send_old(hub: Hub, topic: str = "t", count: int = 3) -> None:
+    """Messages that were stored a day ago, a segment for each."""
+    with pytest.MonkeyPatch.context() as patch, hub.producer(topic, linger_s=0) as out:
+        patch.setattr(clocks, "wall_time_us", lambda: (time.time_ns() - 86_400 * 10**9) // 1000)
+        for _ in range(count):
+            out.send(b"x" * 4096).result()
+
+
+# When.
+
+
+def topic(name: str, retention_s: float | None, **settings: Any) -> Topic:
+    return Topic(name, name * 8, 1, retention_s=retention_s, **settings)
+
+
+@pytest.mark.parametrize(
+    ("retention_s", "every_s"), [(8.0, 2.0), (240.0, 60.0), (DAY_S, 60.0), (None, 60.0), (1e-6, ROUND_S_MIN)]
+)
+def test_retention_is_due_every_quarter_of_it_or_every_minute(retention_s: float | None, every_s: float) -> None:
+    assert retention_interval_s(topic("t", retention_s, retention_bytes=1 << 20)) == every_s
+    schedule, topics = Schedule(100.0), [topic("t", retention_s, retention_bytes=1 << 20), topic("never", None)]
+    assert [each.name for each in schedule.due_topics(topics, 100.0)] == ["t"]
+    assert schedule.due_topics(topics, 100.0 + 0.99 * every_s) == []
+    assert schedule.next_look_at(100.0) == min(100.0 + LOOK_S, 100.0 + every_s)
+    assert [each.name for each in schedule.due_topics(topics, 100.0 + every_s)] == ["t"]
+
+
+def test_a_topic_is_due_when_it_appears_and_forgotten_when_it_is_gone() -> None:
+    schedule = Schedule(0.0)
+    assert schedule.due_topics([], 0.0) == []
+    assert schedule.next_look_at(0.0) == LOOK_S
+    assert len(schedule.due_topics([topic("new", DAY_S)], 1.0)) == 1
+    assert schedule.due_topics([], 500.0) == []
+    assert schedule.next_look_at(500.0) == 500.0 + LOOK_S, "a topic that is gone is not waited for"
+
+
+def test_the_other_duties_are_due_every_minute() -> None:
+    schedule = Schedule(0.0)
+    assert [schedule.others_are_due(now) for now in (0.0, ROUND_S - 1, ROUND_S, ROUND_S + 1)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_the_thread_applies_retention_when_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    calls: list[float] = []
+    with Hub(MemoryLog(clock), HookedRegistry(MemoryStore(clock))) as hub:
+        log = hub.create_topic("t", partitions=1, retention=8.0).log
+        monkeypatch.setattr(log, "retain", lambda now: calls.append(clock.now()) or {})
+        begun = clock.now()
+        with hub.producer("t") as out:
+            out.send("x")
+        for number in range(1, 5):
+            clock.advance(2.0)
+            eventually(lambda number=number: len(calls) == number, 30)
+    assert calls == [begun + 2.0 * number for number in range(1, 5)]
+
+
+def test_only_a_hub_that_sends_or_consumes_what_has_a_retention_has_a_thread() -> None:
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("kept", partitions=1)
+        hub.create_topic("short", partitions=1, retention=HOUR_S)
+        hub.producer("kept").close()
+        hub.consumer("kept", "g").close()
+        list(hub.topic("short").messages(0))
+        assert hub.upkeep().role == "idle"
+        assert upkeep_threads() == []
+        for _ in range(3):
+            hub.producer("short").close()
+            hub.consumer("short", "g").close()
+        assert len(upkeep_threads()) == 1
+    assert upkeep_threads() == []
+    with pxrs.open("memory:", upkeep=False) as hub:
+        hub.create_topic("short", retention=HOUR_S)
+        hub.producer("short").close()
+        assert upkeep_threads() == []
+
+
+def test_w4_a_client_of_a_server_does_no_upkeep() -> None:
+    log = MemoryLog()
+    log.is_kept_by_server = True
+    with Hub(log, HookedRegistry(MemoryStore())) as hub:
+        hub.create_topic("short", retention=HOUR_S)
+        hub.producer("short").close()
+        assert upkeep_threads() == []
+
+
+# Who.
+
+
+def test_one_of_the_hubs_is_elected_and_the_next_one_when_its_lease_has_ended(place: Place) -> None:
+    first, second = place.election(), place.election()
+    assert first.stand().role is Role.ELECTED
+    assert second.stand().role is Role.CANDIDATE
+    assert first.stand().role is Role.ELECTED, "it keeps the claim"
+    known = second.look()
+    assert known.claim is not None
+    assert (known.claim.term, known.claim.pid, known.is_alive) == (1, os.getpid(), True)
+    first.resign()
+    assert second.stand().role is Role.ELECTED
+    again = first.look().claim
+    assert again is not None
+    assert again.term == 2
+    second.resign()
+
+
+def test_a_frozen_janitor_finds_that_another_one_was_elected(place: Place) -> None:
+    first, second = place.election(), place.election()
+    assert first.stand().role is Role.ELECTED
+    assert first._held is not None
+    first._held.lease.abandon()  # as if its process were stopped
+    place.clock.advance(LEASE_TTL_S + 1)
+    assert second.stand().role is Role.ELECTED
+    assert second.report(RoundReport(2.0, by="second"))
+    assert not first.report(RoundReport(1.0, by="first")), "its report is fenced off"
+    assert first.stand().role is Role.CANDIDATE
+    report = first.look().report
+    assert report is not None
+    assert report.by == "second"
+    key = place.registry().scan("upkeep/")[-2].key
+    assert key.endswith("/janitor")
+    place.registry().commit(put={key: b"{}"})
+    assert not second.report(RoundReport(3.0)), "a claim that was written anew fences too, though the lease lives"
+
+
+def test_of_two_that_find_the_janitor_gone_one_is_elected(place: Place) -> None:
+    registry = place.registry()
+    first, second = place.election(registry), place.election()
+    overtaken: list[Role] = []
+
+    def overtake(commit: Commit) -> None:
+        registry.before = lambda commit: None
+        overtaken.append(second.stand().role)
+
+    registry.before = overtake
+    assert first.stand().role is Role.CANDIDATE
+    assert overtaken == [Role.ELECTED]
+    second.resign()
+
+
+def test_a_claim_whose_reply_was_lost_is_given_up(place: Place) -> None:
+    registry = place.registry()
+    first, second = place.election(registry), place.election()
+
+    def lose(commit: Commit) -> None:
+        registry.after = lambda commit: None
+        raise OutcomeUnknown("the reply was lost")
+
+    registry.after = lose
+    standing = first.stand()
+    assert (standing.role, standing.reason) == (Role.APART, "the reply was lost")
+    assert second.stand().role is Role.ELECTED, "the lease of the lost claim was ended"
+    assert first.stand().role is Role.CANDIDATE
+    second.resign()
+
+
+def test_hubs_that_share_a_registry_have_a_janitor_each(place: Place, tmp_path: Path) -> None:
+    other = Place(tmp_path / "other")
+    other.store = place.store
+    hub = other.hub()
+    hub.create_topic("t", partitions=1)
+    hub.consumer("t", "another").close()
+    here, there = place.election(), other.election()
+    assert here.stand().role is Role.ELECTED
+    assert there.stand().role is Role.ELECTED
+    here.resign()
+    there.resign()
+    other.close()
+
+
+def test_a_process_that_may_not_write_is_not_elected(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be the janitor, and nothing would be removed."""
+    denied = PermissionError(13, "Permission denied", str(place.folder))
+    with monkeypatch.context() as reader:
+        reader.setattr(disk, "write_refusal", lambda path: denied)
+        assert place.election().stand().role is Role.BARRED
+        with pytest.raises(LogNotWritable):
+            place.hub().run_upkeep()
+    assert place.registry().scan("upkeep/") == []
+
+
+def test_without_a_registry_that_processes_share_nothing_is_written_and_plain_topics_are_retained(
+    tmp_path: Path,
+) -> None:
+    with pxrs.open(tmp_path, upkeep=False) as hub:
+        hub.create_topic("plain", partitions=1, retention=HOUR_S, segment_bytes=4096)
+        send_old(hub, "plain")
+        report = hub.run_upkeep()
+        assert (report.removed, report.errors) == ({"plain": {"0": 3}}, {})
+        assert (hub.upkeep().role, hub.upkeep().janitor) == ("apart", "")
+    assert not (tmp_path / "registry").exists()
+
+
+def test_a_registry_that_is_away_keeps_no_plain_topic_from_being_retained(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = place.registry()
+    hub = place.hub(registry)
+    hub.create_topic("unread", partitions=1, retention=HOUR_S, segment_bytes=4096, keep_unread=True)
+    for name in ("t", "unread"):
+        send_old(hub, name)
+    hub.run_upkeep()  # the id of the registry is known from now on
+    send_old(hub)
+    send_old(hub, "unread")
+
+    def away() -> None:
+        raise RegistryUnavailable("away")
+
+    registry.reach = away
+    with caplog.at_level(logging.WARNING):
+        report = hub.run_upkeep()
+    assert report.removed == {"t": {"0": 6}}
+    assert report.errors == {"retention of unread": "away"}
+    assert "electing a janitor is held up: away" in caplog.text
+    status = hub.upkeep()
+    assert (status.role, status.reason, status.errors) == ("apart", "away", {"retention of unread": "away"})
+    registry.reach = lambda: None
+    assert hub.run_upkeep().removed == {"unread": {"0": 6}}
+    assert hub.upkeep().role == "elected"
+
+
+def test_the_janitor_and_its_last_round_are_visible_to_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    janitor, other = place.hub(), place.hub()
+    assert other.upkeep() == pxrs.UpkeepStatus("idle")
+    send_old(janitor)
+    janitor.run_upkeep()
+    status = other.upkeep()
+    assert (status.role, status.janitor.endswith(f":{os.getpid()}"), status.errors) == ("idle", True, {})
+    assert status.since is not None
+    assert status.last_round is not None
+    assert status.last_round.removed == {"t": {"0": 3}}
+    monkeypatch.setattr(janitor.topic("t").log, "retain", lambda now: 1 // 0)
+    janitor.run_upkeep()
+    assert other.upkeep().errors == {"retention of t": "integer division or modulo by zero"}
+    janitor.close()
+    assert other.upkeep().janitor == ""
+    assert other.upkeep().last_round is not None, "what the last janitor did is still known"
+
+
+# What.
+
+
+@pytest.mark.parametrize("way", ["no janitor", "a janitor", "upkeep=False"])
+def test_a_short_lived_process_retains_on_close_if_there_is_no_janitor(place: Place, way: str) -> None:
+    janitor = place.election()
+    if way == "a janitor":
+        assert janitor.stand().role is Role.ELECTED
+    with place.hub(upkeep=way != "upkeep=False") as hub:
+        _ = hub.registry  # in use, so that it can be asked who is the janitor
+        send_old(hub)
+        assert hub.topic("t").start(0) == 0
+    assert place.hub().topic("t").start(0) == (3 if way == "no janitor" else 0)
+    janitor.resign()
+
+
+def test_a_short_lived_process_that_needs_no_registry_opens_none(tmp_path: Path) -> None:
+    with pxrs.open(tmp_path) as hub:
+        hub.create_topic("plain", partitions=1, retention=HOUR_S, segment_bytes=4096)
+        send_old(hub, "plain")
+    assert not (tmp_path / "registry").exists()
+    with pxrs.open(tmp_path) as hub:
+        assert hub.topic("plain").start(0) == 3
+
+
+def test_one_topic_that_fails_keeps_no_other_from_being_retained(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = place.hub()
+    hub.create_topic("a", partitions=1, retention=HOUR_S, segment_bytes=4096)
+    for name in ("a", "t"):
+        send_old(hub, name)
+    monkeypatch.setattr(hub.topic("a").log, "retain", lambda now: 1 // 0)
+    report = hub.run_upkeep()
+    assert report.removed == {"t": {"0": 3}}
+    assert list(report.errors) == ["retention of a"]
+
+
+def test_a_deletion_that_was_cut_short_is_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = place.hub()
+    hub.create_topic("gone", partitions=1)
+    with monkeypatch.context() as killed:
+        killed.setattr(hub.log, "finish_deletions", lambda: None)  # the process dies before that
+        hub.delete_topic("gone")
+    assert list(place.folder.glob("topics/.deleted-*"))
+    assert hub.run_upkeep().errors == {}
+    assert not list(place.folder.glob("topics/.deleted-*"))
+    assert len(list(place.folder.glob("logs/*"))) == 1
+
+
+def staged(folder: Path, topic_id: str, batch: int, age_s: float) -> Path:
+    file = folder / "staging" / topic_id / "query" / str(batch) / "00000-x.arrow"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"rows")
+    for path in (file, file.parent):
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return file
+
+
+def test_staged_files_that_no_manifest_names_are_removed_after_a_day(place: Place) -> None:
+    hub = place.hub()
+    identity = hub.topic("t").id
+    old, needed, young = (staged(place.folder, identity, *each) for each in ((1, 2 * DAY_S), (2, 2 * DAY_S), (3, 60.0)))
+    hub.registry.commit(put={f"spark/{identity}/query": json.dumps({"batch": 2, "files": ["00000-x.arrow"]}).encode()})
+    assert hub.run_upkeep().errors == {}
+    assert [file.exists() for file in (old, needed, young)] == [False, True, True]
+    gone = staged(place.folder, "0" * 32, 1, 2 * DAY_S)
+    os.utime(gone.parents[2], (0, 0))
+    os.utime(gone.parents[1], (0, 0))
+    assert hub.run_upkeep().errors == {}
+    assert not gone.parents[2].exists(), "of a topic that was deleted"
+
+
+def test_a_janitor_that_was_frozen_after_it_read_the_manifests_removes_nothing_staged_since(tmp_path: Path) -> None:
+    """It wakes up two days later; a manifest names the file by then, and is not published yet."""
+    file = staged(tmp_path, "a" * 32, 1, 1.5 * DAY_S)
+    Staging(str(tmp_path)).sweep("a" * 32, {}, now=time.time() - 2 * DAY_S)
+    assert file.exists()
+    Staging(str(tmp_path)).sweep("a" * 32, {}, now=time.time())
+    assert not file.exists()
+
+
+def test_readable_files_of_a_group_that_is_gone_are_removed(tmp_path: Path) -> None:
+    with pxrs.open(tmp_path, upkeep=False) as hub:
+        hub.create_topic("t", partitions=1)
+        hub.consumer("t", "g").close()
+        assert hub.registry.folder is not None
+        files = hub.registry.folder / FOLDER
+        (files / "gone").mkdir()
+        (files / "gone" / "members.json").write_text("{}")
+        (files / "g" / "owners.json").unlink()
+        assert hub.run_upkeep().errors == {}
+        assert not (files / "gone").exists()
+        assert (files / "g" / "owners.json").exists()
+
+
+def test_closing_does_not_wait_for_a_round_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that the thread is in ends; the next ones are left to the next janitor."""
+    clock, entered, leave = ManualClock(), threading.Event(), threading.Event()
+    hub = Hub(MemoryLog(clock), HookedRegistry(MemoryStore(clock)))
+    done: list[str] = []
+
+    def slow(name: str) -> Callable[[int], dict[int, int]]:
+        def retain(now: int) -> dict[int, int]:
+            done.append(name)
+            entered.set()
+            assert leave.wait(30)
+            return {}
+
+        return retain
+
+    for name in ("a", "b"):
+        monkeypatch.setattr(hub.create_topic(name, partitions=1, retention=8.0).log, "retain", slow(name))
+    hub.producer("a").close()
+    clock.advance(3)
+    assert entered.wait(30)
+    closing = threading.Thread(target=hub.close)
+    closing.start()
+    eventually(lambda: hub.parts.is_closed, 30)
+    eventually(lambda: hub._janitor._is_closing, 30)
+    leave.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert done == ["a"]
+    assert upkeep_threads() == []
+
+
+def test_the_command_does_a_round_and_shows_who_keeps_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = ("--at", str(tmp_path))
+    with pxrs.open(tmp_path, upkeep=False) as hub:
+        hub.create_topic("t", partitions=1, retention=HOUR_S, segment_bytes=4096)
+        hub.consumer("t", "g").close()
+        send_old(hub)
+        (row,) = run_here(monkeypatch, capsys, ("upkeep", "--once", "--json", *at)).rows()
+        assert (row["removed"], row["errors"]) == ({"t": {"0": 3}}, {})
+        (row,) = run_here(monkeypatch, capsys, ("upkeep", "status", "--json", *at)).rows()
+        assert (row["janitor"], row["last_round"]["removed"]) == (None, {"t": {"0": 3}})
+        hub.start_upkeep()
+        eventually(lambda: hub.upkeep().role == "elected", 30)
+        shown = run_here(monkeypatch, capsys, ("upkeep", "status", *at))
+        assert f":{os.getpid()}\n" in shown.out
+        assert "last round" in shown.out
+    result = run_here(monkeypatch, capsys, ("upkeep", "--once"))
+    assert result.code == 2
+    assert "--at" in result.errors

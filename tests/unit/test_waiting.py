@@ -1,0 +1,193 @@
+"""Waiting without a thread for each waiter: what is subscribed, cancelled, looked at again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from pxrs import waiting
+from pxrs.testing.waiting import eventually
+from pxrs.waiting import BackgroundThread, Callback, Cancel, Subscribers, Subscription, wait_for
+
+BOUND_S = 30.0
+
+
+class Place:
+    """Something that changes."""
+
+    def __init__(self) -> None:
+        self.subscribers = Subscribers()
+        self.value = 0
+        self.looks = 0
+
+    def look(self) -> int:
+        self.looks += 1
+        return self.value
+
+    def subscribe(self, callback: Callback) -> Subscription:
+        return self.subscribers.add((0,), callback)
+
+    def change(self) -> None:
+        self.value += 1
+        self.subscribers.wake((0,))
+
+
+def test_a_change_between_the_look_and_the_subscription_is_seen() -> None:
+    place = Place()
+
+    def subscribe(callback: Callback) -> Subscription:
+        place.change()  # after the first look; the callback is not registered yet
+        return place.subscribe(callback)
+
+    assert wait_for(place.look, subscribe, BOUND_S) == 1
+    assert place.looks == 2
+
+
+def test_a_change_during_a_look_is_seen() -> None:
+    place = Place()
+
+    def look() -> int:
+        found = place.look()
+        if place.looks == 2:  # this one is subscribed already, and returns what was there before the change
+            place.change()
+        return found
+
+    assert wait_for(look, place.subscribe, BOUND_S) == 1
+
+
+def test_what_is_there_costs_no_subscription() -> None:
+    place = Place()
+    place.change()
+
+    def refuse(callback: Callback) -> Subscription:
+        raise AssertionError("it need not wait")
+
+    assert wait_for(place.look, refuse, None) == 1
+    assert wait_for(lambda: 0, refuse, 0.0) == 0
+
+
+def test_a_wait_that_ends_or_fails_leaves_no_subscription() -> None:
+    place = Place()
+    cancel = Cancel()
+    assert wait_for(place.look, place.subscribe, 0.01, cancel) == 0
+
+    def fail() -> int:
+        if place.look() or place.looks > 3:
+            raise ValueError("broken")
+        return 0
+
+    with pytest.raises(ValueError, match="broken"):
+        wait_for(fail, place.subscribe, 0.01, cancel, lambda: 0.001)
+    assert len(place.subscribers) == 0
+    assert not cancel._callbacks
+
+
+def test_it_is_looked_again_after_the_time_that_was_asked_for() -> None:
+    place = Place()
+    assert wait_for(lambda: place.look() >= 0 and place.looks > 2, place.subscribe, BOUND_S, None, lambda: 0.001)
+
+
+@pytest.mark.parametrize("moment", ["before", "while it subscribes", "after"])
+def test_cancel_ends_a_wait_whenever_it_is_set(moment: str) -> None:
+    place, cancel = Place(), Cancel()
+
+    def subscribe(callback: Callback) -> Subscription:
+        if moment == "while it subscribes":
+            cancel.set()
+        elif moment == "after":
+            threading.Timer(0.01, cancel.set).start()
+        return place.subscribe(callback)
+
+    if moment == "before":
+        cancel.set()
+    assert wait_for(place.look, subscribe, None, cancel) == 0
+    assert cancel.is_set
+
+
+def test_only_those_who_are_concerned_are_called_and_a_failure_stops_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    subscribers, called = Subscribers(), list[str]()
+
+    def fail() -> None:
+        raise ValueError("a callback's own")
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: called.append(name)
+
+    subscribers.add((1,), fail)
+    subscribers.add((1, 2), note("both"))
+    two = subscribers.add((2,), note("two"))
+    subscribers.add((), note("none"))
+    subscribers.wake((1, 2))
+    assert called == ["both", "two"]
+    assert "a callback's own" in caplog.text
+    two.close()
+    two.close()
+    called.clear()
+    subscribers.wake_all()
+    assert called == ["both", "none"]
+    assert len(subscribers) == 3
+
+
+class Steps:
+    """A background thread that counts its steps."""
+
+    def __init__(self) -> None:
+        self.count, self.ended = 0, 0
+        self.go = threading.Semaphore(0)
+        self.thread = BackgroundThread("pxrs-test-steps", self.step, self.go.release, self.end)
+
+    def step(self) -> None:
+        self.go.acquire(timeout=BOUND_S)
+        self.count += 1
+        if self.count == 2:
+            raise ValueError("one step fails")
+
+    def end(self) -> None:
+        self.ended += 1
+
+    @property
+    def is_running(self) -> bool:
+        return any(thread.name == "pxrs-test-steps" for thread in threading.enumerate())
+
+
+def test_a_background_thread_runs_while_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "LINGER_S", 0.01)
+    monkeypatch.setattr(waiting, "FAILED_PAUSE_S", 0.01)
+    steps = Steps()
+    assert not steps.is_running
+    for expected in (3, 6):
+        for _ in range(2):
+            steps.thread.need()
+        steps.go.release(3)
+        eventually(lambda count=expected: steps.count == count)  # type: ignore[misc]
+        steps.thread.release()
+        assert steps.is_running
+        steps.thread.release()
+        steps.go.release()  # the step that it is in
+        eventually(lambda: not steps.is_running)
+        steps.count -= 1
+    assert "one step fails" in caplog.text
+    assert steps.ended == 0
+    steps.thread.close()
+    steps.thread.close()
+    assert steps.ended == 1
+    steps.thread.need()
+    assert not steps.is_running, "it is closed"
+
+
+def test_closing_ends_a_background_thread_and_then_what_it_uses() -> None:
+    steps = Steps()
+    steps.thread.need()
+    eventually(lambda: steps.is_running)
+    began = time.monotonic()
+    steps.thread.close()
+    assert not steps.is_running
+    assert steps.ended == 1
+    assert time.monotonic() - began < BOUND_S
