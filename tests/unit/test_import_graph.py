@@ -68,13 +68,9 @@ KNOWN_CYCLES = {
 """Packages among whose modules there are cycles."""
 
 KNOWN_UNDERSCORES = {
-    "consumer.consumer",
-    "consumer.runner",
-    "consumer.transactions",
     "group.member",
     "producer.producer",
     "queue.combine",
-    "queue.enlist",
     "queue.transaction",
     "registry.file.store",
     "registry.memory",

@@ -1,14 +1,15 @@
 """Batches that were read from the source and not handed out yet, for each lane.
 
-The problem: a read may take long (a table, a log behind a network), and while the user's thread handles messages it
-could go on. But a consumer that waits must not cost a thread (W6), and what is read ahead must be bounded.
+The problem: a read of a table or of a log behind a network takes a while, during which the user's thread could handle
+messages. But a consumer that waits must not cost a thread (W6), and what is read ahead must be bounded.
 
 So reading happens in two places:
 - `fetch`, on the thread that reads: waits for messages of lanes of which nothing is read ahead, and reads them. Nothing
   is read before somebody asks for messages.
-- `_fill`, on a thread of its own that is started when less than half of a lane's share is left and the last read
-  suggests that more follows, and that ends as soon as it has filled the lanes. It never waits for messages. A consumer
-  that has reached the end of its partitions has no such thread.
+- `_fill`, for a source with `has_latency` only, on a thread of its own that is started when less than half of a lane's
+  share is left and the last read suggests that more follows, and that ends as soon as it has filled the lanes. It never
+  waits for messages. A consumer that has reached the end of its partitions has no such thread. A local log is not read
+  like that: decision 0031 has the figures.
 
 Bounds: `prefetch_bytes` for all lanes together. Each lane's share is that bound divided by the number of lanes that are
 owned. A read returns at least one batch, however large it is.
@@ -239,7 +240,13 @@ class ReadAhead:
 
     def _wants_more(self, lane: Lane, ahead: _Ahead) -> bool:
         """Whether `_fill` is to read more of the lane. The caller holds the lock."""
-        if not ahead.is_full or ahead.is_filling or ahead.error is not None or lane.is_stopping:
+        if (
+            not self._source.has_latency
+            or not ahead.is_full
+            or ahead.is_filling
+            or ahead.error is not None
+            or lane.is_stopping
+        ):
             return False
         if self._ends is not None and ahead.next_offset >= self._ends[lane.partition]:
             return False
