@@ -68,12 +68,8 @@ KNOWN_CYCLES = {
 """Packages among whose modules there are cycles."""
 
 KNOWN_UNDERSCORES = {
-    "consumer.consumer",
-    "consumer.runner",
-    "consumer.transactions",
     "group.member",
     "queue.combine",
-    "queue.enlist",
     "queue.transaction",
     "testing.hooked",
     "testing.queue_worker",

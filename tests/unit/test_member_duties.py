@@ -171,7 +171,7 @@ def test_until_end_waits_quietly_for_the_rest_while_the_topic_grows(
         inbox.pause(1)
         send(hub, 1, 100)  # behind the end of partition 0 that counts
         looks = Calls()
-        for name in ("wait", "read"):
+        for name in ("fetch", "read"):
             noting(monkeypatch, inbox._source, name, looks)
         seen: list[Message] = []
         reading = aside(lambda: read(inbox, seen))

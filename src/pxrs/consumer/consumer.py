@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime, timedelta
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self
 
@@ -23,16 +23,16 @@ from pxrs.consumer.hand_out import HandOut
 from pxrs.consumer.lifetime import Lifetime
 from pxrs.consumer.loops import ConsumedBatch
 from pxrs.consumer.readers import Reading
-from pxrs.consumer.runner import ON_ERROR, ErrorPolicy, Handler, Runner
+from pxrs.consumer.runner import Handler, Runner
+from pxrs.consumer.settings import Start, check_choices, error_policy, start_of, timings_of
 from pxrs.consumer.settling import QueueTransaction
 from pxrs.consumer.states import Event
 from pxrs.errors import InvalidGroup, MissingDependency, OffsetOutOfRange
 from pxrs.group.committing import CommitMore
-from pxrs.group.member import GroupMember, Timings
-from pxrs.group.positions import check_start
+from pxrs.group.member import GroupMember
 from pxrs.group.records import Home
 from pxrs.log.contract import Source
-from pxrs.model import Message, microseconds_of
+from pxrs.model import Message
 from pxrs.producer.producer import Producer
 from pxrs.registry.contract import Registry
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "ConsumedBatch", "Consumer", "OnAssigned", "Start"]
 
 PREFETCH_BYTES_DEFAULT: Final = 8 << 20
-RETRIES_MAX: Final = 1_000_000
-Start = Literal["earliest", "latest"] | datetime
 
 
 class Consumer:
@@ -108,12 +106,14 @@ class Consumer:
         topic_names: Callable[[], Mapping[str, str]] | None = None,
         home: Callable[[], Home | None] | None = None,
     ) -> None:
-        _check_choices(ack, until, on_trimmed, name, start)
+        # Longer than other functions: 27 lines are the signature, and the rest builds the parts in the order in which
+        # they depend on each other. `ConsumerOptions` repeats the signature, and a test compares the two.
+        check_choices(ack, until, on_trimmed, name, start)
         prefetch_bytes = arguments.whole(InvalidGroup, "prefetch_bytes", prefetch_bytes, 1, 1 << 40)
         callbacks = Callbacks(on_assigned, on_revoked, on_lost)
         arguments.functions(InvalidGroup, **callbacks._asdict(), topic_names=topic_names)
-        self._policy = _policy(on_error, retries_max, retry_pause, dead_letters)
-        timings = _timings(
+        self._policy = error_policy(on_error, retries_max, retry_pause, dead_letters)
+        timings = timings_of(
             lease_ttl=lease_ttl,
             handover_timeout=handover_timeout,
             progress_timeout=progress_timeout,
@@ -126,7 +126,7 @@ class Consumer:
             group,
             source,
             relay,
-            start_of=functools.partial(_start_of, source, start),
+            start_of=functools.partial(start_of, source, start),
             name=name,
             timings=timings,
             assignor=assignor,
@@ -406,50 +406,3 @@ def _leave(member: GroupMember, hub: object) -> None:
     """Close the member of a dropped consumer. `hub` is referred to until then, because a hub that nothing refers to
     closes its registry."""
     member.close()
-
-
-def _start_of(source: Source, start: Start, partition: int, first: int) -> int:
-    """Where a group without a checkpoint begins. Not before `first`: retention may be about to remove what lies before
-    it. This is no method because the member refers to it, and must not refer to the consumer."""
-    check_start(source, partition, first)
-    if start == "earliest":
-        return max(first, source.start(partition))
-    if start == "latest":
-        return source.end(partition)
-    assert isinstance(start, datetime)
-    return max(first, source.offset_at(partition, microseconds_of(start)))
-
-
-def _check_choices(ack: object, until: object, on_trimmed: object, name: object, start: object) -> None:
-    """Raise InvalidGroup if one of these arguments of the constructor is none of its choices."""
-    arguments.choice(InvalidGroup, "ack", ack, ("auto", "manual"))
-    arguments.choice(InvalidGroup, "until", until, ("end", None))
-    arguments.choice(InvalidGroup, "on_trimmed", on_trimmed, ("error", "skip"))
-    if name is not None:
-        arguments.text(InvalidGroup, "name", name, "the member's name")
-    if not isinstance(start, datetime):
-        arguments.choice(InvalidGroup, "start", start, ("earliest", "latest"))
-    elif start.tzinfo is None:
-        raise InvalidGroup(f"start: the time {start} has no time zone; give one, such as UTC")
-
-
-def _policy(
-    on_error: str, retries_max: int, retry_pause: float | timedelta, dead_letters: Callable[[], Producer] | None
-) -> ErrorPolicy:
-    """What `run` does when a handler raises. Raises InvalidGroup if an argument is out of its bounds."""
-    arguments.functions(InvalidGroup, dead_letters=dead_letters)
-    arguments.choice(InvalidGroup, "on_error", on_error, ON_ERROR)
-    retries_max = arguments.whole(InvalidGroup, "retries_max", retries_max, 1, RETRIES_MAX)
-    pause_s = arguments.seconds(InvalidGroup, "retry_pause", retry_pause, 0, arguments.DAY_S)
-    return ErrorPolicy(on_error, retries_max, pause_s, dead_letters)
-
-
-def _timings(**given: float | timedelta | None) -> Timings:
-    """The member's timings; those that are None have their defaults. `Timings` checks how short each may be."""
-    return Timings(
-        **{
-            name: arguments.seconds(InvalidGroup, name, value, most=arguments.DAY_S)
-            for name, value in given.items()
-            if value is not None
-        }
-    )

@@ -10,14 +10,14 @@ Invariants:
 - Nothing is handed out of a lane that is halted: `take_in_hand` writes `position`, then reads `is_halted` (see `Lane`).
 - With until="end", `next` returns None only if every partition is read up to its end here, or is another member's.
 
-Threads: `next` and `next_for` are for the thread that reads. `take_in_hand` and `pass_gap` are for the thread that has
-the lane: that thread, or the handler's thread in `run`. No lock is held while the source is read or waited for.
+Threads: `next` and `next_for` are for the thread that reads. `take_in_hand` is for the thread that has the lane: that
+thread, or the handler's thread in `run`. No lock is held while the source is read or waited for.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pxrs.clock import Clock
 from pxrs.consumer.changes import Changes
@@ -30,6 +30,7 @@ from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
+from pxrs.waiting import Cancel
 
 
 class HandOut:
@@ -52,9 +53,15 @@ class HandOut:
         ends: with until="end", the offset at which each partition ends; otherwise None."""
         self.source, self.member, self.clock, self.lifetime = source, member, clock, lifetime
         self.group, self.topic = member.keys.group, source.name
-        self.lanes, self.changes = Lanes(self.group), Changes(source)
+        self.lanes, self.changes = Lanes(self.group), Changes()
         self.read_ahead = ReadAhead(
-            source, self.group, self.lanes, bytes_max=prefetch_bytes, skips_trimmed=skips_trimmed, ends=ends
+            source,
+            self.group,
+            self.lanes,
+            self.changes,
+            bytes_max=prefetch_bytes,
+            skips_trimmed=skips_trimmed,
+            ends=ends,
         )
         self.settling = Settling(self.group, self.lanes, self.read_ahead, member, is_manual=is_manual)
         self._ends = ends
@@ -63,9 +70,10 @@ class HandOut:
         """A lane, and messages from its position on. None when the time is up, or all is read with until="end"."""
         self.settling.begin_hand_out()
         until = None if timeout is None else time.monotonic() + timeout
+        has_fetched = False
         while True:
+            change = self.changes.next_change  # before anything is looked at, also whether the consumer is closed
             self._check()
-            version = self.changes.version
             if self.member.is_away:
                 self.member.come_back()
             lanes = self.readable()
@@ -75,19 +83,18 @@ class HandOut:
                     return lane, batch
             if self._is_at_end():
                 return None
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if left == 0.0 and has_fetched:
                 return None
-            self.changes.wait({lane.partition: lane.position for lane in lanes}, version, left)
+            self.read_ahead.fetch(lanes, left, change)
+            has_fetched = True
 
-    def next_for(
-        self, busy: Collection[Lane], count: int, is_over: Callable[[], bool], version: int
-    ) -> list[tuple[Lane, Batch]] | None:
+    def next_for(self, busy: Collection[Lane], count: int, change: Cancel) -> list[tuple[Lane, Batch]] | None:
         """Up to `count` lanes that are not busy, with their messages; none after a wait. None at the end with
         until="end".
 
-        version: `changes.version` as it was before `busy` was read. A lane that has ceased to be busy since then has
-                 raised the version, so that this call does not wait for something else to happen."""
+        change: `changes.next_change` as it was before `busy` was read. If a lane has ceased to be busy since then,
+                `change` is set, so that this call does not wait for something else to happen."""
         self._check()
         if self.member.is_away and not any(lane.is_lost for lane in busy):
             self.member.come_back()
@@ -104,7 +111,7 @@ class HandOut:
             return found
         if not busy and self._is_at_end():
             return None
-        self.changes.wait({lane.partition: lane.position for lane in lanes}, version, None, is_over)
+        self.read_ahead.fetch(lanes, None, change)
         return []
 
     def readable(self) -> list[Lane]:
@@ -133,11 +140,6 @@ class HandOut:
         lane.handed = end
         return True
 
-    def pass_gap(self, lane: Lane, position: int, batch: Batch) -> None:
-        """All messages of the batch were handed out: move on to its end if the source has a gap there."""
-        if self.settling.pass_gap(lane, position, batch):
-            self.changes.note()  # there may be more behind the gap: look again before any wait
-
     def _check(self) -> None:
         self.lifetime.check_usable()
         self.member.check()
@@ -147,7 +149,7 @@ class HandOut:
         batch = self.read_ahead.take(lane)
         if batch is None or batch.records.num_rows:
             return batch
-        self.pass_gap(lane, batch.base_offset, batch)
+        self.settling.pass_gap(lane, batch.base_offset, batch)
         return None
 
     def _is_at_end(self) -> bool:

@@ -74,7 +74,7 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
                 if not expects_acks and lane.position == position:
                     lane.done = position
             else:
-                hand_out.pass_gap(lane, position, batch)
+                settling.pass_gap(lane, position, batch)
             settling.wake_if_drained((lane,))
     finally:
         reading.is_over = True

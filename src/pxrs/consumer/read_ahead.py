@@ -1,26 +1,81 @@
 """Batches that were read from the source and not handed out yet, for each lane.
 
-Reading ahead is bounded by `prefetch_bytes` for all partitions together: each lane's share is that bound divided by the
-number of lanes that are owned. A read returns at least one batch, however large it is.
+The problem: a read of a table or of a log behind a network takes a while, during which the user's thread could handle
+messages. But a consumer that waits must not cost a thread (W6), and what is read ahead must be bounded.
 
-What is read ahead of a lane lies at its `position` and behind it. A `seek`, a rewind or a loss makes it useless:
-whoever changes `position` in another way than by a hand-out calls `discard`. `take` checks it again, because a `seek`
-may come between the two.
+So reading happens in two places:
+- `fetch`, on the thread that reads: waits for messages of lanes of which nothing is read ahead, and reads them. Nothing
+  is read before somebody asks for messages.
+- `_fill`, for a source with `has_latency` only, on a thread of its own that is started when less than half of a lane's
+  share is left and the last read suggests that more follows, and that ends as soon as it has filled the lanes. It never
+  waits for messages. A consumer that has reached the end of its partitions has no such thread. A local log is not read
+  like that: decision 0031 has the figures.
 
-Threads: the thread that reads calls `take` and `put_back`. `discard` may come from any thread. `Lanes.lock` guards the
-batches; it is not held during a read of the source.
+Bounds: `prefetch_bytes` for all lanes together. Each lane's share is that bound divided by the number of lanes that are
+owned. A read returns at least one batch, however large it is.
+
+Invariants:
+- What is read ahead of a lane follows its `position` without a hole. A `seek`, a rewind or a loss makes it useless:
+  whoever changes `position` in another way than by a hand-out calls `discard`. `take` checks it again, because a `seek`
+  may come between the two. `_fill` adds only to what was not discarded meanwhile.
+- A lane is read by one thread at a time: `fetch` leaves out the lanes that `_fill` reads (`_Ahead.is_filling`), and
+  `_fill` announces a change when it is through with them.
+- An error of one partition is kept with its lane and raised by `take`, on the thread that reads, in the lane's turn.
+
+Threads: the thread that reads calls `take`, `fetch` and `put_back`. `discard` may come from any thread. `Lanes.lock`
+guards all fields; it is not held during a read of the source.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Final
 
+from pxrs.consumer.changes import Changes
 from pxrs.consumer.lanes import Lanes
-from pxrs.errors import CheckpointOutOfRange, OffsetOutOfRange, OffsetTrimmed
+from pxrs.errors import CheckpointOutOfRange, LogError, OffsetOutOfRange, OffsetTrimmed
 from pxrs.group.lane import Lane
 from pxrs.log.batch import Batch
-from pxrs.log.contract import Source
+from pxrs.log.contract import Fetched, Source
+from pxrs.waiting import Cancel
+
+_logger = logging.getLogger(__name__)
+
+FILL_SHARE_BYTES_MIN: Final = 256 << 10
+"""Lanes with a smaller share are read by `fetch` alone: to start a thread costs more than to read so little."""
+
+
+class _Ahead:
+    """What is read ahead of one lane."""
+
+    __slots__ = ("batches", "bytes", "error", "is_filling", "is_full", "next_offset")
+
+    def __init__(self, next_offset: int) -> None:
+        self.batches: deque[tuple[Batch, int]] = deque()
+        """Batches, and how many bytes each of them counts for."""
+        self.bytes = 0
+        self.next_offset = next_offset
+        """The offset behind the last batch, where the next read begins."""
+        self.error: LogError | None = None
+        """Why the partition cannot be read at `next_offset`."""
+        self.is_full = False
+        """The last read returned about as much as was asked for, so that more may follow."""
+        self.is_filling = False
+        """`_fill` reads this lane now."""
+
+    def add(self, fetched: Fetched, share: int) -> None:
+        before = self.bytes
+        for batch in fetched.batches:
+            size = int(batch.records.nbytes)
+            self.batches.append((batch, size))
+            self.bytes += size
+            self.next_offset = batch.next_offset
+        self.error = fetched.error
+        # A quarter: sources count the bytes that they store, which may be more than those of the records.
+        self.is_full = self.bytes - before >= share // 4
 
 
 class ReadAhead:
@@ -31,6 +86,7 @@ class ReadAhead:
         source: Source,
         group: str,
         lanes: Lanes,
+        changes: Changes,
         *,
         bytes_max: int,
         skips_trimmed: bool,
@@ -41,41 +97,85 @@ class ReadAhead:
         skips_trimmed: on_trimmed="skip".
         ends:          with until="end", the offset at which each partition ends; nothing behind it is handed out.
         """
-        self._source, self._group, self._lanes = source, group, lanes
+        self._source, self._group, self._lanes, self._changes = source, group, lanes, changes
         self._bytes_max, self._skips_trimmed, self._ends = bytes_max, skips_trimmed, ends
-        self._batches: dict[Lane, deque[Batch]] = {}
+        self._ahead: dict[Lane, _Ahead] = {}
+        self._ended: dict[Lane, int] = {}
+        """Lanes whose source will never have a message at this offset or behind it."""
+        self._is_filling = False
+        """The thread of `_fill` runs."""
         self.skipped = 0
         """How many messages retention removed before they were read; counted with on_trimmed="skip"."""
 
+    # For the thread that reads.
+
     def take(self, lane: Lane) -> Batch | None:
-        """The batch at the lane's position, from that position on; None if there is none now. A batch without records
-        is a gap of the source. Raises CheckpointOutOfRange, and what the source raises."""
-        batch = self._pop(lane)
-        if batch is None:
-            batch = self._read(lane)
-        if batch is None:
-            return None
-        position = lane.position
-        if not batch.base_offset <= position < batch.next_offset:  # read before a `seek`
-            with self._lanes.lock:
+        """The batch at the lane's position, from that position on, if it was read ahead; otherwise None. A batch
+        without records is a gap of the source. Raises CheckpointOutOfRange, and what the source raises."""
+        error: LogError | None = None
+        with self._lanes.lock:
+            ahead = self._ahead.get(lane)
+            if ahead is None:
+                return None
+            if not ahead.batches:
+                if ahead.is_filling:
+                    return None
+                error = ahead.error
+                del self._ahead[lane]
+                batch = None
+            else:
+                batch, size = ahead.batches.popleft()
+                ahead.bytes -= size
+            position = lane.position
+            if batch is not None and not batch.base_offset <= position < batch.next_offset:  # read before a `seek`
                 self.discard(lane)
+                return None
+            is_wanted = batch is not None and self._wants_more(lane, ahead)
+            is_first = is_wanted and not self._is_filling
+            self._is_filling |= is_wanted
+        if error is not None:
+            self._raise_or_skip(lane, ahead.next_offset, error)
+        if is_first:
+            self._start_filling()
+        if batch is None:
             return None
         return batch.within(position, self._ends[lane.partition] if self._ends is not None else None)
+
+    def fetch(self, lanes: Iterable[Lane], timeout: float | None, cancel: Cancel) -> None:
+        """Wait until there are messages of one of these lanes, and read them ahead. Returns at once if some were read
+        ahead meanwhile; otherwise when the time is up, or `cancel` is set.
+
+        lanes: the first ones are read first, if not all of them fit."""
+        with self._lanes.lock:
+            share = self._share()
+            wanted = {lane.partition: lane for lane in lanes if self._ended.get(lane) != lane.position}
+            known = [self._ahead[lane] for lane in wanted.values() if lane in self._ahead]
+            if any(ahead.batches or not ahead.is_filling for ahead in known):
+                return  # `_fill` has finished since the last `take`
+            positions = {number: lane.position for number, lane in wanted.items() if lane not in self._ahead}
+            # Lanes that have nothing leave their shares to the others; what is read ahead in all stays bounded.
+            left = self._bytes_max - sum(ahead.bytes for ahead in self._ahead.values())
+            max_bytes = max(1, min(share * len(positions), left))
+        found = self._source.fetch(positions, max_bytes, timeout, cancel)
+        with self._lanes.lock:
+            for number, fetched in found.items():
+                lane = wanted[number]
+                if not self._lanes.is_owned(lane) or lane in self._ahead or lane.position != positions[number]:
+                    continue  # lost, or sought, while it was read
+                if fetched.is_ended:
+                    self._ended[lane] = lane.position
+                    continue
+                self._ahead[lane] = ahead = _Ahead(positions[number])
+                ahead.add(fetched, share)
 
     def put_back(self, lane: Lane, batch: Batch) -> None:
         """Keep a batch of which only the first messages were handed out."""
         with self._lanes.lock:
             if self._lanes.is_owned(lane):
-                self._batches.setdefault(lane, deque()).appendleft(batch)
-
-    def discard(self, lane: Lane) -> None:
-        """Forget what was read ahead of the lane. The caller holds `Lanes.lock`."""
-        self._batches.pop(lane, None)
-
-    def bytes_ahead(self) -> int:
-        """How much is read ahead now."""
-        with self._lanes.lock:
-            return sum(batch.records.nbytes for batches in self._batches.values() for batch in batches)
+                ahead = self._ahead.setdefault(lane, _Ahead(batch.next_offset))
+                size = int(batch.records.nbytes)
+                ahead.batches.appendleft((batch, size))
+                ahead.bytes += size
 
     def check_reachable(self, lane: Lane) -> None:
         """Raise CheckpointOutOfRange if the source cannot have had the messages before the lane's position.
@@ -83,49 +183,101 @@ class ReadAhead:
         For a topic, a position behind `end` proves it. For a table it does not: the last rows may have been handled and
         deleted since, or other processes may already know that newer rows are final. Only its `read` can tell."""
         position = lane.position
-        if position <= self._source.end(lane.partition):
+        if position <= self._source.bounds((lane.partition,))[lane.partition].end:
             return
         try:
             self._source.read(lane.partition, position, 1)
         except OffsetOutOfRange as error:
-            raise self._beyond_end(lane, error.end) from error
+            raise self._beyond_end(lane, position, error.end) from error
 
-    def _pop(self, lane: Lane) -> Batch | None:
-        with self._lanes.lock:
-            batches = self._batches.get(lane)
-            return batches.popleft() if batches else None
+    # For any thread.
 
-    def _read(self, lane: Lane) -> Batch | None:
-        """Read the lane's share from its position on; the first batch. The rest is kept."""
+    def discard(self, lane: Lane) -> None:
+        """Forget what was read ahead of the lane. The caller holds `Lanes.lock`."""
+        self._ahead.pop(lane, None)
+        self._ended.pop(lane, None)
+
+    def bytes_ahead(self) -> int:
+        """How much is read ahead now."""
         with self._lanes.lock:
-            share = max(1, self._bytes_max // max(1, len(self._lanes.all())))
+            return sum(ahead.bytes for ahead in self._ahead.values())
+
+    # Filling in the background.
+
+    def _start_filling(self) -> None:
         try:
-            batches = self._source.read(lane.partition, lane.position, share)
-        except OffsetTrimmed as error:
-            self._pass_trimmed(lane, error)
-            return None
-        except OffsetOutOfRange as error:
-            raise self._beyond_end(lane, error.end) from error
-        if not batches:
-            return None
-        with self._lanes.lock:
-            if self._lanes.is_owned(lane):
-                self._batches[lane] = deque(batches[1:])
-        return batches[0]
+            threading.Thread(target=self._fill, name=f"pxrs-read-ahead-{self._group}", daemon=True).start()
+        except RuntimeError as error:  # the process has too many threads: `fetch` reads without this one
+            _logger.debug("group %s: no thread for reading ahead: %s", self._group, error)
+            with self._lanes.lock:
+                self._is_filling = False
 
-    def _pass_trimmed(self, lane: Lane, error: OffsetTrimmed) -> None:
-        """Go on at the first message that is left, or raise CheckpointOutOfRange, as `on_trimmed` says."""
+    def _fill(self) -> None:
+        """Read ahead until no lane wants more. On a thread of its own."""
+        while True:
+            with self._lanes.lock:
+                share = self._share()
+                chosen = {lane.partition: lane for lane, ahead in self._ahead.items() if self._wants_more(lane, ahead)}
+                if not chosen:
+                    self._is_filling = False
+                    return
+                filled = {number: self._ahead[lane] for number, lane in chosen.items()}
+                for ahead in filled.values():
+                    ahead.is_filling = True
+            positions = {number: ahead.next_offset for number, ahead in filled.items()}
+            found: Mapping[int, Fetched] = {}
+            try:
+                found = self._source.fetch(positions, share // 2 * len(positions), 0.0)
+            except Exception as error:  # the thread that reads gets it from its own `fetch`
+                _logger.debug("group %s: reading ahead failed: %s", self._group, error, exc_info=error)
+            with self._lanes.lock:
+                for number, ahead in filled.items():
+                    ahead.is_filling = ahead.is_full = False
+                    # A lane that was sought or lost meanwhile has another `_Ahead`, or none: this one is garbage.
+                    if (fetched := found.get(number)) is not None and not fetched.is_ended:
+                        ahead.add(fetched, share)
+            self._changes.announce()
+
+    def _wants_more(self, lane: Lane, ahead: _Ahead) -> bool:
+        """Whether `_fill` is to read more of the lane. The caller holds the lock."""
+        if (
+            not self._source.has_latency
+            or not ahead.is_full
+            or ahead.is_filling
+            or ahead.error is not None
+            or lane.is_stopping
+        ):
+            return False
+        if self._ends is not None and ahead.next_offset >= self._ends[lane.partition]:
+            return False
+        share = self._share()
+        return share >= FILL_SHARE_BYTES_MIN and ahead.bytes < share // 2
+
+    def _share(self) -> int:
+        """How many bytes may be read ahead of each lane. The caller holds the lock."""
+        return max(1, self._bytes_max // max(1, len(self._lanes.all())))
+
+    # Errors of one partition.
+
+    def _raise_or_skip(self, lane: Lane, position: int, error: LogError) -> None:
+        """Go on at the first message that is left, if `on_trimmed` says so; otherwise raise."""
+        if isinstance(error, OffsetOutOfRange):
+            raise self._beyond_end(lane, position, error.end) from error
+        if not isinstance(error, OffsetTrimmed):
+            raise error
         if not self._skips_trimmed:
             raise CheckpointOutOfRange(
-                f"group {self._group} is at offset {lane.position} of {self._source.name}/{lane.partition}, and "
-                f"retention has removed what is before {error.first_offset}; reset the group, or consume with "
+                f"group {self._group} is at offset {position} of {self._source.name}/{lane.partition}, and retention "
+                f"has removed what is before {error.first_offset}; reset the group, or consume with "
                 "on_trimmed='skip' to accept the loss"
             ) from error
-        self.skipped += error.first_offset - lane.position
-        lane.seek(error.first_offset)
+        with self._lanes.lock:
+            if lane.position == position:  # otherwise it was sought meanwhile
+                self.skipped += error.first_offset - position
+                lane.seek(error.first_offset)
 
-    def _beyond_end(self, lane: Lane, end: int) -> CheckpointOutOfRange:
+    def _beyond_end(self, lane: Lane, position: int, end: int) -> CheckpointOutOfRange:
         return CheckpointOutOfRange(
-            f"group {self._group} is at offset {lane.position} of {self._source.name}/{lane.partition}, which ends at "
+            f"group {self._group} is at offset {position} of {self._source.name}/{lane.partition}, which ends at "
             f"{end}; is this the same log? Reset the group if it is"
         )

@@ -105,11 +105,13 @@ class Runner:
         hand_out = self._hand_out
         with ThreadPoolExecutor(self._threads, thread_name_prefix=f"pxrs-handler-{hand_out.group}") as pool:
             try:
-                while not self._stopped.is_set() and self._failure is None:
-                    version = hand_out.changes.version  # before `_busy` is read: see `next_for`
+                while True:
+                    change = hand_out.changes.next_change  # before anything is looked at: see `next_for`
+                    if self._stopped.is_set() or self._failure is not None:
+                        break
                     with self._lock:
                         busy = set(self._busy)
-                    given = hand_out.next_for(busy, self._threads - len(busy), self._stopped.is_set, version)
+                    given = hand_out.next_for(busy, self._threads - len(busy), change)
                     if given is None:
                         break
                     for lane, batch in given:
@@ -150,7 +152,7 @@ class Runner:
                     break
                 lane.done = lane.position
             else:
-                hand_out.pass_gap(lane, position, batch)
+                hand_out.settling.pass_gap(lane, position, batch)
         except BaseException:
             lane.put_back()  # the next owner gets the message
             raise

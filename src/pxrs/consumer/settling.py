@@ -211,12 +211,12 @@ class Settling:
         if not self.is_held(is_through=True) and TRANSITIONS[self.mode][Event.MORE].in_hand is InHand.DONE:
             lane.finish()
 
-    def pass_gap(self, lane: Lane, position: int, batch: Batch) -> bool:
-        """Move the lane from `position` to the end of the batch, where the source has no message in between; False if
-        it need not or must not move. If nothing is in hand, the gap is done; otherwise whatever counts the messages
+    def pass_gap(self, lane: Lane, position: int, batch: Batch) -> None:
+        """All messages of the batch were handed out: move the lane from `position` to the end of the batch, if the
+        source has a gap there. If nothing is in hand, the gap is done; otherwise whatever counts the messages
         before the gap as done counts the gap too."""
         if batch.offsets is None or lane.position != position or lane.is_stopping or batch.next_offset <= position:
-            return False
+            return
         with self._lanes.lock:  # an `ack` on another thread is for a message before the gap, or for one behind it
             if lane.is_drained:
                 lane.position = lane.handed = lane.done = batch.next_offset
@@ -224,7 +224,6 @@ class Settling:
                 lane.position = lane.handed = batch.next_offset
                 if self._covered.get(lane) == (position, lane.seeks):
                     self._covered[lane] = Covered(batch.next_offset, lane.seeks)
-        return True
 
     def retract(self, lane: Lane, offset: int) -> None:
         """Undo a hand-out that began at this offset and was not confirmed."""

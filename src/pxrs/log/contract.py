@@ -113,6 +113,9 @@ class Source(ABC):
     has_gaps: bool = False
     """Offsets are not consecutive: those of a table are its ids. A batch may then be empty and only lead further, an
     offset before the start is no loss, and whether one lies beyond the end only `read` can tell."""
+    has_latency: bool = False
+    """A read waits for something outside of this machine, such as a database or a server. Consumers then read ahead on
+    a thread of their own while messages are handled (`pxrs.consumer.read_ahead`, decision 0031)."""
     keeps_unread: bool = False
     """Retention removes nothing that a group has yet to read, so whoever gives a group a checkpoint must go through the
     gate that retention expects (`pxrs.group.retention`)."""

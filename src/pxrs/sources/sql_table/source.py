@@ -52,6 +52,7 @@ class SqlTable(Source):
     """Made by `sql_table`. Threads share it; a forked child must open its own."""
 
     has_gaps = True
+    has_latency = True
 
     def __init__(
         self,

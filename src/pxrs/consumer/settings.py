@@ -1,0 +1,67 @@
+"""The arguments of `Consumer`, checked, and as the values that its parts take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Final, Literal
+
+from pxrs import arguments
+from pxrs.consumer.runner import ON_ERROR, ErrorPolicy
+from pxrs.errors import InvalidGroup
+from pxrs.group.member import Timings
+from pxrs.group.positions import check_start
+from pxrs.log.contract import Source
+from pxrs.model import microseconds_of
+from pxrs.producer.producer import Producer
+
+RETRIES_MAX: Final = 1_000_000
+Start = Literal["earliest", "latest"] | datetime
+"""Where a group begins that has no checkpoint."""
+
+
+def start_of(source: Source, start: Start, partition: int, first: int) -> int:
+    """Where a group without a checkpoint begins. Not before `first`: retention may be about to remove what lies before
+    it. This is no method because the member refers to it, and must not refer to the consumer."""
+    check_start(source, partition, first)
+    if start == "earliest":
+        return max(first, source.start(partition))
+    if start == "latest":
+        return source.end(partition)
+    assert isinstance(start, datetime)
+    return max(first, source.offset_at(partition, microseconds_of(start)))
+
+
+def check_choices(ack: object, until: object, on_trimmed: object, name: object, start: object) -> None:
+    """Raise InvalidGroup if one of these arguments of the constructor is none of its choices."""
+    arguments.choice(InvalidGroup, "ack", ack, ("auto", "manual"))
+    arguments.choice(InvalidGroup, "until", until, ("end", None))
+    arguments.choice(InvalidGroup, "on_trimmed", on_trimmed, ("error", "skip"))
+    if name is not None:
+        arguments.text(InvalidGroup, "name", name, "the member's name")
+    if not isinstance(start, datetime):
+        arguments.choice(InvalidGroup, "start", start, ("earliest", "latest"))
+    elif start.tzinfo is None:
+        raise InvalidGroup(f"start: the time {start} has no time zone; give one, such as UTC")
+
+
+def error_policy(
+    on_error: str, retries_max: int, retry_pause: float | timedelta, dead_letters: Callable[[], Producer] | None
+) -> ErrorPolicy:
+    """What `run` does when a handler raises. Raises InvalidGroup if an argument is out of its bounds."""
+    arguments.functions(InvalidGroup, dead_letters=dead_letters)
+    arguments.choice(InvalidGroup, "on_error", on_error, ON_ERROR)
+    retries_max = arguments.whole(InvalidGroup, "retries_max", retries_max, 1, RETRIES_MAX)
+    pause_s = arguments.seconds(InvalidGroup, "retry_pause", retry_pause, 0, arguments.DAY_S)
+    return ErrorPolicy(on_error, retries_max, pause_s, dead_letters)
+
+
+def timings_of(**given: float | timedelta | None) -> Timings:
+    """The member's timings; those that are None have their defaults. `Timings` checks how short each may be."""
+    return Timings(
+        **{
+            name: arguments.seconds(InvalidGroup, name, value, most=arguments.DAY_S)
+            for name, value in given.items()
+            if value is not None
+        }
+    )
