@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +195,15 @@ def test_one_of_the_hubs_is_elected_and_the_next_one_when_its_lease_has_ended(pl
     second.resign()
 
 
+def test_a_candidate_takes_no_lease_while_the_janitor_lives(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease is a session and threads on some stores, and there may be a thousand candidates."""
+    janitor, registry = place.election(), place.registry()
+    assert janitor.stand().role is Role.ELECTED
+    monkeypatch.setattr(registry, "lease", lambda ttl: 1 // 0)
+    assert place.election(registry).stand().role is Role.CANDIDATE
+    janitor.resign()
+
+
 def test_a_frozen_janitor_finds_that_another_one_was_elected(place: Place) -> None:
     first, second = place.election(), place.election()
     assert first.stand().role is Role.ELECTED
@@ -348,8 +358,13 @@ def test_a_short_lived_process_that_needs_no_registry_opens_none(tmp_path: Path)
         hub.create_topic("plain", partitions=1, retention=HOUR_S, segment_bytes=4096)
         send_old(hub, "plain")
     assert not (tmp_path / "registry").exists()
+    pxrs.registry.open(tmp_path / "registry").close()
     with pxrs.open(tmp_path) as hub:
         assert hub.topic("plain").start(0) == 3
+        send_old(hub, "plain")
+    assert not hub.parts.registry.is_open, "nor one that is there, which may be a server that does not answer"
+    with pxrs.open(tmp_path) as hub:
+        assert hub.topic("plain").start(0) == 6
 
 
 def test_one_topic_that_fails_keeps_no_other_from_being_retained(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,6 +484,20 @@ def test_the_command_does_a_round_and_shows_who_keeps_the_hub(
         shown = run_here(monkeypatch, capsys, ("upkeep", "status", *at))
         assert f":{os.getpid()}\n" in shown.out
         assert "last round" in shown.out
+        hub.close()
+
+    def stop_when_elected() -> None:
+        with pxrs.open(tmp_path) as observer:
+            eventually(lambda: observer.upkeep().janitor, 30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop_when_elected)
+    stopper.start()
+    shown = run_here(monkeypatch, capsys, ("upkeep", *at))
+    stopper.join()
+    assert (shown.code, shown.out.splitlines()[0]) == (0, "elected")
+    with pxrs.open(tmp_path) as hub:
+        assert hub.upkeep().janitor == "", "it has given the claim up"
     result = run_here(monkeypatch, capsys, ("upkeep", "--once"))
     assert result.code == 2
     assert "--at" in result.errors
