@@ -68,7 +68,6 @@ KNOWN_CYCLES = {
 """Packages among whose modules there are cycles."""
 
 KNOWN_UNDERSCORES = {
-    "group.member",
     "queue.combine",
     "queue.transaction",
     "testing.hooked",
