@@ -76,7 +76,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def tail_file(topic: DirectoryTopic) -> Path:
-    return max((topic._folder / "partitions" / "partition-0").glob("*.log"))
+    return max((topic._folder.path / "partitions" / "partition-0").glob("*.log"))
 
 
 def produce(path: Path, told: Path, name: str) -> None:
@@ -299,7 +299,7 @@ def test_f5_after_a_boot_a_damaged_middle_is_reported_and_never_cut(tmp_path: Pa
 def test_damage_is_never_a_wrong_message_and_the_rest_stays_readable(tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
     sent = fill(topic, uuid.uuid4(), 40)
-    files = sorted((topic._folder / "partitions" / "partition-0").glob("*.log"))
+    files = sorted((topic._folder.path / "partitions" / "partition-0").glob("*.log"))
     assert len(files) >= 3
     found_in = {}
     for file in files:
@@ -381,7 +381,7 @@ def test_no_flipped_bit_of_the_published_end_takes_a_message_away(fast: Path) ->
 
 def test_no_flipped_bit_of_a_topics_description_is_believed(tmp_path: Path) -> None:
     topic = new_topic(tmp_path, partitions=6)
-    path = topic._folder / "topic.json"
+    path = topic._folder.path / "topic.json"
     whole = path.read_bytes()
     for position in range(len(whole)):
         flip(path, position, position % 7)

@@ -63,7 +63,7 @@ def read(topic: DirectoryTopic) -> dict[int, bytes]:
 
 
 def file(topic: DirectoryTopic, name: str) -> Path:
-    return topic._folder / "partitions" / "partition-0" / name
+    return topic._folder.path / "partitions" / "partition-0" / name
 
 
 def segment(topic: DirectoryTopic, base: int = 0) -> Path:

@@ -95,7 +95,7 @@ def crash_and_recover(path: Path) -> None:
         def die(name: str) -> None:
             names.append(name)
             if name == "fdatasync" and "pwritev" in names:
-                tail = max((topic._folder / "partitions" / "partition-0").glob("*.log"))
+                tail = max((topic._folder.path / "partitions" / "partition-0").glob("*.log"))
                 os.truncate(tail, tail.stat().st_size - 100)
                 faults.kill(name)
 
@@ -188,7 +188,7 @@ def reader(path: Path, act: Act) -> Iterator[Callable[[], int]]:
 def test_l2_what_a_reader_holds_is_untouched(act: Act, tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
     append(tmp_path, range(ROWS))
-    assert len(list((topic._folder / "partitions" / "partition-0").glob("*.log"))) > 3, "sealed ones, and a tail"
+    assert len(list((topic._folder.path / "partitions" / "partition-0").glob("*.log"))) > 3, "sealed ones, and a tail"
     with reader(tmp_path, act) as look_again:
         act(tmp_path)
         assert look_again() == 0

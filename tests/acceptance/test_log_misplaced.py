@@ -275,7 +275,7 @@ def test_l2_an_older_published_end_of_the_same_partition_cuts_nothing(
 
 def test_a_description_of_another_topic_is_refused(tmp_path: Path) -> None:
     first, second = new_topic(tmp_path, "a"), new_topic(tmp_path, "b")
-    swap(first._folder / "topic.json", second._folder / "topic.json")
+    swap(first._folder.path / "topic.json", second._folder.path / "topic.json")
     for name in ("a", "b"):
         with pytest.raises(MisplacedFile, match="describes topic"):
             log_in(tmp_path).topic(name)

@@ -554,7 +554,7 @@ def test_a_refused_append_costs_no_look_at_the_whole_tail(tmp_path: Path, monkey
 def test_a_link_whose_folder_was_removed_by_hand_is_no_topic_and_leaves_the_name_free(tmp_path: Path) -> None:
     topic = new_topic(tmp_path)
     offsets_of(topic.append(one(b"a")))
-    shutil.rmtree(topic._folder)
+    shutil.rmtree(topic._folder.path)
     assert DirectoryLog(tmp_path).topics() == []
     assert offsets_of(new_topic(tmp_path).append(one(b"b"))) == [0]
 

@@ -13,15 +13,15 @@ from pxrs.log.directory.opened_directory import OpenedDirectory
 class TopicFolder:
     def __init__(self, name: str, topic_id: str, path: Path, directory: OpenedDirectory) -> None:
         """directory: that of the whole log."""
-        self._name, self._id, self._path, self._directory = name, topic_id, path, directory
+        self._name, self._id, self.path, self._directory = name, topic_id, path, directory
 
     def of_partition(self, partition: int) -> str:
-        return str(self._path / "partitions" / f"partition-{partition}")
+        return str(self.path / "partitions" / f"partition-{partition}")
 
     def is_there(self) -> bool:
         """False once the topic is deleted. Raises HubMoved."""
         try:
-            os.stat(self._path)
+            os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             self._directory.check()
             return False
@@ -37,7 +37,7 @@ class TopicFolder:
 
     def deleted(self) -> TopicDeleted:
         try:
-            target = target_of(self._path.parent.parent / "topics" / self._name)
+            target = target_of(self.path.parent.parent / "topics" / self._name)
         except OSError:  # whether the name was given to another topic is not known
             target = None
         return TopicDeleted(self._name, self._id, target not in (None, self._id))
