@@ -291,10 +291,9 @@ class TestOneTransaction:
     def test_a_partition_that_is_asked_for_moves_when_the_transaction_is_over(self, postgresql: Place) -> None:
         place = postgresql
         total = place.send(100, 2)
-        first = place.consumer(until=None)
-        loop = transactions(first, place.engine, max_messages=10)
         revoked = threading.Event()
-        first._on_revoked = lambda partitions: revoked.set()
+        first = place.consumer(until=None, on_revoked=lambda partitions: revoked.set())
+        loop = transactions(first, place.engine, max_messages=10)
         batch, db = next(loop)
         book(batch, db, "first")
         second = place.consumer(until=None)

@@ -20,6 +20,7 @@ from pxrs.consumer.states import TRANSITIONS, Event, InHand, Mode
 from pxrs.errors import InvalidGroup, OutcomeLost, PartitionNotAssigned
 from pxrs.group.lane import Lane
 from pxrs.hub import Hub
+from pxrs.log.batch import Batch
 from pxrs.testing.waiting import eventually
 
 BOUND_S = 30.0
@@ -76,7 +77,8 @@ class Scene:
     """One lane from offset 0, and the commands of a script."""
 
     def __init__(self, *, is_manual: bool = False) -> None:
-        self.lanes, source, member = Lanes("g"), Any, Member()
+        self.lanes, member = Lanes("g"), Member()
+        source: Any = None
         ahead = ReadAhead(
             source,
             "g",
@@ -286,6 +288,18 @@ def test_readable_begins_with_another_lane_each_time_and_leaves_out_what_has_not
     with pytest.raises(PartitionNotAssigned):
         lanes.set_paused([0, 7], True)
     assert not three[0].is_paused
+
+
+def test_what_was_read_before_a_seek_is_not_handed_out() -> None:
+    lanes, lane = Lanes("g"), Lane(0, 1, 0)
+    lanes.add([lane])
+    source: Any = None
+    ahead = ReadAhead(source, "g", lanes, Changes(), bytes_max=1, skips_trimmed=False, ends=None)
+    batch = Batch(0, pa.RecordBatch.from_pydict({"value": [b"a", b"b"]}))
+    lane.seek(7)  # between the hand-out of a part of the batch and `put_back` of the rest
+    ahead.put_back(lane, batch)
+    assert ahead.take(lane) is None
+    assert ahead.bytes_ahead() == 0
 
 
 # Reading ahead in the background.

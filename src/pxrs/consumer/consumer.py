@@ -119,7 +119,8 @@ class Consumer:
             progress_timeout=progress_timeout,
             commit_interval=commit_interval,
         )
-        ends = {p: source.end(p) for p in range(source.partitions)} if until == "end" else None
+        bounds = source.bounds(range(source.partitions)) if until == "end" else {}
+        ends = {number: each.end for number, each in bounds.items()} if until == "end" else None
         relay = EventRelay()
         self._member = member = GroupMember(
             registry,
@@ -344,7 +345,7 @@ class Consumer:
         offset = arguments.whole(InvalidGroup, "offset", offset, 0)
         self._lanes.check_assigned([partition])  # before its bounds are asked for, which may take a while
         if not self._source.has_gaps:
-            start, end = self._source.start(partition), self._source.end(partition)
+            start, end = self._source.bounds((partition,))[partition]
             if not start <= offset <= end:
                 raise OffsetOutOfRange(f"{self.topic}/{partition}", offset, end)
         with self._lanes.lock:

@@ -258,8 +258,12 @@ class BorrowedConnection:
         def call(_: Connection) -> None:
             check()
 
+        def end() -> None:
+            if event.contains(self.connection, "commit", call):  # when the interpreter ends, SQLAlchemy has removed it
+                event.remove(self.connection, "commit", call)
+
         event.listen(self.connection, "commit", call)
-        return lambda: event.remove(self.connection, "commit", call)
+        return end
 
     def fault_of(self, error: DriverError) -> Fault:
         """What an error of the driver means."""
