@@ -28,7 +28,8 @@ from pxrs.waiting import Cancel, Subscription
 
 if TYPE_CHECKING:
     from pxrs.consumer.consumer import ConsumedBatch, Consumer
-    from pxrs.group.admin import GroupDescription, GroupHandle, MemberDescription, PartitionDescription
+    from pxrs.group.admin import GroupHandle
+    from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
     from pxrs.group.member import Timings
     from pxrs.group.records import Home, Paused
@@ -119,12 +120,12 @@ _LAZY: Final = {
     "ConsumerOptions": "pxrs.options",
     "DeadLetters": "pxrs.queue.handle",
     "Depth": "pxrs.queue.handle",
-    "GroupDescription": "pxrs.group.admin",
+    "GroupDescription": "pxrs.group.description",
     "GroupHandle": "pxrs.group.admin",
     "Home": "pxrs.group.records",
     "Item": "pxrs.queue.items",
-    "MemberDescription": "pxrs.group.admin",
-    "PartitionDescription": "pxrs.group.admin",
+    "MemberDescription": "pxrs.group.description",
+    "PartitionDescription": "pxrs.group.description",
     "Paused": "pxrs.group.records",
     "Producer": "pxrs.producer.producer",
     "ProducerOptions": "pxrs.options",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from pxrs.group.admin import GroupDescription, MemberDescription, PartitionDescription
+from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
 from pxrs.group.lag import TopicLag
 from pxrs.group.records import Paused
 

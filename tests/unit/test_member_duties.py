@@ -15,7 +15,7 @@ import pytest
 
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import Conflict, RegistryUnavailable
-from pxrs.group.records import Keys
+from pxrs.group.records import Keys, Pinned
 from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.registry.contract import Commit
@@ -268,3 +268,30 @@ def test_x8_a_leader_wakes_when_the_time_of_an_owner_is_over(place: Place) -> No
         followed = other._member._protocol
         assert followed is not None
         assert followed.fence_at == float("inf")
+
+
+def test_g6_a_member_that_could_not_finish_its_join_joins_anew(place: Place) -> None:
+    """Else the members that wait for it to write the starts would wait until their time is over."""
+    hub, registry = with_topic(place, 2)
+    inbox = hub.consumer("t", "g", **QUIET)
+    failed = Calls()
+
+    def fail_once(commit: Commit) -> None:
+        if any("/starts/" in key for key in commit.put) and not failed.count:
+            failed()
+            raise RegistryUnavailable("no answer")
+
+    starts = KEYS.starts(hub.topic("t").id)
+    eventually(lambda: inbox.assignment == [0, 1], PATIENCE_S)
+    lease = inbox._member.lease
+    assert lease is not None
+    registry.commit(put={starts: Pinned().dump()}, delete=[KEYS.checkpoint(hub.topic("t").id, 0)])
+    registry.before = fail_once
+    lease.close()
+    inbox._member.wake()
+    eventually(lambda: failed.count == 1, PATIENCE_S)
+    eventually(lambda: inbox.assignment == [0, 1], PATIENCE_S)
+    eventually(lambda: registry.get(KEYS.pinning(hub.topic("t").id)) is None, PATIENCE_S)
+    entry = registry.get(starts)
+    assert entry is not None
+    assert Pinned.load(starts, entry.value) == Pinned(2)

@@ -20,7 +20,8 @@ import pxrs
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
-from pxrs.group.admin import GroupDescription, GroupHandle, groups
+from pxrs.group.admin import GroupHandle, groups
+from pxrs.group.description import GroupDescription
 from pxrs.group.positions import To
 from pxrs.group.records import Keys
 from pxrs.group.text import (

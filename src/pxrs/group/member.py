@@ -634,8 +634,14 @@ class GroupMember:
             former=frozenset(self._former),
             sees_all=self._sees_all,
         )
-        if not self._drive(self._protocol.join()):
-            self._await_starts(self._protocol)
+        try:
+            if not self._drive(self._protocol.join()):
+                self._await_starts(self._protocol)
+        except BaseException:
+            # The next turn joins anew and ends this lease: with it the key goes by which others wait for this member to
+            # write the starts.
+            self._protocol.is_gone = True
+            raise
 
     def _await_starts(self, protocol: MemberProtocol) -> None:
         """Wait until another member has written where the partitions begin. If that takes too long, write it too."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from pxrs.wording import counted, printable, time_text
 
 if TYPE_CHECKING:
-    from pxrs.group.admin import GroupDescription, PartitionDescription
+    from pxrs.group.description import GroupDescription, PartitionDescription
 
 Columns = Sequence[tuple[str, bool]]
 """The name of each column, and whether it holds numbers, which are aligned at the right."""

@@ -29,7 +29,7 @@ from pxrs.cli.demo.spark import DEAD_LETTERS, SOURCE, TOTALS, Spark
 from pxrs.cli.demo.view import picture, spark_table
 from pxrs.cli.demo.worker import TTL_S, WORK_S
 from pxrs.errors import UnknownGroup
-from pxrs.group.admin import GroupDescription
+from pxrs.group.description import GroupDescription
 
 WORKERS: Final = ("anna", "ben", "cleo")
 PARTITIONS: Final = 8

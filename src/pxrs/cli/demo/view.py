@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pxrs.cli.demo.account import Line
 from pxrs.cli.demo.crew import Worker
-from pxrs.group.admin import PartitionDescription
+from pxrs.group.description import PartitionDescription
 
 WIDE = 104
 """Columns from which on the tables are side by side."""

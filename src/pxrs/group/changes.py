@@ -1,0 +1,109 @@
+"""The commits by which an administrator changes a group's checkpoints: see `group/admin.py` for what they promise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
+from pxrs.group.records import Checkpoint, Gate, Keys, Owner, Starts, Target, TopicPartition, gate_key, start_key
+from pxrs.group.snapshot import GroupState
+from pxrs.registry.contract import ABSENT, Limits
+
+
+@dataclass(slots=True)
+class Guard:
+    """What every commit of a change expects beside the partitions that it changes, and writes with them."""
+
+    keys: Keys
+    expect: dict[str, int] = field(default_factory=dict)
+    put: dict[str, bytes] = field(default_factory=dict)
+    starts: dict[str, Starts] = field(default_factory=dict)
+    """By the id of each topic that keeps what is unread: where it begins."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of the keys of these."""
+    owners: dict[TopicPartition, str | None] = field(default_factory=dict)
+    """Who owns the partitions, as read."""
+    targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
+    """Of the members that are there: as the next commit writes them, and the version that it expects."""
+    dumped: dict[str, bytes] = field(default_factory=dict)
+    """The values of `targets`, as far as they were needed: that of a member with many partitions is large."""
+
+    def take(self, state: GroupState) -> None:
+        """Note who has to be told if a partition is taken from it."""
+        self.owners = {partition: owner.incarnation for partition, (owner, _) in state.owners.items()}
+        there = {name: each for name, each in state.targets.items() if name in state.members}
+        self.targets = {name: (_raised(target), version) for name, (target, version) in there.items()}
+        self.dumped.clear()
+
+    def merged(self, writes: Sequence[CheckpointWrite]) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
+        """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses, and tells the
+        members from whom it takes a partition."""
+        expect, put = self.of(sorted({write.partition[0] for write in writes}))
+        for name in self._owners_of(writes):
+            target, expect[self.keys.target(name)] = self.targets[name]
+            if name not in self.dumped:
+                self.dumped[name] = target.dump()
+            put[self.keys.target(name)] = self.dumped[name]
+        fenced = FencedWrite(writes)
+        pauses = [self.keys.pause(*write.partition) for write in writes]
+        return {**expect, **fenced.expect}, {**put, **fenced.put}, [*fenced.delete, *pauses]
+
+    def committed(self, writes: Sequence[CheckpointWrite], versions: Mapping[str, int]) -> None:
+        """The next commit finds the keys as this one has left them."""
+        self.expect |= {key: versions[key] for key in self.put}
+        for name in self._owners_of(writes):
+            target, _ = self.targets[name]
+            self.targets[name] = _raised(target), versions[self.keys.target(name)]
+            self.dumped.pop(name, None)
+
+    def _owners_of(self, writes: Iterable[CheckpointWrite]) -> list[str]:
+        """The members that are there and own a partition of these."""
+        owners = {self.owners.get(write.partition) for write in writes}
+        return sorted(owner for owner in owners if owner is not None and owner in self.targets)
+
+    def of(self, topics: Iterable[str]) -> tuple[dict[str, int], dict[str, bytes]]:
+        """For a commit that changes partitions of these topics."""
+        kept = [topic for topic in topics if topic in self.starts]
+        expect = {start_key(topic): self.versions[topic] for topic in kept}
+        put = {gate_key(topic): Gate("admin", time.time()).dump() for topic in kept}
+        return {**self.expect, **expect}, {**self.put, **put}
+
+
+def _raised(target: Target) -> Target:
+    """It tells the member that a partition was taken from it."""
+    return replace(target, taken=target.taken + 1)
+
+
+def write_of(keys: Keys, state: GroupState, partition: TopicPartition, offset: int | None, by: str) -> CheckpointWrite:
+    """The checkpoint at this offset, or none, with the owner key free and under a new epoch (G5)."""
+    owner, owner_version = state.owner(partition)
+    _, version = state.checkpoints.get(partition, (None, ABSENT))
+    free = Owner(None, owner.epoch + 1)
+    checkpoint = None if offset is None else Checkpoint(offset, time.time(), by, free.epoch)
+    return CheckpointWrite(keys, partition, owner_version, version, checkpoint, free)
+
+
+def in_commits(
+    writes: Sequence[CheckpointWrite], guard: Guard, limits: Limits, count_max: int | None
+) -> Iterator[list[CheckpointWrite]]:
+    """As many together as one commit may hold, and at most `count_max`."""
+    part: list[CheckpointWrite] = []
+    keys: set[str] = set()
+    size = 0
+    for write in writes:
+        expect, put, delete = guard.merged([write])
+        named = {*expect, *put, *delete}
+        more = named - keys
+        grown = size + sum(len(key) + len(put.get(key, b"")) for key in more)
+        is_full = len(keys) + len(more) > limits.commit_keys_max or grown > limits.commit_bytes_max
+        if part and (is_full or len(part) == count_max):
+            yield part
+            part, keys = [], set()
+            grown = sum(len(key) + len(put.get(key, b"")) for key in named)
+        part.append(write)
+        keys |= named
+        size = grown
+    if part:
+        yield part

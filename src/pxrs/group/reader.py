@@ -1,0 +1,120 @@
+"""A group seen from outside: its records, and the topics and sources that it reads, by id or name.
+
+`group/admin.py` describes and changes groups with it. It writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+from pxrs import arguments
+from pxrs.errors import GroupError, InvalidGroup, NoDirectory, PxrsError, UnknownGroup, UnknownTopic
+from pxrs.group.lag import Seen
+from pxrs.group.positions import Offsets
+from pxrs.group.readables import Readables, advice, is_topic_id
+from pxrs.group.records import Home, Keys
+from pxrs.group.snapshot import GroupState
+from pxrs.registry.contract import Registry
+
+
+class GroupReader:
+    """home: gives the identity of the hub that the topics are of, and raises WrongRegistry if its groups may not be
+    changed through this registry."""
+
+    def __init__(self, registry: Registry, keys: Keys, readables: Readables, home: Callable[[], Home | None]) -> None:
+        self._registry, self._keys, self._home, self.readables = registry, keys, home, readables
+
+    def read(self) -> GroupState:
+        return GroupState.of(self._keys, self._registry.scan(self._keys.root))
+
+    def names(self, state: GroupState) -> dict[str, str]:
+        """The names of topics and sources by their ids, also of those whose name only the group's or a member's record
+        holds."""
+        names = {id: read.name for id, read in state.sources.items() if read.name}
+        names |= {member.topic: member.topic_name for member in state.members.values()}
+        return names | self.readables.names()
+
+    def look(self, state: GroupState, id: str, name: str) -> Seen:
+        """How far a topic or source reaches. If it cannot be looked at, why: where the group is can be told all the
+        same."""
+        seen = self.readables.look(id, name, state.offsets(id))
+        if seen is not None:
+            return seen
+        return Seen(is_source=True, is_deleted=self.is_deleted_topic(state, id), problem=self.missing(name, id, state))
+
+    def missing(self, name: str, id: str, state: GroupState) -> str:
+        """What is to be done about something that the group reads and that is not known here."""
+        read = state.sources.get(id)
+        if read is None and is_topic_id(id) and state.home.place:
+            return f"{name} is no topic of this hub: the group reads the hub at {state.home.place}"
+        return advice(self._keys.group, name, id, read)
+
+    def is_deleted_topic(self, state: GroupState, id: str) -> bool:
+        """Whether what has this id was a topic of this hub, and nothing else that cannot be looked at from here."""
+        if not is_topic_id(id) or id in state.sources:
+            return False
+        try:
+            home = self._home()
+        except PxrsError:  # this process has another registry than the hub, or cannot tell
+            return False
+        return home is None or state.home.hub in ("", home.hub)
+
+    def source(self, name: str) -> Offsets:
+        arguments.text(InvalidGroup, "topic", name, "its name")
+        try:
+            return self.readables.named(name)
+        except UnknownTopic:
+            for id, read in self.read().sources.items():
+                if name in (id, read.name):
+                    raise GroupError(advice(self._keys.group, read.name, id, read)) from None
+            raise
+
+    def sources_read(self, state: GroupState) -> list[Offsets]:
+        """What the group reads and what is still there. Raises GroupError if it reads a source that is not registered:
+        to leave that out would do half of what was asked."""
+        ids = sorted({id for id, _ in state.partitions()} | {member.topic for member in state.members.values()})
+        names = self.names(state)
+        sources = []
+        for id in ids:
+            if (source := self.readables.find(id)) is not None:
+                sources.append(source)
+            elif not self.is_deleted_topic(state, id):
+                raise GroupError(f"{self.missing(names.get(id, id), id, state)}; or name the topic that is meant")
+        if not sources:
+            raise GroupError(
+                f"group {self._keys.group} reads no topic that is still there; name one, or delete the group"
+            )
+        return sorted(sources, key=lambda source: source.name)
+
+    def ids_to_forget(self, state: GroupState, topic: str) -> set[str]:
+        """The ids of what is called so, or has this id, and of which the group has anything."""
+        arguments.text(InvalidGroup, "topic", topic, "its name or id")
+        there = {id for id, _ in state.partitions()} | {member.topic for member in state.members.values()}
+        ids = there & self.ids_named(state, topic)
+        if not ids:
+            raise GroupError(f"group {self._keys.group} reads nothing that is called {topic}")
+        return ids
+
+    def ids_named(self, state: GroupState, name: str) -> set[str]:
+        """All ids that have this name here, in the group's records or in those of its members; and the name itself,
+        which may be an id."""
+        ids = {id for id, read in state.sources.items() if read.name == name}
+        ids |= {member.topic for member in state.members.values() if member.topic_name == name}
+        return ids | self.readables.ids_named(name) | {name}
+
+    def read_there(self) -> GroupState:
+        """Raises UnknownGroup; or WrongRegistry if the hub has another registry, where the group may be."""
+        state = self.read()
+        if state.is_there:
+            return state
+        if not self.readables.sources:
+            with contextlib.suppress(NoDirectory):  # a hub without a directory has no other registry to name
+                self._home()
+        raise UnknownGroup(self._keys.group)
+
+    def check_registry(self, topics: Iterable[str], state: GroupState | None = None) -> Home | None:
+        """The identity of the hub, if any of the topics with these ids is of it; else None. Raises WrongRegistry, and
+        NoDirectory if there is no hub to ask. state: the group's, with its records of what is no topic of a hub."""
+        foreign = self.readables.foreign_ids() | (set() if state is None else state.sources.keys())
+        return self._home() if any(topic not in foreign for topic in topics) else None
