@@ -20,6 +20,7 @@ from rich.table import Table
 
 import pxrs
 from benchmarks import workers
+from benchmarks.groups_scale import topic_of
 from benchmarks.measure import compare
 from pxrs import registry as registries
 from pxrs.group.lane import Lane
@@ -33,13 +34,6 @@ MEMBERS = 10
 SETTLE_WANTED_S = {"memory": 1, "file": 1, "etcd": 3, "postgresql": 3, "zookeeper": 6}
 PATIENCE_S = 120.0
 ROWS = 1_000_000
-
-
-class Partitions:
-    """A source of which a member asks nothing but its size."""
-
-    def __init__(self, count: int) -> None:
-        self.id, self.name, self.partitions = uuid.uuid4().hex, "bench", count
 
 
 class Holder:
@@ -64,6 +58,8 @@ class Holder:
         self._changed.set()
 
     lane_lost = lane_released
+
+    def call_back(self) -> None: ...
 
     def member_failed(self) -> None:
         self._changed.set()
@@ -93,7 +89,7 @@ def counted() -> Iterator[Counter[str]]:
 
 def settle(url: str, partitions: int) -> tuple[float, Counter[str]]:
     """Ten members join at once, each with a handle of its own; until all partitions are fairly owned."""
-    source: Any = Partitions(partitions)
+    source = topic_of(partitions)
     changed = threading.Event()
     handles = [registries.open(url)] * MEMBERS if url == "memory:" else [registries.open(url) for _ in range(MEMBERS)]
     holders = [Holder(changed) for _ in range(MEMBERS)]

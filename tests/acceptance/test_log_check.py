@@ -18,8 +18,9 @@ from pxrs.log.contract import Append
 from pxrs.log.directory import check as check_module
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.check import Checked, Finding, check
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.segments.files import segment_bases
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 

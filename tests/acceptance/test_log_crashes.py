@@ -24,8 +24,9 @@ from pxrs.log.batch import SCHEMA, Batch, Origin
 from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.segments.frames import frames
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults

@@ -19,8 +19,9 @@ from pxrs.clock import wall_time_us
 from pxrs.errors import AppendFailed, DamagedFrame, UnknownProducer
 from pxrs.log.batch import Origin, encode, header_bytes, padding, place_id
 from pxrs.log.contract import Append
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.segments.frames import frames
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic

@@ -23,7 +23,8 @@ import pxrs
 from pxrs.errors import Closed, LogBusy, LogError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.batch import SCHEMA
 from pxrs.log.contract import Append, Log
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.memory import MemoryLog
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic

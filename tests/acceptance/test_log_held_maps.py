@@ -21,7 +21,8 @@ from pxrs.errors import LogError, OffsetTrimmed
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults

@@ -21,9 +21,10 @@ from pxrs import disk
 from pxrs.errors import DamagedFrame, LogError
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.published import PublishedFile
 from pxrs.log.directory.segments.frames import frames
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults

@@ -19,7 +19,8 @@ from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing.log_contract import records

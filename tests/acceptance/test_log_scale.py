@@ -20,7 +20,8 @@ from pxrs.log.batch import SCHEMA
 from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.crew import HELPERS_MAX
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults

@@ -36,8 +36,9 @@ from pxrs.log.contract import Append
 from pxrs.log.directory import partition as partition_module
 from pxrs.log.directory import reading, tailing
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.sealed import Sealed
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import MaybeStored, Outcome, offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic

@@ -19,9 +19,10 @@ from pxrs.errors import DamagedFrame, LogBusy, MisplacedFile, OffsetTrimmed, Pxr
 from pxrs.log.batch import SCHEMA, place_id
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import Finding, check
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.directory.start import NAME, write_start
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults

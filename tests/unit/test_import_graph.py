@@ -68,12 +68,8 @@ KNOWN_CYCLES = {
 """Packages among whose modules there are cycles."""
 
 KNOWN_UNDERSCORES = {
-    "group.member",
-    "producer.producer",
     "queue.combine",
     "queue.transaction",
-    "registry.file.store",
-    "registry.memory",
     "testing.hooked",
     "testing.queue_worker",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 
 import pytest
@@ -213,6 +214,31 @@ def test_r3_a_renewal_whose_reply_comes_after_the_deadline_is_refused() -> None:
         here.stored[0].may_answer.set()
         with pytest.raises(LeaseExpired, match="after its deadline"):
             renewing.result(30)
+        assert not lease.alive
+
+
+def test_r3_a_lease_that_is_ended_while_a_renewal_returns_gets_no_new_deadline() -> None:
+    with place() as here:
+        lease = here.lease(renewed=False)
+        expiring: list[Future[None]] = []
+
+        class Late(threading.Event):
+            """Another thread ends the lease right after it was found alive, before the new deadline is set."""
+
+            asked = 0
+
+            def is_set(self) -> bool:
+                was_set = super().is_set()
+                self.asked += 1
+                if self.asked == 4:  # twice before the renewal is sent, twice after its reply
+                    expiring.append(aside(lease.expire))
+                    wait(expiring, timeout=0.2)
+                return was_set
+
+        lease.lost = Late()
+        lease.renew()
+        expiring[0].result(30)
+        assert lease.deadline == float("-inf")
         assert not lease.alive
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,12 @@ from pxrs.inotify import News, Notifier
 from pxrs.log.contract import Append
 from pxrs.log.directory import tailing
 from pxrs.log.directory.ends import Ends
-from pxrs.log.directory.log import DirectoryLog, DirectoryTopic
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.tailing import Tailer
+from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.testing.log_contract import new_topic, records
+from pxrs.testing.waiting import aside
 
 PARTITIONS = 50
 
@@ -167,3 +170,37 @@ def test_nothing_is_left_open(tmp_path: Path, writer: DirectoryTopic) -> None:
     tailer.close()
     assert closed.look() == [0]
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_made_again_is_watched_again(tmp_path: Path) -> None:
+    path = tmp_path / "end"
+    path.write_text("1")
+    tailer = Tailer()
+    ends = Ends(tailer, 1, lambda number: int(path.read_text() or 0), lambda number: str(path))
+    assert ends.look() == [1]
+    path.unlink()
+    path.write_text("2")
+    assert ends.look() == [2]
+    path.write_text("3")
+    assert ends.look() == [3], "the kernel has ended the watch with the file"
+    tailer.close()
+
+
+def test_a_partition_that_is_slow_to_read_holds_up_no_other(tmp_path: Path) -> None:
+    """As one that is being recovered, while another process holds its lock."""
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def end_of(number: int) -> int:
+        if number == 0:
+            is_reading.set()
+            assert may_go_on.wait(30)
+        return 7
+
+    tailer = Tailer()
+    ends = Ends(tailer, 2, end_of, lambda number: str(tmp_path))
+    slow = aside(lambda: ends.of(0))
+    assert is_reading.wait(30)
+    assert aside(lambda: ends.of(1)).result(30) == 7
+    may_go_on.set()
+    assert slow.result(30) == 7
+    tailer.close()

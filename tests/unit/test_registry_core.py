@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -15,8 +15,8 @@ from pxrs.registry.lease import Lease
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.registry.renewal import Renewer
 from pxrs.registry.state import Change, State
-from pxrs.registry.watch import Watch
-from pxrs.testing.waiting import eventually
+from pxrs.registry.watch import PrefixWatch, SharedWatches, Watch
+from pxrs.testing.waiting import aside, eventually
 
 CHANGES = [
     Change(),
@@ -236,3 +236,93 @@ def test_wakes_are_collected_and_a_closed_watch_says_so() -> None:
     assert closed == [watch]
     with pytest.raises(Closed):
         watch.wait(0)
+
+
+class Arming:
+    """A store that arms prefixes when it is told to, and can refuse."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.armed: list[list[str]] = []
+        self.disarmed: list[str] = []
+        self.refusals: list[Exception] = []
+
+    def arm(self, watches: Sequence[PrefixWatch]) -> None:
+        self.begun.release()
+        assert self.go.acquire(timeout=30)
+        if self.refusals:
+            raise self.refusals.pop()
+        self.armed.append(sorted(watch.prefix for watch in watches))
+
+    def disarm(self, watch: PrefixWatch) -> None:
+        self.disarmed.append(watch.prefix)
+
+    def open(self, shared: SharedWatches, *prefixes: str) -> Watch:
+        def forget(closed: Watch) -> None:
+            for each in shared.remove(closed):
+                self.disarm(each)
+
+        watch = Watch(prefixes, forget)
+        shared.add(watch)
+        try:
+            shared.arm(watch, self.arm, self.disarm)
+        except BaseException:
+            watch.close()
+            raise
+        return watch
+
+
+def test_w6_a_prefix_is_armed_once_and_no_handle_is_open_before_it_is_armed() -> None:
+    shared, store = SharedWatches(), Arming()
+    first = aside(lambda: store.open(shared, "a/", "b"))
+    assert store.begun.acquire(timeout=30)
+    second = aside(lambda: store.open(shared, "b"))
+    third = aside(lambda: store.open(shared, "b", "c"))
+    assert store.begun.acquire(timeout=30), "c is armed by the third meanwhile"
+    assert not second.done()
+    store.go.release(2)
+    watches = [each.result(30) for each in (first, second, third)]
+    assert sorted(store.armed) == [["a/", "b"], ["c"]]
+    shared.wake(["b"])
+    assert [watch.wait(0) for watch in watches] == [True, True, True]
+    shared.wake(["a/x/y", "bb"])
+    assert [watch.wait(0) for watch in watches] == [True, False, False]
+    watches[0].close()
+    assert store.disarmed == ["a/"]
+    shared.wake(None)
+    assert [watch.wait(0) for watch in watches[1:]] == [True, True]
+    for watch in watches[1:]:
+        watch.close()
+    assert sorted(store.disarmed) == ["a/", "b", "c"]
+    assert len(shared) == 0
+
+
+def test_r2_who_waits_for_another_to_arm_a_prefix_arms_it_if_that_fails() -> None:
+    shared, store = SharedWatches(), Arming()
+    store.refusals.append(RegistryUnavailable("down"))
+    first = aside(lambda: store.open(shared, "a/"))
+    assert store.begun.acquire(timeout=30)
+    second = aside(lambda: store.open(shared, "a/"))
+    eventually(lambda: len(shared) == 2)
+    store.go.release()
+    with pytest.raises(RegistryUnavailable):
+        first.result(30)
+    assert store.begun.acquire(timeout=30)
+    assert not second.done()
+    store.go.release()
+    watch = second.result(30)
+    assert store.armed == [["a/"]]
+    shared.wake(["a/b"])
+    assert watch.wait(0)
+
+
+def test_a_prefix_whose_handle_is_closed_while_it_is_armed_is_forgotten() -> None:
+    shared, store = SharedWatches(), Arming()
+    opening = aside(lambda: store.open(shared, "a/"))
+    assert store.begun.acquire(timeout=30)
+    shared.handles()[0].close()  # as closing the registry does
+    store.go.release()
+    with pytest.raises(Closed):
+        opening.result(30)
+    assert store.disarmed[-1] == "a/", "after it was armed"
+    assert len(store.disarmed) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from pxrs.hub_parts import HubParts
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
-from pxrs.publishing.staging import Staging
+from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
 from pxrs.testing.command import run_here
@@ -39,8 +40,15 @@ HOUR_S = 3600.0
 DAY_S = 86_400.0
 
 
-def upkeep_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("pxrs-upkeep")]
+@pytest.fixture
+def upkeep_threads() -> Callable[[], list[str]]:
+    """Tells which threads of upkeep have been started since the test began, and run."""
+
+    def running() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("pxrs-upkeep")}
+
+    before = running()
+    return lambda: [thread.name for thread in running() - before]
 
 
 class Place:
@@ -146,7 +154,9 @@ def test_the_thread_applies_retention_when_it_is_due(monkeypatch: pytest.MonkeyP
     assert calls == [begun + 2.0 * number for number in range(1, 5)]
 
 
-def test_only_a_hub_that_sends_or_consumes_what_has_a_retention_has_a_thread() -> None:
+def test_only_a_hub_that_sends_or_consumes_what_has_a_retention_has_a_thread(
+    upkeep_threads: Callable[[], list[str]],
+) -> None:
     with pxrs.open("memory:") as hub:
         hub.create_topic("kept", partitions=1)
         hub.create_topic("short", partitions=1, retention=HOUR_S)
@@ -166,7 +176,7 @@ def test_only_a_hub_that_sends_or_consumes_what_has_a_retention_has_a_thread() -
         assert upkeep_threads() == []
 
 
-def test_w4_a_client_of_a_server_does_no_upkeep() -> None:
+def test_w4_a_client_of_a_server_does_no_upkeep(upkeep_threads: Callable[[], list[str]]) -> None:
     log = MemoryLog()
     log.is_kept_by_server = True
     with Hub(log, HookedRegistry(MemoryStore())) as hub:
@@ -192,6 +202,15 @@ def test_one_of_the_hubs_is_elected_and_the_next_one_when_its_lease_has_ended(pl
     assert again is not None
     assert again.term == 2
     second.resign()
+
+
+def test_a_candidate_takes_no_lease_while_the_janitor_lives(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease is a session and threads on some stores, and there may be a thousand candidates."""
+    janitor, registry = place.election(), place.registry()
+    assert janitor.stand().role is Role.ELECTED
+    monkeypatch.setattr(registry, "lease", lambda ttl: 1 // 0)
+    assert place.election(registry).stand().role is Role.CANDIDATE
+    janitor.resign()
 
 
 def test_a_frozen_janitor_finds_that_another_one_was_elected(place: Place) -> None:
@@ -306,14 +325,14 @@ def test_a_registry_that_is_away_keeps_no_plain_topic_from_being_retained(
     assert (status.role, status.reason, status.errors) == ("apart", "away", {"retention of unread": "away"})
     registry.reach = lambda: None
     assert hub.run_upkeep().removed == {"unread": {"0": 6}}
-    assert hub.upkeep().role == "elected"
 
 
 def test_the_janitor_and_its_last_round_are_visible_to_others(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     janitor, other = place.hub(), place.hub()
     assert other.upkeep() == pxrs.UpkeepStatus("idle")
     send_old(janitor)
-    janitor.run_upkeep()
+    janitor.start_upkeep()
+    eventually(lambda: other.upkeep().last_round, 30)
     status = other.upkeep()
     assert (status.role, status.janitor.endswith(f":{os.getpid()}"), status.errors) == ("idle", True, {})
     assert status.since is not None
@@ -325,6 +344,36 @@ def test_the_janitor_and_its_last_round_are_visible_to_others(place: Place, monk
     janitor.close()
     assert other.upkeep().janitor == ""
     assert other.upkeep().last_round is not None, "what the last janitor did is still known"
+
+
+def test_a_hub_that_was_asked_for_one_round_does_not_stay_the_janitor(place: Place) -> None:
+    """It has no thread that would do the next one, and others would wait for it."""
+    hub, next_one = place.hub(), place.election()
+    hub.run_upkeep()
+    assert hub.upkeep().janitor == ""
+    assert next_one.stand().role is Role.ELECTED
+    next_one.resign()
+
+
+def test_a_janitor_whose_thread_has_ended_gives_the_claim_up(place: Place) -> None:
+    """Its directory was moved. The hub has the same id where it is now, and a janitor there."""
+    hub = place.hub()
+    hub.start_upkeep()
+    eventually(lambda: hub.upkeep().role == "elected" and hub.upkeep().last_round, 30)
+    place.folder.rename(place.folder.with_name("moved"))
+    place.clock.advance(LOOK_S)
+    place.folder = place.folder.with_name("moved")
+    election = place.election()
+    eventually(lambda: election.stand().role is Role.ELECTED, 30)
+    election.resign()
+
+
+def test_a_report_fits_into_the_registry_however_much_has_failed() -> None:
+    many = {f"retention of {number}": "x" * 10_000 for number in range(5_000)}
+    removed = {"t": {str(number): number for number in range(5_000)}, "u": {"0": 1}}
+    found = RoundReport(1.0, 2.0, removed, many).bounded()
+    assert len(found.dump()) < 100_000
+    assert (len(found.removed["t"]), len(found.errors), found.errors["others"]) == (100, 101, "4900 more failed")
 
 
 # What.
@@ -348,8 +397,13 @@ def test_a_short_lived_process_that_needs_no_registry_opens_none(tmp_path: Path)
         hub.create_topic("plain", partitions=1, retention=HOUR_S, segment_bytes=4096)
         send_old(hub, "plain")
     assert not (tmp_path / "registry").exists()
+    pxrs.registry.open(tmp_path / "registry").close()
     with pxrs.open(tmp_path) as hub:
         assert hub.topic("plain").start(0) == 3
+        send_old(hub, "plain")
+    assert not hub.parts.registry.is_open, "nor one that is there, which may be a server that does not answer"
+    with pxrs.open(tmp_path) as hub:
+        assert hub.topic("plain").start(0) == 6
 
 
 def test_one_topic_that_fails_keeps_no_other_from_being_retained(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,9 +455,9 @@ def test_staged_files_that_no_manifest_names_are_removed_after_a_day(place: Plac
 def test_a_janitor_that_was_frozen_after_it_read_the_manifests_removes_nothing_staged_since(tmp_path: Path) -> None:
     """It wakes up two days later; a manifest names the file by then, and is not published yet."""
     file = staged(tmp_path, "a" * 32, 1, 1.5 * DAY_S)
-    Staging(str(tmp_path)).sweep("a" * 32, {}, now=time.time() - 2 * DAY_S)
+    DirectoryStaging(str(tmp_path)).sweep("a" * 32, {}, now=time.time() - 2 * DAY_S)
     assert file.exists()
-    Staging(str(tmp_path)).sweep("a" * 32, {}, now=time.time())
+    DirectoryStaging(str(tmp_path)).sweep("a" * 32, {}, now=time.time())
     assert not file.exists()
 
 
@@ -421,7 +475,9 @@ def test_readable_files_of_a_group_that_is_gone_are_removed(tmp_path: Path) -> N
         assert (files / "g" / "owners.json").exists()
 
 
-def test_closing_does_not_wait_for_a_round_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_round_to_end(
+    monkeypatch: pytest.MonkeyPatch, upkeep_threads: Callable[[], list[str]]
+) -> None:
     """The step that the thread is in ends; the next ones are left to the next janitor."""
     clock, entered, leave = ManualClock(), threading.Event(), threading.Event()
     hub = Hub(MemoryLog(clock), HookedRegistry(MemoryStore(clock)))
@@ -469,6 +525,20 @@ def test_the_command_does_a_round_and_shows_who_keeps_the_hub(
         shown = run_here(monkeypatch, capsys, ("upkeep", "status", *at))
         assert f":{os.getpid()}\n" in shown.out
         assert "last round" in shown.out
+        hub.close()
+
+    def stop_when_elected() -> None:
+        with pxrs.open(tmp_path) as observer:
+            eventually(lambda: observer.upkeep().janitor, 30)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop_when_elected)
+    stopper.start()
+    shown = run_here(monkeypatch, capsys, ("upkeep", *at))
+    stopper.join()
+    assert (shown.code, shown.out.splitlines()[0]) == (0, "elected")
+    with pxrs.open(tmp_path) as hub:
+        assert hub.upkeep().janitor == "", "it has given the claim up"
     result = run_here(monkeypatch, capsys, ("upkeep", "--once"))
     assert result.code == 2
     assert "--at" in result.errors

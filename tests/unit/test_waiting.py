@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pxrs import waiting
-from pxrs.testing.waiting import eventually
+from pxrs.testing.waiting import aside, eventually
 from pxrs.waiting import BackgroundThread, Callback, Cancel, Subscribers, Subscription, wait_for
 
 BOUND_S = 30.0
@@ -55,7 +55,7 @@ def test_a_change_during_a_look_is_seen() -> None:
             place.change()
         return found
 
-    assert wait_for(look, place.subscribe, BOUND_S) == 1
+    assert aside(lambda: wait_for(look, place.subscribe, None)).result(BOUND_S) == 1
 
 
 def test_what_is_there_costs_no_subscription() -> None:
@@ -105,6 +105,13 @@ def test_cancel_ends_a_wait_whenever_it_is_set(moment: str) -> None:
         cancel.set()
     assert wait_for(place.look, subscribe, None, cancel) == 0
     assert cancel.is_set
+
+
+def test_a_callback_that_comes_after_cancel_was_set_is_called_at_once() -> None:
+    cancel, called = Cancel(), list[int]()
+    cancel.set()
+    cancel.subscribe(lambda: called.append(1))
+    assert called == [1]
 
 
 def test_only_those_who_are_concerned_are_called_and_a_failure_stops_no_other(

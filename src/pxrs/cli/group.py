@@ -41,9 +41,9 @@ Pairs = Annotated[
     typer.Option("--partition", metavar="P=OFFSET", help="An offset for one partition; give it for each."),
 ]
 REFRESH_S: Final = 1.0
-"""How old a lag on the screen may get: messages that arrive wake nobody here."""
+"""After how many seconds the lag is read again: appends do not wake this command's watch, which is of the registry."""
 PAUSE_S: Final = 0.1
-"""Between two looks, however much changes."""
+"""The shortest pause between two redraws, however much changes."""
 
 
 @app.command("list")

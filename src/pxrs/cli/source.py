@@ -22,6 +22,7 @@ app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="SOURCE", help="The source's name.")]
 
 
+# Longer than other functions: Typer reads every option and its help from the signature.
 @app.command()
 def add(
     name: Name,

@@ -30,7 +30,7 @@ from pxrs.wording import counted, printable, rfc3339
 app = typer.Typer(no_args_is_help=True)
 SEND_ROWS = 5_000
 LINE_BYTES_MAX = MESSAGE_BYTES_MAX + 2
-"""No more of a line is read than a message may have, and its end; the rest of a longer one is never looked at."""
+"""How many bytes of a line are read: the largest message and its line end. The rest of a longer line is not read."""
 
 
 @app.command()

@@ -77,7 +77,9 @@ def _serve(hub: Hub, as_json: bool) -> None:
         hub.start_upkeep()
         shown: tuple[str, str] | None = None
         told: RoundReport | None = None
-        while not stop.wait(_LOOK_S):
+        is_over = False
+        while not is_over:
+            is_over = stop.wait(_LOOK_S)
             found = hub.upkeep()
             if (found.role, found.janitor) != shown and found.role != "idle":
                 shown = found.role, found.janitor

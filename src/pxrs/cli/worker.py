@@ -80,6 +80,7 @@ class Start(StrEnum):
     LATEST = "latest"
 
 
+# Longer than other functions: Typer reads every option and its help from the signature.
 def worker(
     context: typer.Context,
     handler: Annotated[
@@ -199,7 +200,7 @@ def _supervise(settings: Settings, processes: int) -> None:
 
 @dataclass(slots=True)
 class _Slot:
-    """The place of one worker, whichever process fills it."""
+    """One of the N workers: the process that runs it now, or when the next one is to be started."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -219,7 +220,7 @@ class Supervisor:
         """Set once it is to stop."""
         self._had_to_kill = False
         self._heard: list[int] = []
-        """Signals that have come and were not yet acted upon."""
+        """Signals that were received and not yet acted upon."""
 
     def run(self) -> int:
         """Until all have ended; the exit code."""
@@ -282,7 +283,7 @@ class Supervisor:
         return process
 
     def _start_due(self) -> bool:
-        """Start those whose time has come; whether any is still to be started."""
+        """Start the workers that are due; whether any is still to be started."""
         for slot in self._slots:
             if slot.restart_at is None:
                 continue

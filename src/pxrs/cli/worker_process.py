@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 EXIT_FAILED: Final = 1
 EXIT_BAD_HANDLER: Final = 2
 EXIT_PAUSED: Final = 75
-"""At the end, but for partitions that a message holds up: to start again would not help."""
+"""Every partition was read up to its end, except those that are paused; a restart would not help."""
 EXIT_NO_QUEUE: Final = 76
-"""Its queue was deleted: to start again would not help."""
+"""The queue of this worker was deleted; a restart would not help."""
 EXIT_FINAL: Final = 77
 """A new process would fail in the same way, see `restarts.py`: the command ends."""
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
-"""The supervisor starts a worker with these blocked; they come once it listens."""
+"""Signals that the supervisor blocks when it starts a worker; the worker unblocks them once its handlers are set."""
 _LOOK_S: Final = 1.0
 _STOP_AGAIN_S: Final = 0.05
 
@@ -64,7 +64,7 @@ class Settings:
     registry: str | None
     threads: int
     grace_s: float
-    """How long an orphan may go on with what is in hand."""
+    """How long a worker whose supervisor has died may take to finish the messages that it has begun."""
     options: dict[str, Any]
     """Of `Hub.consumer`; with a queue, of `pxrs.open`."""
     as_json: bool = False
@@ -225,7 +225,7 @@ class Process:
                 self._end_hung(limit_s)
 
     def _end_hung(self, limit_s: float) -> NoReturn:
-        """Others have its partitions. A thread cannot be ended, and would be missing for good."""
+        """Other members own its partitions now. A thread that hangs in a handler cannot be ended, so exit."""
         text = f"worker {self._settings.number}: its handler hangs, {limit_s:g} s after others took over; ending"
         tell(self._settings.as_json, "hung", text, **_me(self._settings))
         os._exit(EXIT_FAILED)

@@ -13,6 +13,7 @@ to nobody, or to a member that is not there, would be read by nobody, and nothin
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -31,7 +32,8 @@ def sticky(members: Sequence[str], partitions: int, before: Sequence[str | None]
     targets: Targets = [
         before[number] if number < len(before) and before[number] in known else None for number in range(partitions)
     ]
-    has = {member: targets.count(member) for member in members}
+    counts = Counter(targets)
+    has = {member: counts[member] for member in members}
     base, more = divmod(partitions, len(members))
     # Those who have most are given the larger shares: each of them then moves one partition less.
     ranked = sorted(members, key=lambda member: -has[member])

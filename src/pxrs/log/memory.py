@@ -175,7 +175,7 @@ class MemoryTopic(TopicLog):
             for partition, place in enumerate(self._stored):
                 place.producers.forget_silent(now / 1e6 - SILENT_S_MAX)
                 count = self._expired(place, now)
-                if unread and partition in unread:  # the batch that it is in stays, and all behind it
+                if unread and partition in unread:  # the batch that holds the first unread message stays
                     count = min(count, place.count_before(unread[partition]))
                 if count:
                     plan.starts[partition] = place.bases[count] if count < len(place.bases) else place.end
@@ -193,7 +193,7 @@ class MemoryTopic(TopicLog):
         return moved
 
     def _expired(self, place: _Partition, now: int) -> int:
-        """How many batches from the beginning are too old, or too many for the bytes that may be kept."""
+        """How many batches, from the first on, are older than the retention, or exceed the bytes that may be kept."""
         count, payloads = 0, place.payloads
         if self.topic.retention_s is not None:
             oldest = now - int(self.topic.retention_s * 1_000_000)

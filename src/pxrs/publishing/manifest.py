@@ -1,5 +1,4 @@
-"""Publishing a batch: one commit to the registry makes it part of its topic, then its staged rows are appended (K1 to
-K3).
+"""Publishing a batch: one commit makes it part of its topic, then its staged rows are appended (K1 to K3).
 
 The driver's commit writes the query's manifest (`records.py`). Before that commit the batch has no effect, whatever is
 staged; after it the batch will be published, by this driver or by another one. The staged files are appended by a
@@ -9,12 +8,10 @@ was made before is recognised, and not made again. So:
 - If a driver dies between the commit and the last append, and the batch is repeated with its rows in another order, no
   row is lost or doubled: the repeated batch finds the manifest, finishes it, and discards its own staged files.
 - A batch with a smaller number comes of a checkpoint location that was restored, and is refused (K2). So is a batch
-with
-  the same number that has read something else, or that Spark has planned anew.
+  with the same number that has read something else, or that Spark has planned anew.
 - The same commit writes the checkpoints of the groups that the batch was read with, if they are in the same registry.
-It
-  expects the owner keys as they were when the batch was planned: a query that has lost a partition publishes nothing
-  of it (K3).
+  It expects the owner keys as they were when the batch was planned: a query that has lost a partition publishes
+  nothing of it (K3).
 - A registry that cannot be reached is called again for as long as the query's lease may live, and for `PATIENCE_S` at
   least.
 - After a lost reply the same commit is made again. It expects the manifest's version, so at most one of the two commits

@@ -51,7 +51,8 @@ class ManifestState(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What changes the manifest of a query, each by one commit that expects the version of the manifest as read."""
+    """What changes the manifest of a query, by one commit each. COMMIT and FINISH expect the manifest's version as
+    read; FORGET expects nothing, because no driver uses the id of a finished job again."""
 
     COMMIT = "a driver commits the next batch, together with the group's checkpoints"
     FINISH = "all pieces are appended"

@@ -120,7 +120,7 @@ class Lease:
         self._on_closed, self._clock = on_closed, clock
         self._pid = os.getpid()
         self._guard = threading.Lock()
-        """Guards `_is_closed`."""
+        """Guards `_is_closed`, and changes of `deadline`. Never held during a call of the store."""
         self._renewing = threading.Lock()
         """Held during a renewal: the calls of two threads could otherwise finish in the wrong order."""
         self._is_closed = False
@@ -160,11 +160,12 @@ class Lease:
             raise
         finally:
             self._renewing.release()
-        # Those who look at the store may have seen the lease end at the old deadline.
-        if not self.alive:
-            raise LeaseExpired(f"lease {self.id}: the reply to its renewal came after its deadline")
-        self.deadline = max(self.deadline, deadline)
-        return self.deadline
+        with self._guard:
+            # Another process may have seen the lease end at the old deadline.
+            if not self.alive:
+                raise LeaseExpired(f"lease {self.id}: the reply to its renewal came after its deadline")
+            self.deadline = max(self.deadline, deadline)
+            return self.deadline
 
     def end(self) -> None:
         """End the lease in the store now, and with it its keys.
@@ -197,8 +198,9 @@ class Lease:
 
     def expire(self) -> None:
         """Act as if the deadline had passed: the store has said that the lease has ended, or this object is closed."""
-        self.lost.set()
-        self.deadline = float("-inf")
+        with self._guard:  # else a renewal that is returning could set a deadline again
+            self.lost.set()
+            self.deadline = float("-inf")
 
     def abandon(self) -> None:
         """Make no further renewal and do not tell the store, which sees the same as if the holder had crashed. For

@@ -106,7 +106,7 @@ class MemoryStore:
         changed = self._state.apply(change, self._version)
         if changed:
             for handle in self._handles:
-                handle._wake(changed)
+                handle._note_change(changed)
         return self._version
 
     def _end_expired(self) -> None:
@@ -202,7 +202,10 @@ class MemoryRegistry(Registry):
         )
 
     def _watch(self, watches: Sequence[PrefixWatch]) -> None:
-        """Nothing to do: `MemoryStore._apply` calls `_wake` for every change, under the store's lock."""
+        """Nothing to do: the store calls `_note_change` for every change, under its lock."""
+
+    def _note_change(self, keys: list[str]) -> None:
+        self._wake(keys)
 
     def _close(self) -> None:
         self._store.remove_handle(self)

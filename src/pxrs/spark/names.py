@@ -1,6 +1,7 @@
-"""What the option `topic` names: a topic of the hub, or else a registered source. No Spark in here.
+"""What the option `topic` names: a topic of the hub, or else a registered source.
 
-Spark reads both as batches. Streams, pipelines and writes take topics alone, and say what to use instead of them.
+Spark reads both as batches. Streams, pipelines and writes take only topics; for a registered source they raise
+InvalidOption, which says what to use instead.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ if TYPE_CHECKING:
 
 
 def find_source(hub: Hub, name: str) -> RegisteredSource | None:
-    """The registered source of this name. A topic of the same name comes before it: ask for that first."""
+    """The registered source of this name, None if there is none. If a topic has the same name, the name means the
+    topic: callers look for that first."""
     return next((each for each in hub.sources() if each.name == name), None)
 
 
 def topic_to_stream(hub: Hub, name: str) -> TopicHandle:
-    """Raises UnknownTopic; InvalidOption if it is a registered source."""
+    """The topic of this name. Raises UnknownTopic; InvalidOption if the name is that of a registered source."""
     return _topic(hub, name, no_stream(name))
 
 
 def topic_to_write(hub: Hub, name: str) -> TopicHandle:
-    """Raises UnknownTopic; InvalidOption if it is a registered source."""
+    """The topic of this name. Raises UnknownTopic; InvalidOption if the name is that of a registered source."""
     return _topic(
         hub,
         name,
@@ -36,7 +38,7 @@ def topic_to_write(hub: Hub, name: str) -> TopicHandle:
 
 
 def no_stream(name: str) -> str:
-    """Why a registered source is not streamed, and what to use instead."""
+    """The message that a registered source cannot be streamed, and what to use instead."""
     return (
         f"{name} is a registered source: a table, which Spark reads as a batch (spark.read) and not as a stream. To "
         f"handle rows as they come, use a consumer group: hub.consumer({name!r}, group=...), or `pxrs worker HANDLER "

@@ -1,7 +1,7 @@
-"""The options of `format("pxrs")`: what is given as text becomes plain values, or an error that names it.
+"""The options of `format("pxrs")`: texts become values, or InvalidOption with the name of the option.
 
-Spark hands every option over as text, its name in lower case, and ignores nothing: what it adds by itself is in
-`_SPARKS_OWN`. Names that Kafka's source has too mean the same here.
+Spark passes every option as text, with its name in lower case. An unknown option is an error; those that Spark itself
+adds are in `_SPARKS_OWN`. An option that Spark's Kafka source has too means the same here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pxrs.registry.address import Address, parse
 
 COLUMNS: Final = ("key", "value", "partition", "offset", "timestamp")
 HEADERS: Final = "headers"
-"""Of a topic's rows, the last only with includeHeaders."""
+"""The columns of a topic's rows; headers only with includeHeaders."""
 
 _SPARKS_OWN: Final = ("checkpointlocation", "queryname")
 _PLACE: Final = ("url", "registry", "topic")
@@ -39,7 +39,7 @@ _WRITE: Final = _PLACE
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A topic of a hub. The path is absolute: executors have another working directory."""
+    """A topic of a hub. Paths in the addresses are absolute: executors have another working directory."""
 
     url: str
     registry: str | None = field(repr=False)
@@ -64,11 +64,11 @@ class ReadOptions:
     lease_ttl: float | None = None
     handover_timeout: float | None = None
     source_url: str | None = field(default=None, repr=False)
-    """The address of a registered source's table, which may hold a password. A path in it is absolute."""
+    """The address of a registered source's database, which may hold a password. A path in it is absolute."""
 
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
-    """Of `spark.read`. Raises InvalidOption."""
+    """The options of `spark.read`. Raises InvalidOption."""
     given = _Given(options, _BATCH, "spark.read", _STREAM)
     starting = given.offsets("startingOffsets", ("earliest", "latest", "committed"))
     if starting == "latest":
@@ -93,7 +93,7 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
 
 
 def stream_options(options: Mapping[str, str]) -> ReadOptions:
-    """Of `spark.readStream`. Raises InvalidOption."""
+    """The options of `spark.readStream`. Raises InvalidOption."""
     given = _Given(options, _STREAM, "spark.readStream", _BATCH)
     group = given.text("group")
     if group is None:
@@ -119,12 +119,13 @@ def stream_options(options: Mapping[str, str]) -> ReadOptions:
 
 
 def write_options(options: Mapping[str, str]) -> Where:
-    """Of `df.write` and `df.writeStream`. Raises InvalidOption."""
+    """The options of `df.write` and `df.writeStream`. Raises InvalidOption."""
     return _Given(options, _WRITE, "a write", ()).where()
 
 
 def columns_of(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Asked for before it is known whether a batch or a stream will be read. Raises InvalidOption."""
+    """The columns that the options name. Spark asks for them before it says whether it reads a batch or a stream.
+    Raises InvalidOption."""
     return _Given(options, (*_BATCH, *_STREAM), "pxrs", ()).columns()
 
 
@@ -199,7 +200,7 @@ class _Given:
         return value.strip()
 
     def columns(self) -> tuple[str, ...]:
-        """The columns to bring, in the order in which they are asked for."""
+        """The columns of the rows, in the order in which the user has given them."""
         known = (*COLUMNS, HEADERS) if self.flag("includeHeaders", False) else COLUMNS
         value = self._values.get("columns")
         if value is None:
@@ -270,7 +271,7 @@ class _Given:
 
 
 def _resolved(registry: str) -> str:
-    """With an absolute path in place of a relative one."""
+    """The address of a registry, with an absolute path in place of a relative one."""
     address = _parsed("registry", registry)
     if address.scheme == "memory":
         raise InvalidOption("registry", "Spark's processes cannot share a registry in memory")
@@ -284,8 +285,8 @@ def _resolved(registry: str) -> str:
 
 
 def _resolved_table(url: str | None) -> str | None:
-    """A table's address, with an absolute path of a SQLite file in place of a relative one. Nothing is checked here:
-    whoever opens it does."""
+    """The address of a database, with an absolute path of a SQLite file in place of a relative one. The address is not
+    checked here, but when the table is opened."""
     if url is None:
         return None
     scheme, mark, rest = url.strip().partition(":///")

@@ -1,10 +1,10 @@
-"""Messages to columns: what a schema says of a JSON value, and why a message does not fit it.
+"""JSON values as columns, by a schema, and the reason why a message does not fit the schema.
 
-Every message is either good or bad, by the same expression in both queries that ask, so that none is lost between them
-and none is in both. Values are read as Spark's `from_json` reads them, with what it lets pass shut out: bytes that are
-no UTF-8, nothing at all, something behind the document, single quotes, a number that is too large for its type and so
-becomes infinite, a field that is null although the schema says NOT NULL. The last two are seen in structs, and not in
-arrays and maps.
+Every message is either good or bad. The query of the rows and the query of the dead letters decide by the same
+expression, so no message is lost between them and none is in both. Values are read as Spark's `from_json` reads them.
+What `from_json` accepts and is refused here: bytes that are not UTF-8, an empty value, text after the document, single
+quotes, a number that is too large for its type and would become infinite, and a field that is null although the schema
+says NOT NULL. The last two are checked in structs, but not in arrays and maps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 MESSAGE_COLUMNS: Final = ("key", "partition", "offset", "timestamp", "headers")
-"""What a parsed row keeps of its message."""
+"""The columns of a message that a parsed row keeps."""
 REASON_HEADER: Final = "pxrs-reason"
 ORIGIN_HEADER: Final = "pxrs-origin"
 _PARSED: Final = "_pxrs_parsed"
@@ -40,7 +40,8 @@ class ParseJson:
     on_bad: OnBad = "fail"
 
     def good(self, messages: DataFrame, topic: str, are_bad_kept: bool) -> DataFrame:
-        """The parsed rows. are_bad_kept: the others go somewhere else, and it is right to leave them out here."""
+        """The parsed rows. are_bad_kept: the bad messages go to a dead-letter topic, and are left out here without an
+        error."""
         from pyspark.sql import functions as F
 
         schema = self._struct(messages)
@@ -56,7 +57,7 @@ class ParseJson:
         return judged.filter(is_good).select(*parsed, *kept)
 
     def bad(self, messages: DataFrame, topic: str) -> DataFrame:
-        """The others, as messages: key, value and timestamp as they were, why and from where in headers."""
+        """The bad messages with their key, value and timestamp; headers are added for the reason and the origin."""
         from pyspark.sql import functions as F
 
         judged = self._judged(messages, self._struct(messages)).filter(F.col(_REASON).isNotNull())
@@ -82,7 +83,8 @@ class ParseJson:
         from pyspark.sql.types import StringType, StructField, StructType
 
         text = F.col("value").cast("string")
-        # Spark overlooks what stands behind a document. What would end the object here does not end the array below.
+        # Spark ignores text after a document. A text that closes the wrapping object below early, and so would pass as
+        # one document, is found by the array around it, which then has another number of elements or is no JSON.
         wrapped = StructType([StructField("value", schema), StructField(_CORRUPT, StringType())])
         options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT, **_STRICT}
         whole = F.from_json(F.concat(F.lit('{"value":'), text, F.lit("}")), wrapped, options)
@@ -119,7 +121,7 @@ def parse_json(schema: str | StructType, on_bad: OnBad = "fail") -> ParseJson:
 
 
 def _misfit(schema: StructType, parsed: Column, text: Column) -> Column:
-    """Which field has the wrong type: one that is there, and was read as nothing."""
+    """Names the field with a wrong type: a field that is in the text, and that `from_json` has read as null."""
     from pyspark.sql import functions as F
 
     wrong = [
@@ -133,7 +135,8 @@ def _misfit(schema: StructType, parsed: Column, text: Column) -> Column:
 
 
 def _flaws(schema: StructType, parsed: Column, above: str = "") -> Iterator[tuple[Column, str]]:
-    """What `from_json` lets pass of each field, also in a struct that is there: whether it is so, and what it is."""
+    """By field, also within structs that are not null: a condition for values that `from_json` accepts and that are
+    refused here, and the reason."""
     from pyspark.sql import functions as F
     from pyspark.sql.types import DoubleType, FloatType, StructType
 

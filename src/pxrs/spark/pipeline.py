@@ -1,10 +1,10 @@
-"""Pipelines: functions from a topic's rows to rows, and where those go. Spark is the engine; this is its wiring.
+"""Pipelines: functions from a topic's rows to rows, with their sources and sinks. Spark runs them.
 
     @pipeline(source="orders", sink="totals", parse=parse_json("account STRING NOT NULL, amount DOUBLE"))
     def totals(orders): ...
 
 The same function runs as a stream (`pxrs pipeline run FILE`), over history (`totals.over(messages)`), and in a test
-(`totals(rows)`). Nothing here needs pyspark before rows are there.
+(`totals(rows)`). pyspark is imported only when there are rows.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ SparkOption = bool | int | float | str | None
 """The types that Spark takes as the value of an option of its readers and writers."""
 
 DEAD_LETTERS: Final = ".dead-letters"
-"""Behind the name and the group of a pipeline: those of the query that reads its bad rows."""
+"""Appended to the name and the group of a pipeline for the query that reads its bad rows."""
 _OUTPUT_MODES: Final = ("append", "update", "complete")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 _OURS: Final = ("url", "registry", "topic", "subscribe", "group", "sharegroup", "endingoffsets", "endingtimestamp")
 _SHAPE: Final = ("includeheaders", "columns")
-"""Options that say which columns there are, in a stream and in a batch of its history."""
+"""Options that decide which columns there are, for a stream and for a batch over its history."""
 _MESSAGE: Final = ("key", "value", "timestamp", "headers")
 _FILES: Final = ("parquet", "orc", "json", "csv", "text", "xml", "avro")
-"""Formats of which Spark writes a stream as files, with a log of its batches among them."""
+"""Formats for which Spark writes a stream as files, with a log of the batches in the same folder."""
 _SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:/")
 _collected: ContextVar[list[Pipeline] | None] = ContextVar("_collected", default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class HubAddress:
-    """A hub, as Spark's options name it."""
+    """The addresses of a hub and of its registry, as options of Spark."""
 
     url: str
     registry: str | None = field(default=None, repr=False)
@@ -59,7 +59,7 @@ class HubAddress:
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Where rows go. A topic's name, `parquet` and `to` make one."""
+    """Where the rows of a pipeline go. Made from a topic's name, by `parquet` or by `to`."""
 
     format: str
     options: Mapping[str, SparkOption] = field(default_factory=dict)
@@ -71,18 +71,19 @@ class Sink:
 
     @property
     def folder(self) -> str | None:
-        """Into which it writes files, if it does. It belongs to one stream: Spark's log in it counts the batches."""
+        """The folder into which the sink writes files, None if it writes none. A folder takes the files of one stream
+        only, because Spark's log in it counts the batches of one stream."""
         if self.format.lower() not in _FILES:
             return None
         return next((str(value) for name, value in self.options.items() if name.lower() == "path"), None)
 
     def write(self, rows: DataFrame, address: HubAddress) -> None:
-        """Append a batch's rows, shaped."""
+        """Append the rows of a batch, which `shaped` has returned."""
         writer = rows.write.format(self.format).options(**self._options(address)).mode("append")
         (writer.partitionBy(*self.partition_by) if self.partition_by else writer).save()
 
     def stream(self, rows: DataFrame, address: HubAddress, mode: OutputMode) -> DataStreamWriter:
-        """Spark's writer of these rows, shaped, for a query that is not yet started."""
+        """Spark's writer of a query of these rows, which `shaped` has returned. The query is not started."""
         if self.topic is not None and mode == "update":
             from pxrs.spark.updates import stream_updates
 
@@ -91,7 +92,7 @@ class Sink:
         return writer.partitionBy(*self.partition_by) if self.partition_by else writer
 
     def shaped(self, rows: DataFrame) -> DataFrame:
-        """The rows as this sink takes them."""
+        """The rows with the columns that this sink takes."""
         return rows if self.topic is None else as_messages(rows)
 
     def _options(self, address: HubAddress) -> Mapping[str, SparkOption]:
@@ -118,7 +119,7 @@ def to(format: str, partition_by: str | Sequence[str] = (), **options: SparkOpti
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
-    """A function, what it reads, and where its rows go. Called, it is the function."""
+    """A function, what it reads, and where its rows go. Calling the pipeline calls the function."""
 
     function: Function
     name: str
@@ -136,7 +137,8 @@ class Pipeline:
         return self.function(rows)
 
     def over(self, messages: DataFrame) -> DataFrame:
-        """The function over these messages, parsed: a stream of the source, or a batch of its history."""
+        """The result of the function for these messages after the parse step. messages: a stream of the source, or a
+        batch of its history."""
         from pyspark.sql import DataFrame
 
         rows = messages
@@ -150,19 +152,20 @@ class Pipeline:
         return result
 
     def bad(self, messages: DataFrame) -> DataFrame:
-        """The messages that do not parse, with the reason: what goes to the dead letters."""
+        """The messages that do not parse, with the reason, as they go to the dead-letter topic."""
         if self.parse is None:
             raise InvalidPipeline(f"{self.name} has no parse step")
         return self.parse.bad(messages, self.source)
 
     def messages(self, spark: SparkSession, address: HubAddress, **options: SparkOption) -> DataFrame:
-        """What the source holds now, for `over`; `options` of `spark.read` say from when to when."""
+        """A batch of what the source holds now, for `over`. options: more options of `spark.read`, such as the first
+        and the last time."""
         shape = {name: value for name, value in self.options.items() if name.lower() in _SHAPE}
         reader = spark.read.format("pxrs").options(**{**shape, **options})
         return reader.options(**address.options(self.source)).load()
 
     def topics(self) -> list[str]:
-        """The topics that it needs."""
+        """The topics that the pipeline reads and writes."""
         named = (self.source, self.sink.topic, self.dead_letters)
         return list(dict.fromkeys(topic for topic in named if topic is not None))
 
@@ -228,7 +231,7 @@ def pipeline(
 
 
 def _check_types(made: Pipeline) -> None:
-    """Raise InvalidPipeline for what is not even of the right type: each of these would be a TypeError later on."""
+    """Raise InvalidPipeline for arguments of a wrong type, each of which would cause a TypeError later."""
     name = made.name
     if not isinstance(name, str):
         raise InvalidPipeline(f"a pipeline's name is {name!r}: give text")
@@ -287,7 +290,7 @@ def _check(made: Pipeline) -> None:
 
 
 def check_together(pipelines: Sequence[Pipeline]) -> None:
-    """Raise InvalidPipeline if two have one name, one group, or one folder of files."""
+    """Raise InvalidPipeline if two pipelines have the same name, the same group, or the same folder of files."""
     names: set[str] = set()
     groups: dict[str, str] = {}
     folders: dict[str, str] = {}
@@ -319,7 +322,8 @@ def _resolved(folder: str) -> str:
 
 @contextmanager
 def collecting() -> Iterator[list[Pipeline]]:
-    """What is decorated meanwhile, in its order; also what a later one of the same name hides."""
+    """Collects the pipelines that are made within the block, in their order, also those whose names are defined again
+    later."""
     collected: list[Pipeline] = []
     token = _collected.set(collected)
     try:
@@ -329,10 +333,11 @@ def collecting() -> Iterator[list[Pipeline]]:
 
 
 def as_messages(rows: DataFrame) -> DataFrame:
-    """Rows as a topic takes them.
+    """Rows with the columns that a topic takes.
 
-    With a column `value`, they are messages already: of key, value, timestamp and headers; partition and offset, which
-    say where a row came from, are left out. Without one, all columns but `key` become a JSON object in `value`.
+    Rows with a column `value` are messages already: key, value, timestamp and headers are kept; partition and offset,
+    which say where a row was read, are left out. Without that column, all columns but `key` become a JSON object in
+    `value`.
     """
     from pyspark.sql import functions as F
 

@@ -1,5 +1,4 @@
-"""A Spark session that works: it finds or brings Java, and runs Python's own interpreter in the workers, which start
-quickly."""
+"""A Spark session that finds a Java, and whose Python workers run this process's interpreter and start quickly."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ _DEFAULTS: Final = {
     "spark.sql.redaction.options.regex": "(?i)url|registry",
 }
 _LINE: Final = re.compile(r"^[ \t]*(spark\.[^\s=:]+)[ \t]*[=: \t][ \t]*(.*?)[ \t]*$", re.MULTILINE)
-"""Of spark-defaults.conf."""
+"""A setting in spark-defaults.conf."""
 _SOCKET_FOLDER_BYTES_MAX: Final = 50
 _LOCAL: Final = {
-    # On one machine nobody else has to reach it, and a host name that resolves to nothing does no harm.
+    # With a local master, no other machine connects to the driver, and the host name of this machine need not resolve.
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
@@ -70,7 +69,8 @@ def session(name: str, master: str | None = None, config: Mapping[str, str] | No
 
 
 def _configured() -> dict[str, str]:
-    """What is set outside this program, and what we set would count more than."""
+    """The settings from outside this program. The defaults of this module are not applied to them, because a setting in
+    the program would take precedence."""
     if "PYSPARK_GATEWAY_PORT" in os.environ:  # run by spark-submit, which has read everything
         from pyspark import SparkConf, SparkContext
 
@@ -88,7 +88,7 @@ def _configured() -> dict[str, str]:
 
 
 def _defaults() -> str:
-    """The text of spark-defaults.conf, where Spark looks for it."""
+    """The text of spark-defaults.conf in the folder where Spark looks for it; empty if there is none."""
     import pyspark
 
     home = os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent
@@ -100,8 +100,8 @@ def _defaults() -> str:
 
 
 def _sockets(master: str) -> dict[str, str]:
-    """Python's workers on this machine are reached through the file system: a sixth less work than by the loopback.
-    The system allows no long names there."""
+    """Have Spark talk to Python workers through Unix sockets, which costs a sixth less than the loopback interface.
+    Their paths must be short."""
     folder = tempfile.gettempdir()
     if not master.startswith("local[") or len(os.fsencode(folder)) > _SOCKET_FOLDER_BYTES_MAX:
         return {}

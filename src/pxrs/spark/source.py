@@ -16,12 +16,13 @@ from pxrs.spark.writer import BatchWriter, StreamWriter
 
 
 class PxrsSource(DataSource):  # type: ignore[misc]
-    """A topic as a table: read, readStream, write, writeStream; and a registered source: read. Relative paths are taken
-    in the driver's folder."""
+    """A topic as a table (read, readStream, write, writeStream), or a registered source (read). Relative paths in the
+    options are resolved against the driver's working directory."""
 
     _is_planned = False
-    """Whether a reader was made of it in this process. Spark then pickles it once more, with the function that tasks
-    run, which need no options of it: the addresses of the registry and of a table may hold passwords."""
+    """Whether a reader was made of this source in this process. Spark then pickles the source once more, within the
+    function that tasks run. The options are left out of that: tasks do not need them, and the addresses of the registry
+    and of a table may hold passwords."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
         super().__init__(options)

@@ -1,7 +1,8 @@
-"""Which queries keep state. Those own their group alone: partitions move to other members, state does not (K4).
+"""Which queries keep state. Such a query must be alone in its group: partitions move to other members, state does not
+(K4).
 
-The source of a query is not told what is done with its rows, so whoever builds a query with `shareGroup` asks here
-before it is started. The answer is read from the plan that Spark has made of the DataFrame.
+The source of a query does not know what is done with its rows. So a program that builds a query with `shareGroup` calls
+`refuse_shared_state` before it starts the query. The answer is read from the plan that Spark has made of the DataFrame.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _OPERATORS: Final = {
 
 
 def stateful_operators(rows: DataFrame) -> list[str]:
-    """What keeps state in a streaming query of these rows, in words; nothing for a batch."""
+    """The operators that keep state in a streaming query of these rows, as users call them; none for a batch."""
     return sorted(set(_stateful(rows._jdf.queryExecution().analyzed())))
 
 

@@ -1,16 +1,16 @@
-"""A registered source, somebody else's table, in a batch of Spark.
+"""Reading a registered source, a table in a SQL database, as a batch of Spark.
 
-The driver plans ranges of ids, one for each task, up to the end of what is final at that moment: no row with a smaller
-id can be committed any more, so rows that are inserted later are not read. The table is read once for all its virtual
+The driver plans one range of ids for each task, up to the end of what is final at that moment: no row with a smaller id
+can be committed any more, so rows that are inserted later are not read. The table is read once for all its virtual
 partitions: a task reads its range of ids, a page at a time, and computes the partition of each row from its key.
 
-A task opens the database by itself. It has the registered settings, which hold no credentials. It takes the address
-from the option `sourceUrl` if the user gave that, which is sent to the tasks of this table and nowhere else; else from
-the environment of its own process, as every process does (`pxrs.sources.catalog`).
+A task opens the database itself. It is given the registered settings, which hold no credentials. It takes the address
+from the option `sourceUrl` if the user gave that, which is sent to the tasks of this table and nowhere else; otherwise
+from the environment of its own process, as every process does (`pxrs.sources.catalog`).
 
-Rows that are updated or deleted while the job runs are seen as they are when their page is read. A table that was
-emptied and counts its ids anew since the planning is an error (OffsetOutOfRange), as long as its new ids are below the
-planned end.
+Rows that are updated or deleted while the job runs are read as they are when their page is read. If the table was
+emptied since the planning and its ids begin again, the task raises OffsetOutOfRange, as long as the new ids are below
+the planned end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableSlice(InputPartition):  # type: ignore[misc]
-    """One task: a range of ids, and all that is needed to read it."""
+    """The input of one task: a range of ids, and all that is needed to read it."""
 
     record: RegisteredSource
     machine: str
@@ -56,9 +56,9 @@ class TableSlice(InputPartition):  # type: ignore[misc]
 
 def table_slices(hub: Hub, record: RegisteredSource, options: ReadOptions) -> list[TableSlice]:
     """The tasks of a batch. Raises InvalidOption, what opening the table raises, and ReadFailed if a transaction that
-    writes to the table stays open, so that nobody can tell which rows are final."""
+    writes to the table stays open, because it is then not known which rows are final."""
     with _open(record, options.source_url) as table:
-        # Asked once, for all partitions: a later answer could be another one.
+        # Read once for all partitions: read again, the end could be another one.
         first, end = table.bounds((0,))[0]
         extents = [(first, end)] * table.partitions
         if options.starting_us is not None:
@@ -66,8 +66,8 @@ def table_slices(hub: Hub, record: RegisteredSource, options: ReadOptions) -> li
         elif options.starting == "committed":
             starts = _committed(hub, table, options.group or "", first)
         else:
-            # A start behind the end is allowed where rows were deleted since: a job that goes on where its last run
-            # ended reads nothing then.
+            # A start beyond the end is allowed if the table has given out that id and the rows were deleted since: a
+            # job that goes on where its last run ended then reads nothing.
             starts = resolve_within(
                 table.name,
                 extents,
@@ -79,7 +79,7 @@ def table_slices(hub: Hub, record: RegisteredSource, options: ReadOptions) -> li
             ends = dict.fromkeys(range(table.partitions), min(end, table.offset_at(0, options.ending_us)))
         else:
             ends = resolve_within(table.name, extents, options.ending, "endingOffsets")
-    # A start may lie before the first row: unlike in a topic, ids without a row are no sign of a loss.
+    # A start may be smaller than the first id: unlike in a topic, ids without a row do not mean that rows were lost.
     ranges = [Range(number, max(starts[number], first), ends[number]) for number in sorted(starts)]
     lows, highs = tuple(each.start for each in ranges), tuple(each.end for each in ranges)
     machine = boot_id()
@@ -115,8 +115,9 @@ def _open(record: RegisteredSource, address: str | None) -> SqlTable:
 
 
 def _committed(hub: Hub, table: SqlTable, group: str, first: int) -> dict[int, int]:
-    """The group's checkpoints; where it has none, the first id. Raises CheckpointOutOfRange, and IdentityChanged or
-    SourceChanged as a member of the group would: with other checkpoints, rows would be read again or passed over."""
+    """By partition, the group's checkpoint, or the first id if it has none. Raises CheckpointOutOfRange, and as a
+    member of the group does IdentityChanged or SourceChanged, because rows would otherwise be read twice or left
+    out."""
     keys, registry = Keys(group), hub.registry
     found = {
         partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value)
@@ -140,10 +141,10 @@ def _committed(hub: Hub, table: SqlTable, group: str, first: int) -> dict[int, i
 
 
 def _within(page: Stretch, part: TableSlice) -> Stretch:
-    """The rows that lie between the bounds of their partitions."""
+    """The rows of a page that are within the bounds of their partitions."""
     if max(part.starts) <= part.ids.start and min(part.ends) >= part.ids.end:
         return page
-    # Here, because the process that plans a stream loads this module, has no use for it, and waits for its imports.
+    # Imported here because the process that plans a stream loads this module and does not need `pyarrow.compute`.
     import pyarrow.compute as pc
 
     starts = pc.take(pa.array(part.starts, pa.int64()), page.partitions)

@@ -1,8 +1,9 @@
-"""Rows that change, told to a topic again each time: output mode `update`, exactly once.
+"""Output mode `update` with a topic as the sink: rows that have changed are sent again, each change exactly once.
 
-Spark lets a sink in Python append, and no more. So a query in this mode hands each of its batches to a function, which
-writes it as a batch of that query: staged and published under the query's id and the batch's number, in one commit with
-the group's checkpoints, as `writeStream.format("pxrs")` does it. A batch that is repeated finds that it is published.
+Spark lets a sink in Python only append. So a query in this mode gives each of its batches to a function
+(`foreachBatch`), which writes it as a batch of that query: staged and published under the query's id and the batch's
+number, in one commit with the group's checkpoints, as `writeStream.format("pxrs")` does it. A repeated batch finds that
+it is published.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class UpdateSink(DataSource):  # type: ignore[misc]
 
 
 class UpdateTask(DataSourceArrowWriter):  # type: ignore[misc]
-    """Stages rows as the writer of a stream does, with the batch's number from outside."""
+    """Stages rows as the writer of a stream does. The batch's number is given: to Spark, this is a write without
+    one."""
 
     def __init__(self, stager: Stager, batch: int) -> None:
         self.stager, self.batch = stager, batch
@@ -63,11 +65,11 @@ class UpdateTask(DataSourceArrowWriter):  # type: ignore[misc]
         raise refused_commit()
 
     def abort(self, messages: Sequence[StagedMessage | None]) -> None:
-        """Nothing is undone: the commit may have happened."""
+        """Undo nothing: the commit may have taken effect."""
 
 
 class UpdateWriter(DriversWriter, UpdateTask):
-    """Publishes as the writer of a stream does."""
+    """Publishes a batch as the writer of a stream does."""
 
     def __init__(self, where: Where, schema: StructType, batch: int) -> None:
         super().__init__(Stager.of(where, schema), batch)

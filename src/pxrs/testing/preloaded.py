@@ -11,7 +11,7 @@ import typer.main
 
 from pxrs.cli.app import app
 
-OPENED_BY_NAME: Final = ("pxrs.log.directory", "pxrs.registry.file.store")
+OPENED_BY_NAME: Final = ("pxrs.log.directory.log", "pxrs.registry.file.registry")
 """Modules that a hub imports when it is opened."""
 OF_EXTRAS: Final = ("pxrs.registry.sql.sqlite", "pxrs.registry.sql.postgresql", "pxrs.registry.zookeeper.registry")
 

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from pxrs.belonging import Belonging
     from pxrs.registry.contract import Registry
 
-ERRORS_MAX = 100
-"""How many subjects a report names: it must fit into a value of the registry."""
-ERROR_CHARACTERS_MAX = 500
-
 
 class Stopped(Exception):
     """The hub is being closed: the rest of the round is left to the next janitor. Caught by `Round.run`."""
@@ -81,12 +77,8 @@ class Round:
             self.done.append(subject)
 
     def _report(self, took_s: float, by: str) -> RoundReport:
-        texts = {subject: str(error)[:ERROR_CHARACTERS_MAX] for subject, error in self.errors.items()}
-        shown = dict(list(texts.items())[:ERRORS_MAX])
-        if len(texts) > len(shown):
-            shown["others"] = f"{len(texts) - len(shown)} more subjects failed; the log of the process names them"
-        removed = dict(list(self.removed.items())[:ERRORS_MAX])
-        return RoundReport(self._parts.log.clock.wall_time_us() / 1e6, round(took_s, 3), removed, shown, by)
+        errors = {subject: str(error) for subject, error in self.errors.items()}
+        return RoundReport(self._parts.log.clock.wall_time_us() / 1e6, round(took_s, 3), self.removed, errors, by)
 
     def _retain(self, topic: Topic) -> None:
         if topic.keeps_unread and self._refusal is not None:

@@ -167,7 +167,10 @@ class Election:
             return False
         try:
             self._parts.registry.get().commit(
-                {held.keys.janitor: held.version}, {held.keys.report: report.dump()}, lease=held.lease, quiet=True
+                {held.keys.janitor: held.version},
+                {held.keys.report: report.bounded().dump()},
+                lease=held.lease,
+                quiet=True,
             )
         except (Conflict, LeaseExpired):
             self.resign()

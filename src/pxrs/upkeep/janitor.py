@@ -29,7 +29,7 @@ from pxrs.model import Topic
 from pxrs.upkeep.duties import Round
 from pxrs.upkeep.election import Election, Known, Role, Standing
 from pxrs.upkeep.records import RoundReport
-from pxrs.upkeep.schedule import LOOK_S, Schedule, retention_interval_s
+from pxrs.upkeep.schedule import LOOK_S, ROUND_S_MIN, Schedule, retention_interval_s
 
 _logger = logging.getLogger(__name__)
 
@@ -124,11 +124,23 @@ class Janitor:
     def run_round(self) -> RoundReport:
         """Do all duties now that this process may do, whoever is the janitor, and wait for the end of it."""
         with self._round:
-            standing = self._look()
-            if standing.role is Role.BARRED and standing.error is not None:
-                raise standing.error
-            topics = [topic for topic in self._parts.log.topics() if topic.is_retained]
-            return self._run(topics, standing, with_others=True)
+            try:
+                standing = self._look()
+                if standing.role is Role.BARRED and standing.error is not None:
+                    raise standing.error
+                topics = [topic for topic in self._parts.log.topics() if topic.is_retained]
+                return self._run(topics, standing, with_others=True)
+            finally:
+                self._resign_unless_served()
+
+    def _resign_unless_served(self) -> None:
+        """Under `_round`: a hub whose thread does not run must not keep the claim, for it would do no further round."""
+        with self._guard:
+            if self._thread is not None:
+                return
+            if self._standing is not None and self._standing.role is Role.ELECTED:
+                self._standing = None
+        self._election.resign()
 
     def status(self) -> UpkeepStatus:
         """What is known now. The registry is asked, if there is one; if it cannot be, `reason` says so."""
@@ -189,7 +201,16 @@ class Janitor:
         self._run(topics, standing, with_others=False, is_last=True)
 
     def _serve(self) -> None:
-        """The thread."""
+        """The thread. However it ends, another hub may be elected then."""
+        try:
+            self._look_when_due()
+        finally:
+            with self._round:
+                with self._guard:
+                    self._thread = None
+                self._resign_unless_served()
+
+    def _look_when_due(self) -> None:
         schedule, until = Schedule(self._clock.now()), float("inf")
         while True:
             with self._guard:
@@ -219,7 +240,8 @@ class Janitor:
         if due or with_others:
             self._forget_outages(topics)
             self._run(due, standing, with_others=with_others)
-        return schedule.next_look_at(now)
+        # Not at once, also if this round has taken longer than the shortest retention allows.
+        return max(schedule.next_look_at(now), self._clock.now() + ROUND_S_MIN)
 
     def _look(self) -> Standing:
         """Under `_round`: which role this hub has now."""
@@ -274,5 +296,5 @@ class Janitor:
     def _forget_outages(self, topics: Iterable[Topic]) -> None:
         """One for each topic that is there, at most."""
         there = {f"retention of {topic.name}" for topic in topics}
-        for subject in [each for each in self._outages if each.startswith("retention of ") and each not in there]:
+        for subject in [each for each in list(self._outages) if each.startswith("retention of ") and each not in there]:
             del self._outages[subject]

@@ -11,10 +11,14 @@ Several hubs may share a registry, so each has keys of its own, under the id tha
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Self
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final, Self
 
 from pxrs.errors import RegistryCorrupt
+
+ENTRIES_MAX: Final = 100
+TEXT_CHARACTERS_MAX: Final = 500
+"""Of a report: it must fit into a value of any registry."""
 
 
 class UpkeepKeys:
@@ -70,3 +74,15 @@ class RoundReport(_Record):
     """What failed, by subject, such as "retention of orders". The rest of the round was done."""
     by: str = ""
     """The incarnation of the janitor; empty if it was a round without election."""
+
+    def bounded(self) -> RoundReport:
+        """The report as the registry keeps it: at most ENTRIES_MAX partitions and ENTRIES_MAX errors, with short texts.
+        The log of the janitor's process names them all."""
+        places = [(topic, number, start) for topic, starts in self.removed.items() for number, start in starts.items()]
+        removed: dict[str, dict[str, int]] = {}
+        for topic, number, start in places[:ENTRIES_MAX]:
+            removed.setdefault(topic, {})[number] = start
+        errors = {subject: text[:TEXT_CHARACTERS_MAX] for subject, text in list(self.errors.items())[:ENTRIES_MAX]}
+        if len(self.errors) > len(errors):
+            errors["others"] = f"{len(self.errors) - len(errors)} more failed"
+        return replace(self, removed=removed, errors=errors)

@@ -1,5 +1,5 @@
-"""What is shown of running queries: a line for each batch, JSON for machines, or on a terminal a table that stays in
-address."""
+"""What is shown of running queries: a line for each batch, JSON for machines, or on a terminal a table that is updated
+in place."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tell_event(as_json: bool, event: str, text: str, **fields: Any) -> None:
 
 
 class Screen:
-    """Shows a table on the terminal that is updated in address."""
+    """Shows a table on the terminal that is updated in place."""
 
     def __init__(self, running: Run, live: Live) -> None:
         self._running, self._live = running, live

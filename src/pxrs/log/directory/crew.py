@@ -1,8 +1,8 @@
 """Threads that wait for the disk at the same time.
 
-A file system makes several files durable together in hardly more time than one, if they are asked for together; one
-after the other, each waits for a commit of its own. Whoever calls does a share of the work, all of it if no thread can
-be had. The threads are daemons: what a producer sends at the interpreter's end still needs them.
+A file system syncs several files in hardly more time than one if the calls overlap; one after the other, each call
+waits for a commit of the file system's journal. The calling thread does a share of the work, and all of it if no thread
+can be started. The threads are daemons, because a producer may still append while the interpreter ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A sparse index of a segment: where to begin looking for an offset or a time.
 
 An entry for about every 64 KiB: a frame's first offset, its position in the file, and the latest time seen before it.
-For a sealed segment it is kept beside it as a file, which names the partition. A file that is missing, damaged or of
-another partition is made again from the segment, which alone is the truth.
+The index of a sealed segment is kept in a file beside it, which names the partition. If the file is missing, damaged,
+or of another partition, the index is made again from the segment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTERVAL_BYTES: Final = 64 << 10
 _MAGIC: Final = b"PXI3"
 _HEAD: Final = struct.Struct("<4sIQqqQ")
 _MAGIC_2: Final = b"PXI2"
-"""Of the format before: without the time of storing and the partition."""
+"""Of the format before, which has neither the time of storing nor the partition."""
 _HEAD_2: Final = struct.Struct("<4sIQq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<QQq")
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     offset: int
     position: int
     time: int
-    """The latest before it."""
+    """The latest time of a message before this entry."""
 
 
 class Index:
@@ -52,7 +52,8 @@ class Index:
         """Behind the last frame that was noted; not kept in the file."""
 
     def note(self, header: Header, position: int) -> None:
-        """The segment's next frame. What follows damage has an entry of its own: nothing leads to it from before."""
+        """Take in the segment's next frame. The first frame behind damage gets an entry, because no walk from an
+        earlier entry reaches it."""
         is_next = position == self.segment_bytes
         if self.next_offset is None and header.place_id is not None:
             self.first_stored = header.stored_at
@@ -82,7 +83,7 @@ class Index:
         return 0 if found is None else found.position
 
     def entry_at(self, timestamp: int) -> Entry | None:
-        # All before an entry are earlier than its time says; so begin at the last one whose time is too early.
+        # No message before an entry is later than the entry's time. So begin at the last entry whose time is earlier.
         return next((entry for entry in reversed(self.entries) if entry.time < timestamp), None)
 
     def dump(self, place: int) -> bytes:

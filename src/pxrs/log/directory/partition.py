@@ -246,9 +246,11 @@ class Partition:
                 self._published.path,
                 published.end,
             )
-            published = self._recovered(is_outdated=True)
+            self._tail = None
+            published = self._recovery.recover(is_outdated=True)
         elif published is None or self._recovery.is_short(published):
-            published = self._recovered()
+            self._tail = None
+            published = self._recovery.recover()
         tail = self._tail
         is_opened = tail is None or tail.base != published.segment
         if tail is None or is_opened:
@@ -278,10 +280,6 @@ class Partition:
         published = self._published.write(published, tail.base, published.segment_bytes + len(gap), first)
         tail.learn(published)
         return published
-
-    def _recovered(self, *, is_outdated: bool = False) -> Published:
-        self._tail = None
-        return self._recovery.recover(is_outdated=is_outdated)
 
     def _open_tail(self, published: Published) -> Tail:
         segment = OpenSegment.open(self.folder, published.segment)

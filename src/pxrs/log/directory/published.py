@@ -1,12 +1,13 @@
 """The published end of a partition: up to where every reader, in every process, may read (L1).
 
-It moves only after the sync, so no reader ever sees what a power loss could undo. It is a small file of two slots,
-written in turn, each with a counter and a checksum: a reader that meets one half written looks again. It is never
-synced itself; it carries the id of the boot it was written in, and after another boot it counts for nothing and is
-rebuilt from the segments. Writing it also wakes those who wait: the kernel tells them that the file was modified.
+It moves only after the sync, so that no reader sees what a power loss could undo. It is a small file of two slots that
+are written alternately, each with a counter and a checksum; a reader that finds a slot half written reads it again. The
+file is never synced. Each slot has the id of the boot (the machine's start) in which it was written; after another
+start the file is not used, and the end is rebuilt from the segments. Writing the file also wakes waiting readers: the
+kernel notifies them that it was modified.
 
-Each slot names the partition, so that a file of another one is an error (MisplacedFile) before anything is read or cut
-by what it says. Slots of the format before do not; what they say is compared with the segment by whoever appends.
+Each slot names the partition, so that the file of another partition raises MisplacedFile before anything is read or cut
+by what it says. Slots of the format before do not; whoever appends compares them with the segment.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _STRIDE: Final = 64
 _FORMAT: Final = 2
 """In each slot. Slots of the format before have 0 there, and in the place of the partition."""
 _LOOKS: Final = 5
-"""How often a slot that is not whole is read again: a writer may be at it."""
+"""How often a slot that is not whole is read again, because a writer may be writing it."""
 
 
 class Published(NamedTuple):
@@ -40,8 +41,8 @@ class Published(NamedTuple):
     """How many bytes of it may be read."""
     end: int
     is_suspect: bool = False
-    """A sync has failed (L3): the system may have dropped the very pages, and will not say so twice. The next append
-    must go on in a new segment."""
+    """A sync has failed (L3). The system may have dropped the pages that it could not write, and report success for the
+    next sync. The next append must go on in a new segment."""
     whole_end: int | None = None
     """Never in the file. Set if published bytes are missing, as in a copy that was made under load: the offsets from
     this one up to `end` belong to no message, `segment` is the last one that is there, and `segment_bytes` what is
@@ -89,8 +90,9 @@ class PublishedFile:
         return None
 
     def rebuild(self, segment: int, segment_bytes: int, end: int, *, is_suspect: bool = False) -> Published:
-        """Under the lock, when the end was found in the segments: publish it, and then clear what is damaged. In this
-        order, so that who dies in between leaves something to rebuild, and never an older end."""
+        """Publish the end that was found in the segments, then clear damaged slots. In this order, because a process
+        that dies in between leaves a damaged slot, which has the end rebuilt again, and never an older end. The caller
+        holds the append lock."""
         slots, _ = self._parse()
         published = self.write(max(slots, default=None), segment, segment_bytes, end, is_suspect=is_suspect)
         for at in self._parse()[1]:
@@ -136,7 +138,7 @@ class PublishedFile:
     def write(
         self, last: Published | None, segment: int, segment_bytes: int, end: int, *, is_suspect: bool = False
     ) -> Published:
-        """Publish; `last` is what was published before, whose slot is left alone."""
+        """Publish an end. `last` is what was published before; its slot is not overwritten."""
         published = Published(1 if last is None else last.counter + 1, segment, segment_bytes, end, is_suspect)
         data = _SLOT.pack(*published[:5], _FORMAT, self._place, self._boot)
         data += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))

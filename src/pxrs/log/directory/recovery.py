@@ -1,8 +1,9 @@
-"""Finding the end of a partition anew, and going on from there, when what is published cannot be believed as it is:
-after another boot, when it is damaged, when it is older than the segments, or when it says more than is there.
+"""Finding the end of a partition in its last segment, when the file `published` cannot be used as it is: after a start
+of the machine, if it is damaged, if it is older than the segments, or if it names more bytes than there are.
 
-`Partition` calls this under the append lock, but for `without_missing`, which changes nothing. `scanning` tells what is
-whole; here it is decided what to keep, and what was found is published. Nothing that is whole is ever cut.
+`Partition` calls this under the append lock; only `without_missing`, which changes nothing, is called without it.
+`scanning.py` finds which frames are whole; this module decides what to keep, and publishes the end that was found. No
+whole frame is ever cut.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Finds the end of one partition anew. `Partition` makes it and calls it under the append lock."""
+    """Of one partition."""
 
     def __init__(
         self,
@@ -53,7 +54,8 @@ class Recovery:
         self.folder, self.place, self._place_id = folder, place, place_id
         self._published, self._is_synced, self._known_start = published, is_synced, known_start
         self._short: tuple[Published, Published] | None = None
-        """What is published though bytes of it are missing, and what of that can be read."""
+        """A published end of which bytes are missing, and the end that readers are given instead. Kept because finding
+        it reads the whole segment."""
 
     def is_short(self, published: Published) -> bool:
         """Whether published bytes are missing: in a copy that was made while the log was appended to, or because
@@ -64,18 +66,19 @@ class Recovery:
             return True
 
     def first_offset(self) -> int:
-        """The first offset that retention has left; 0 if that is not known. Retention never moves it beyond the end."""
+        """The first offset that retention has left; 0 if that is not known. It is never beyond the end."""
         try:
             return self._known_start() or 0
-        except DamagedFrame:  # whoever asks where the partition begins is told
+        except DamagedFrame:  # raised to whoever asks where the partition begins
             return 0
 
     def without_missing(self, published: Published) -> Published:
-        """What may be read although published bytes are missing, or although `published` ends before the first offset
-        that retention has left. Changes nothing on disk: somebody may yet put the missing bytes back, and only an
-        append has to know where it goes.
+        """The end for readers if published bytes are missing, or if `published` ends before the first offset that
+        retention has left. Changes nothing on disk: an operator may still put the missing bytes back, and only an
+        append needs a decision.
 
-        As it was if the partition is damaged: whoever reads what is missing is told, and the rest stays readable."""
+        If the partition is damaged, the published end as it is: a reader of the missing part gets DamagedFrame, and the
+        rest stays readable."""
         if self._short is None or self._short[0] != published:
             readable = published
             try:
@@ -92,7 +95,7 @@ class Recovery:
         return self._short[1]
 
     def _whole_of(self, published: Published) -> Published:
-        """What can be read of a partition of which published bytes are missing. Raises DamagedFrame."""
+        """The end up to which a partition can be read of which published bytes are missing. Raises DamagedFrame."""
         base = self._last_base(published)
         path = segment_path(self.folder, base)
         data = pa.py_buffer(Path(path).read_bytes())
@@ -127,11 +130,12 @@ class Recovery:
         )
 
     def is_outdated(self, published: Published) -> bool:
-        """Whether more was appended than one writer can leave that died before it published: then `published` is an
-        older copy, or of another partition and too old to name it. Raises MisplacedFile before anything is cut by it.
+        """Whether `published` is an older copy than the segments, or that of another partition and of a format that
+        does not name it. Raises MisplacedFile before anything is cut by what it says.
 
-        Such a writer leaves one append behind the published end of the last segment, or an empty segment that begins
-        there. Holds the lock, and does not list the folder: every append asks."""
+        A writer that died before it published leaves at most one append behind the published end of the last segment,
+        or an empty segment that begins there. If there is more, `published` is older. The caller holds the append lock;
+        the folder is not listed, because every append calls this."""
         if published.segment_bytes and _size(segment_path(self.folder, published.end)):
             return True
         path = segment_path(self.folder, published.segment)
@@ -147,20 +151,19 @@ class Recovery:
                 end = header.next_offset
         except MisplacedFile:
             raise
-        except DamagedFrame:  # torn: what such a writer has left
+        except DamagedFrame:  # a torn append, which a writer that died has left
             return False
         finally:
             os.close(descriptor)
-        # One append, with which the segment ends: was it sealed, and followed by another?
+        # The segment ends with one append behind the published end. If another segment follows, that one was published.
         return os.path.exists(segment_path(self.folder, end))
 
     def recover(self, *, is_outdated: bool = False) -> Published:
-        """After a start of the machine, for the first time, or because what is published is damaged, outdated, or more
-        than there is: find the end in the last segment. Holds the lock."""
-        # What may be misplaced is read before anything is made or cut.
+        """Find the end in the last segment, and publish it. The caller holds the append lock."""
+        # Files that may be misplaced are read before anything is made or cut.
         known = self._published.whole()
         last = self._published.last()
-        # Only a power loss takes what was published, and only where appends are not synced.
+        # Published messages are lost only by a power loss, and only where appends are not synced.
         is_lossy = not self._is_synced and not self._published.is_of_this_boot()
         reserved = read_reserved(self.folder, self._place_id) if is_lossy else 0
         segment = OpenSegment.open(self.folder, self._last_base(last), is_created=True)
@@ -186,8 +189,8 @@ class Recovery:
     def _last_base(self, last: Published) -> int:
         """The first offset of the last segment that is there. Raises DamagedFrame if somebody has removed later ones.
 
-        A copy that was made while the log was appended to may lack them too. It differs: the last segment that it has
-        was appended to when it was copied, so it has no index, which is made when a segment is sealed."""
+        A copy that was made while the log was appended to may lack later segments too. In such a copy the last segment
+        was appended to when it was copied, so it has no index file: an index is written when a segment is sealed."""
         bases = segment_bases(self.folder)
         if not bases and (last.end or self._known_start()):
             raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
@@ -238,9 +241,9 @@ class Recovery:
         return self._published.rebuild(base, position + len(gap), max(end, until))
 
     def _go_on_behind(self, base: int, found: list[tuple[int, Header]], end: int, until: int) -> Published:
-        """Seal the segment at `base`, of which these frames can be read, and go on in a new one from its `end` on. The
-        new one begins with a gap up to `until`. Nothing of the old one is changed: what lies in it behind `end` is no
-        part of the log."""
+        """Seal the segment at `base`, of which the frames `found` can be read, and make a new one that begins at the
+        offset `end` with a gap up to `until`. The old segment is not changed: its bytes behind `end` are not part of
+        the log."""
         path = segment_path(self.folder, end)
         if found:
             try:
@@ -254,7 +257,7 @@ class Recovery:
         replace_file(path, gap, is_durable=True)
         disk.sync_folder(self.folder)
         if found:
-            # Only now: an index says that another segment follows.
+            # Last, because an index says that another segment follows.
             index = Index()
             for position, header in found:
                 index.note(header, position)
@@ -280,7 +283,7 @@ class Recovery:
             producers = self._load_producers(bases[at])
             if producers is None and at > 0:
                 continue
-            # What was dropped before the first segment is as good as forgotten.
+            # Producers whose batches lie in segments that retention has removed count as forgotten.
             producers = Producers(forgotten=bases[at] - 1) if producers is None else producers
             for older, following in pairwise(bases[at : bisect_right(bases, base)]):
                 sealed = Sealed(segment_path(self.folder, older), older, following, self._place_id)
@@ -289,7 +292,7 @@ class Recovery:
         return Producers()
 
     def _load_producers(self, base: int) -> Producers | None:
-        """None also if the file belongs elsewhere: like a damaged one it is made up for by the segments."""
+        """None also if the file belongs elsewhere: the state is then found in the segments, as if it were damaged."""
         path = producers_path(segment_path(self.folder, base))
         try:
             return load_producers(path, self._place_id, base)

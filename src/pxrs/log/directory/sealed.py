@@ -23,14 +23,14 @@ _logger = logging.getLogger(__name__)
 
 
 class Sealed:
-    """A sealed segment, mapped."""
+    """A sealed segment, mapped. Threads share it."""
 
     def __init__(self, path: str, base: int, end_offset: int, place: int) -> None:
         """`end_offset` is the first offset of the next segment, `place` the partition's `place_id`. Raises
         FileNotFoundError if retention was faster."""
         self.path, self.base, self.end_offset, self._place = path, base, end_offset, place
         self._run: list[tuple[int, Header]] | None = None
-        """What was found behind damage; None as long as none was met."""
+        """The frames behind the damage that was met; None if none was met."""
         with pa.memory_map(path) as file:
             self.data: pa.Buffer = file.read_buffer()
         self._is_index_checked = False
@@ -44,19 +44,20 @@ class Sealed:
         except MisplacedFile:
             raise
         except DamagedFrame:
-            pass  # whoever reads it meets that
+            pass  # raised to whoever reads the frame
 
     def last_stored(self) -> int:
         """When its last frame was stored, as far as that can be told. Raises FileNotFoundError."""
         try:
             first = read_header(memoryview(self.data)[:HEADER_BYTES], self.path, 0)
             is_stamped = first.place_id is not None
-        except DamagedFrame:  # the index may know, and the file's own time is no earlier
+        except DamagedFrame:  # the index may have the time, and the file's own time is no earlier
             is_stamped = False
         return stored_time(self.index.last_stored, self.path, is_stamped=is_stamped)
 
     def frames_from(self, position: int) -> Iterator[tuple[int, Header]]:
-        """Those before the next segment: what a failed sync left behind it is not part of the log (L3)."""
+        """The frames from a position on, up to the offset at which the next segment begins. What lies behind that was
+        left by a failed sync and is not part of the log (L3)."""
         expected = None if position else self.base
         for at, header in frames(self.data, self.path, position, self.data.size, place=self._place):
             if expected is not None and header.base_offset != expected:
@@ -68,7 +69,7 @@ class Sealed:
         raise DamagedFrame(self.path, self.data.size, f"it ends before offset {self.end_offset}, where the next begins")
 
     def frames_for(self, offset: int) -> Iterator[tuple[int, Header]]:
-        """From the one that has this offset on. What lies behind damage is found too."""
+        """The frames from the one that holds this offset on, also if damage lies before it."""
         entry = self._checked(lambda index: index.entry_of(offset))
         begin, expected = (0, self.base) if entry is None else (entry.position, entry.offset)
         while True:
@@ -104,8 +105,8 @@ class Sealed:
         return 0 if entry is None else entry.position
 
     def _checked(self, find: Callable[[Index], Entry | None]) -> Entry | None:
-        """An entry of the index that leads to the frame it names. Where it leads elsewhere, either that frame is
-        damaged, or the index belongs to another segment: then the index is made again."""
+        """An entry of the index that names the position of its frame correctly. If an entry does not, either that frame
+        is damaged, or the index belongs to another segment and is made again."""
         entry = find(self.index)
         if entry is None or self._is_index_checked or self._leads_to(entry):
             return entry
@@ -143,9 +144,9 @@ class Sealed:
         return index
 
     def _keep(self, index: Index) -> None:
-        """Beside the segment, if it covers all of it."""
+        """Write the index beside the segment, unless it ends at damage."""
         if index.last_time != ANY_TIME:
-            with contextlib.suppress(OSError):  # it saves the next reader the work, no more
+            with contextlib.suppress(OSError):  # the next reader then makes the index again
                 replace_file(index_path(self.path), index.dump(self._place))
 
     def _scan(self) -> Index:
@@ -154,8 +155,8 @@ class Sealed:
             for position, header in self.frames_from(0):
                 index.note(header, position)
         except DamagedFrame:
-            # What is before the damage can be found; who reads on meets it, who looks for a time too, and no retention
-            # takes it for old.
+            # What lies before the damage can be found. ANY_TIME makes a search by time meet the damage, and keeps
+            # retention from removing the segment.
             index.last_time = index.last_stored = ANY_TIME
         return index
 

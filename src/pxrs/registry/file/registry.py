@@ -10,6 +10,8 @@ another process has ended it. Every other call raises RegistryNotWritable before
 On failure: a commit that fails before its `link` had no effect; a sync that fails after it is an unknown outcome. A
 process that is killed or stopped at any point blocks no other process, and leaves at most files that the next
 compaction removes.
+
+This file is longer than others because the watching thread, which reads the same fields, is still part of it.
 """
 
 from __future__ import annotations
@@ -351,6 +353,10 @@ class FileRegistry(Registry):
     def _is_idle(self) -> bool:
         return super()._is_idle() and self._watcher is None
 
+    def _doubt(self) -> None:
+        """Wake every watch: changes may have been missed."""
+        self._wake(None)
+
     def _interrupt_watcher(self) -> None:
         if self._watcher is not None:
             self._watcher.notifier.interrupt()
@@ -423,7 +429,7 @@ class _Watcher:
                     # Without its frames, which hold the registry.
                     self._trouble = error.with_traceback(None)
                     self._armed.clear()
-                    self._with_registry(_doubt)
+                    self._with_registry(FileRegistry._doubt)
                     self._stopped.wait(WATCH_RETRY_S)
         finally:
             self.notifier.close()
@@ -441,7 +447,7 @@ class _Watcher:
             return
         news = self.notifier.wait(pause)
         if news.overflow:
-            self._with_registry(_doubt)
+            self._with_registry(FileRegistry._doubt)
             self._suspects.update(dict.fromkeys(self._due, 0))
         self._suspects.update(dict.fromkeys(news.closed, 0))
 
@@ -451,7 +457,7 @@ class _Watcher:
             is_made = registry._is_made()
         if is_made != self._was_made:
             self._was_made = is_made
-            _doubt(registry)
+            registry._doubt()
         if not is_made:
             self._armed.set()
             return WATCH_RETRY_S
@@ -492,10 +498,6 @@ class _Watcher:
                 registry._catch_up()
                 if registry._journal.generation is generation:
                     return [lease for lease in registry._journal.state.leases if lease not in registry._gone]
-
-
-def _doubt(registry: FileRegistry) -> None:
-    registry._wake(None)
 
 
 class _Over(Exception):

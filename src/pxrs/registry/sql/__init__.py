@@ -1,4 +1,14 @@
-"""The registry on a SQL database that is already there: SQLite, PostgreSQL, Oracle."""
+"""The registry on a SQL database: SQLite, PostgreSQL, Oracle.
+
+Keys and leases are rows of two tables. A commit locks the rows of all keys that it names, in key order, before it
+compares their versions, so that commits neither deadlock nor pass together when they exclude each other (R7). Time is
+the database's: a lease is over when the database's clock says so, and ends by a write of whoever notices.
+
+Where to start reading: `registry.py` (the class `SqlRegistry`), `commit.py` (a commit as statements, without I/O),
+`lease.py`, `statements.py` (every statement), `schema.py` (the tables). `database.py` says what a database driver must
+offer; `sqlite.py`, `postgresql.py` with `wire.py`, and `oracle.py` offer it. Watches poll (`watching.py`) or listen
+(`listening.py`). `borrowed.py` runs statements on a connection of the user's own.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """What a commit does in the database, decided without touching it.
 
-The problem: two commits at READ COMMITTED that each check what the other writes must not both pass, also when the key
-that they check is not there and so has no row to lock (R7).
+The problem: two commits at READ COMMITTED, each of which expects a key that the other one writes, must not both pass,
+also if that key is absent and so has no row to lock (R7).
 
-So a commit locks before it looks, and everything that it names: first its lease, then every key, in key order, one row
-a statement. A key that may be absent gets a placeholder row first, which the database lets only one transaction have;
-the others wait for it there. All commits lock in the same order, so none waits for one that waits for it. A placeholder
-is written over or deleted before the commit ends, or rolled back with it: nobody ever sees one.
+So a commit locks everything that it names before it compares versions: first its lease, then every key, in key order,
+one row with each statement. For a key that may be absent it first inserts a placeholder row; the database lets only one
+transaction insert it, and the others wait. All commits lock in the same order, so they do not deadlock. A placeholder
+is overwritten or deleted before the commit ends, or rolled back with it, so that no other transaction ever sees one.
 
     plan = CommitPlan(commit, namespace, statements)
     rows = run(plan.locks)            # in a transaction
@@ -40,8 +40,8 @@ VERSION_MAX = 2**63 - 1
 
 
 class LeasesDue(Exception):
-    """An entry hangs on leases that are over by the database's clock, or expire further ahead than their ttl. End the
-    former and correct the latter, by a write, and then try again."""
+    """A key is bound to leases that are over by the database's clock, or that expire further ahead than their ttl. The
+    caller ends the former and corrects the latter, by a write, and repeats the attempt."""
 
     def __init__(self, leases: Iterable[str]) -> None:
         self.leases = sorted(leases)
@@ -50,11 +50,11 @@ class LeasesDue(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the locked rows say. No version: there is no row; version 0: our own placeholder."""
+    """The content of the locked rows. A key without a version has no row; version 0 is this commit's placeholder."""
 
     versions: dict[str, int]
     foreign_leases: frozenset[str]
-    """Leases other than the commit's own that its keys hang on. Whether they live must still be asked."""
+    """Leases other than the commit's own that its keys are bound to. It is not known yet whether they are alive."""
     next_version: int | None
 
 

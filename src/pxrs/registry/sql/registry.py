@@ -3,18 +3,19 @@
 Linearizable because every commit locks all rows that it names before it looks at them (see `commit`), and a read is
 one statement. READ COMMITTED is enough for that, and all that is asked for.
 
-A lease dies by a write. Whoever meets an entry whose lease is over by the database's clock does not act on it in
-place: it ends the lease in a transaction of its own, which deletes the lease's row and its keys, and then looks again.
-So a lease dies once, for everybody, and a clock that is set back cannot revive it for those who saw it gone.
+A lease ends by a write. An operation that finds a key whose lease is over by the database's clock first ends the lease,
+in a transaction of its own that deletes the lease's row and its keys, and then starts again. So a lease ends once, for
+all processes, and a database clock that is set back cannot revive a lease that some process has seen ended.
 
-Whoever may only read cannot end a lease. It leaves the keys of leases that are over out of what it reads.
+A process that may only read cannot end a lease. It leaves the keys of leases that are over out of what it reads.
 
-A clock that is set back also leaves living leases with an expiry too far ahead. Whoever meets such a lease sets its
-expiry to now + ttl: a dead holder goes after one more ttl at most, and a living one has a whole ttl to renew.
+A clock that is set back also leaves living leases with an expiry too far ahead. An operation that finds such a lease
+sets its expiry to now + ttl: the keys of a dead holder vanish after one more ttl at most, and a living holder has a
+whole ttl to renew its lease.
 
-On failure: every operation is bounded by the address's `timeout`. A connection that breaks before COMMIT was sent is
-replaced and the operation tried once more; after that the answer is RegistryUnavailable, or OutcomeUnknown if the reply
-to COMMIT was lost, which is never tried again.
+On failure: every operation is bounded by the address's `timeout`. If a connection breaks before COMMIT was sent, it is
+replaced and the operation is repeated once; after that RegistryUnavailable is raised. If the reply to COMMIT was lost,
+OutcomeUnknown is raised, and nothing is repeated.
 """
 
 from __future__ import annotations
@@ -274,11 +275,12 @@ class SqlRegistry(Registry):
         return self._patiently(attempt)
 
     def _leave_leases(self, error: AccessDenied) -> None:
-        log.warning("%s: leases whose holders are gone are left for others to end: %s", self.url, error)
+        log.warning("%s: leases that are over are left for other processes to end: %s", self.url, error)
         self._may_end_leases = False
 
     def _wake_for(self, leases: list[str]) -> None:
-        """For who may not end leases: their keys are left out from now on, which is a change for who watches them."""
+        """In a process that may not end leases: wake the watches, because the keys of these leases are left out of what
+        is read from now on."""
         if not self._over.issuperset(leases):
             self._wake(None)
         self._over = frozenset(leases)
@@ -292,11 +294,11 @@ class SqlRegistry(Registry):
         self._watcher.remove(watch)
 
     def wake(self, keys: list[str] | None) -> None:
-        """For the watcher: wake who watches any of the keys, or everybody."""
+        """For the watcher: wake the watches that cover any of the keys; None wakes all of them."""
         self._wake(keys)
 
     def wake_under(self, folder: str) -> None:
-        """For the watcher: wake who watches anything under the folder, or a folder that it is in."""
+        """For the watcher: wake the watches of keys under the folder, and those of folders that contain it."""
         self._watches.wake_under(folder)
 
     def _close(self) -> None:
@@ -338,9 +340,10 @@ class SqlRegistry(Registry):
             return session.read(call)
 
     def _patiently(self, attempt: Callable[[float], T], timeout: float | None = None, *, is_reading: bool = False) -> T:
-        """Try until it works, an answer is final, or the time is over. Tries again only what had no effect.
+        """Call the attempt until it succeeds, raises a final error, or the time is over. An attempt is repeated only if
+        it had no effect.
 
-        is_reading: without the permission to end leases, it goes on without their keys."""
+        is_reading: if this process may not end leases, the attempt goes on without the keys of those that are over."""
         timeout = seconds_left(self.database.timeout if timeout is None else timeout)
         deadline = time.monotonic() + timeout
         due: list[str] = []

@@ -155,7 +155,8 @@ class Client(KazooClient):  # type: ignore[misc]
 
     def leave(self) -> None:
         """Drop the connection and free everything. The server is told nothing and keeps the session until it expires.
-        When this returns, the session is not touched any more."""
+        When this returns, nothing touches the session any more, unless kazoo is connecting just now to a host that does
+        not answer: if that host answers later, the session is touched once, and the connection dropped."""
         self.line.is_left = True
         self._stopped.set()
         self.line.drop()

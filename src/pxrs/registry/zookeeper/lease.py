@@ -80,6 +80,9 @@ class Secret(NamedTuple):
     session_id: int
     password: bytes
 
+    def __repr__(self) -> str:
+        return "<Secret>"  # for logs and error messages
+
     def text(self) -> str:
         return f"{self.token}.{self.session_id & (1 << 64) - 1:x}.{self.password.hex()}"
 
@@ -186,6 +189,8 @@ class LeaseSession(Session):
             raise TryAgain from None
         except NodeExistsError:
             pass  # made by a request whose reply was lost; by this session, for none other has been
+        if client.client_id is None:
+            raise TryAgain  # the connection was lost after the reply; the next attempt finds the node
         session_id, password = client.client_id
         self.secret = self.secret._replace(session_id=session_id, password=password)
         self._began()
@@ -324,7 +329,8 @@ class StandingSession(LeaseSession):
             client = self._present
         is_told = client is not None and bool(client.connected)
         is_told &= self._shut(seconds_left(min(self.endpoint.timeout, END_S_MAX)))
-        if not is_told and not was_over:
+        self._is_unconfirmed |= not is_told and not was_over
+        if self._is_unconfirmed:
             raise RegistryUnavailable(f"{self.endpoint.url}: no answer, so the session was left to expire")
 
     def let_go(self) -> None:
@@ -352,6 +358,8 @@ class StandingSession(LeaseSession):
         return None if was_freed else self._present
 
     _was_freed = False
+    _is_unconfirmed = False
+    """Whether `end` was called and the server did not confirm that it closed the session."""
 
 
 class VisitingSession(LeaseSession):

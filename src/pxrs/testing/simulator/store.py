@@ -7,7 +7,8 @@ waiting may still be applied later, and is judged then.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,25 @@ class Request:
     """What a scan saw at the first of its two moments."""
 
 
+@dataclass(slots=True)
+class Cost:
+    """What somebody has asked of the store."""
+
+    calls: int = 0
+    keys: int = 0
+    """That were read, expected, written or deleted."""
+    size: int = 0
+    """Of these keys and their values, in bytes."""
+    writes: int = 0
+
+    def add(self, keys: Iterable[str], values: Iterable[bytes], *, is_write: bool = False) -> None:
+        named = list(keys)
+        self.calls += 1
+        self.writes += is_write
+        self.keys += len(named)
+        self.size += sum(map(len, named)) + sum(map(len, values))
+
+
 Accepted = Callable[[Request, Write], None]
 
 
@@ -46,6 +66,8 @@ class SimulatedStore:
         self.version = 0
         self.writes = 0
         """How many writes were accepted, leases aside."""
+        self.costs: defaultdict[str, Cost] = defaultdict(Cost)
+        """By who has sent the requests."""
         self.on_accepted: Accepted = lambda request, write: None
         """Told of a write before it is applied."""
         self.on_changed: Callable[[list[str], bool], None] = lambda keys, is_quiet: None
@@ -75,12 +97,16 @@ class SimulatedStore:
         match request.operation:
             case Get(key):
                 request.result = self.state.get(key)
+                found = [] if request.result is None else [request.result]
+                self.costs[request.incarnation].add([key], (entry.value for entry in found))
             case Scan(prefix, after, limit):
                 found = self.state.scan(prefix, after, None)
                 if self.scans_in_two_moments and request.first is None:
                     request.first = found
                     return
-                request.result = (found if request.first is None else self._mix(request.first, found))[:limit]
+                request.result = found = (found if request.first is None else self._mix(request.first, found))[:limit]
+                values = (entry.value for entry in found)
+                self.costs[request.incarnation].add((entry.key for entry in found), values)
             case Write() as write:
                 self._write(request, write)
         request.is_applied = True
@@ -97,6 +123,9 @@ class SimulatedStore:
         return found
 
     def _write(self, request: Request, write: Write) -> None:
+        values = {**write.put, **write.ephemeral}
+        named = {*write.expect, *values, *write.delete}
+        self.costs[request.incarnation].add(named, values.values(), is_write=True)
         lease = request.lease if write.is_leased or write.ephemeral else None
         request.error = self.state.refusal(write.expect, lease)
         if request.error is not None:

@@ -1,0 +1,327 @@
+"""One topic of the log in a directory: its partitions, opened as they are used.
+
+Errors of files are translated here: a file that is missing because the topic was deleted, the directory was moved or
+the topic was closed raises TopicDeleted, HubMoved or Closed, and not what the missing file looks like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pxrs import disk
+from pxrs.errors import (
+    AppendFailed,
+    AppendUnknown,
+    Closed,
+    HubMoved,
+    InvalidRecord,
+    LogError,
+    ReadFailed,
+    SequenceGap,
+    TopicDeleted,
+    UnknownProducer,
+    UsedAfterFork,
+)
+from pxrs.log.batch import Batch, check_encoded, place_id
+from pxrs.log.contract import READ_BYTES_DEFAULT, Append, Bounds, RetentionPlan, TopicLog
+from pxrs.log.directory.crew import Crew
+from pxrs.log.directory.ends import Ends
+from pxrs.log.directory.opened_directory import OpenedDirectory
+from pxrs.log.directory.partition import Partition
+from pxrs.log.directory.published import NAME as PUBLISHED
+from pxrs.log.directory.published import Published
+from pxrs.log.directory.retaining import keep_from, oldest_kept
+from pxrs.log.directory.tailing import Tailer
+from pxrs.log.directory.topic_folder import TopicFolder
+from pxrs.log.directory.topic_names import sync_names
+from pxrs.log.outcomes import MaybeStored, NotStored, Outcome
+from pxrs.log.producers import named
+from pxrs.model import Topic
+from pxrs.waiting import Callback, Subscription
+
+
+class DirectoryTopic(TopicLog):
+    """One topic, its partitions opened as they are used."""
+
+    def __init__(self, topic: Topic, folder: Path, timeout: float, place: OpenedDirectory, tailer: Tailer) -> None:
+        """place: the directory of the whole log. tailer: that of the whole log, which tells of changes."""
+        self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
+        self.keeps_unread = topic.keeps_unread
+        self.is_name_durable = False
+        """Whether this process knows that the topic's link, and the folders that hold it, are on the medium."""
+        self._folder = TopicFolder(topic.name, topic.id, folder, place)
+        self._timeout, self._place = timeout, place
+        self._lock = threading.Lock()
+        self._open: dict[int, Partition] = {}
+        self._crew = Crew()
+        self._ends = Ends(tailer, topic.partitions, self.end, self._watched_path)
+        self._pid = os.getpid()
+        self._is_closed = self._is_deleted = False
+        _in_use.add(self)
+
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        found: dict[int, Bounds] = {}
+        self._check_usable()
+        self._place.check()  # the segments are listed by path; nothing that is open is looked at
+        for partition in partitions:
+            with self._reading(partition) as opened:
+                start = opened.reader.start()  # before the end, which never lies before it then
+                found[partition] = Bounds(start, opened.published().end)
+        self._folder.check()
+        return found
+
+    def end(self, partition: int) -> int:
+        with self._reading(partition) as opened:
+            return opened.published().end
+
+    def ends(self) -> list[int]:
+        self._check_usable()
+        found = self._ends.look()
+        self._folder.check()  # a deletion moves the folder away first: its files may tell of that much later
+        return found
+
+    def ends_problem(self) -> str | None:
+        for number in range(self.partitions):
+            with self._reading(number) as opened:
+                if (problem := opened.end_problem()) is not None:
+                    return problem
+        return None
+
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        with self._reading(partition) as opened:
+            return opened.reader.read(offset, max_bytes)
+
+    def offset_at(self, partition: int, timestamp: int) -> int:
+        with self._reading(partition) as opened:
+            found = opened.reader.offset_at(timestamp)
+            self._folder.check()
+            return found
+
+    def published(self, partition: int) -> Published:
+        """What readers may read of a partition's files; for the checker."""
+        with self._reading(partition) as opened:
+            return opened.published()
+
+    def partition_folder(self, partition: int) -> str:
+        return self._folder.of_partition(partition)
+
+    @contextlib.contextmanager
+    def _reading(self, partition: int) -> Iterator[Partition]:
+        opened = self._partition(partition)
+        try:
+            yield opened
+        except (OSError, LogError, Closed) as error:
+            self._check_there(error)
+            if isinstance(error, OSError):
+                raise ReadFailed(f"{opened.place}: {disk.explain(error)}") from error
+            raise
+
+    def _check_there(self, error: BaseException) -> None:
+        """Raise TopicDeleted, HubMoved or Closed, if that is the reason of this error.
+
+        A deletion, or closing the topic, takes the files away from under whoever uses them at that moment, in any
+        order. What that looks like (missing files, an empty folder, a closed descriptor) says nothing about the log."""
+        try:
+            self._check_usable()
+            self._place.check()  # also if the topic's folder is there: it may be that of a copy
+            self._folder.check()
+        except (TopicDeleted, HubMoved, Closed) as reason:
+            raise reason from error
+
+    def check_writable(self) -> None:
+        self._check_usable()
+        if (refusal := disk.write_refusal(self.partition_folder(0))) is not None:
+            raise disk.log_error(refusal, where=f"{self.name}: ")
+
+    def append(self, appends: Sequence[Append]) -> list[Outcome]:
+        by_partition: dict[int, list[Append]] = {}
+        for append in appends:
+            check_encoded(append.payload)
+            by_partition.setdefault(append.partition, []).append(append)
+        partitions = {number: self._partition(number) for number in by_partition}
+        try:
+            self._make_name_durable()
+        except AppendFailed as error:
+            return [NotStored(self._reason(error))] * len(appends)
+
+        def store(number: int) -> Iterator[Outcome]:
+            return iter(self._append(partitions[number], by_partition[number]))
+
+        # In parallel, so that the partitions wait for their syncs at the same time.
+        stored = self._crew.run([functools.partial(store, number) for number in by_partition])
+        outcomes = dict(zip(by_partition, stored, strict=True))
+        return [next(outcomes[append.partition]) for append in appends]
+
+    def _append(self, partition: Partition, batches: list[Append]) -> list[Outcome]:
+        """The outcomes of the batches of one partition; an error is the outcome of all of them."""
+        try:
+            return partition.append(batches)
+        except (UnknownProducer, SequenceGap) as error:
+            return [NotStored(named(error, partition.place))] * len(batches)
+        except AppendUnknown as error:
+            return [MaybeStored(self._reason(error))] * len(batches)
+        except (LogError, Closed) as error:
+            return [NotStored(self._reason(error))] * len(batches)
+        except Exception as error:  # noqa: BLE001 - a defect: it must not hide the outcomes of other partitions
+            return [MaybeStored(error)] * len(batches)
+
+    def _reason(self, error: LogError | Closed) -> Exception:
+        """TopicDeleted, HubMoved or Closed, if that is the reason of this error; otherwise the error itself."""
+        try:
+            self._check_there(error)
+        except (TopicDeleted, HubMoved, Closed) as reason:
+            return reason
+        return error
+
+    def _make_name_durable(self) -> None:
+        """Before the first append of this process, sync the folders that hold the topic's link.
+
+        A power loss could otherwise take the link, and with it the messages that were acknowledged here."""
+        if self.is_name_durable:
+            return
+        try:
+            sync_names(self._place.path)
+        except OSError as error:
+            raise AppendFailed(f"{self.name}: the topic's name could not be synced: {disk.explain(error)}") from error
+        self.is_name_durable = True
+
+    def readable(self, positions: Mapping[int, int]) -> list[int]:
+        self._check_usable()
+        for partition in positions:
+            self._partition(partition)
+        self._ends.refresh()
+        found = []
+        for partition, offset in positions.items():
+            try:
+                is_readable = self._ends.of(partition) != offset
+            except LogError:  # `read` raises it too, or reads what is whole before the damage
+                is_readable = True
+            if is_readable:
+                found.append(partition)
+        if not found:
+            # Nothing is read now that would notice it. A deletion moves the folder first: the files in it, which are
+            # what the kernel tells of, go later.
+            self._place.check()
+            self._folder.check()
+        return found
+
+    def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
+        """The kernel tells of each partition's published end, whether it moves in this process or another."""
+        chosen = tuple(partitions)
+        self._check_usable()
+        for partition in chosen:
+            self._partition(partition)
+        try:
+            return self._ends.subscribe(chosen, callback)
+        except OSError as error:
+            self._check_there(error)
+            raise LogError(
+                f"{self.name}: the system refused to tell of changes: {disk.explain(error)}; see also `sysctl "
+                "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
+            ) from error
+
+    def wake(self) -> None:
+        self._ends.wake_all()
+
+    def _watched_path(self, partition: int) -> str:
+        """The file that is modified when the partition's published end moves, for the kernel to watch. That file may be
+        missing, if this process may not make it: then the folder that it will be in."""
+        folder = self._partition(partition).folder
+        path = f"{folder}/{PUBLISHED}"
+        return path if os.path.exists(path) else folder
+
+    def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
+        plan = RetentionPlan({}, [])
+        for number in range(self.partitions):
+            try:
+                with self._reading(number) as partition:
+                    if self.topic.retention_s is not None:
+                        partition.seal(oldest_kept(self.topic.retention_s, now))
+                    segments = partition.reader.sealed_segments()
+                    keep = keep_from(self.topic, segments, partition.published().segment_bytes, now)
+                    keep = min(keep, (unread or {}).get(number, keep))
+                    # Whole segments go: the start is the end of the last one of which nothing is kept.
+                    dropped = [each.following for each in segments if each.following <= keep]
+                    if dropped:
+                        plan.starts[number] = dropped[-1]
+            except LogError as error:  # a damaged partition keeps no other from being trimmed
+                plan.errors.append(error)
+        return plan
+
+    def trim(self, starts: Mapping[int, int]) -> dict[int, int]:
+        moved = {}
+        errors: list[LogError] = []
+        for number, start in starts.items():
+            try:
+                with self._reading(number) as partition:
+                    moved[number] = partition.drop_before(start)
+            except LogError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return moved
+
+    def _partition(self, number: int) -> Partition:
+        self._check_usable()
+        if not 0 <= number < self.partitions:
+            raise InvalidRecord(f"{self.name} has partitions 0 to {self.partitions - 1}, and no {number}")
+        found = self._open.get(number)
+        if found is None:
+            with self._lock:
+                self._check_usable()
+                found = self._open.get(number)
+                if found is None:
+                    folder = self.partition_folder(number)
+                    try:
+                        found = self._open[number] = Partition(
+                            folder,
+                            f"{self.name}/{number}",
+                            place_id(self.id, number),
+                            segment_bytes=self.topic.segment_bytes,
+                            timeout=self._timeout,
+                            is_synced=self.topic.durability == "disk",
+                            is_retained=self.topic.is_retained,
+                            segment_s=self.topic.segment_age_s,
+                        )
+                    except OSError as error:
+                        if not self._folder.is_there():
+                            raise self._folder.deleted() from error
+                        raise disk.log_error(error, folder, f"{self.name}/{number}: ") from error
+        return found
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsedAfterFork(f"topic {self.name} was opened before a fork: open it again in the child")
+        if self._is_deleted:
+            raise self._folder.deleted()
+        if self._is_closed:
+            raise Closed(f"topic {self.name} was closed")
+
+    def close(self, *, is_deleted: bool = False) -> None:
+        with self._lock:
+            self._is_closed, self._is_deleted = True, is_deleted
+            opened = list(self._open.values())
+            self._open.clear()
+        for partition in opened:
+            partition.close()
+        self._ends.close()
+        self._crew.close()
+
+
+_in_use: weakref.WeakSet[DirectoryTopic] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A lock belongs to the open file, which a forked child would share and keep locked after its parent's death."""
+    for topic in list(_in_use):
+        for partition in list(topic._open.values()):
+            partition.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
