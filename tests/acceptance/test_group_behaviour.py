@@ -26,6 +26,7 @@ import pytest
 import pxrs
 from pxrs.clock import SYSTEM
 from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.events import GroupEvents
 from pxrs.errors import Closed, Conflict, PartitionLost
 from pxrs.group.lane import Lane
 from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused
@@ -55,6 +56,16 @@ class Watched(Consumer):
         self.lost: list[int] = []
         self.refused: list[str] = []
         self._watch_commits(hub)
+        ownerships = self.ownerships
+
+        class NotedEvents(GroupEvents):
+            def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
+                for lane in lanes:
+                    ownership = Ownership(lane.partition, lane.epoch, options["name"], lane.position, SYSTEM.now())
+                    ownerships[lane.partition, lane.epoch] = ownership
+                super().lanes_assigned(lanes)
+
+        self.events_type = NotedEvents
         super().__init__(
             hub.log.topic("t"),
             hub.registry,
@@ -63,12 +74,6 @@ class Watched(Consumer):
             on_lost=self.lost.extend,
             **options,
         )
-
-    def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
-            ownership = Ownership(lane.partition, lane.epoch, self.name, lane.position, SYSTEM.now())
-            self.ownerships[lane.partition, lane.epoch] = ownership
-        super().lanes_assigned(lanes)
 
     def note(self, message: Message) -> None:
         ownership = self.ownerships[message.partition, message.epoch]

@@ -188,14 +188,14 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     def note(*words: object) -> None:
         os.write(descriptor, (" ".join(map(str, words)) + "\n").encode())
 
-    lanes_assigned = GroupEvents.lanes_assigned
+    class NotedEvents(GroupEvents):
+        def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
+            for lane in lanes:
+                note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())
+            super().lanes_assigned(lanes)
 
-    def note_assigned(events: GroupEvents, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
-            note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())
-        lanes_assigned(events, lanes)
-
-    setattr(GroupEvents, "lanes_assigned", note_assigned)  # noqa: B010 - this process has one consumer
+    class NotedConsumer(Consumer):
+        events_type = NotedEvents
 
     def note_kept(partition: int, checkpoint: Checkpoint, moment: float) -> None:
         if checkpoint.by == name:  # not where the group begins, which belongs to nobody
@@ -203,7 +203,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
 
     source = sql_table(**json.loads(topic)) if topic.startswith("{") else hub.log.topic(topic)
     _tell_checkpoints(hub.registry, Keys(group), note_kept)
-    consumer = Consumer(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
+    consumer = NotedConsumer(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
 
     def handle(message: Message) -> None:
         note("handled", message.partition, message.epoch, message.offset, SYSTEM.now())
