@@ -252,4 +252,4 @@ def test_closing_while_others_open_leases_and_watches(tmp_path: Path) -> None:
                 with pytest.raises(Closed):
                     thing.wait(5)
     with registry.open(tmp_path) as handle:
-        assert handle._journal.state.leases == {}  # type: ignore[attr-defined]
+        assert handle.shared.journal.state.leases == {}  # type: ignore[attr-defined]

@@ -34,8 +34,6 @@ KNOWN_FILES = {
     "group/protocol.py",
     "hub.py",
     "queue/transaction.py",
-    "registry/file/journal.py",
-    "registry/file/store.py",
     "testing/linearizability.py",
     "testing/simulator/simulation.py",
 }
@@ -48,8 +46,6 @@ KNOWN_CLASSES = {
     "hub.py: Hub",
     "queue/store.py: QueueStore",
     "queue/transaction.py: Transaction",
-    "registry/file/journal.py: Journal",
-    "registry/file/store.py: FileRegistry",
     "sources/sql_table/source.py: SqlTable",
     "testing/proxy.py: Proxy",
     "testing/servers/process.py: Server",
@@ -62,7 +58,6 @@ KNOWN_FUNCTIONS = {
     "cli/source.py: add",
     "cli/worker.py: worker",
     "consumer/consumer.py: Consumer.__init__",
-    "registry/sql/statements.py: _Builder.build",
     "sources/sql_table/__init__.py: sql_table",
     "testing/power.py: recorded",
 }

@@ -19,18 +19,17 @@ import select
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import psycopg
 
 from pxrs.errors import Closed, PxrsError, RegistryError
 from pxrs.registry.contract import Entry
 from pxrs.registry.sql.commit import parse_payload
-from pxrs.registry.sql.wire import Command, Wire
+from pxrs.registry.sql.wire import Command, Reply, Wire
 from pxrs.registry.watch import PrefixWatch
 
 if TYPE_CHECKING:
-    from pxrs.registry.sql.postgresql import PostgresDatabase
     from pxrs.registry.sql.registry import SqlRegistry
 
 log = logging.getLogger(__name__)
@@ -41,10 +40,22 @@ BACKOFF_S_MAX: Final = 1.0
 _EXPIRY_SLACK_S: Final = 0.003
 
 
+class ListeningDatabase(Protocol):
+    """What the listener needs of `PostgresDatabase`."""
+
+    timeout: float
+
+    def connect_alone(self, timeout: float) -> Wire:
+        """A connection that only the listener uses."""
+
+    def translate(self, reply: Reply) -> Exception:
+        """The error that a failed reply means."""
+
+
 class Listener:
     """Wakes the watches of a registry on notifications."""
 
-    def __init__(self, registry: SqlRegistry, database: PostgresDatabase, channel: str) -> None:
+    def __init__(self, registry: SqlRegistry, database: ListeningDatabase, channel: str) -> None:
         self._registry, self._database, self._channel = registry, database, channel
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -90,13 +101,13 @@ class Listener:
                 wire = self._wire
                 if wire is None:
                     wire = self._listen()
-                    self._registry.wake(None)
+                    self._registry.watched.wake(None)
                     backoff = BACKOFF_S_MIN
                 self._serve(wire)
             except (PxrsError, psycopg.Error) as error:
                 log.info("watching %s: %s; will connect again", self._registry.url, error)
                 if self._drop():
-                    self._registry.wake(None)
+                    self._registry.watched.wake(None)
                 self._stopped.wait(backoff)
                 backoff = min(backoff * 2, BACKOFF_S_MAX)
         self._drop()
@@ -138,14 +149,14 @@ class Listener:
         try:
             ttl, places = parse_payload(payload)
         except ValueError:  # not one of ours
-            self._registry.wake(None)
+            self._registry.watched.wake(None)
             return
         if ttl:
             self._sweep_at = min(self._sweep_at, time.monotonic() + ttl + _EXPIRY_SLACK_S)
-        self._registry.wake([place for place in places if place and not place.endswith("/")])
+        self._registry.watched.wake([place for place in places if place and not place.endswith("/")])
         for place in places:
             if not place or place.endswith("/"):
-                self._registry.wake_under(place)
+                self._registry.watched.wake_under(place)
 
     def _sweep(self) -> None:
         if time.monotonic() < self._sweep_at:

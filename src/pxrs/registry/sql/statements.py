@@ -162,7 +162,8 @@ class _Builder:
         self.engine_dialect = dialect_of(dialect)
 
     def build(self) -> Statements:
-        """All statements. Longer than other functions, because it is one list, and each statement is read by itself."""
+        """All statements."""
+        # Over the limit: this is one list of statements, and each of them is read by itself.
         schema, entry, lease, meta = self.schema, self.schema.entry, self.schema.lease, self.schema.meta
         number = BigInteger()
         this_entry = (entry.c.namespace == _named("namespace"), entry.c.key == _named("key"))

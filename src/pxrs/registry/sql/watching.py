@@ -92,7 +92,7 @@ class Poller:
                     # Told once, not at every look; who is woken reads, and gets the error.
                     if not is_replaced:
                         log.warning("watching %s: %s", self._registry.url, error)
-                        self._registry.wake(None)
+                        self._registry.watched.wake(None)
                     is_replaced = True
                     with self._lock:
                         self._must_compare = True
