@@ -333,7 +333,7 @@ class _Builder:
         if self.dialect == "sqlite":
             return bindparam("now_ms", type_=BigInteger())
         if self.dialect == "postgresql":
-            # Without the name of a schema: a function of this name earlier in the search path replaces it, as tests need.
+            # Without a schema: tests replace it by a function of this name that is earlier in the search path.
             return cast(extract("epoch", func.clock_timestamp()) * _THOUSAND, BigInteger())
         since: ColumnElement[Any] = literal_column("(SYS_EXTRACT_UTC(SYSTIMESTAMP) - TIMESTAMP '1970-01-01 00:00:00')")
         return cast(
