@@ -1,7 +1,8 @@
-"""Checks of what users give, made where it is given: an error of ours that names the argument, shows what was given and
-says what is allowed, instead of one of Python's from somewhere inside, or of none.
+"""Checks of the arguments of public functions. Each raises an error that names the argument, shows the value and says
+what is allowed, so that an invalid value does not cause an unrelated error later, or none.
 
-Each takes the kind of error to raise, the argument's name and what was given, and returns it in its plain form."""
+Each takes the class of the error to raise, the argument's name and its value, and returns the value in its plain form
+(an int, a float)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _SHOWN_MAX: Final = 100
 
 
 def shown(given: object) -> str:
-    """What was given, cut if it is long."""
+    """The `repr` of the value, cut if it is long."""
     try:
         text = repr(given)
     except ValueError:  # an int with thousands of digits, which Python does not print
@@ -29,7 +30,7 @@ def shown(given: object) -> str:
 
 
 def whole(kind: Kind, name: str, given: Any, least: int, most: int | None = None) -> int:
-    """A whole number in this range. True and False are none, though Python counts them."""
+    """A whole number in this range. True and False are refused, although Python has them as numbers."""
     try:
         number = operator.index(given)
     except TypeError:
@@ -53,7 +54,7 @@ def seconds(
 
 
 def flag(kind: Kind, name: str, given: Any) -> bool:
-    """Not whatever counts as true: the text "false" would."""
+    """True or False. Other values are refused: the text "false" would count as true."""
     if not isinstance(given, bool):
         raise kind(f"{name} is {shown(given)}: give True or False")
     return given
@@ -71,7 +72,7 @@ def choice(kind: Kind, name: str, given: Any, choices: Sequence[Any]) -> None:
 
 
 def functions(kind: Kind, **given: Any) -> None:
-    """Each can be called, or is None."""
+    """Check that each value is callable or None."""
     for name, each in given.items():
         if each is not None and not callable(each):
             raise kind(f"{name} is {shown(each)}: give a function, or None")
@@ -86,7 +87,7 @@ def partition(kind: Kind, topic: str, given: Any, partitions: int) -> int:
 
 
 def ids(kind: Kind, name: str, given: Any) -> set[str] | None:
-    """Several texts, or a single one; None is for all."""
+    """A set of ids from several texts or a single one. None means all ids, and stays None."""
     if given is None:
         return None
     found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]

@@ -1,8 +1,8 @@
 """Time as the project uses it: seconds on a clock that never steps and that counts suspend (R6), and the time of day.
 
-A lease's deadline on a clock that stops while a laptop sleeps would still look good after the store
-has given the lease away. `CLOCK_BOOTTIME` counts sleep on Linux; on macOS `CLOCK_MONOTONIC` does.
-It is the same clock in every process of one machine, and says nothing about another machine.
+On a clock that stops while the machine is suspended, the deadline of a lease would seem to be ahead after the store has
+ended the lease. `CLOCK_BOOTTIME` counts suspended time on Linux, `CLOCK_MONOTONIC` on macOS. All processes of one
+machine read the same clock; readings of two machines cannot be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", None) or getattr(time, "CLOCK_MONOTO
 
 
 class Clock(Protocol):
-    """What a registry, and all that is built on it, reads the time from. Leases, hand-over and progress deadlines,
+    """The time for a registry and everything that uses it. Leases, hand-over and progress deadlines,
     commit intervals and the pauses of `Consumer.run` are counted by `now`; delays and backoffs of queues, and the ages
     of stored messages, which outlive a process, by `wall_time_us`."""
 
@@ -48,7 +48,7 @@ class SystemClock:
     """The machine's own clock."""
 
     def __init__(self) -> None:
-        # A call of C code alone: every message that is handed out asks.
+        # A function of C without a Python frame, because it is called for every message that is handed out.
         self._now = time.monotonic if _CLOCK_ID is None else functools.partial(time.clock_gettime, _CLOCK_ID)
 
     @property

@@ -1,7 +1,7 @@
-"""What the project needs of a local disk: syncs that reach the medium, and file systems whose locks hold.
+"""Calls on a local disk: syncs that reach the medium, refusals explained, network file systems refused.
 
 `fdatasync` is enough on Linux; macOS needs `F_FULLFSYNC`, because its `fsync` stops at the drive's cache. Network file
-systems are refused: their locks and their links are not safe between hosts (F8).
+systems are refused, because locks and hard links are not reliable between hosts there (F8).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
     }
 )
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-"""The process, or the system, has as many files open as it may."""
+"""The limit of open files of the process, or of the whole system, is reached."""
 
 
 def require_posix(what: str) -> None:
@@ -45,7 +45,7 @@ def sync_data(descriptor: int) -> None:
 
 
 def sync_folder(folder: str | os.PathLike[str] | int) -> None:
-    """Return when the folder's entries are on the medium. It is given by its path, or as an open descriptor."""
+    """Return when the folder's entries are on the medium. folder: a path, or an open descriptor."""
     descriptor = folder if isinstance(folder, int) else os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if sys.platform == "darwin":  # pragma: no cover - not run here
@@ -64,7 +64,7 @@ def _sync_drive(descriptor: int) -> None:  # pragma: no cover - macOS
 
 
 def explain(error: OSError, path: str | os.PathLike[str] | None = None) -> str:
-    """The file, what the operating system says of it, and what to do if that is known.
+    """The file, the operating system's message, and what to do if that is known.
 
     path: the file, for errors that do not name it."""
     file = error.filename if error.filename is not None else path
@@ -88,7 +88,7 @@ class Denied(NamedTuple):
     is_write: bool
     """False if it is the permission to read the file, or to search the folder."""
     what: str
-    """Who lacks it and what to do, for a message."""
+    """For an error message: which user lacks the permission, and what to do."""
 
 
 def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied | None:
@@ -98,7 +98,7 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return None
     named = [each for each in (error.filename, error.filename2, path) if isinstance(each, str | bytes | os.PathLike)]
-    # Of a rename or a link both names are told. A file that is not there yet needs permission on its folder.
+    # The error of a rename or a link has both names. Creating a file needs permission on its folder.
     places = [_nearest(os.fsdecode(each)) for each in named]
     place = next((each for each in places if not may(each, os.W_OK)), places[0] if places else "")
     is_write = error.errno == errno.EROFS or not place or may(place, os.R_OK)
@@ -120,8 +120,8 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
 
 
 def write_refusal(path: str | os.PathLike[str]) -> OSError | None:
-    """The error that making a file in this folder, or writing this file, would meet for lack of permission; None if
-    it is permitted, or if there is nothing under this path."""
+    """The error that creating a file in this folder, or writing to this file, would raise for lack of permission; None
+    if it is permitted, or if the path does not exist."""
     if not os.path.exists(path) or may(path, os.W_OK):
         return None
     number = errno.EROFS if _is_read_only(path) else errno.EACCES
@@ -129,13 +129,13 @@ def write_refusal(path: str | os.PathLike[str]) -> OSError | None:
 
 
 def may(path: str | os.PathLike[str], mode: int) -> bool:
-    """Whether this process has the permission (os.R_OK, os.W_OK), for a folder also that to search it."""
+    """Whether this process has the permission (os.R_OK, os.W_OK); for a folder, also the one to search it."""
     mode |= os.X_OK if os.path.isdir(path) else 0
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
 def log_error(error: OSError, path: str | os.PathLike[str] | None = None, where: str = "") -> LogError:
-    """What the operating system refused, as an error of the log. LogNotWritable if it is for lack of permission.
+    """An error of the operating system as a LogError; as LogNotWritable if the permission to write is lacking.
 
     path: as in `explain`. where: what the text begins with."""
     lacking = denied(error, path)
@@ -145,14 +145,14 @@ def log_error(error: OSError, path: str | os.PathLike[str] | None = None, where:
 
 
 def _nearest(path: str) -> str:
-    """The path, or the nearest folder above it that is there and can be looked at."""
+    """The path if it exists, otherwise the nearest folder above it that exists."""
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
 
 
 def _is_read_only(path: str | os.PathLike[str]) -> bool:
-    """Whether the path is on a file system, or below a mount of it, that takes no writes."""
+    """Whether the path is on a file system that is mounted read-only."""
     try:
         return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except OSError:
@@ -169,7 +169,7 @@ def _user(number: int) -> str:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and what is missing above it, all of it durable."""
+    """Create a folder and the missing ones above it, and sync each entry."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
@@ -177,7 +177,7 @@ def make_folders(path: Path) -> None:
 
 
 def refuse_network_file_system(path: str | os.PathLike[str], what: str = "a registry") -> None:
-    """Raise UnsupportedPlatform if the path, or the folder it will be made in, is on a network file system."""
+    """Raise UnsupportedPlatform if the nearest folder of the path that exists is on a network file system."""
     kind = file_system(path)
     if kind in NETWORK_FILE_SYSTEMS:
         raise UnsupportedPlatform(
@@ -187,7 +187,7 @@ def refuse_network_file_system(path: str | os.PathLike[str], what: str = "a regi
 
 
 def file_system(path: str | os.PathLike[str]) -> str | None:
-    """The type of the file system that holds the path, as the kernel names it; None where it cannot be told."""
+    """The type of the file system that holds the path, as the kernel names it; None if it is not known."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -217,7 +217,7 @@ def replace_file(path: str, data: bytes, *, is_durable: bool = False) -> None:
     try:
         try:
             left = memoryview(data)
-            while left:  # if the disk is nearly full, the system writes a part, and only the next call fails
+            while left:  # on a nearly full disk `write` may write a part, and only the next call fails
                 left = left[os.write(descriptor, left) :]
             if is_durable:
                 sync_data(descriptor)
@@ -231,12 +231,12 @@ def replace_file(path: str, data: bytes, *, is_durable: bool = False) -> None:
 
 
 def with_checksum(text: str) -> bytes:
-    """A line of text as a small file holds it: the checksum of the text, a space, the text."""
+    """The content of a small file with one line: the checksum of the text, a space, the text."""
     return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n".encode()
 
 
 def read_with_checksum(path: str) -> str | None:
-    """The text of such a file; None if the checksum does not match. Raises FileNotFoundError."""
+    """The text of a file that `with_checksum` made; None if the checksum does not match. Raises FileNotFoundError."""
     with open(path, "rb") as file:
         checksum, _, text = file.read().rstrip(b"\n").partition(b" ")
     return text.decode() if xxhash.xxh3_64_hexdigest(text).encode() == checksum else None

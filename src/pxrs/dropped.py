@@ -1,9 +1,9 @@
-"""Objects that hold something open and are dropped without `close()`: a warning, and the end of what they held.
+"""What the finalizers of objects that were not closed call: `apart`, which closes on another thread, and `warn`.
 
-The garbage collector runs a finalizer on whatever thread it happens to run on, in the middle of whatever that thread
-does, also while it holds a lock of ours. A finalizer that takes a lock can therefore wait for itself for ever. So the
-finalizers here take no lock and make no request: they have a thread of its own do the closing, then warn. The warning
-comes last because it may raise: a program may have turned warnings into errors."""
+The garbage collector may run a finalizer on any thread at any point, also while that thread holds a lock of pxrs. A
+finalizer that waits for this lock would deadlock. So the finalizers of pxrs take no lock and make no request: they
+start a thread that closes the object's resources, then warn. The warning comes last because it may raise: a program may
+have turned warnings into errors."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _logger = logging.getLogger(__name__)
 
 
 def warn(name: str, what: str, source: object) -> None:
-    """Tell that an object was dropped without `close()`, and what becomes of what it held."""
+    """Issue a ResourceWarning: the object `name` was garbage-collected without `close()`; `what` happens now."""
     warnings.warn(f"{name} was dropped without close(): {what}", ResourceWarning, stacklevel=3, source=source)
 
 
 def apart(call: Callable[..., object], *given: Any) -> None:
-    """Make the call on a thread of its own. Takes no lock, so that finalizers may use it.
+    """Make the call on a new thread. Takes no lock, so that finalizers may use it.
 
-    An error of the call is logged: nobody is there to whom it could be raised. While the interpreter ends nothing is
-    begun; the end of the process closes everything."""
+    An error of the call is logged, because there is no caller to raise it to. While the interpreter is exiting, nothing
+    is called: the end of the process closes everything."""
     if sys.is_finalizing():
         return
     try:
-        # `Thread.start` waits for a lock, and must not be called here. But it must be called, for a thread that the
-        # module `threading` has not started stays in its list for ever once it asks who it is.
+        # `Thread.start` waits for a lock, so it must not be called on this thread; a second thread calls it. The call
+        # itself cannot run on a thread of `_thread` alone: once such a thread calls `threading.current_thread`, the
+        # module `threading` keeps an entry for it for ever.
         _thread.start_new_thread(_start, (call, given))
-    except RuntimeError as error:  # the process has as many threads as it may have, or ends just now
+    except RuntimeError as error:  # the limit of threads is reached, or the interpreter is exiting
         _logger.warning("%r could not be called: %s", call, error)
 
 

@@ -1,7 +1,7 @@
-"""What a handler raised, as bounded text that can be logged, shown, and stored beside the message or item it failed on.
+"""The exception of a handler as bounded text, to be logged, shown, and stored with the message or item that failed.
 
-Exceptions have no bound: a message may hold megabytes, a traceback thousands of frames, and either may hold characters
-that UTF-8 cannot encode. What is stored has limits, and must not fail because of them.
+The text of an exception may have megabytes, its traceback thousands of frames, and either may have characters that
+UTF-8 cannot encode. So `failure_of` cuts and escapes them: storing a failure must not fail itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OWN_CODE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception as text, or a reason for which nothing was raised."""
+    """An exception as text, or the text of a failure that was no exception."""
 
     text: str
     """Its class and its message, as the last line of a traceback has them."""
@@ -33,7 +33,7 @@ class Failure:
     """Where it was raised, the innermost frames last, with its causes. What is too long was left out at the front."""
 
     def followed_by(self, what: str, error: BaseException) -> Failure:
-        """The same failure, whose text also says what went wrong when it was dealt with."""
+        """The same failure, with the text of a second error: one that was raised while the first one was handled."""
         second = failure_of(error).text
         room = max(0, TEXT_CHARACTERS_MAX - len(second) - len(what) - 4)
         return Failure(f"{_shortened(self.text, room)}; {what}: {second}", self.type, self.traceback)
@@ -59,7 +59,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def place_of(error: BaseException) -> Hashable:
-    """The class of an exception and the line that raised it: what makes two failures the same one in a log."""
+    """The class of an exception and the line that raised it: the kind by which `LimitedLog` counts failures."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -79,6 +79,6 @@ def last_lines(text: str, characters_max: int) -> str:
 
 
 def _shortened(text: str, characters_max: int) -> str:
-    """Also with lone surrogates, which UTF-8 cannot encode, written as escapes: file names may contain them."""
+    """The text, cut to this length. Lone surrogates, which file names may have and UTF-8 cannot encode, are escaped."""
     text = text[: characters_max + 1].encode(errors="backslashreplace").decode()
     return text if len(text) <= characters_max else text[: max(0, characters_max - 4)] + " ..."

@@ -172,7 +172,7 @@ class Hub:
                     settings that differ. Several processes may call this at once: one of them creates the topic.
         Raises TopicExists, InvalidTopic; with `exist_ok` DamagedFrame, if the topic's stored description is damaged.
         """
-        from pxrs.producer.hashing import hash_named
+        from pxrs.hashing import hash_named
 
         self.parts.check_usable()
         self.log.check_topics()

@@ -1,4 +1,5 @@
-"""Learning of changes to files: inotify through the C library on Linux; elsewhere a look 20 times a second."""
+"""Events of changed files: inotify, called through the C library, on Linux. On other systems there are no events, and
+`Notifier.wait` returns every 50 ms, so that the caller reads the files."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class News:
     overflow: bool = False
     """The kernel dropped events: anything that is watched may have changed."""
     closed: frozenset[str] = field(default_factory=frozenset)
-    """Names of files that a writer has closed, by itself or by dying."""
+    """Names of files that were closed by a process that had them open for writing, also because it ended."""
     changed: frozenset[int] = field(default_factory=frozenset)
     """Numbers of the watches, as `Notifier.add` returned them, that have any event."""
     ended: frozenset[int] = field(default_factory=frozenset)
@@ -51,7 +52,7 @@ class Notifier:
 
     @property
     def has_events(self) -> bool:
-        """False where there is no inotify: `sleep` and `wait` then return often, and whoever waits must look."""
+        """False without inotify: `sleep` and `wait` then return every 50 ms, and the caller must read the files."""
         return self._inotify >= 0
 
     def add(self, folder: str, mask: int) -> int | None:
@@ -116,7 +117,7 @@ class Notifier:
                 return
 
     def close(self) -> None:
-        """Only when no thread waits: its descriptors could be those of other files by the time it looks at them."""
+        """Call it only when no thread waits: the numbers of the closed descriptors may be given to other files."""
         with self._guard:
             if self._closed:
                 return

@@ -167,18 +167,18 @@ class Outage:
         quiet_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """what: what fails, as records begin. level, extra: of the records. clock: for tests."""
+        """what: the step that fails; each record begins with it. level, extra: of the records. clock: for tests."""
         self._logger, self._what, self._level, self._extra, self._clock = logger, what, level, dict(extra or {}), clock
         self._every_s, self._quiet_s = every_s, quiet_s
         self._lock = threading.Lock()
         self._logged_at: dict[type[BaseException], float] = {}
-        """When a failure of each class was last logged; also in an earlier outage."""
+        """When a failure of each exception class was last logged, in this outage or an earlier one."""
         self._since: float | None = None
-        """When the present outage began; None while all works."""
+        """When the present outage began; None if the last step succeeded."""
         self._failed_at = 0.0
         self._failures = self._left_out = 0
         self._is_logged = False
-        """A failure of the present outage was logged: then its end is, too."""
+        """Whether a failure of the present outage was logged. Only then its end is logged."""
 
     def failed(self, error: BaseException) -> None:
         """A step failed, and will be tried again."""
@@ -199,14 +199,14 @@ class Outage:
 
     def worked(self) -> None:
         """A step worked."""
-        if self._since is None:  # without the lock: a failure that comes now is followed by another call
+        if self._since is None:  # read without the lock: after a failure on another thread the step is called again
             return
         with self._lock:
             if self._since is None or self._clock() < self._failed_at + self._quiet_s:
                 return
             failures, lasted_s, is_logged = self._failures, self._failed_at - self._since, self._is_logged
             self._since = None
-            if is_logged:  # else the next record counts them
+            if is_logged:  # otherwise the next record includes their number
                 self._failures = self._left_out = 0
             self._is_logged = False
         if is_logged:

@@ -1,7 +1,7 @@
-"""Functions that a setting names: those that pxrs has, and those that installed packages bring as entry points.
+"""Functions that a setting names: those of pxrs, and those that installed packages register as entry points.
 
-A name is all that is stored and passed on, so every process that needs the function finds it for itself: on another
-machine, in a worker that `pxrs worker` starts, in a task of Spark.
+Only the name is stored and passed on. Every process that needs the function looks it up itself: on another machine, in
+a worker that `pxrs worker` starts, in a task of Spark.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def function_named(
     if isinstance(name, str) and name in ours:
         return ours[name]
     installed = entry_points(group=entry_point_group)
-    # By what each refers to: a package that is found twice, as in a checkout that is installed too, is no conflict.
+    # Keyed by the object that the entry point refers to: a package that is found twice is no conflict.
     found = {entry.value: entry for entry in installed if entry.name == name}
     if not found:
         choices = ", ".join(names(ours, entry_point_group))

@@ -26,8 +26,8 @@ Callback = Callable[[], object]
 for one change."""
 
 LINGER_S: Final = 5.0
-"""How long a `BackgroundThread` stays after the last one who needed it: a reader that waits again and again must not
-start a thread each time, and an object that was dropped without `close` must not keep a thread for ever."""
+"""How long a `BackgroundThread` runs after the last `release`. Not 0, so that a reader that waits again and again does
+not start a thread each time; bounded, so that an object that was never closed does not keep a thread for ever."""
 FAILED_PAUSE_S: Final = 1.0
 """How long a `BackgroundThread` pauses after a step that failed unexpectedly."""
 
@@ -71,8 +71,8 @@ class Cancel:
 
     def set(self) -> None:
         """Idempotent."""
-        # First the flag, then the callbacks; `subscribe` does it the other way round. So a callback that is registered
-        # at the same time is called by at least one of the two.
+        # Set the flag, then read `_callbacks`. `subscribe` adds to `_callbacks`, then reads the flag. So a callback
+        # that is registered at the same time is called by at least one of the two.
         self._is_set = True
         for callback in list(self._callbacks.values()):
             callback()
@@ -134,7 +134,7 @@ class Subscribers:
 
 
 def call_all(callbacks: Iterable[Callback]) -> None:
-    """Call them one after the other. One that fails is logged, and keeps no other from being called."""
+    """Call the callbacks one after the other. An exception of one is logged, and the others are still called."""
     for callback in callbacks:
         try:
             callback()
@@ -179,7 +179,7 @@ def wait_for(
 
 
 class BackgroundThread:
-    """Calls `step` again and again on a thread of its own, while anyone needs that.
+    """Calls `step` in a loop on a thread of its own, while there are more calls of `need` than of `release`.
 
     The thread is started by the first `need` and ends `LINGER_S` after the last `release`, or with `close`; `need`
     starts another one. It is a daemon, so a program that does not close what it opened can end."""

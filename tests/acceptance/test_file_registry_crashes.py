@@ -56,7 +56,7 @@ def commit(directory: Path, steps: faults.Steps) -> None:
 
 def commit_and_compact(directory: Path, steps: faults.Steps) -> None:
     with registry.open(directory) as handle:
-        while handle._journal.number - handle._journal._begun_at < journal.ENTRIES_MIN - 1:  # type: ignore[attr-defined]
+        while handle.shared.journal.number - handle.shared.journal._begun_at < journal.ENTRIES_MIN - 1:  # type: ignore[attr-defined]
             handle.commit(put={"filler": b""})
         with faults.counted(steps):
             handle.commit(put=dict.fromkeys(KEYS, b"new"), delete=["twin/old"])
@@ -246,7 +246,7 @@ def test_a_directory_that_cannot_be_written_takes_no_commit_and_stays_empty(tmp_
 def test_a_damaged_entry_is_reported_with_its_place(tmp_path: Path) -> None:
     with registry.open(tmp_path) as handle:
         handle.commit(put={"a": b"x" * 50})
-        path = Path(handle._journal.generation.entry(handle._journal.number))  # type: ignore[attr-defined]
+        path = Path(handle.shared.journal.generation.entry(handle.shared.journal.number))  # type: ignore[attr-defined]
     data = bytearray(path.read_bytes())
     for position in (0, 5, 20, len(data) - 1):
         damaged = bytearray(data)

@@ -23,7 +23,7 @@ from pxrs.errors import Closed, OutcomeUnknown, RegistryError, UsedAfterFork
 from pxrs.registry import Registry
 from pxrs.registry.file import journal
 from pxrs.registry.file import lease as lease_module
-from pxrs.registry.file import registry as registry_module
+from pxrs.registry.file import watch as watch_module
 from pxrs.registry.file.lease import expiry_of
 from pxrs.testing import faults
 from pxrs.testing.waiting import eventually
@@ -159,7 +159,7 @@ def test_a_slow_observer_does_not_end_a_lease_that_was_renewed_meanwhile(
 
     with registry.open(tmp_path) as holder, registry.open(tmp_path) as observer, holder.lease(2.5) as lease:
         holder.commit(ephemeral={"m": b""}, lease=lease)
-        for module in (lease_module, registry_module):
+        for module in (lease_module, watch_module):
             monkeypatch.setattr(module, "expiry_of", slow)
         assert observer.get("m") is not None
         assert lease.alive
@@ -252,4 +252,4 @@ def test_closing_while_others_open_leases_and_watches(tmp_path: Path) -> None:
                 with pytest.raises(Closed):
                     thing.wait(5)
     with registry.open(tmp_path) as handle:
-        assert handle._journal.state.leases == {}  # type: ignore[attr-defined]
+        assert handle.shared.journal.state.leases == {}  # type: ignore[attr-defined]

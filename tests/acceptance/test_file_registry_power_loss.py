@@ -62,16 +62,16 @@ def publish_just_before(handle: registry.Registry, stopped: registry.Registry) -
     """Let `stopped` publish an entry, and not sync it, between the next look of `handle` and what it publishes then."""
     assert isinstance(handle, FileRegistry)
     assert isinstance(stopped, FileRegistry)
-    attempt, change = handle._attempt, Change(put={"stopped": b""})
+    attempt, change = handle.shared.attempt, Change(put={"stopped": b""})
 
     def attempt_second(*arguments: Any) -> Any:
-        handle._attempt = attempt  # type: ignore[method-assign]
+        handle.shared.attempt = attempt  # type: ignore[method-assign]
         stopped.get("n")
-        with stopped._journal.prepared(encode_entry(change, stopped._journal.synced)) as scratch:
-            assert stopped._attempt(scratch, change, lambda: None) is not None
+        with stopped.shared.journal.prepared(encode_entry(change, stopped.shared.journal.synced)) as scratch:
+            assert stopped.shared.attempt(scratch, change, lambda: None) is not None
         return attempt(*arguments)
 
-    handle._attempt = attempt_second  # type: ignore[method-assign]
+    handle.shared.attempt = attempt_second  # type: ignore[method-assign]
 
 
 def check(tape: power.Tape, at: int, choose: power.Choose, target: Path) -> None:

@@ -18,8 +18,8 @@ from sqlalchemy import create_engine, text
 
 import pxrs
 from pxrs.group.records import Checkpoint, Keys, Member
+from pxrs.hashing import xxh64
 from pxrs.hub import Hub
-from pxrs.producer.hashing import xxh64
 from pxrs.sources import sql_table
 from pxrs.testing.accounting import Account, Worker, account, read_journals
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer

@@ -691,14 +691,14 @@ def test_r9_a_reader_stops_at_an_entry_that_a_power_loss_took_until_a_writer_has
     with registries.open(place) as registry:
         for number in range(3):
             registry.commit(put={f"n/{number}": b""})
-        opened = registry._journal  # type: ignore[attr-defined]
+        opened = registry.shared.journal  # type: ignore[attr-defined]
         with opened.prepared(encode_entry(Change(put={"n/lost": b""}), opened.synced)) as scratch:
             os.link(scratch, opened.generation.entry(opened.number + 2))
     with reading_only(place):
         reader = registries.open(place)
         for _ in range(3):
             assert [entry.key for entry in reader.scan("n/")] == ["n/0", "n/1", "n/2"]
-            reader._journal._inspect_at = 0.0  # type: ignore[attr-defined]
+            reader.shared.journal._inspect_at = 0.0  # type: ignore[attr-defined]
     with registries.open(place) as registry:
         registry.commit(put={"n/3": b""})
     with reading_only(place):

@@ -210,7 +210,7 @@ def test_a_running_handle_looks_before_its_first_commit_after_a_pause(
     with registry.open(tmp_path) as running:
         commit_many(running, 8)
         entries_of(tmp_path)[3].unlink()
-        monkeypatch.setattr(running._journal, "_inspect_at", 0.0)  # type: ignore[attr-defined]
+        monkeypatch.setattr(running.shared.journal, "_inspect_at", 0.0)  # type: ignore[attr-defined]
         with pytest.raises(RegistryCorrupt):
             running.commit(put={"n": b"late"})
     assert len(entries_of(tmp_path)) == 7
@@ -225,7 +225,7 @@ def test_a_handle_that_is_behind_does_not_write_into_a_hole(removed: int, tmp_pa
         hole = entries_of(tmp_path)[1 : 1 + removed]
         for path in hole:
             path.unlink()
-        behind._journal._inspect_at = 0.0 if removed > 1 else behind._journal._inspect_at  # type: ignore[attr-defined]
+        behind.shared.journal._inspect_at = 0.0 if removed > 1 else behind.shared.journal._inspect_at  # type: ignore[attr-defined]
         with pytest.raises(RegistryCorrupt):
             behind.commit(expect={"owner": version}, put={"owner": b"behind again"})
         assert not any(path.exists() for path in hole)
@@ -288,7 +288,7 @@ def test_a_generation_that_is_moved_away_between_two_looks_is_not_taken_for_dama
     monkeypatch.setattr(journal, "ENTRIES_MIN", 4)
     with registry.open(tmp_path) as behind, registry.open(tmp_path) as ahead:
         behind.commit(put={"a": b"1"})
-        generation: Generation = behind._journal.generation  # type: ignore[attr-defined]
+        generation: Generation = behind.shared.journal.generation  # type: ignore[attr-defined]
         numbers, has_entry, in_place = generation.numbers, generation.has_entry, generation.in_place
 
         def commit_first() -> None:
@@ -318,7 +318,7 @@ def test_a_generation_that_is_moved_away_between_two_looks_is_not_taken_for_dama
         monkeypatch.setattr(generation, "in_place", in_place_before_it_moves)
         if looks_at == "the whole folder":
             monkeypatch.setattr(generation, "numbers", numbers_late)
-            behind._journal._inspect_at = 0.0  # type: ignore[attr-defined]
+            behind.shared.journal._inspect_at = 0.0  # type: ignore[attr-defined]
         behind.commit(put={"b": b"2"})
         assert all(calls.values())
         assert [entry.value for entry in ahead.scan("")] == [b"1", b"2", b"2"]

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pxrs.cli.app import app
-from pxrs.producer.hashing import xxh64
+from pxrs.hashing import xxh64
 from pxrs.testing.servers import PostgresServer
 
 PATIENCE_S = 90.0

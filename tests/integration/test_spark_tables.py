@@ -29,8 +29,8 @@ from pxrs.errors import (
     WrongSource,
 )
 from pxrs.group.records import Checkpoint, Keys, SourceRead
+from pxrs.hashing import xxh64
 from pxrs.hub import Hub
-from pxrs.producer.hashing import xxh64
 
 pytest.importorskip("pyspark")
 

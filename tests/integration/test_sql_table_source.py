@@ -37,8 +37,8 @@ from pxrs.errors import (
     WrongSource,
 )
 from pxrs.group.records import Checkpoint, Keys
+from pxrs.hashing import murmur2, xxh64
 from pxrs.log.batch import SCHEMA
-from pxrs.producer.hashing import murmur2, xxh64
 from pxrs.sources import SqlTable, sql_table
 from pxrs.sources import sql_table as the_function
 from pxrs.sources.sql_table import Settling

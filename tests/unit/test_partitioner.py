@@ -12,10 +12,10 @@ import pytest
 
 import pxrs
 from pxrs.errors import InvalidRecord, InvalidTopic
+from pxrs.hashing import HASHES, hash_named, murmur2, murmur2_signed, partitions_of, xxh64
 from pxrs.log.batch import SCHEMA
 from pxrs.model import PARTITIONERS
 from pxrs.producer import tables
-from pxrs.producer.hashing import HASHES, hash_named, murmur2, murmur2_signed, partitions_of, xxh64
 from pxrs.producer.keyless import KeylessSpread
 from pxrs.producer.tables import PAIR_BYTES, read_table, slices, split_table
 
@@ -45,8 +45,7 @@ def test_x2_xxh64_is_fixed_for_good() -> None:
 def test_x2_another_process_agrees() -> None:
     keys = [b"k%d" % i for i in range(50)]
     program = (
-        "from pxrs.producer.hashing import HASHES\n"
-        "print([[h(b'k%d' % i) % 8 for i in range(50)] for h in HASHES.values()])"
+        "from pxrs.hashing import HASHES\nprint([[h(b'k%d' % i) % 8 for i in range(50)] for h in HASHES.values()])"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}

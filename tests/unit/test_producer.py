@@ -30,6 +30,7 @@ from pxrs.errors import (
     UnknownProducer,
     UsedAfterFork,
 )
+from pxrs.hashing import murmur2, xxh64
 from pxrs.log.batch import SCHEMA, Origin, Payload
 from pxrs.log.contract import Append
 from pxrs.log.memory import MemoryLog, MemoryTopic
@@ -39,7 +40,6 @@ from pxrs.model import Topic
 from pxrs.producer import appender
 from pxrs.producer import producer as producer_module
 from pxrs.producer.chunks import Chunk
-from pxrs.producer.hashing import murmur2, xxh64
 from pxrs.producer.producer import Producer
 from pxrs.producer.receipts import WIDTH, Receipt
 

@@ -38,7 +38,7 @@ from pxrs.group.incarnation import Hooks
 from pxrs.group.lag import Seen
 from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Checkpoint, Keys, Member, Paused
-from pxrs.producer.hashing import xxh64
+from pxrs.hashing import xxh64
 from pxrs.registry.contract import Registry
 from pxrs.registry.steps import Write, perform
 from pxrs.sources import SqlTable, sql_table

@@ -62,6 +62,8 @@ class Covered(NamedTuple):
 class Settling:
     """What one consumer has in hand, and what becomes of it."""
 
+    # Over the limit: each event of the table in `states.py` has its method here, and each fact that they ask for too.
+
     def __init__(
         self, group: str, lanes: Lanes, read_ahead: ReadAhead, member: GroupMember, *, is_manual: bool
     ) -> None:

@@ -6,7 +6,7 @@ A message goes through these files:
    outbox (`outbox.py`); `Producer.send_batch` converts, splits and cuts a table (`tables.py`). The caller gets a
    receipt (`receipts.py`).
 2. `sending.py`: the background thread takes chunks that are full or have waited long enough, chooses partitions
-   (`hashing.py` for messages with a key, `keyless.py` for others), sorts the rows and cuts them into batches.
+   (`pxrs.hashing` for messages with a key, `keyless.py` for others), sorts the rows and cuts them into batches.
 3. `appender.py`: encodes each batch once, gives it to the log, and resends it by its outcome.
 
 What it promises: messages of one partition are stored in the order in which one thread has sent them; a message is

@@ -21,10 +21,10 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from pxrs.errors import BufferFull, Closed, UsedAfterFork
+from pxrs.hashing import Hash
 from pxrs.producer.appender import Result
 from pxrs.producer.chunks import Chunk, RowDetails
 from pxrs.producer.condition import Condition
-from pxrs.producer.hashing import Hash
 from pxrs.producer.keyless import RUN_ROWS, KeylessSpread
 from pxrs.producer.receipts import WIDTH, RowReceipt, SentBatch, copy_of
 

@@ -21,11 +21,11 @@ import pyarrow as pa
 
 from pxrs import arguments, dropped
 from pxrs.errors import InvalidArgument, InvalidRecord, PartlySent, PxrsError
+from pxrs.hashing import hash_named
 from pxrs.log.batch import FRAME_BYTES_MAX
 from pxrs.log.contract import TopicLog
 from pxrs.producer.chunks import RowDetails
 from pxrs.producer.fields import bytes_of, headers_of, microseconds
-from pxrs.producer.hashing import hash_named
 from pxrs.producer.outbox import SMALL_BYTES, Limits
 from pxrs.producer.receipts import Receipt, RowReceipt, SentBatch, TableReceipt, copy_of
 from pxrs.producer.sending import SLICE_BYTES_MAX, SendingThread

@@ -19,10 +19,10 @@ from typing import Final
 
 import pyarrow.compute as pc
 
+from pxrs.hashing import Hash, partitions_of
 from pxrs.log.contract import TopicLog
 from pxrs.producer.appender import Appender
 from pxrs.producer.chunks import Chunk, columns_of
-from pxrs.producer.hashing import Hash, partitions_of
 from pxrs.producer.outbox import Limits, Outbox
 from pxrs.producer.receipts import WIDTH, SentBatch, SortedRows, copy_of
 from pxrs.producer.tables import cut, sort_by_partition

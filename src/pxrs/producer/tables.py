@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pxrs.errors import InvalidRecord
+from pxrs.hashing import Hash, partitions_of
 from pxrs.log.batch import FRAME_BYTES_MAX, HEADERS_TYPE, SCHEMA
-from pxrs.producer.hashing import Hash, partitions_of
 
 MESSAGE_BYTES_MAX: Final = FRAME_BYTES_MAX - (1 << 16)
 """The most bytes of key, value and headers of one message, so that a frame can hold it alone."""

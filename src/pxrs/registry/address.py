@@ -23,18 +23,18 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _HOST_NAME = re.compile(
     r"localhost|\d+(\.\d+){3}|[\w-]+(\.[\w-]+)*\.(cloud|com|dev|internal|io|lan|local|net|org)", re.IGNORECASE
 )
-"""Without a port it might be a directory too: one that is there is taken for one."""
+"""Without a port the text may also be a directory: it is one if that directory exists."""
 _HOST_PORT = re.compile(r"[A-Za-z0-9_.-]+:\d+(,.*)?(/.*)?")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+_-]*):(.*)", re.DOTALL)
 DRIVERS = {"postgresql": "psycopg", "oracle": "oracledb", "sqlite": "pysqlite"}
-"""Scheme of a SQL database -> the driver that reaches it. An address may name it as SQLAlchemy does: the scheme
+"""Scheme of a SQL database -> the driver that pxrs uses. An address may name it as SQLAlchemy does: the scheme
 postgresql+psycopg is the same as postgresql."""
 _TRUE, _FALSE = {"true", "yes", "1", "on"}, {"false", "no", "0", "off"}
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A registry address, taken apart. `text` has no password in it."""
+    """The parts of a registry address. `text` has no password in it."""
 
     scheme: str
     rest: str = field(repr=False)
@@ -54,7 +54,7 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """The same with the namespace, if the address names one: which registry it is."""
+        """`text` with the namespace, if the address has one: identifies the registry in messages."""
         namespace = self.options.get("namespace")
         return self.text if namespace is None else f"{self.text}?namespace={namespace}"
 
@@ -79,7 +79,7 @@ class Address:
         return self.rest[2:].partition("/")[2].strip("/") if self.rest.startswith("//") else self.rest
 
     def directory(self) -> Path:
-        """The directory that a `file:` address or a plain path names. It need not be there; a file must not be."""
+        """The directory that a `file:` address or a plain path names. It need not exist, and must not be a file."""
         host, path = "", self.rest
         if path.startswith("//"):
             host, slash, rest = path[2:].partition("/")
@@ -134,7 +134,7 @@ class Address:
         return text
 
     def file(self, option: str) -> Path | None:
-        """The path of a file that must be there, such as a certificate."""
+        """The path of a file that must exist, such as a certificate."""
         if option not in self.options:
             return None
         path = Path(self.options[option])
@@ -154,7 +154,7 @@ class Address:
 
 
 def parse(url: str | os.PathLike[str]) -> Address:
-    """Take an address apart. A plain path is a `file:` registry."""
+    """Parse an address. A plain path is a `file:` registry."""
     if not isinstance(url, str | os.PathLike) or not isinstance(text := os.fspath(url), str) or "\0" in text:
         raise InvalidUrl(f"the url is {shown(url)}: give a directory, memory:, or SCHEME://HOST:PORT, as str or Path")
     if not text:
@@ -181,7 +181,7 @@ def parse(url: str | os.PathLike[str]) -> Address:
 
 
 def _without_driver(scheme: str) -> str:
-    """Only the scheme is shown in the error: what follows it may hold a password."""
+    """Only the scheme is shown in the error: the rest may contain a password."""
     database, plus, driver = scheme.partition("+")
     if not plus or database not in DRIVERS:
         return scheme

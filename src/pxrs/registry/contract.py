@@ -61,10 +61,9 @@ class Registry(ABC):
 
     Close it. A handle refers to the leases that it renews and to its watches. A handle that is garbage-collected with
     all of them closes itself, with a ResourceWarning; on stores whose driver's threads refer to the handle, it stays
-    open until the process ends.
+    open until the process ends."""
 
-    The class has a few more methods than others here, because each public method has its counterpart for backends.
-    """
+    # Over the limit: each public method checks its arguments and has a counterpart that backends implement.
 
     limits: Limits
     timeout_s: float = TIMEOUT_S_DEFAULT

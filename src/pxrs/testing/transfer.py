@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pxrs.producer.hashing import hash_named
+from pxrs.hashing import hash_named
 from pxrs.topics import TopicHandle
 
 Row = tuple[bytes | None, bytes | None]

@@ -30,7 +30,7 @@ def pieces_of(topic: Topic, turn: int, tables: Iterable[pa.RecordBatch]) -> Iter
 
 def _pieces(topic: Topic, turn: int, tables: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch]]:
     # Imported here because only tasks that write need these modules. A task that reads does not wait for them.
-    from pxrs.producer.hashing import hash_named
+    from pxrs.hashing import hash_named
     from pxrs.producer.keyless import KeylessSpread
     from pxrs.producer.tables import MESSAGE_BYTES_MAX, read_table, slices, split_table
 

@@ -1,12 +1,12 @@
-"""One stream of etcd's for all prefixes that are watched through an open registry (W6).
+"""One watch stream of etcd for all prefixes that are watched through an open registry (W6).
 
-The problem: a stream ends, by a restart, a cut, a compaction, a member that lost its peers, and changes happen
-meanwhile.
+The problem: a stream ends (after a restart, a network failure, a compaction, or when a member has lost its peers), and
+changes happen until the next stream has begun.
 
-Invariant: after any change there is a wake. A stream that ends is a doubt, so it wakes all prefixes that were live on
-it. A prefix that is watched again on the next stream is woken once more, after etcd has confirmed it: a change before
-that moment is seen by whoever looks after that wake, a later one comes through the stream. So a watch always begins
-now, never at an old revision, which a compaction may have removed.
+Invariant: after any change there is a wake. When a stream ends, changes may be missed, so all prefixes that were live
+on it wake. A prefix that is watched again on the next stream wakes once more, after etcd has confirmed the watch: a
+scan after that wake sees every change before the confirmation, and the stream reports every later one. So a watch
+always begins at the current revision, never at an old one, which a compaction may have removed.
 
 States of a prefix (`_Range`), all of them changed under `_lock`:
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 CLOSE_S_MAX = 1.0
 
 Key = object
-"""Whatever the caller names a watched range by."""
+"""Identifies a watched range; chosen by the caller."""
 
 
 class _Range:
@@ -56,7 +56,7 @@ class _Range:
         self.id: int | None = None
         """etcd's number of the watch on the present stream."""
         self.is_live = False
-        """Whether every change wakes now, as far as is known."""
+        """Whether etcd has confirmed the watch on the present stream: every change wakes."""
         self.was_live = False
         """Whether it was live on any stream: then `open` has returned."""
         self.is_removed = False
@@ -205,7 +205,7 @@ class Stream:
             found = self._link.connect()
         except AccessDenied as error:
             with self._lock:
-                if self._was_refused:  # twice, so not because of a token that has expired
+                if self._was_refused:  # the second time in a row, so not because of an expired token
                     for each in self._ranges.values():
                         each.failure = None if each.was_live else error
                     self._lock.notify_all()
@@ -232,7 +232,7 @@ class Stream:
             if not self._is_closed and not self._is_cancelled:
                 self._link.learn(fault_of(error), connection, metadata)
         except ValueError:
-            return  # the connection was closed since it was asked for
+            return  # the connection was closed after it was returned
         finally:
             outbox.put(None)
             with self._lock:
@@ -241,8 +241,8 @@ class Stream:
                 call.cancel()
 
     def _requests(self, outbox: queue.SimpleQueue[_Range | int | None]) -> Iterator[Any]:
-        """Called by gRPC, on a thread of its own. Some servers take the end of the requests for the end of the stream,
-        so this ends only when the stream does."""
+        """Called by gRPC, on a thread of its own. Some servers end the stream when the requests end, so this
+        generator ends only with the stream."""
         while (item := outbox.get()) is not None:
             if isinstance(item, int):
                 yield rpc.WatchRequest(cancel_request=rpc.WatchCancelRequest(watch_id=item))
@@ -254,7 +254,7 @@ class Stream:
             yield rpc.WatchRequest(create_request=rpc.WatchCreateRequest(key=item.first, range_end=item.end))
 
     def _take(self, response: Any, connection: Connection, metadata: Metadata) -> bool:
-        """Act on a message of etcd's. False if the stream must be made anew."""
+        """Handle a response of etcd. Returns False if a new stream must be made."""
         if response.canceled:
             return self._take_cancelled(response, connection, metadata)
         if response.created:
@@ -266,7 +266,7 @@ class Stream:
         return True
 
     def _begin(self, watch_id: int) -> None:
-        """The next range that was asked for is watched from now on."""
+        """etcd has confirmed the oldest request in `_asked`: its range is live from now on."""
         with self._lock:
             watched = self._asked.popleft()
             if watched.is_removed:
@@ -283,9 +283,9 @@ class Stream:
 
     def _take_cancelled(self, response: Any, connection: Connection, metadata: Metadata) -> bool:
         if response.watch_id in self._by_id:
-            return False  # etcd has ended it by itself, for instance because of a compaction
+            return False  # etcd has ended the watch itself, for instance because of a compaction
         if "permission denied" not in response.cancel_reason:
-            return not response.created  # what was cancelled on request is confirmed so
+            return not response.created  # otherwise this confirms a watch that `remove` has cancelled
         with self._lock:
             watched = self._asked.popleft()
             watched.denials += 1

@@ -31,7 +31,7 @@ from pxrs.registry.state import State
 
 ORIGIN: Final = "origin"
 SCRATCH_AGE_MAX: Final = 3600.0
-"""In seconds: how old a file in `scratch` is before it is taken for one that a killed process left."""
+"""In seconds: a file in `scratch` that is older was left by a killed process, and is removed."""
 CHUNK: Final = 1 << 17
 _GENERATION: Final = re.compile(r"\d{10}-[0-9a-f]{32}")
 
@@ -54,7 +54,7 @@ class Layout:
         return read_file(f"{self.root}/{ORIGIN}")
 
     def make_origin(self) -> str | None:
-        """The folder of the first generation, made by whoever publishes its name first; None to look again."""
+        """The folder of the first generation. The process that publishes its name creates it. None: call again."""
         marker = f"{self.root}/{ORIGIN}"
         if not os.path.exists(marker):
             with self.prepared(self.new_folder(0).encode()) as scratch, contextlib.suppress(FileExistsError):
@@ -64,7 +64,7 @@ class Layout:
         folder = f"{self.generations}/{(name or b'').decode()}"
         if name is None or not os.path.isdir(folder):
             return None
-        # Nobody writes to a generation without a snapshot that no seal names, so its state is still the empty one.
+        # No process writes to a generation that has no snapshot and that no seal names, so its state is still empty.
         self.publish_snapshot(folder, encode_snapshot(State(), 0))
         return folder
 
@@ -92,7 +92,7 @@ class Layout:
         return None
 
     def new_folder(self, number: int) -> str:
-        """A new, empty generation folder, durable before anyone may name it."""
+        """A new, empty generation folder, synced before its name is published."""
         name = f"{number:010d}-{uuid.uuid4().hex}"
         os.mkdir(self.generations / name)
         disk.sync_folder(self.generations)
@@ -113,7 +113,7 @@ class Layout:
                 os.close(descriptor)
             yield path
         finally:
-            with contextlib.suppress(OSError):  # the commit may be done by now; what is left is swept later
+            with contextlib.suppress(OSError):  # the commit may have succeeded; a later compaction removes the file
                 os.unlink(path)
 
     def publish_snapshot(self, folder: str, data: bytes) -> None:
@@ -138,7 +138,7 @@ class Layout:
         self._discard_old_scratch()
 
     def _discard_old_scratch(self) -> None:
-        """Remove what killed processes left. An hour is far beyond any commit; a slower one fails, it does not harm."""
+        """Remove files that killed processes left. A commit takes far less than an hour; a slower one fails."""
         oldest = time.time() - SCRATCH_AGE_MAX
         for entry in os.scandir(self.scratch):
             with contextlib.suppress(FileNotFoundError):

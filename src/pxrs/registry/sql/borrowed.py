@@ -61,8 +61,8 @@ DATABASES: Final[tuple[DialectName, ...]] = ("postgresql", "sqlite")
 LOCK_PART: Final = 0.75
 """The part of the registry's `timeout` for which a lock is waited for, as the registry itself does."""
 IDLE_PART: Final = 0.4
-"""The part of the registry's `timeout` after which the server ends a transaction whose client has stopped: before those
-who wait for its locks give up."""
+"""The part of the registry's `timeout` after which the server ends a transaction whose client has stopped. Less than
+LOCK_PART, so that transactions that wait for its locks get them."""
 _SQLITE_WRITE_LOCK: Final = "UPDATE pxrs_meta SET value = value WHERE name = 'version'"
 """Changes nothing, but takes SQLite's one write lock."""
 _TRANSACTION_BEGAN: Final = text("SELECT now()")
@@ -119,9 +119,9 @@ class Fault(enum.Enum):
     """What an error of the user's driver means."""
 
     ABORTED = "aborted"
-    """The database gave the transaction up for another one's sake: it may be tried again."""
+    """The database rolled the transaction back because of another one: it may be tried again."""
     BUSY = "busy"
-    """SQLite's write lock was held by others for as long as the driver waits."""
+    """Another transaction held SQLite's write lock for longer than the driver waits."""
     MISSING = "missing"
     """The registry's tables are not there, or the user's role may not use them."""
     LOST = "lost"
@@ -144,12 +144,12 @@ class BorrowedConnection:
         self.is_sqlite = isinstance(registry.database, SqliteDatabase)
 
     def begin(self) -> None:
-        """Begin a transaction; on SQLite with the write lock, because what was read without that lock could not be
-        written upon. Raises DriverError: Fault.BUSY if others have the write lock."""
+        """Begin a transaction; on SQLite with the write lock, because a transaction that has read without the lock may
+        not be able to write. Raises DriverError: Fault.BUSY if others have the write lock."""
         self.connection.begin()
         if not self.is_sqlite:
             return
-        if self.is_begun_on_sqlite:  # by an event listener of the user's
+        if self.is_begun_on_sqlite:  # an event listener of the user's has begun it
             self.take_write_lock()
         else:
             self.connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -183,14 +183,15 @@ class BorrowedConnection:
         found = self._run([_WHEREABOUTS])
         if found == _known.get(registry):
             return False
-        # Read again also if it is known: the registry may have moved to another server since.
+        # Read again even if it was read before: the registry's server may be another one since a fail-over.
         known = _known[registry] = [registry.read(_WHEREABOUTS)]
         return found != known
 
     def get(self, key: str, *, is_shared: bool = False) -> tuple[bytes, int] | None:
         """The value and version of a key, None if it is not there.
 
-        is_shared: nobody can change or delete the key until the transaction ends; others may read and share it."""
+        is_shared: lock the key, so that no other transaction changes or deletes it until this one ends; others may
+                   read it and share the lock."""
         statements = self._registry.statements
         call = self._registry.call(_get_shared(statements) if is_shared else statements.get, key=key)
         for value, version, *_ in self._run([call])[0]:
@@ -231,8 +232,8 @@ class BorrowedConnection:
         return LockedCommit(self._run, plan)
 
     def limit_waits(self) -> None:
-        """On PostgreSQL, until the transaction ends, which must be near: wait for no lock beyond the registry's
-        patience; let the server end the transaction if this client stops; make an answered COMMIT durable."""
+        """On PostgreSQL, until the transaction ends, which must be near: wait for a lock no longer than LOCK_PART of
+        the registry's `timeout`; let the server end the transaction if this client stops; make COMMIT durable."""
         if not self.is_sqlite:
             self.connection.execute(_SETTINGS, _limits_ms(self._registry.timeout_s))
 
@@ -242,9 +243,9 @@ class BorrowedConnection:
         `timeout` gives one. If the body raises, the transaction is as it was before, settings included."""
         with self.connection.begin_nested():
             if self.is_sqlite:
-                yield  # the driver's own `timeout` always has an end
+                yield  # SQLite's driver bounds the wait by its own `timeout`
                 return
-            # At least 1: PostgreSQL takes 0 for no bound.
+            # At least 1: for PostgreSQL, 0 means no limit.
             lock_ms = str(max(1, int(self._registry.timeout_s * LOCK_PART * 1000)))
             is_set = self.connection.execute(_SET_IF_ENDLESS, {"lock_ms": lock_ms}).first() is not None
             yield
@@ -289,7 +290,7 @@ class BorrowedConnection:
 
 
 class LockedCommit:
-    """A commit of the registry whose keys are locked on a borrowed connection: what it found cannot change any more."""
+    """A commit of the registry whose keys are locked on a borrowed connection, so that their versions cannot change."""
 
     def __init__(self, run: Callable[[Sequence[Call]], list[list[Row]]], plan: CommitPlan) -> None:
         self._run, self._plan = run, plan
@@ -297,7 +298,7 @@ class LockedCommit:
 
     @property
     def versions(self) -> Mapping[str, int]:
-        """The versions of the keys that are there."""
+        """The versions of the keys that exist."""
         return self._found.versions
 
     def write(self) -> int | None:
@@ -327,8 +328,8 @@ _SETTINGS: Final = text(
     "set_config('synchronous_commit', CASE current_setting('synchronous_commit') "
     "WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)"
 )
-# Which start of which server, which database, and which tables a statement means there. As text, because drivers read
-# text alike. What does not exist is left out.
+# Identifies the start of the server, the database and the tables that a statement refers to. As text, because all
+# drivers return text in the same form. Tables that do not exist are left out.
 _WHEREABOUTS: Final = Call(
     Statement(
         name="whereabouts",
@@ -345,7 +346,7 @@ _WHEREABOUTS: Final = Call(
     {},
 )
 _known: Final[WeakKeyDictionary[SqlRegistry, list[list[Row]]]] = WeakKeyDictionary()
-"""For each registry, what `_WHEREABOUTS` last gave on its own connection."""
+"""For each registry, the last result of `_WHEREABOUTS` on a connection of its own."""
 
 
 def _limits_ms(timeout_s: float) -> dict[str, str]:
@@ -362,15 +363,15 @@ def _is_same_file(path: str | None, other: str) -> bool:
 
 @cache
 def _get_shared(statements: Statements) -> Statement:
-    """`get` with a lock on the row that keeps away only those who want to change or delete it."""
+    """`get` with a shared lock on the row: other transactions can read it, and cannot change or delete it."""
     get = statements.get
     if statements.dialect == "sqlite":
-        return get  # nobody else writes
+        return get  # SQLite has one writer at a time
     return replace(get, name="get_shared", text=f"{get.text} FOR KEY SHARE")
 
 
 class _Hidden(bytes):
-    """A value that a driver takes as bytes, and that no log shows."""
+    """A value that a driver takes as bytes, and whose `repr` does not show it, so that no log does."""
 
     def __repr__(self) -> str:
         return f"<{len(self)} bytes>"
@@ -388,7 +389,7 @@ def _values(statement: Statement, values: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _clause(statement: Statement) -> TextClause:
     """A compiled statement for any driver of its database: its numbered parameters become names again."""
-    # In brackets, because a cast may follow, whose colons would be taken for a part of the name.
+    # In brackets: a cast may follow, and SQLAlchemy would take its colons for a part of the name.
     named = re.sub(r"\$(\d+)", lambda found: f"(:{statement.parameters[int(found[1]) - 1]})", statement.text)
     clause = text(named)
     return clause.bindparams(bindparam("the_value", type_=LargeBinary())) if ":the_value" in named else clause

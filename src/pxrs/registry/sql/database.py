@@ -1,14 +1,17 @@
-"""What the registry asks of a database, whichever it is: sessions out of a bounded pool, and errors with a meaning.
+"""What `SqlRegistry` needs of any database: sessions from a bounded pool of connections, and translated errors.
 
 A transaction has two phases. `begin` opens it and runs the statements that lock and read; `commit` runs the ones that
-write, and ends it. That is all the registry needs, and what a driver can send in two round trips.
+write, and commits. A driver that pipelines statements needs one round trip for each phase.
 
 Invariants:
-- An error is translated here, at the edge. Above it there are `pxrs.errors` and the two below, which mean "nothing
-  was written": `ConnectionLost`, worth one try on a new connection, and `TransactionAborted`, worth a few more.
-- Only `commit` raises OutcomeUnknown, and only once the word COMMIT was sent and no answer came.
-- Connections are bounded. Renewals of leases have a lane of their own, so that commits cannot keep them waiting.
-- A connection goes back to its lane only if it is idle and well; else it is closed, and the server rolls back.
+- A driver's errors are translated below this interface. Callers see `pxrs.errors` and the two classes below, which
+  mean that nothing was written: after `ConnectionLost` the caller retries once on a new connection, after
+  `TransactionAborted` up to `ATTEMPTS_MAX` times.
+- Only `commit` and `commit_at_once` raise OutcomeUnknown, and only if COMMIT was sent and no answer came.
+- The number of connections is bounded for each lane. Renewals of leases have a lane of their own, so that they do not
+  wait for connections that commits use.
+- A connection is returned to its lane only if it works and is in no transaction; otherwise it is closed, and the server
+  rolls back.
 - A connection belongs to the process that made it: a forked child neither uses nor closes it.
 """
 
@@ -41,7 +44,7 @@ class ConnectionLost(RegistryUnavailable):
 
 
 class TransactionAborted(RegistryUnavailable):
-    """The database gave this transaction up in favour of another, and rolled it back. It may be tried again."""
+    """The database rolled this transaction back because of another one (a deadlock, say). It may be tried again."""
 
 
 class Session(ABC):
@@ -70,8 +73,9 @@ class Session(ABC):
         """Run the statements and commit. OutcomeUnknown if the answer to COMMIT does not come."""
 
     def commit_at_once(self, calls: Sequence[Call]) -> list[list[Row]] | None:
-        """Run the statements as a transaction, sent with its end; the rows of each. None if one has not found what it
-        expects, or this session cannot do that: nothing was written. OutcomeUnknown if the answer does not come."""
+        """Run the statements and commit in one round trip; the rows of each. Returns None, and has written nothing, if
+        a statement has not found the version that it expects, or if this kind of session has no such round trip.
+        Raises OutcomeUnknown if the answer does not come."""
         return None
 
     @abstractmethod
@@ -80,11 +84,11 @@ class Session(ABC):
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether the connection is well and in no transaction, so that another operation may have it."""
+        """Whether the connection works and is in no transaction, so that another operation may use it."""
 
 
 class Gate(ABC):
-    """Tells a poller cheaply whether there can be anything new."""
+    """Lets a `Poller` find out cheaply whether anything was written since its last round."""
 
     @abstractmethod
     def look(self) -> tuple[bool, bool]:
@@ -109,7 +113,7 @@ class _Lane:
             raise TimeoutError
         generation = self._generation
         try:
-            # The last one given back: a load that needs few connections opens few.
+            # The one that was returned last, so that few connections are opened under a small load.
             return self._idle.pop(), generation
         except IndexError:
             pass
@@ -125,13 +129,13 @@ class _Lane:
                 connection.close()
                 return
             self._idle.append(connection)
-            if generation != self._generation:  # dropped by another thread at this very moment
+            if generation != self._generation:  # another thread called `drop` after the comparison above
                 self._close_idle()
         finally:
             self._slots.release()
 
     def drop(self) -> None:
-        """Close what is idle, and what is busy when it is given back."""
+        """Close the idle connections now, and those in use when they are returned."""
         self._generation += 1
         self._close_idle()
 
@@ -176,7 +180,7 @@ class Database(ABC):
             self._lanes[lane].give_back(connection, generation, is_idle=is_idle)
 
     def drop_connections(self) -> None:
-        """Let go of all connections: after a restart of the server they are all dead."""
+        """Close all connections: after a restart of the server none of them works."""
         for lane in self._lanes.values():
             lane.drop()
 
@@ -184,7 +188,7 @@ class Database(ABC):
         self._is_closed = True
         self.drop_connections()
 
-    # What each database does in its own way.
+    # What each database implements.
 
     @abstractmethod
     def _connect(self, timeout: float) -> Any:
@@ -196,10 +200,10 @@ class Database(ABC):
 
     @abstractmethod
     def create_tables(self, deadline: float) -> None:
-        """Make what is missing, also when other processes do the same at this moment."""
+        """Create the tables that are missing. Other processes may be doing the same at the same time."""
 
     def prepare(self, create: bool) -> None:
-        """Check that the tables are there and as we know them; make them if they are not and we may."""
+        """Check that the tables exist with the layout of this version; create them if they are missing and `create`."""
         deadline = time.monotonic() + self.timeout
         layout = self._layout(deadline)
         if layout is None:
@@ -212,15 +216,15 @@ class Database(ABC):
         if layout != str(LAYOUT):
             raise SchemaMissing(f"{self.url}: the tables have layout {layout}, and this version of pxrs knows {LAYOUT}")
 
-    def check_writable(self) -> None:  # noqa: B027 - a server tells by its answer
+    def check_writable(self) -> None:  # noqa: B027 - a server refuses the write itself
         """Raise RegistryNotWritable if it is known that this process may not write."""
 
     def are_leases_void(self, session: Session) -> bool:
-        """Whether no lease counts, whatever its expiry says: all are of another start of the machine."""
+        """Whether every lease is over, whatever its expiry says, because the machine was restarted since."""
         return False
 
     def gate(self) -> Gate | None:
-        """What lets a poller skip a round; None where there is no such thing."""
+        """A new `Gate`; None if this database has no cheap way to find out."""
         return None
 
     def _layout(self, deadline: float) -> str | None:
@@ -239,7 +243,7 @@ class Database(ABC):
 
 
 class Inherited:
-    """Mixed into a driver's connection: the copy that a fork makes is never closed.
+    """Mixed into a driver's connection: a forked child never closes its copy of the connection.
 
     Closing it would end the parent's session, over the socket that both share, or drop the parent's file locks.
     """
@@ -250,7 +254,7 @@ class Inherited:
 
     def __del__(self) -> None:
         if getattr(self, "_made_by", None) != os.getpid():
-            # A reference that nobody ever gives back: the child's copy is left alone until the child ends.
+            # Add a reference that is never released, so that the child's copy is not deallocated.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
             return
         finalize: Callable[[], None] | None = getattr(super(), "__del__", None)

@@ -1,14 +1,17 @@
-"""Watching PostgreSQL: one connection and one thread for each registry, told of changes by NOTIFY.
+"""Watching PostgreSQL: `Listener`, one connection and one thread for each registry, which receive notifications.
 
-The thread sleeps until the server says something, the nearest lease may have expired, or it is time to see whether the
-connection still lives. A commit that binds keys to a lease says in its notification how soon that lease may expire,
-so the thread need not ask after every one.
+The thread sleeps until a notification comes, until the nearest lease may have expired, or until the connection has to
+be probed. The notification of a commit that binds keys to a lease says how soon that lease may expire, so the thread
+need not query the expiry after every commit.
 
 Invariants:
-- `add` returns when LISTEN is active, or while a lost connection is being replaced: then everybody is woken
-  once it is.
-- A lost connection is a doubt, and a doubt wakes all: when it is noticed, and again when listening has resumed.
-- Notifications come from commits. A commit that is not seen committed here has sent none yet.
+- `add` returns when LISTEN is active. If a lost connection is just being replaced, `add` returns at once, and every
+  watch wakes when LISTEN is active again.
+- After a lost connection changes may have been missed: every watch wakes when the loss is noticed, and again when
+  LISTEN is active on the next connection (R2).
+- PostgreSQL delivers a notification only after the commit that sent it is visible.
+
+On failure: the error is logged and the thread connects again, with pauses from BACKOFF_S_MIN to BACKOFF_S_MAX.
 """
 
 from __future__ import annotations
@@ -19,32 +22,43 @@ import select
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import psycopg
 
 from pxrs.errors import Closed, PxrsError, RegistryError
 from pxrs.registry.contract import Entry
 from pxrs.registry.sql.commit import parse_payload
-from pxrs.registry.sql.wire import Command, Wire
+from pxrs.registry.sql.wire import Command, Reply, Wire
 from pxrs.registry.watch import PrefixWatch
 
 if TYPE_CHECKING:
-    from pxrs.registry.sql.postgresql import PostgresDatabase
     from pxrs.registry.sql.registry import SqlRegistry
 
 log = logging.getLogger(__name__)
 
 BACKOFF_S_MIN: Final = 0.05
 BACKOFF_S_MAX: Final = 1.0
-# The database counts whole milliseconds: a little later, and the lease is over for it too.
+# The database stores expiries in whole milliseconds: after this pause the lease is over by its clock too.
 _EXPIRY_SLACK_S: Final = 0.003
+
+
+class ListeningDatabase(Protocol):
+    """What the listener needs of `PostgresDatabase`."""
+
+    timeout: float
+
+    def connect_alone(self, timeout: float) -> Wire:
+        """A connection that only the listener uses."""
+
+    def translate(self, reply: Reply) -> Exception:
+        """The error that a failed reply means."""
 
 
 class Listener:
     """Wakes the watches of a registry on notifications."""
 
-    def __init__(self, registry: SqlRegistry, database: PostgresDatabase, channel: str) -> None:
+    def __init__(self, registry: SqlRegistry, database: ListeningDatabase, channel: str) -> None:
         self._registry, self._database, self._channel = registry, database, channel
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -59,7 +73,7 @@ class Listener:
             if self._stopped.is_set():
                 raise Closed(f"the registry {self._registry.url} was closed")
             if self._thread is None:
-                # Here rather than in the thread, so that the caller gets the error if there is one.
+                # On the caller's thread, so that an error of the first connection is raised to the caller.
                 self._listen()
                 self._bell_receiver, self._bell_sender = os.pipe()
                 self._thread = threading.Thread(target=self._run, name="pxrs-sql-listener", daemon=True)
@@ -69,7 +83,7 @@ class Listener:
         """Nothing is kept for each prefix."""
 
     def note_read(self, entries: Iterable[Entry]) -> None:
-        """The server tells of every change, so it does not matter who has seen what."""
+        """Nothing to do: the server sends a notification for every change, whatever was read."""
 
     def close(self) -> None:
         with self._lock:
@@ -90,13 +104,13 @@ class Listener:
                 wire = self._wire
                 if wire is None:
                     wire = self._listen()
-                    self._registry.wake(None)
+                    self._registry.watched.wake(None)
                     backoff = BACKOFF_S_MIN
                 self._serve(wire)
             except (PxrsError, psycopg.Error) as error:
                 log.info("watching %s: %s; will connect again", self._registry.url, error)
                 if self._drop():
-                    self._registry.wake(None)
+                    self._registry.watched.wake(None)
                 self._stopped.wait(backoff)
                 backoff = min(backoff * 2, BACKOFF_S_MAX)
         self._drop()
@@ -114,14 +128,14 @@ class Listener:
         return wire
 
     def _drop(self) -> bool:
-        """Close the connection; says whether there was one."""
+        """Close the connection; returns whether there was one."""
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
         return wire is not None
 
     def _serve(self, wire: Wire) -> None:
-        """Wait and act, until told to stop or the connection breaks."""
+        """Receive notifications until `close` is called. Raises an error if the connection breaks."""
         events = select.poll()
         events.register(wire.fileno(), select.POLLIN)
         events.register(self._bell_receiver, select.POLLIN)
@@ -137,15 +151,15 @@ class Listener:
     def _hear(self, payload: str) -> None:
         try:
             ttl, places = parse_payload(payload)
-        except ValueError:  # not one of ours
-            self._registry.wake(None)
+        except ValueError:  # another program notified this channel: what changed is not known
+            self._registry.watched.wake(None)
             return
         if ttl:
             self._sweep_at = min(self._sweep_at, time.monotonic() + ttl + _EXPIRY_SLACK_S)
-        self._registry.wake([place for place in places if place and not place.endswith("/")])
+        self._registry.watched.wake([place for place in places if place and not place.endswith("/")])
         for place in places:
             if not place or place.endswith("/"):
-                self._registry.wake_under(place)
+                self._registry.watched.wake_under(place)
 
     def _sweep(self) -> None:
         if time.monotonic() < self._sweep_at:
@@ -158,7 +172,7 @@ class Listener:
         self._sweep_at = float("inf") if left is None else time.monotonic() + left + _EXPIRY_SLACK_S
 
     def _probe(self, wire: Wire) -> None:
-        """Ask for an answer, so that a connection that has silently died is noticed."""
+        """Run a query, so that a connection that broke without an error is noticed."""
         timeout = self._database.timeout
         reply = wire.run([Command.plain("SELECT 1")], time.monotonic() + timeout)
         if reply.has_failed():

@@ -1,12 +1,12 @@
 """The registry in an Oracle database.
 
-Oracle has no INSERT that passes over a row that is there: the duplicate-key error is taken for that, and it too comes
-only after the other transaction has ended. Statements are sent one by one. Keys sort by byte because each session says
-so; the database's language does not matter.
+Oracle has no INSERT that skips a row that exists. So a duplicate-key error counts as success; like the INSERT, it comes
+only after the transaction that inserted the row has ended. Statements are sent one by one. Each session sets the sort
+order of keys to that of their bytes, whatever the database's language is.
 
-On failure: the driver's own call time-out bounds every round trip. A stopped client keeps its rows locked until the
-database ends its session; that is a setting of the database (see the DDL), and until then others get
-RegistryUnavailable.
+On failure: the driver's call time-out bounds every round trip. The rows that a stopped client has locked stay locked
+until the database ends its session, after a time that is a setting of the database (see the DDL). Until then calls that
+need these rows raise RegistryUnavailable.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def open(address: Address, clock: Clock) -> Registry:
 
 class _Connection(Inherited, oracledb.Connection):
     def close(self) -> None:
-        with suppress(oracledb.Error):  # a connection that broke cannot say goodbye
+        with suppress(oracledb.Error):  # the connection is broken already
             super().close()
 
 
@@ -96,7 +96,7 @@ class OracleDatabase(Database):
             )
         except oracledb.Error as error:
             raise self.translate(error) from error
-        except OSError as error:  # the name of the host is not known
+        except OSError as error:  # the host name could not be resolved
             raise ConnectionLost(f"{self.url}: {error}") from error
         assert isinstance(connection, _Connection)
         try:
@@ -113,7 +113,7 @@ class OracleDatabase(Database):
         return OracleSession(self, connection, deadline)
 
     def translate(self, error: oracledb.Error) -> PxrsError:
-        """What an error means for a call that has written nothing."""
+        """The error of pxrs that an error of the driver means, for a call that has written nothing."""
         code, text = _code(error), f"{self.url}: {' '.join(str(error).split())}"
         if _is_lost(error):
             return ConnectionLost(text)
@@ -135,7 +135,7 @@ class OracleSession(Session):
         self._database, self._connection, self._deadline = database, connection, deadline
         self._is_lost = False
         self._is_busy = False
-        """A call of the driver is under way, or an interrupt got us out of one."""
+        """Whether a call of the driver is running, or was left by an interrupt."""
 
     def read(self, call: Call) -> list[Row]:
         return self._execute(call)[0]
@@ -157,7 +157,7 @@ class OracleSession(Session):
         return [self._execute(call)[0] for call in calls]
 
     def run(self, text: str) -> None:
-        """One statement of DDL; what is there already is left as it is."""
+        """Run one statement of DDL; an object that exists already is left as it is."""
         try:
             self._set_timeout()
             with self._connection.cursor() as cursor:
@@ -175,7 +175,7 @@ class OracleSession(Session):
             self._is_busy = False
         except oracledb.Error as error:
             self._is_busy = False
-            # The driver cannot tell whether the server had it before the call broke off.
+            # The driver cannot tell whether the server received COMMIT before the call ended.
             if _is_lost(error) or _code(error) in _TIMED_OUT:
                 self._is_lost = True
                 raise OutcomeUnknown(f"{self._database.url}: the answer to COMMIT was lost: {error}") from error
@@ -213,7 +213,7 @@ class OracleSession(Session):
         self._set_timeout()
         with self._connection.cursor() as cursor:
             if "the_value" in values and isinstance(values["the_value"], bytes):
-                # Bound as bytes it would be a RAW, which ends at 32 KiB.
+                # Python's bytes would be bound as RAW, which holds at most 32 KiB.
                 cursor.setinputsizes(the_value=oracledb.DB_TYPE_LONG_RAW)
             cursor.execute(statement.text, dict(values))
             return (cursor.fetchall(), 0) if statement.returns_rows else ([], cursor.rowcount)
@@ -250,7 +250,7 @@ def _options(address: Address) -> dict[str, Any]:
 
 
 def _values_as_bytes(cursor: oracledb.Cursor, metadata: oracledb.FetchInfo) -> Any:
-    """Values come with their row, as bytes, instead of each by a round trip of its own."""
+    """Fetch values as bytes together with their row. As BLOBs, each would need a round trip of its own."""
     if metadata.type_code is oracledb.DB_TYPE_BLOB:
         return cursor.var(oracledb.DB_TYPE_LONG_RAW, arraysize=cursor.arraysize)
     return None

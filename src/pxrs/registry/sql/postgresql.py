@@ -4,11 +4,12 @@ A commit that expects every key it names is one round trip, any other two, howev
 locks together, then all writes, the notification and COMMIT together. Reads are one statement and one round trip.
 Statements are prepared once for each connection.
 
-The session's settings say what happens to a client that stops in the middle: `idle_in_transaction_session_timeout` ends
-it before those who wait for its rows give up, so that one stopped client does not fail the others.
+If a client stops in the middle of a transaction, the server ends the transaction after
+`idle_in_transaction_session_timeout`. That is shorter than the time for which other clients wait for the locked rows,
+so one stopped client does not make the calls of others fail.
 
-On failure: an answer that has not come by the operation's deadline is no longer waited for. Once COMMIT was sent
-and the connection is gone without an answer, the outcome is unknown; before that, the server has rolled back.
+On failure: a call waits for an answer no longer than until its deadline. If COMMIT was sent and the connection broke
+without an answer, the outcome is unknown. If the connection broke before COMMIT was sent, the server rolls back.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ from pxrs.registry.sql.wire import BEGIN, COMMIT, ROLLBACK, Command, ConnectFail
 POLL_S: Final = 1.0
 PORT: Final = 5432
 _OWN_OPTIONS: Final = ("create", "timeout", "watch", "poll", "password_file")
-# What the address says elsewhere, or what we depend on.
+# libpq's options that an address may not set: the address has another place for them, or pxrs sets them itself.
 _RESERVED: Final = frozenset(
     {"user", "password", "hostaddr", "dbname", "connect_timeout", "client_encoding", "replication"}
     | {"target_session_attrs", "fallback_application_name"}
 )
-_NOT_AS_EXPECTED: Final = ("22012", "23505")  # a division by zero, as the statements make one; and a key that is there
-_IDLE_TOO_LONG: Final = "25P03"  # the server ended the transaction before it had read any more
-_CREATION_LOCK: Final = 0x70787273  # "pxrs": any number that others do not use
+_NOT_AS_EXPECTED: Final = ("22012", "23505")  # a division by zero, by which the direct statements fail; a duplicate key
+_IDLE_TOO_LONG: Final = "25P03"  # idle_in_transaction_session_timeout: the server rolled back before it read COMMIT
+_CREATION_LOCK: Final = 0x70787273  # "pxrs" in ASCII: a number that other programs are unlikely to use
 
 
 def open(address: Address, clock: Clock) -> Registry:
     database = PostgresDatabase(address)
     poll_s = address.seconds("poll", POLL_S)
-    # Those who poll notify too: others listen.
+    # A registry that polls sends notifications too, for other processes that listen.
     channel = "pxrs_" + hashlib.sha256(address.namespace.encode()).hexdigest()[:24]
 
     def watcher(registry: SqlRegistry) -> Watcher:
@@ -83,7 +84,8 @@ class PostgresDatabase(Database):
     def __init__(self, address: Address) -> None:
         timeout = address.seconds("timeout", TIMEOUT_S)
         self.is_pooled = address.choice("watch", "listen", ("listen", "poll")) == "poll"
-        """Whether a pooler may give each transaction another session: then nothing can be left in a session."""
+        """Whether a connection pooler may run each transaction in another session: then a session keeps no settings,
+        prepared statements or LISTEN."""
         self._conninfo, self._hosts_count = _conninfo(address, timeout)
         self._settings = Command.plain(_settings(timeout, local=self.is_pooled))
         super().__init__(address.text, timeout)
@@ -100,7 +102,7 @@ class PostgresDatabase(Database):
             session.commit([Call(insert, {"the_name": n, "the_value": v}) for n, v in schema.first_rows().items()])
 
     def connect_alone(self, timeout: float) -> Wire:
-        """A connection outside the lanes, for a listener."""
+        """A connection that belongs to no lane, for a `Listener`."""
         return self._connect(timeout)
 
     def _connect(self, timeout: float) -> Wire:
@@ -120,7 +122,7 @@ class PostgresDatabase(Database):
         return PostgresSession(self, connection, deadline, [BEGIN, self._settings] if self.is_pooled else [BEGIN])
 
     def translate(self, reply: Reply) -> PxrsError:
-        """What a failure means for a call that has written nothing."""
+        """The error that a failed reply means, for a call that has written nothing."""
         state, text = reply.state, f"{self.url}: {reply.message}"
         if state in ("40001", "40P01"):
             return TransactionAborted(text)
@@ -140,13 +142,13 @@ class PostgresDatabase(Database):
         return RegistryError(text)
 
     def _refused(self, error: ConnectFailed) -> PxrsError:
-        """What the server's words mean."""
+        """The error that a failed connection means. libpq has no codes for it, so the server's message is searched."""
         text = f"{self.url}: {error}"
         if _MISTAKEN.search(text):
             return InvalidUrl(text)
         if _DENIED.search(text) or error.needs_password:
             return AccessDenied(text)
-        # With several hosts, a session that cannot write is a fail-over under way.
+        # If the address has several hosts, a session that cannot write means that a fail-over is under way.
         if "session is read-only" in text and self._hosts_count == 1:
             return AccessDenied(text)
         return ConnectionLost(text)
@@ -154,7 +156,7 @@ class PostgresDatabase(Database):
 
 class PostgresSession(Session):
     def __init__(self, database: PostgresDatabase, wire: Wire, deadline: float, opening: list[Command]) -> None:
-        """`opening` is what begins a transaction."""
+        """opening: the commands that begin a transaction."""
         self._database, self._wire, self._deadline, self._opening = database, wire, deadline, opening
 
     def read(self, call: Call) -> list[Row]:
@@ -187,7 +189,7 @@ class PostgresSession(Session):
 
     def commit_at_once(self, calls: Sequence[Call]) -> list[list[Row]] | None:
         if self._database.is_pooled:
-            return None  # the settings would need a transaction that lasts
+            return None  # the settings must be made in an explicit transaction
         if self._wire.is_stale:
             raise ConnectionLost(f"{self._database.url}: the server has closed the connection")
         reply = self._wire.run([Command.of(call) for call in calls], self._deadline)
@@ -195,14 +197,14 @@ class PostgresSession(Session):
             return [reply.rows(i) for i in range(len(calls))]
         if not reply.is_lost and reply.state in _NOT_AS_EXPECTED:
             return None
-        # One that failed has taken all with it. If none did, or nobody knows, nothing is known of the end either.
+        # If a statement is known to have failed, the server has rolled back. Otherwise the outcome is unknown.
         if reply.is_lost and reply.may_be_done(len(calls)):
             raise OutcomeUnknown(f"{self._database.url}: the answer to a commit was lost: {reply.message}")
         raise self._database.translate(reply)
 
     def rollback(self) -> None:
         self.in_transaction = False
-        # If it fails the connection is not idle, and is closed: then the server rolls back.
+        # If ROLLBACK fails, the connection is not idle, so it is closed, and the server rolls back.
         self._wire.run([ROLLBACK], self._deadline)
 
     @property
@@ -217,11 +219,11 @@ class PostgresSession(Session):
 
 
 def _conninfo(address: Address, timeout: float) -> tuple[str, int]:
-    """What libpq is told, and how many hosts are in it."""
+    """The connection string for libpq, and the number of hosts in it."""
     known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()} - _RESERVED
     address.refuse_unknown_options({*_OWN_OPTIONS, *known})
     options: dict[str, Any] = {
-        # A connection that has silently died is noticed by the kernel too.
+        # Let the kernel notice a connection that broke without an error.
         "keepalives_idle": 30,
         "keepalives_interval": 10,
         "keepalives_count": 3,
@@ -250,11 +252,12 @@ def _conninfo(address: Address, timeout: float) -> tuple[str, int]:
 
 
 def _settings(timeout: float, *, local: bool) -> str:
-    """What each session sets, or if `local` each transaction, as one statement.
+    """The statement that makes the settings of a session, or if `local` those of a transaction.
 
-    A wait for a lock ends before the operation's deadline, with a definite answer. A transaction that its client has
-    left ends earlier still, so that those who wait for its rows get them. A statement is ended only after the
-    deadline: it is for statements whose client has gone, and must not end the wait for a replica in COMMIT.
+    lock_timeout ends a wait for a lock before the operation's deadline, so that the client gets a definite answer.
+    idle_in_transaction_session_timeout is shorter, so that clients that wait for the rows of a stopped client get them.
+    statement_timeout is longer than the deadline: it ends statements whose client is gone, and must not end a COMMIT
+    that waits for a replica.
     """
     timeouts = {
         "lock_timeout": 0.75 * timeout,
@@ -262,10 +265,10 @@ def _settings(timeout: float, *, local: bool) -> str:
         "statement_timeout": timeout + 1,
     }
     settings = {name: f"'{int(seconds * 1000)}'" for name, seconds in timeouts.items()}
-    # Off would mean that a commit is answered before it is on disk. Other settings are left as they are.
+    # With `off`, a commit is acknowledged before it is on disk. Other values are kept.
     now = "current_setting('synchronous_commit')"
     settings["synchronous_commit"] = f"CASE {now} WHEN 'off' THEN 'on' ELSE {now} END"
-    settings["default_transaction_isolation"] = "'read committed'"  # for those that begin by themselves
+    settings["default_transaction_isolation"] = "'read committed'"  # for transactions without BEGIN
     parts = [f"set_config('{name}', {value}, {str(local).lower()})" for name, value in settings.items()]
     return f"SELECT {', '.join(parts)}"
 

@@ -35,7 +35,7 @@ from pxrs.registry.limit import seconds_left
 from pxrs.registry.sql.commit import CommitPlan, LeasesDue
 from pxrs.registry.sql.database import ConnectionLost, Database, Row, TransactionAborted
 from pxrs.registry.sql.lease import TRUSTED, LeaseTable, SqlLease
-from pxrs.registry.sql.statements import ALIVE, OVER, Call, Statement, Statements, key_range
+from pxrs.registry.sql.statements import ALIVE, OVER, Call, Statement, key_range
 from pxrs.registry.watch import PrefixWatch
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,10 @@ class SqlRegistry(Registry):
         self.database, self.timeout_s = database, database.timeout
         self._namespace = namespace
         self._channel = channel
-        self._statements = database.statements
+        self.statements = database.statements
+        """All statements, for the dialect of this database."""
+        self.watched = self._watches
+        """The watches that the watcher wakes."""
         self._table = LeaseTable(database, namespace, channel)
         self._may_end_leases = not database.is_read_only
         """False once this process was found not to have the permission for it."""
@@ -114,7 +117,7 @@ class SqlRegistry(Registry):
     # Reading
 
     def _get(self, key: str) -> Entry | None:
-        call = self._call(self._statements.get, key=key)
+        call = self.call(self.statements.get, key=key)
 
         def attempt(deadline: float) -> Entry | None:
             for value, version, lease, state in self._read(call, deadline):
@@ -138,9 +141,9 @@ class SqlRegistry(Registry):
         while True:
             bounds, wanted = key_range(prefix, after), None if limit is None else min(limit - len(found), 2**31 - 1)
             if wanted is None:
-                call = self._call(self._statements.scan, **bounds)
+                call = self.call(self.statements.scan, **bounds)
             else:
-                call = self._call(self._statements.scan_some, limit=wanted, **bounds)
+                call = self.call(self.statements.scan_some, limit=wanted, **bounds)
             rows = self._read(call, deadline)
             due = {lease for _, _, _, lease, state in rows if state != ALIVE}
             if due and self._may_end_leases:
@@ -170,9 +173,9 @@ class SqlRegistry(Registry):
     def versions(self, prefixes: tuple[str, ...]) -> list[list[tuple[str, int]]]:
         """For each prefix, or single key: the keys there and their versions."""
         calls = [
-            self._call(self._statements.versions, **key_range(prefix))
+            self.call(self.statements.versions, **key_range(prefix))
             if prefix == "" or prefix.endswith("/")
-            else self._call(self._statements.version_of, key=prefix)
+            else self.call(self.statements.version_of, key=prefix)
             for prefix in prefixes
         ]
 
@@ -186,7 +189,7 @@ class SqlRegistry(Registry):
 
     def _commit(self, commit: Commit) -> dict[str, int]:
         self.database.check_writable()
-        plan = CommitPlan(commit, self._namespace, self._statements, self._channel)
+        plan = self.plan(commit)
         try:
             versions = self._patiently(lambda deadline: self._try_commit(plan, deadline))
             self._may_end_leases = True  # the refusal has passed, as that of a standby server that became the primary
@@ -203,7 +206,7 @@ class SqlRegistry(Registry):
             found = plan.judge(session.begin(plan.locks))
             if found.foreign_leases:
                 leases = sorted(found.foreign_leases)
-                states = session.ask([self._call(self._statements.lease_state, lease=lease) for lease in leases])
+                states = session.ask([self.call(self.statements.lease_state, lease=lease) for lease in leases])
                 # No row at all: the lease is being ended, or was lost. Ending it again settles that.
                 due = [lease for lease, rows in zip(leases, states, strict=True) if not rows or rows[0][0] != ALIVE]
                 if due:
@@ -252,8 +255,8 @@ class SqlRegistry(Registry):
         one is due, None if there is none."""
         # Those in `_over` stay and are the oldest: the new ones are behind them.
         limit = DUE_LEASES_MAX + len(self._over)
-        due = self._call(self._statements.due_leases, limit=limit)
-        nearest = self._call(self._statements.nearest_expiry)
+        due = self.call(self.statements.due_leases, limit=limit)
+        nearest = self.call(self.statements.nearest_expiry)
 
         def attempt(deadline: float) -> float | None:
             leases = [lease for (lease,) in self._read(due, deadline)]
@@ -293,28 +296,16 @@ class SqlRegistry(Registry):
     def _unwatch(self, watch: PrefixWatch) -> None:
         self._watcher.remove(watch)
 
-    def wake(self, keys: list[str] | None) -> None:
-        """For the watcher: wake the watches that cover any of the keys; None wakes all of them."""
-        self._wake(keys)
-
-    def wake_under(self, folder: str) -> None:
-        """For the watcher: wake the watches of keys under the folder, and those of folders that contain it."""
-        self._watches.wake_under(folder)
-
     def _close(self) -> None:
         self._watcher.close()
         self.database.close()
 
     # For statements that run on a connection of the user's: see `borrowed`.
 
-    @property
-    def statements(self) -> Statements:
-        """All statements, for the dialect of this database."""
-        return self._statements
-
     def call(self, statement: Statement, **values: object) -> Call:
         """A statement with its values, in this registry's namespace."""
-        return self._call(statement, **values)
+        named = {f"the_{name}": value for name, value in values.items()}
+        return Call(statement, {"the_namespace": self._namespace, **named})
 
     def check_usable(self) -> None:
         """Raise Closed or UsedAfterFork if this handle may not be used."""
@@ -322,7 +313,7 @@ class SqlRegistry(Registry):
 
     def plan(self, commit: Commit) -> CommitPlan:
         """The statements of a commit."""
-        return CommitPlan(commit, self._namespace, self._statements, self._channel)
+        return CommitPlan(commit, self._namespace, self.statements, self._channel)
 
     def read(self, call: Call) -> list[Row]:
         """The rows of a statement that only reads, on a connection of the registry's own. Raises
@@ -330,10 +321,6 @@ class SqlRegistry(Registry):
         return self._patiently(lambda deadline: self._read(call, deadline))
 
     # What these share.
-
-    def _call(self, statement: Statement, **values: object) -> Call:
-        named = {f"the_{name}": value for name, value in values.items()}
-        return Call(statement, {"the_namespace": self._namespace, **named})
 
     def _read(self, call: Call, deadline: float) -> list[Row]:
         with self.database.session(deadline) as session:

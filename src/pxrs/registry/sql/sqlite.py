@@ -1,19 +1,21 @@
 """The registry in a SQLite file, shared by the processes of one machine.
 
-One writer at a time, which SQLite sees to: a transaction begins by taking the write lock (`BEGIN IMMEDIATE`), so
-that nothing it has read can change under it. Readers are never in the way (write-ahead log). A commit is on disk
-before it is answered (`synchronous=FULL`).
+SQLite allows one writer at a time. A transaction begins by taking the write lock (`BEGIN IMMEDIATE`), so nothing that
+it has read can change before it commits. Readers do not block writers (write-ahead log). A commit is on disk before it
+is acknowledged (`synchronous=FULL`).
 
-Time is the machine's, counted since it was started. So the file remembers which start that was, and whoever opens it
-first after another one removes all leases and their keys: their holders are gone.
+Expiries of leases are readings of the machine's clock, which counts from the boot of the machine. So the table of
+metadata holds the id of the boot. The first process that opens the file after another boot removes all leases and
+their keys, because the processes that held the leases have ended.
 
-The file may be removed, moved or replaced while it is open. SQLite would go on in the old file, which nobody else finds
-any more, and lose with it what it has acknowledged. So each session compares the file and its write-ahead log under
-their paths with those that were opened: before it reads, before COMMIT, and after COMMIT before it is acknowledged.
+The file may be removed, moved or replaced while it is open. SQLite would go on writing to the old file, which other
+processes cannot open any more, so commits would be acknowledged and lost. So each session compares the inodes of the
+file and of its write-ahead log with those that were opened: before it reads, before COMMIT, and after COMMIT before the
+commit is acknowledged.
 
-A process that may read the file, and write neither the file nor its folder, can get, scan and watch. SQLite lets it if
-the write-ahead log is there, and so is its index: both are from when the first process opens the file until the last
-one has closed it, or if that was killed. Otherwise opening raises AccessDenied.
+A process that may read the file, and may write neither the file nor its folder, can get, scan and watch. SQLite allows
+this only while the write-ahead log and its index exist: from when the first process opens the file until the last one
+has closed it, and also after the last one was killed. Otherwise opening raises AccessDenied.
 
 On failure: a process that is stopped inside a transaction keeps the write lock. Others wait as long as the address
 allows and then raise RegistryUnavailable; nothing of theirs was written.
@@ -55,8 +57,8 @@ from pxrs.registry.sql.statements import Call, Statement
 from pxrs.registry.sql.watching import Poller
 
 POLL_S: Final = 0.05
-# SQLite's own waiting is short, and repeated here: it sleeps longer the longer it has waited, so that
-# under load the one who waits longest would come last, and that may be the renewal of a lease.
+# SQLite's own wait for the write lock is kept short and is repeated by `SqliteSession.run`. SQLite pauses longer the
+# longer it has waited, so under load the session that has waited longest, perhaps to renew a lease, would come last.
 _BUSY_MS: Final = 4
 
 
@@ -80,9 +82,9 @@ class _Connection(Inherited, sqlite3.Connection):
     """Where SQLite keeps that log."""
 
 
-# SQLite keeps books of the files that a process has open and of its locks on them. A forked child inherits the books,
-# but not the locks: it would write without any, and lose what it has acknowledged. So a file that was open when the
-# process was forked is refused in the child.
+# SQLite records in memory which files the process has open and which locks it has on them. A forked child inherits the
+# record, but not the locks: it would write without a lock and could lose commits that it has acknowledged. So the child
+# refuses a file that was open when the process was forked.
 _open_files: dict[Identity, tuple[int, int]] = {}
 """(device, inode) -> the process that has it open, and how often."""
 _open_files_lock = threading.Lock()
@@ -148,7 +150,7 @@ class SqliteDatabase(Database):
             raise _not_writable(self.url, self._refusal)
 
     def are_leases_void(self, session: Session) -> bool:
-        """Asked by who may not remove the leases of another start of the machine, see `_forget_other_boots`."""
+        """For a process that may not remove the leases of another boot, see `_forget_other_boots`."""
         return session.read(Call(self.statements.read_meta, {"the_name": "boot"})) != [(boot_id(),)]
 
     def create_tables(self, deadline: float) -> None:
@@ -164,13 +166,13 @@ class SqliteDatabase(Database):
         return _Gate(self)
 
     def _forget_other_boots(self) -> None:
-        """Remove the leases of another start of this machine, or of another machine, and their keys."""
+        """Remove the leases of another boot of this machine, or of another machine, and their keys."""
         statements = self.statements
         boot = {"the_name": "boot"}
         with self.session(time.monotonic() + self.timeout) as session:
             if session.read(Call(statements.read_meta, boot)) == [(boot_id(),)]:
                 return
-            # Looked at again under the write lock: several processes may open it at once.
+            # Read again under the write lock: another process may have opened the file at the same time.
             if session.begin([Call(statements.read_meta, boot)]) == [[(boot_id(),)]]:
                 session.rollback()
                 return
@@ -206,7 +208,7 @@ class SqliteDatabase(Database):
 
     def _connect(self, timeout: float) -> _Connection:
         _check_not_inherited(self.path)
-        self.check_in_place()  # else a new, empty file would be made
+        self.check_in_place()  # otherwise SQLite would create a new, empty file
         mode = "rwc" if self._creates and self._held is None else "rw"
         if self.is_read_only:
             mode = "ro"
@@ -324,7 +326,7 @@ class SqliteSession(Session):
         try:
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:
-            # A full disk means that the last page of the commit is not in the log. After any other fault it may be.
+            # If the disk is full, the last page of the commit is not in the log. After any other error it may be there.
             if _code(error) == sqlite3.SQLITE_FULL:
                 raise self._database.translate(error) from error
             raise OutcomeUnknown(f"{self._database.url}: COMMIT failed: {error}") from error
@@ -335,18 +337,18 @@ class SqliteSession(Session):
 
     def rollback(self) -> None:
         self.in_transaction = False
-        if self._connection.in_transaction:  # some errors have rolled back already
+        if self._connection.in_transaction:  # SQLite rolls back by itself after some errors
             try:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error:
-                return  # the connection is not idle, so it will be closed, which does it too
+                return  # the connection is not idle, so it is closed, which rolls back
 
     @property
     def is_idle(self) -> bool:
         return not self._connection.in_transaction
 
     def run(self, action: Callable[[sqlite3.Connection], T]) -> T:
-        """Do it, again and again while another process has the lock, until the deadline."""
+        """Call `action`; while another process has the lock, call it again, until the deadline."""
         while True:
             try:
                 return action(self._connection)
@@ -360,7 +362,8 @@ class SqliteSession(Session):
 
 
 class _Gate(Gate):
-    """SQLite counts, for each connection, the commits of all others; our own counter tells which ones wrote entries."""
+    """SQLite counts, for each connection, the commits of other connections. The last version in the table of metadata
+    tells whether any of them wrote entries."""
 
     def __init__(self, database: SqliteDatabase) -> None:
         self._database = database
@@ -402,7 +405,7 @@ def _path(address: Address, creates: bool) -> Path:
     if not disk.may(path if path.exists() else path.parent, os.R_OK):
         raise AccessDenied(f"{address.text}: this process (uid {os.geteuid()}) may not read it")
     if refusal is not None and disk.may(path.parent, os.W_OK):
-        # SQLite would make a write-ahead log that belongs to this user, and with that lock out those who may write.
+        # SQLite would create a write-ahead log that belongs to this user, which other users could not write to.
         raise _not_writable(address.text, refusal)
     if not creates and not path.exists():
         raise SchemaMissing(f"{address.text}: no such file, and it was not to be created")

@@ -1,15 +1,15 @@
 """Every statement that the registry runs, built once with SQLAlchemy Core and compiled once for each dialect.
 
-The database is asked in the same words on PostgreSQL, Oracle and SQLite; what must differ is how time is read, how a
-row is locked, how a row is inserted unless it is there, and where versions come from. Compiling at the start keeps
-the cost of SQLAlchemy out of every commit: what runs is text and values.
+PostgreSQL, Oracle and SQLite run the same statements, except for how the time is read, how a row is locked, how a row
+is inserted unless it exists, and where versions come from. The statements are compiled to text once, so that commits do
+not pay for SQLAlchemy.
 
 Invariants:
-- Time is the database's and read anew in every statement (on PostgreSQL `clock_timestamp()`: `now()` would be the
-  transaction's start). On SQLite, which is one machine, it is that machine's clock, bound as `now_ms`.
+- Each statement reads the time from the database's clock (on PostgreSQL `clock_timestamp()`, because `now()` is the
+  start of the transaction). On SQLite, whose processes share one machine, the client binds its time as `now_ms`.
 - A lock is taken on one row by its primary key, so that the order of locks is the order of statements.
-- A lease is never judged by a join with the row that was locked: a row that changed while its lock was waited for
-  would be joined with the lease as it was before the wait.
+- No statement that locks a row of an entry reads the state of the lease by a join: if the row changed during the wait
+  for its lock, the join would have the lease as it was before the wait.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ FIRST: Final = " "
 LAST: Final = "\x7f"
 """Sorts after every key."""
 
-# What a statement says of a lease. Anything but alive is settled by whoever meets it, in a transaction of its own.
+# The state of a lease in a result. A process that finds one that is not ALIVE ends or corrects it in a transaction.
 ALIVE: Final = 0
 OVER: Final = 1
-"""Its time is over, or it has no row any more."""
+"""The lease has expired, or its row is gone."""
 AHEAD: Final = 2
-"""It expires further ahead than its ttl, which no begin or renewal writes: the database's clock was set back since. It
-would outlive a dead holder by as much as the clock was set back, so its expiry is set to now + ttl."""
+"""The lease expires later than now + ttl: the database's clock was set back after the last renewal. It would outlive a
+dead holder by as much as the clock was set back, so its expiry is set to now + ttl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,12 @@ class Statement:
     name: str
     text: str
     parameters: tuple[str, ...]
-    """The names of the values, in the order of their numbers; empty where the text has the names."""
+    """The names of the values in the order of the numbered parameters; empty if the text has named parameters."""
     returns_rows: bool
     is_timed: bool
-    """Whether it takes `now_ms`."""
+    """Whether it has a parameter `now_ms`."""
     forgives_duplicates: bool
-    """Whether a row that is there already is to be taken for success."""
+    """Whether a duplicate-key error counts as success."""
 
 
 class Call(NamedTuple):
@@ -82,8 +82,9 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DirectStatements:
-    """One for each key of a commit that expects them all. Each fails, and with it the transaction, unless the key is as
-    expected and hangs on no lease, or the lease is alive."""
+    """For a commit that expects a version of every key it names: one of these statements for each key, and `lease` for
+    the lease that the commit names. A statement fails, and with it the transaction, if the key has another version or
+    is bound to a lease, or if the named lease is not alive."""
 
     lease: Statement
     check: Statement
@@ -94,7 +95,7 @@ class DirectStatements:
 
 @dataclass(frozen=True, slots=True)
 class Statements:
-    """All of them, for one dialect."""
+    """All statements, for one dialect."""
 
     dialect: DialectName
     get: Statement
@@ -109,14 +110,14 @@ class Statements:
     write_entry: Statement
     delete_entry: Statement
     direct: DirectStatements | None
-    """Only where one statement can lock, compare, write and tell: on PostgreSQL."""
+    """Only on PostgreSQL, where one statement can lock, compare, write and return the version."""
     next_version: Statement
     store_version: Statement | None
-    """Only where no sequence counts: makes the version that `next_version` gave the last one."""
+    """Only on databases without a sequence: stores the version that `next_version` returned as the last one."""
     begin_lease: Statement
     renew_lease: Statement
     lock_lease: Statement
-    """For a commit that names it: renewals need not wait for that, its end must."""
+    """For a commit that names the lease: renewals do not wait for this lock, the end of the lease does."""
     lock_lease_to_end: Statement
     lease_state: Statement
     ttl_of_lease: Statement
@@ -151,7 +152,7 @@ def key_range(prefix: str, after: str | None = None) -> dict[str, str]:
 
 
 def _named(name: str, type_: TypeEngine[Any] | None = None) -> Any:
-    # SQLAlchemy keeps the names of a table's columns for its own parameters.
+    # The prefix is needed because SQLAlchemy reserves the names of a table's columns for its own parameters.
     return bindparam(f"the_{name}", type_=type_)
 
 
@@ -162,7 +163,8 @@ class _Builder:
         self.engine_dialect = dialect_of(dialect)
 
     def build(self) -> Statements:
-        """All statements. Longer than other functions, because it is one list, and each statement is read by itself."""
+        """All statements."""
+        # Over the limit: this is one list of statements, and each of them is read by itself.
         schema, entry, lease, meta = self.schema, self.schema.entry, self.schema.lease, self.schema.meta
         number = BigInteger()
         this_entry = (entry.c.namespace == _named("namespace"), entry.c.key == _named("key"))
@@ -188,7 +190,7 @@ class _Builder:
                 "get", select(entry.c.value, entry.c.version, entry.c.lease, self._state_of_entry()).where(*this_entry)
             ),
             scan=self._compile("scan", scan),
-            # The offset is said because SQLite's compiler would otherwise add a parameter for it.
+            # Without an explicit offset, SQLAlchemy's compiler for SQLite would add a parameter for it.
             scan_some=self._compile("scan_some", scan.limit(_named("limit", Integer())).offset(_ZERO)),
             versions=self._compile(
                 "versions", select(entry.c.key, entry.c.version).where(*in_range).order_by(entry.c.key)
@@ -331,7 +333,7 @@ class _Builder:
         if self.dialect == "sqlite":
             return bindparam("now_ms", type_=BigInteger())
         if self.dialect == "postgresql":
-            # Not qualified, so that a function of that name earlier in the search path can stand in for it.
+            # Without a schema: tests replace it by a function of this name that is earlier in the search path.
             return cast(extract("epoch", func.clock_timestamp()) * _THOUSAND, BigInteger())
         since: ColumnElement[Any] = literal_column("(SYS_EXTRACT_UTC(SYSTIMESTAMP) - TIMESTAMP '1970-01-01 00:00:00')")
         return cast(
@@ -351,7 +353,7 @@ class _Builder:
         )
 
     def _state_of_entry(self) -> ColumnElement[int]:
-        """The state of the lease that the entry hangs on, if it hangs on one; in the statement's one snapshot."""
+        """The state of the lease that the entry is bound to, or ALIVE without one, read in the statement's snapshot."""
         entry, lease = self.schema.entry, self.schema.lease
         state = (
             select(self._lease_state())
@@ -376,7 +378,7 @@ class _Builder:
 
 
 def _unless_none(found: Any) -> Executable:
-    """The first column of what was found. Divides by zero if that is nothing, which ends the transaction."""
+    """The first column of the row that was found. If there is none, divides by zero, which fails the transaction."""
     count = select(func.count()).select_from(found).scalar_subquery()
     return select(select(found.c[0]).scalar_subquery(), _ONE.op("/")(count))
 

@@ -7,11 +7,11 @@
                              written_by, epoch, version
 
 The registry stores JSON as bytes under keys like `groups/<group>/owners/<topic id>/<partition>` (see `group.records`);
-the views take both apart. They are for people: nothing in pxrs reads them, and a registry without them works the same.
+the views split both into columns. They are for people: no code of pxrs reads them, and a registry works without them.
 
 Names avoid the words that some database reserves (group, offset, partition). Moments are seconds since 1970, as stored.
-A member whose lease has just expired is shown until somebody ends it, a moment later. An incarnation that is NULL
-means that the partition is free. Oracle's are compiled and not yet run.
+A member whose lease has just expired is shown until a process ends the lease. An incarnation that is NULL means that
+the partition has no owner. The statements for Oracle are generated, and were never run on an Oracle database.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def view_statements(dialect: str, *, replace: bool = True) -> list[str]:
 
 
 class _Writer:
-    """How one database takes a key and a value apart."""
+    """Writes the statements for one database."""
 
     create_word = "CREATE OR REPLACE VIEW"
 
@@ -113,7 +113,7 @@ class _Writer:
         return [f"{word} {view.name} AS\nSELECT\n  {lines}\nFROM {self.entry} e\nWHERE {where}"]
 
     def conditions(self, folder: str) -> list[str]:
-        # The range lets the index help; a version of 0 is a placeholder.
+        # The range of keys lets the database use the index. A row with version 0 is a placeholder for an absent key.
         return [f"{self.key} > 'groups/'", f"{self.key} < 'groups0'", f"{self.part(3)} = '{folder}'", "e.version > 0"]
 
     def part(self, number: int) -> str:
@@ -139,15 +139,15 @@ class _Sqlite(_Writer):
         return [*([f"DROP VIEW IF EXISTS {view.name}"] if replace else []), *super().create(view, replace)]
 
     def part(self, number: int) -> str:
-        # SQLite cannot split. Segments hold neither quotes nor backslashes where these views look, so the key is made
-        # a JSON array, and taken apart as one.
+        # SQLite has no function that splits a string. The segments of these keys contain neither quotes nor
+        # backslashes, so the key is turned into a JSON array.
         return f"""json_extract('["' || replace({self.key}, '/', '","') || '"]', '$[{number - 1}]')"""
 
     def member(self, field: _Field) -> str:
         return f"json_extract(CAST(e.value AS TEXT), '$.\"{field.field}\"')"
 
     def conditions(self, folder: str) -> list[str]:
-        # Before any key or value is parsed: GLOB's star takes slashes too, so a deeper key is refused by its own parts.
+        # GLOB is evaluated before any key or value is parsed. Its star matches slashes too, hence the third condition.
         shape = f"{self.key} GLOB 'groups/*/{folder}/*'"
         return [
             f"{self.key} > 'groups/'",

@@ -1,10 +1,15 @@
-"""Watching a database that tells nobody of changes: a thread that looks now and then.
+"""Watching a database that sends no notifications: `Poller`, a thread that reads the watched keys at an interval.
 
-It compares the exact keys and versions under the watched prefixes with what it saw last, so that nothing is made up,
-and after an outage too there is no doubt. A key that came and went between two looks leaves both alike; but if somebody
-read it in between through this handle, its going is a change after that read: so what is read is noted, and missed at
-the next look. Where the database can say cheaply that nothing was written (SQLite), most looks cost nothing. It also
-ends leases whose time is over, so that their keys go while nobody touches them.
+Each round compares the keys and versions under the watched prefixes with those of the round before, and wakes the
+watches of the prefixes that differ. An outage loses no change, because the round after it compares with the last round
+before it. Two rounds do not differ if a key was created and deleted between them. But if a user of this handle has read
+the key in between, its deletion is a change after that read, and must wake. So `note_read` remembers what was read, and
+the next round wakes the watches of remembered keys that are gone or have another version.
+
+If the database can tell cheaply that nothing was written (SQLite, see `Gate`), most rounds read no keys. The thread
+also ends leases that are over, so that their keys vanish although no process reads them.
+
+On failure: the error is logged, and the next round compares whatever the gate says.
 """
 
 from __future__ import annotations
@@ -30,15 +35,15 @@ Versions = list[tuple[str, int]]
 
 
 class Poller:
-    """Looks every `interval` seconds while there are watches."""
+    """Compares every `interval` seconds while there are watches."""
 
     def __init__(self, registry: SqlRegistry, interval: float) -> None:
         self._registry, self._interval = registry, interval
         self._lock = threading.Lock()
         self._seen: dict[PrefixWatch, Versions] = {}
-        """What was under each watched prefix at the last look."""
+        """The keys and versions under each watched prefix at the last round."""
         self._read: dict[str, int] = {}
-        """Keys that were read since the last look and are under a watch, with their versions."""
+        """Keys under a watched prefix that this handle has read since the last round, with their versions."""
         self._must_compare = False
         self._wanted = threading.Event()
         self._stopped = threading.Event()
@@ -50,7 +55,8 @@ class Poller:
         seen = self._registry.versions(tuple(watch.prefix for watch in watches))
         with self._lock:
             self._seen.update(zip(watches, seen, strict=True))
-            # Something may have changed since, in a round that had begun without these prefixes.
+            # A change after `versions` may fall into a round that began without these prefixes, and the gate reports
+            # each change only once: the next round must compare whatever the gate says.
             self._must_compare = True
             if self._thread is None:
                 self._gate = self._registry.database.gate()
@@ -65,7 +71,7 @@ class Poller:
                 self._wanted.clear()
 
     def note_read(self, entries: Iterable[Entry]) -> None:
-        """Somebody has seen these."""
+        """Remember entries that a user of this handle has read, see the head of this file."""
         if not self._seen:
             return
         with self._lock:
@@ -89,16 +95,16 @@ class Poller:
                     self._look()
                     is_replaced = False
                 except RegistryReplaced as error:
-                    # Told once, not at every look; who is woken reads, and gets the error.
+                    # Log and wake once, not in every round. The woken users read, and get the error.
                     if not is_replaced:
                         log.warning("watching %s: %s", self._registry.url, error)
-                        self._registry.wake(None)
+                        self._registry.watched.wake(None)
                     is_replaced = True
                     with self._lock:
                         self._must_compare = True
                 except PxrsError as error:
                     log.info("watching %s: %s", self._registry.url, error)
-                    with self._lock:  # the gate has told us of a change, and will not do so again
+                    with self._lock:  # the gate reports each change only once
                         self._must_compare = True
         finally:
             if self._gate is not None:

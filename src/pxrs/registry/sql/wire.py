@@ -1,18 +1,19 @@
 """One libpq connection: several statements sent at once, their answers awaited up to a deadline.
 
-The problem: a commit takes half a dozen statements, and each would be a round trip; and libpq waits for ever for a
-server that is stopped, or a network that swallows packets. psycopg's cursors can pipeline, but spend ten times as long
-on each statement as the server, forget their prepared statements at every ROLLBACK, and have no deadline. So the
-statements go straight to libpq, through psycopg's own `pq` module, and the waiting is done here.
+The problem: a commit takes half a dozen statements, and each would be a round trip. And libpq waits without a limit
+for a server that is stopped or a network that drops packets. psycopg's cursors can pipeline, but need ten times as long
+for each statement as the server, forget their prepared statements at every ROLLBACK, and have no deadline. So this
+module calls libpq through psycopg's `pq` module, and waits for the socket itself.
 
 Invariants:
-- A connection is in pipeline mode for life. `run` sends its commands and one Sync and reads until that Sync is
-  answered: between two calls nothing is under way. Without BEGIN they are one transaction of their own.
+- A connection is always in pipeline mode. `run` sends its commands and one Sync, and reads until the Sync is answered:
+  between two calls no answer is outstanding. Commands without BEGIN are one implicit transaction.
 - After the first command that fails the server skips the rest.
-- A statement is taken for prepared only once the server has said so.
+- A statement counts as prepared only after the server has confirmed it.
 
-On failure: what the server said is in the reply, and the connection is as good as before. If the connection broke, or
-the deadline passed (then it is closed here), the reply says so and holds whatever answers came before.
+On failure: the reply has the server's error, and the connection can be used again. If the connection broke or the
+deadline passed, `Reply.is_lost` is True, and the reply has the answers that came before. `run` closes a connection
+whose deadline has passed.
 """
 
 from __future__ import annotations
@@ -69,36 +70,36 @@ ROLLBACK: Final = Command(b"rollback", b"ROLLBACK")
 
 @dataclass(slots=True)
 class Reply:
-    """What came back."""
+    """The answers to the commands of one `Wire.run`."""
 
     results: list[PGresult] = field(default_factory=list)
     """One for each command that was answered, in order."""
     state: str = ""
     """The SQLSTATE of the first command that failed."""
     message: str = ""
-    """What the server said about it, or how the connection broke."""
+    """The server's error message, or how the connection broke."""
     is_lost: bool = False
-    """Whether the connection broke before all was answered."""
+    """Whether the connection broke, or the deadline passed, before everything was answered."""
 
     def has_failed(self) -> bool:
         return self.is_lost or bool(self.state)
 
     def may_be_done(self, count: int) -> bool:
-        """Whether none of the first `count` commands is known to have failed: they were done, or nobody knows."""
+        """Whether none of the first `count` commands is known to have failed: they may have taken effect."""
         return all(result.status != pq.ExecStatus.FATAL_ERROR for result in self.results[:count])
 
     def rows(self, index: int) -> list[Row]:
         return _rows(self.results[index])
 
     def tag(self, index: int) -> str:
-        """What the server calls what it did, such as COMMIT; empty if that command was not answered."""
+        """The server's command tag, such as COMMIT; empty if that command was not answered."""
         if index >= len(self.results):
             return ""
         return (self.results[index].command_status or b"").decode()
 
 
 class ConnectFailed(Exception):
-    """No host let us in; libpq gives no codes for that, only words."""
+    """No host accepted a connection. libpq has a message for that, and no code."""
 
     def __init__(self, message: str, needs_password: bool) -> None:
         self.needs_password = needs_password
@@ -127,10 +128,10 @@ def connect(conninfo: str, deadline: float) -> PGconn:
 
 
 def _establish(pgconn: PGconn, deadline: float) -> str:
-    """Go through libpq's steps of connecting; why it failed, or nothing."""
+    """Connect with libpq's non-blocking calls. Returns why that failed, or an empty string."""
     status = pq.PollingStatus.WRITING if pgconn.status != pq.ConnStatus.BAD else pq.PollingStatus.FAILED
     while status != pq.PollingStatus.FAILED:
-        events = select.poll()  # anew each time: the socket may be another one
+        events = select.poll()  # made anew each time, because libpq may have opened another socket
         events.register(pgconn.socket, select.POLLIN if status == pq.PollingStatus.READING else select.POLLOUT)
         if not events.poll(max(deadline - time.monotonic(), 0.0) * 1000):
             return f"no answer in time from {pgconn.host.decode()}"
@@ -141,10 +142,10 @@ def _establish(pgconn: PGconn, deadline: float) -> str:
 
 
 class Wire:
-    """Owns a connection and speaks through it."""
+    """A connection that this object owns and closes. One thread uses it at a time."""
 
     def __init__(self, pgconn: PGconn, *, prepares: bool) -> None:
-        """`prepares` is False where a pooler stands between, whose sessions keep nothing."""
+        """prepares: False behind a connection pooler, whose sessions keep no prepared statements."""
         self._pgconn = pgconn
         self._prepares = prepares
         self._prepared: set[bytes] = set()
@@ -156,7 +157,7 @@ class Wire:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is well, with no transaction open and no answer outstanding."""
+        """Whether the connection works, with no transaction open and no answer outstanding."""
         return (
             not self._is_waiting
             and self._pgconn.status == pq.ConnStatus.OK
@@ -165,7 +166,7 @@ class Wire:
 
     @property
     def is_stale(self) -> bool:
-        """Whether something has come that nobody asked for: between two calls that is the end of the connection."""
+        """Whether the socket has unread input. Between two calls of `run` that means that the server has closed it."""
         return bool(self._events.poll(0))
 
     def fileno(self) -> int:
@@ -177,7 +178,7 @@ class Wire:
     def run(self, commands: Sequence[Command], deadline: float) -> Reply:
         """Send the commands together and wait for their answers, until the deadline on `time.monotonic()`."""
         reply = Reply()
-        self._is_waiting = True  # also if an interrupt gets us out of here
+        self._is_waiting = True  # stays True if an interrupt leaves this method, so that the connection is closed
         try:
             preparing = self._send(commands)
             self._flush(deadline)
@@ -201,7 +202,8 @@ class Wire:
         return payloads
 
     def _send(self, commands: Sequence[Command]) -> list[bytes]:
-        """Queue the commands; for each answer to come, the label if it is one to a preparation, else nothing."""
+        """Queue the commands. Returns an item for each expected answer: the label if it answers the preparation of a
+        statement, otherwise empty."""
         pgconn, known = self._pgconn, self._prepared.copy()
         answers: list[bytes] = []
         for label, query, values, formats in commands:
@@ -220,7 +222,7 @@ class Wire:
     def _flush(self, deadline: float) -> None:
         if not self._pgconn.flush():
             return
-        # The server may stop reading while it waits for us to read.
+        # The server stops reading while its own answers cannot be sent, so read them while sending.
         self._events.modify(self._fileno, select.POLLIN | select.POLLOUT)
         try:
             while True:
@@ -240,7 +242,7 @@ class Wire:
                 self._wait(deadline)
                 pgconn.consume_input()
             result = pgconn.get_result()
-            if result is None:  # the end of one command's answer; twice in a row, of everything
+            if result is None:  # ends the answer to one command; two in a row mean that there are no more answers
                 if is_between:
                     raise psycopg.OperationalError("the server closed the connection")
                 is_between = True
@@ -251,7 +253,7 @@ class Wire:
             if result.status == pq.ExecStatus.FATAL_ERROR and not reply.has_failed():
                 reply.state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode()
                 reply.message = _one_line(result.get_error_message())
-                reply.is_lost = not reply.state  # libpq says this, not the server
+                reply.is_lost = not reply.state  # an error without a SQLSTATE is one of libpq, not of the server
             label = next(awaited, b"")
             if not label:
                 reply.results.append(result)
@@ -259,7 +261,7 @@ class Wire:
                 self._prepared.add(label)
 
     def _wait(self, deadline: float) -> int:
-        """Wait until the socket can be used; which events it has."""
+        """Wait until the socket has events; returns them. Raises TimeoutError at the deadline."""
         left = deadline - time.monotonic()
         events = self._events.poll(left * 1000) if left > 0 else []
         if not events:

@@ -1,13 +1,13 @@
-"""Many nodes read or watched by one request, for which ZooKeeper has two that kazoo does not know. No I/O here.
+"""Requests that read or watch many nodes at once: `MultiRead` and `SetWatches`, which kazoo does not have. No I/O here.
 
-The problem: a scan of 900 keys was 900 requests and so was a watch over them, and it is the number of requests that the
-time goes into, on both sides.
+The problem: with one request for each node, a scan of 900 keys takes 900 requests, and so does a watch over them.
+Client and server spend their time on the number of requests.
 
-"multiRead" (since 3.6) is answered node by node, as that many requests in a row would be; a node that is not there, or
-may not be read, has an error in its place. "setWatches" is what ZooKeeper's own clients send after a reconnect. It sets
-one-shot watches on the nodes' data; a node that has changed since a given transaction, or is not there, gets its
-event at once instead, before the answer. As the transaction we name the last that there can be, so that only those
-that are not there do.
+The answer to "multiRead" (since ZooKeeper 3.6) has a part for each node, as separate requests would have; the part of a
+node that does not exist or may not be read is an error. "setWatches" is the request that ZooKeeper's own clients send
+after a reconnect. It sets one-shot watches on the nodes' data. For a node that has changed after a given transaction,
+or does not exist, the server sends an event at once, before the answer. `SetWatches` gives the largest transaction id,
+so that only nodes that do not exist have an event.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kazoo.protocol.serialization import (
 from kazoo.protocol.states import ZnodeStat
 
 NODES_MAX = 250
-"""How many nodes one request asks for: the longest paths stay far below the megabyte that a server takes."""
+"""How many nodes a request may name: with the longest paths it is far smaller than the server's limit of 1 MiB."""
 NODES_FIRST = 25
-"""How many the first request asks for, while it is not known how large the values are."""
+"""How many nodes the first request names, while the size of the values is not known."""
 REPLY_BYTES = 1 << 20
-"""How large an answer is aimed at."""
+"""The size of an answer that `next_count` aims at."""
 
 _HEAD = multiheader_struct.pack(GetData.type, False, -1)
 _END = multiheader_struct.pack(-1, True, -1)
@@ -48,7 +48,7 @@ Found = tuple[bytes, Any]
 
 @dataclass(frozen=True, slots=True)
 class MultiRead:
-    """A request as kazoo's own are made. Its answer has None for a node that is not there, and errors as they came."""
+    """A request in the form of kazoo's own. Its answer has None for a node that does not exist, and other errors."""
 
     paths: tuple[str, ...]
     type: ClassVar = 22
@@ -76,7 +76,7 @@ class MultiRead:
 
 @dataclass(frozen=True, slots=True)
 class SetWatches:
-    """A request as kazoo's own are made. Its events come to `Line.on_event`: kazoo does not know of the watches."""
+    """A request in the form of kazoo's own. `Line.on_event` gets its events: kazoo does not know the watches."""
 
     paths: tuple[str, ...]
     type: ClassVar = 101
@@ -91,6 +91,6 @@ class SetWatches:
 
 
 def next_count(found: Sequence[Found | None]) -> int:
-    """How many to ask for after this answer: as many as make an answer of the size that is aimed at."""
+    """How many nodes the next request names, so that its answer has about REPLY_BYTES."""
     size = sum(len(each[0]) for each in found if each is not None)
     return max(1, min(NODES_MAX, REPLY_BYTES * len(found) // max(1, size)))

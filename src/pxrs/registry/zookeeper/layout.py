@@ -1,14 +1,14 @@
-"""Where a key lives in ZooKeeper's tree, and what its version is made of. Nothing here does I/O.
+"""The path of a key in ZooKeeper's tree, and the parts of its version. Nothing here does I/O.
 
-The problem: in ZooKeeper a node is a file and a folder at once, and a node that dies with its session may not have
-children. Keys `a` and `a/b` must not meet, and any key may be ephemeral. So a folder's node carries a trailing `;`,
+The problem: a ZooKeeper node is a file and a folder at once, and an ephemeral node may not have children. But `a` and
+`a/b` may both be keys, and any key may be ephemeral. So a folder's node carries a trailing `;`,
 which no key contains: `groups/g/members/x` is `<root>/groups;/g;/members;/x`, and a key's node never has children.
 Leases are beside the keys, under `<root>/;leases`, a name that no folder and no key can have.
 
-A version is (transaction that made the node, whether it is ephemeral, how often it was written since). ZooKeeper
-can compare only the last of the three in a transaction; the first tells two lives of one key apart when they are read
-(R4); the second lets a commit know, without a read, whether the node must be replaced to become persistent or
-ephemeral.
+A version is (transaction that created the node, whether it is ephemeral, how often it was written since). ZooKeeper can
+compare only the third part in a transaction. The first part differs when a key was deleted and created again, which a
+reader can compare (R4). From the second part a commit knows, without a read, whether the node must be replaced to
+become persistent or ephemeral.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class Layout:
         return "" if folder == self.root else f"{self.key(folder)[:-1]}/"
 
     def children(self, prefix: str, names: list[str]) -> tuple[list[str], list[str]]:
-        """The keys and the prefixes that the children of a folder stand for."""
+        """The keys and the prefixes of the children of a folder, from the names of their nodes."""
         keys = [prefix + name for name in names if ";" not in name]
         prefixes = [f"{prefix}{name[:-1]}/" for name in names if name.endswith(";")]
         return keys, prefixes
 
 
 def ancestors(path: str) -> list[str]:
-    """The nodes that must be there before `path` can be made, the highest first, without the tree's own root."""
+    """The nodes that must exist before `path` can be created, the highest first, without the root of the tree."""
     parts = path.split("/")
     return ["/".join(parts[:count]) for count in range(2, len(parts))]
 
 
 class Version(NamedTuple):
-    """A version, taken apart."""
+    """The three parts of a version."""
 
     made_in: int
     is_ephemeral: bool
@@ -77,10 +77,10 @@ class Version(NamedTuple):
         return cls(number >> (_WRITES_BITS + 1), bool(number >> _WRITES_BITS & 1), signed)
 
     def number(self) -> int:
-        # The writes come last, so that a number that is off by one fails the one comparison that ZooKeeper makes.
+        # The writes are the lowest bits, so that a number that is off by one fails the comparison that ZooKeeper makes.
         return self.made_in << (_WRITES_BITS + 1) | self.is_ephemeral << _WRITES_BITS | self.writes & _WRITES_MASK
 
     @property
     def is_possible(self) -> bool:
-        """Whether any node can have it. To ZooKeeper -1 writes means "whatever it is"."""
+        """Whether a node can have this version. For ZooKeeper, -1 as the number of writes means any number."""
         return self.made_in > 0 and self.writes != -1

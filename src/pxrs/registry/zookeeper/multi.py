@@ -1,17 +1,18 @@
-"""What a commit becomes: one ZooKeeper transaction ("multi"), as a list of steps. Nothing here does I/O.
+"""A commit as one ZooKeeper transaction ("multi"), which is a list of steps. Nothing here does I/O.
 
-Every key that a commit names is believed to be in some state: the one that the caller expects, or, for a blind write,
-the one that was just read. The steps are right for that state and fail on any other, so the transaction decides all of
-it at once. A failed step then tells which belief was wrong.
+For every key that a commit names a state is assumed: the one that the caller expects or, for a key without an
+expectation (a blind write), the one that was just read. The steps succeed only in that state, so the transaction checks
+all keys atomically. The step that failed tells which assumption was wrong.
 
-What ZooKeeper has no step for:
-- "This key is absent": make it and delete it again; the pair fails if it is there and leaves nothing if it is not.
-- "This node is persistent": make a child of it and delete it again, which an ephemeral node does not allow. A blind
-  write needs that, because a node that was made anew in the other kind since it was read counts its writes from 0, too.
-- "Make this ephemeral node persistent", or the other way round, or another session's: delete it and make it anew.
-- "Which version has the node that I made": a step that makes a node answers with its path alone. All steps of a
-  transaction share one transaction id, and one that sets data answers with it; so where a commit makes nodes and sets
-  none, it sets the namespace's root, whose data nobody reads.
+ZooKeeper has no step for these, so others are used:
+- "This key is absent": create it and delete it again. The pair fails if the node exists, and leaves nothing if not.
+- "This node is persistent": create a child of it and delete the child again, which fails below an ephemeral node. A
+  blind write needs that: a node that was replaced by one of the other kind after it was read counts its writes from 0
+  too.
+- "Make this ephemeral node persistent", or the reverse, or bind it to another session: delete it and create it again.
+- "Return the version of the node that was created": the answer to a create has only the path. All steps of a
+  transaction share one transaction id, which is in the answer to a step that sets data. So a commit that creates nodes
+  and sets none also sets the data of the namespace's root, which nothing reads.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pxrs.registry.contract import Commit
 from pxrs.registry.zookeeper.layout import Layout, Version
 
 ANY = -1
-"""As a number of writes: whatever it is, but the node must be there."""
+"""As a number of writes: any number, but the node must exist."""
 PROBE = "/;p"
 _EPHEMERAL, _PERSISTENT = 1, 0
 
 
 class Node(NamedTuple):
-    """A node as it is believed to be; `is_mine` says that it lives with the session that commits."""
+    """The assumed state of a node. is_mine: whether it is an ephemeral node of the session that commits."""
 
     writes: int
     is_ephemeral: bool
@@ -47,7 +48,7 @@ class Step(NamedTuple):
 
     @property
     def wire_bytes(self) -> int:
-        # Lengths, header and flags; for a new node also its access rights, of which these are the longest we give.
+        # The path and the data, and a bound for lengths, header and flags; for a create also for the access rights.
         request = self.request
         if isinstance(request, Create):
             return len(request.path) + len(request.data) + 60
@@ -57,7 +58,7 @@ class Step(NamedTuple):
 def steps(
     commit: Commit, believed: Mapping[str, Node | None], layout: Layout, acl: Any, lease_path: str | None
 ) -> list[Step]:
-    """The transaction for a commit. The lease comes first, so that its end is told before a conflict."""
+    """The transaction for a commit. The lease is checked first, so that its end is reported before a conflict."""
     result = [] if lease_path is None else [Step(CheckVersion(lease_path, ANY))]
     written = commit.written
     makes = sets = False
@@ -88,7 +89,7 @@ def steps(
 
 
 def versions(commit: Commit, done: Sequence[Step], answers: Sequence[Any]) -> dict[str, Version]:
-    """The new version of each key written, from the answers to a transaction that passed."""
+    """The new version of each key written, from the answers to a transaction that succeeded."""
     found: dict[str, Version] = {}
     made: list[tuple[str, bool]] = []
     written = commit.written
@@ -107,7 +108,7 @@ def versions(commit: Commit, done: Sequence[Step], answers: Sequence[Any]) -> di
 
 
 def failure(done: Sequence[Step], answers: Sequence[Any]) -> tuple[Step, Exception] | None:
-    """The step that made a transaction fail, and its error. The others only say that it failed as a whole."""
+    """The step that made a transaction fail, and its error. The errors of the other steps only say that it failed."""
     other = None
     for step, answer in zip(done, answers, strict=True):
         if isinstance(answer, Exception):

@@ -1,22 +1,23 @@
 """Watches over whole subtrees, made of ZooKeeper's one-shot watches on single nodes.
 
-The problem: kazoo 2.11 has no lasting watches. One on a node's children tells once that a child came or went, one on
-a node's data tells once that it was written or removed; all of them are gone after a reconnect. A change that comes
-between an event and the next watch must not be missed (R2).
+The problem: kazoo 2.11 has no persistent watches. A watch on a node's children causes one event, when a child is
+created or deleted; a watch on a node's data causes one event, when the data is written or the node deleted. A reconnect
+removes all watches. A change between an event and the next watch must not be missed (R2).
 
 Invariants:
-- Under every watched prefix each folder has a watch on its children and each key one on its data, or the event that
-  used it up is in the queue here.
-- What has fired is armed again first, then the waiters are woken: whatever happens after their scan is an event.
-- After a reconnect everything is armed anew, then all are woken. A lost connection wakes them too.
-- A key that is gone is not armed again: if it comes back, its folder tells. Those that are watched by name, without
-  their folder, are asked for by `exists`, which leaves a watch behind on a key that is not there.
-- Only this thread arms, so what it believes to be armed needs no lock; kazoo's threads do nothing but queue.
+- Under every watched prefix each folder has a watch on its children and each key has one on its data, or the event of
+  that watch is in the queue `_jobs`.
+- After an event the thread first sets the ZooKeeper watch again ("arms" the node), then wakes the `Watch` handles. So a
+  change after the scan of a woken user causes another event.
+- After a reconnect all nodes are armed again, then every handle wakes. A lost connection wakes every handle too.
+- A key that was deleted is not armed again: when it is created again, its folder has an event. A key that is watched by
+  name, without its folder, is armed by `exists`, which sets a watch also on a node that does not exist.
+- Only this thread arms nodes, so `_armed` needs no lock. kazoo's threads only put jobs into the queue.
 
-What it costs: one request for some hundred keys and one for each folder when a watch is opened and after a reconnect,
-and as much for what fired since the last look. A folder that changes is listed whole.
+The cost: one request for some hundred keys and one for each folder, when a watch is opened and after a reconnect; the
+same for the nodes that had events. All children of a folder with an event are listed.
 
-On failure: what could not be armed is all armed anew, at the next connection or a moment later.
+On failure: if arming fails, all nodes are armed again, after the next reconnect or after RETRY_S.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from pxrs.registry.zookeeper.session import Session
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""How long after a failure that was no lost connection everything is armed anew."""
+"""How long after an error other than a lost connection all nodes are armed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ _Job = _Fired | _State | _Open | None
 
 
 class Watcher:
-    """The thread that arms. It starts with the first watch."""
+    """The thread that arms nodes and wakes handles. It starts with the first watch."""
 
     def __init__(
         self,
@@ -84,8 +85,8 @@ class Watcher:
         self._is_closed = False
 
     def open(self, session: Session, prefixes: Sequence[str]) -> None:
-        """Return when every later change under these prefixes will be told. Raises kazoo's errors. It ends: each answer
-        that the thread waits for has its bound."""
+        """Return when every later change under these prefixes will cause a wake. Raises kazoo's errors. The wait is
+        bounded, because each answer that the thread waits for has a time limit."""
         job = _Open(prefixes)
         with self._guard:
             if self._is_closed:
@@ -104,7 +105,7 @@ class Watcher:
             self._thread.join(wait_s)
 
     def on_state(self, state: str) -> None:
-        """Called in kazoo's connection thread."""
+        """Called on kazoo's connection thread."""
         if self._thread.ident is not None:
             self._jobs.put(_State(state == KazooState.CONNECTED))
 
@@ -143,7 +144,7 @@ class Watcher:
             return jobs
 
     def _follow(self, jobs: list[_Job]) -> None:
-        """Arm what has to be armed again, then wake."""
+        """Arm the nodes of these events again, then wake the handles."""
         states = [job.is_connected for job in jobs if isinstance(job, _State)]
         fired = {job.path: job.is_gone for job in jobs if isinstance(job, _Fired)}
         if False in states:
@@ -155,7 +156,7 @@ class Watcher:
             elif fired:
                 self._arm_again(fired)
         except (ConnectionLoss, SessionExpiredError, Closed):
-            self._is_stale = True  # if there is another connection, it brings us back here
+            self._is_stale = True  # the next reconnect puts a job into the queue, which arms everything
         except (KazooException, KazooTimeoutError, RegistryError) as error:
             log.warning("watches could not be armed; waking their holders, and trying again: %r", error)
             self._is_stale = True
@@ -190,21 +191,23 @@ class Watcher:
         self._arm_folders(client, folders, is_first=True)
 
     def _arm_keys(self, client: Client, paths: Iterable[str]) -> None:
-        """A key that is watched by name announces itself also when it is made; others are found in their folder."""
+        """Arm keys. One that is watched by name need not exist; others are found in their folder."""
         assert self._session is not None
         named = self._named()
         wanted = [path for path in paths if path not in self._armed]
         alone = [path for path in wanted if path in named]
         list(self._session.gather(lambda path: client.exists_async(path, watch=_by_line), alone))
         self._session.watch(client, [path for path in wanted if path not in named])
-        self._armed.update(wanted)  # also what is gone: its event is in the queue
+        self._armed.update(wanted)  # also nodes that do not exist: their event is in the queue
 
     def _named(self) -> set[str]:
         return {self._layout.leaf(each.prefix) for each in self._watches() if not _is_prefix(each.prefix)}
 
     def _arm_folders(self, client: Client, paths: list[str], is_first: bool = False) -> None:
-        """Arm folders and what is new below them. For a new watch everything is looked at: what an earlier one has left
-        armed says nothing about what is below."""
+        """Arm folders, and the keys and folders below them that are not armed.
+
+        is_first: for a new watch. Then folders that are armed already are listed too, because nodes below them may not
+                  be armed."""
         assert self._session is not None
         while paths:
             leaves: list[str] = []
@@ -224,7 +227,7 @@ class Watcher:
             paths += self._arm_missing(client, missing)
 
     def _arm_missing(self, client: Client, paths: list[str]) -> list[str]:
-        """A watched folder that is not there yet announces itself when it is made. Returns those that have been."""
+        """Arm watched folders that do not exist: creating them causes an event. Returns those that exist now."""
         assert self._session is not None
         watched = {self._layout.folder(each.prefix) for each in self._watches() if _is_prefix(each.prefix)}
         roots = [path for path in paths if path in watched]
@@ -232,7 +235,7 @@ class Watcher:
         return [path for path, stat in zip(roots, stats, strict=True) if stat is not None]
 
     def _connection(self) -> Client:
-        """Now or never: after a lost connection everything is armed anew."""
+        """The connection; ConnectionLoss if there is none, because a reconnect arms everything anyway."""
         assert self._session is not None
         try:
             return self._session.connected(self._session.clock.now())
@@ -240,16 +243,16 @@ class Watcher:
             raise ConnectionLoss from error
 
     def _name(self, path: str) -> str:
-        """What a watch must cover to be concerned: the key, or something in the folder."""
+        """The key of a node. Of a folder, a name under its prefix, for `PrefixWatch.covers`."""
         if self._layout.is_folder(path):
             return f"{self._layout.prefix(path)};"
         return self._layout.key(path)
 
 
 def _by_line(event: Any) -> None:
-    """What kazoo calls for a watch: nothing is left to do, for the line has told of it."""
+    """The callback that kazoo requires for a watch. It does nothing: `Line.on_event` has queued the event already."""
 
 
 def _is_prefix(prefix: str) -> bool:
-    """What a watch names is a prefix or, without a slash at its end, a single key."""
+    """Whether this is a prefix; without a slash at its end it is a single key."""
     return prefix == "" or prefix.endswith("/")

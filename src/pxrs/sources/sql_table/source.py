@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from pxrs.errors import Closed, InvalidRecord, InvalidTopic, LogError, OffsetOutOfRange, ReadFailed, UsedAfterFork
+from pxrs.hashing import hash_named
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, Source
 from pxrs.model import Topic
-from pxrs.producer.hashing import hash_named
 from pxrs.sources.sql_table.identity import Meaning, identify, public_url
 from pxrs.sources.sql_table.listener import Listener
 from pxrs.sources.sql_table.pages import Page, Pages, Stretch, append, cut
