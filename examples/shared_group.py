@@ -4,8 +4,8 @@
 
 At first the query is the only member. A worker joins and claims half of the partitions, each as soon as the query has
 finished its micro-batch and released it. When the worker leaves, the query claims them again. Each message is handled
-by one of the two. Queries that keep state cannot share a group, because their state cannot move to another member. Without
-FOLDER the example uses a temporary folder.
+by one of the two. Queries that keep state cannot share a group, because their state cannot move to another member.
+Without FOLDER the example uses a temporary folder.
 """
 
 from __future__ import annotations
