@@ -2,9 +2,9 @@
 
     python examples/account_totals.py [FOLDER]
 
-Orders come late, and out of order. An hour is over when one comes that is ten minutes younger than its end: then its
-totals are sent, each once and for good. What comes still later is not counted. Without FOLDER it works in a temporary
-one.
+Orders may arrive late and out of order. Spark closes an hour when an order arrives whose time is more than ten minutes
+after the end of that hour (the watermark). Then the query sends the totals of that hour, each of them once. Orders of
+that hour which arrive later are not counted. Without FOLDER the example uses a temporary folder.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pxrs.spark import session
 ORDERS = [
     ("ann", "10.50", "10:05"),
     ("bob", "1.00", "10:15"),
-    ("ann", "5.00", "11:05"),  # the next hour, and ten is not over
-    ("ann", "2.25", "10:55"),  # late, in time
-    ("bob", "7.00", "12:11"),  # ends ten and eleven
+    ("ann", "5.00", "11:05"),  # in the next hour; hour 10 is still open
+    ("ann", "2.25", "10:55"),  # late, but hour 10 is still open
+    ("bob", "7.00", "12:11"),  # closes hours 10 and 11
 ]
 TOO_LATE = [("ann", "99.00", "10:59"), ("bob", "0.50", "13:15")]
 
@@ -62,7 +62,7 @@ def send(hub: pxrs.Hub, orders: list[tuple[str, str, str]]) -> None:
 
 
 def run(spark: SparkSession, folder: str | Path) -> None:
-    """Work off what is new."""
+    """Handle the orders that the group has not handled yet, and return."""
     url = str(Path(folder, "data"))
     messages = spark.readStream.format("pxrs").options(url=url, topic="orders", group="totals").load()
     fields = F.from_json(F.col("value").cast("string"), "account STRING, amount DECIMAL(12, 2), at TIMESTAMP")

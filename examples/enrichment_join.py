@@ -1,10 +1,10 @@
-"""Enrichment: each order of a topic is joined with a table of accounts, and sent on with the country it is from.
+"""Enrichment: each order of a topic is joined with a table of accounts, and sent to another topic with its country.
 
     python examples/enrichment_join.py [FOLDER]
 
-The table is in Parquet files, and could be any that Spark reads. It may grow while the topic waits: each run of the
-query takes it as it is then. Orders of accounts that nobody knows are sent on as well, without a country. Without
-FOLDER it works in a temporary one.
+The table is in Parquet files, and could be in any format that Spark reads. It may change between two runs of the query:
+each run reads the table again. Orders of accounts that are not in the table are sent too, without a country. Without
+FOLDER the example uses a temporary folder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def send(hub: pxrs.Hub, orders: list[tuple[str, int]]) -> None:
 
 
 def enrich(spark: SparkSession, folder: str | Path) -> None:
-    """Work off what is new. A join with a table keeps no state: the query could share its group."""
+    """Handle the orders that the group has not handled yet. A join with a table keeps no state, so the query could
+    share its group."""
     url = str(Path(folder, "data"))
     messages = spark.readStream.format("pxrs").options(url=url, topic="orders", group="enrichment").load()
     fields = F.from_json(F.col("value").cast("string"), "account STRING, amount BIGINT")

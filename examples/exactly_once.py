@@ -1,10 +1,11 @@
-"""Exactly once, from topic to topic: a query is cut off in the middle, its checkpoint location is lost, and yet each
-message arrives once.
+"""Exactly once, from topic to topic: a query is stopped in the middle of a batch and its checkpoint location is lost,
+but each message is stored once.
 
     python examples/exactly_once.py [FOLDER]
 
-What a batch writes and how far its group is are one commit: the next query, which knows nothing of the first, goes on
-at the very message behind the last that counts. Without FOLDER it works in a temporary one.
+One commit makes a batch part of the topic and writes the group's checkpoints. So the next query, which has a new
+checkpoint location, continues with the message after the last one that was committed. Without FOLDER the example uses a
+temporary folder.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(folder: str | Path, spark: SparkSession | None = None) -> None:
         cut = len(arrived(hub))
         assert cut < MESSAGES
 
-        shutil.rmtree(Path(folder, "checkpoint"))  # Spark remembers nothing; the group does
+        shutil.rmtree(Path(folder, "checkpoint"))  # Spark's checkpoint is gone, the group's is not
         start(spark, folder).awaitTermination()
         found = arrived(hub)
         assert sorted(value for _, value in found) == list(range(MESSAGES)), "each of them, and each once"
@@ -54,7 +55,7 @@ def main(folder: str | Path, spark: SparkSession | None = None) -> None:
 
 
 def start(spark: SparkSession, folder: str | Path) -> StreamingQuery:
-    """A query that copies what is there, a few messages at a time."""
+    """A query that copies the messages that are stored now, a few at a time."""
     url = str(Path(folder, "data"))
     source = {"url": url, "topic": "in", "group": "copier", "maxRowsPerTrigger": str(BATCH_ROWS)}
     rows = spark.readStream.format("pxrs").options(**source).load().select("key", "value")

@@ -1,10 +1,10 @@
-"""Replay: a mistake in a pipeline is found, tried out on history, and mended by reading the topic again.
+"""Replay: a mistake in a pipeline is corrected, the correction is tested on stored messages, and the topic read again.
 
     python examples/replay_history.py [FOLDER]
 
-A pipeline's function is the same for a stream and for a batch. So the new one is first tried on what the topic holds,
-which moves nobody's checkpoint; then the group is reset to a moment of the past, and the stream does it again from
-there, into a topic of its own. Without FOLDER it works in a temporary one.
+A pipeline's function is the same for a stream and for a batch. So the new function first runs as a batch over the
+stored messages, which changes no checkpoint. Then the group is reset to an earlier time, and the stream reads the topic
+again from there and writes to another topic. Without FOLDER the example uses a temporary folder.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def main(folder: str | Path, spark: SparkSession | None = None) -> None:
         assert values(hub, "taxed") == [119, 297, 357, 1188]  # 297.5 and 1188.81 should have become 298 and 1189
         assert hub.group("tax").describe().lag == 0
 
-        # A batch over the last day. The group stays where it is.
+        # A batch over the last day. The group's checkpoints do not change.
         second = max(DAYS)
         history = spark.read.format("pxrs").options(url=hub.url, topic="prices", startingTimestamp=second.isoformat())
         tried = sorted(int(row.value) for row in right(history.load()).collect())
         assert tried == [357, 1189]
         assert hub.group("tax").describe().lag == 0
 
-        # The stream again, from the beginning of that day on. Spark's checkpoint location can stay: a reset counts.
+        # The stream again, from the beginning of that day. Spark's checkpoint location is kept: the reset counts.
         hub.group("tax").reset(second)
         assert hub.group("tax").describe().lag == 2
         run(spark, folder, right, "taxed-again")
@@ -68,7 +68,7 @@ def main(folder: str | Path, spark: SparkSession | None = None) -> None:
 
 
 def run(spark: SparkSession, folder: str | Path, function: Callable[[DataFrame], DataFrame], sink: str) -> None:
-    """Work off what is new for the group."""
+    """Handle the messages that the group has not handled yet, and return."""
     url = str(Path(folder, "data"))
     messages = spark.readStream.format("pxrs").options(url=url, topic="prices", group="tax").load()
     writer = function(messages).writeStream.format("pxrs").options(url=url, topic=sink)

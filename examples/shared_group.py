@@ -2,9 +2,10 @@
 
     python examples/shared_group.py [FOLDER]
 
-The query begins alone. A worker joins and is given half of the partitions, each as soon as Spark has finished what it
-has in hand of it; when the worker leaves, they go back. Each message is done by one of the two, and never by both.
-Queries that keep state cannot do this: their state could not move. Without FOLDER it works in a temporary one.
+At first the query is the only member. A worker joins and claims half of the partitions, each as soon as the query has
+finished its micro-batch and released it. When the worker leaves, the query claims them again. Each message is handled
+by one of the two. Queries that keep state cannot share a group, because their state cannot move to another member.
+Without FOLDER the example uses a temporary folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Word count: lines go into a topic, and Spark counts their words. Stopped and started again, it goes on counting.
+"""Word count: lines go into a topic, and Spark counts their words. After a restart the counts continue.
 
     python examples/word_count.py [FOLDER]
 
-The query is a member of the group "counter": whoever looks at the group sees how far it is, while Spark's checkpoint
-location holds what it has counted. Without FOLDER it works in a temporary one.
+The query is a member of the group "counter". The group's checkpoints and lag show its progress; Spark's checkpoint
+location holds the counts. Without FOLDER the example uses a temporary folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(folder: str | Path, spark: SparkSession | None = None) -> None:
         assert hub.group("counter").describe().lag == 0
 
         send(hub, EVENING)
-        assert hub.group("counter").describe().lag == 1  # seen from outside, while no query runs
+        assert hub.group("counter").describe().lag == 1  # known also while no query runs
         words = count(spark, folder)
         assert words == {"the": 5, "cat": 2, "sat": 2, "on": 2, "mat": 2, "dog": 1, "is": 1, "gone": 1}
         assert hub.group("counter").describe().lag == 0
@@ -49,7 +49,7 @@ def send(hub: pxrs.Hub, texts: list[str]) -> None:
 
 
 def count(spark: SparkSession, folder: str | Path) -> dict[str, int]:
-    """Count what is new, and return all that is counted."""
+    """Count the new lines, and return all counts."""
     lines = spark.readStream.format("pxrs").options(url=str(Path(folder, "data")), topic="lines", group="counter")
     text = F.col("value").cast("string")
     words = lines.load().select(F.explode(F.split(text, " ")).alias("word"))

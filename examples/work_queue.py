@@ -2,9 +2,10 @@
 
     python examples/work_queue.py [FOLDER]
 
-What is read from the topic and what is put into the queue are one commit. So are what is taken from the queue and what
-is put into the next one. Some orders cannot be charged: they come back, and are given up after three times, with the
-reason. One order kills the process that has it: another one does it. Without FOLDER it works in a temporary one.
+One commit writes the topic's checkpoints and puts the items. One commit removes an item from the queue and puts its
+result into the next one. Some orders cannot be charged: they are delivered three times, and then are dead letters with
+the reason. One order kills the process that handles it; the item is delivered to another process. Without FOLDER the
+example uses a temporary folder.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main(folder: str | Path, spark: object = None) -> None:
 
 
 def start_worker(url: str, log: Path) -> subprocess.Popen[bytes]:
-    """As `pxrs worker work_queue:charge --queue to-charge --processes 2 --threads 4` would."""
+    """Does what `pxrs worker work_queue:charge --queue to-charge --processes 2 --threads 4` does."""
     command = [sys.executable, "-m", "pxrs.cli", "worker", "work_queue:charge", "--at", str(Path(url).absolute())]
     options = ["--queue", "to-charge", "--processes", "2", "--threads", "4"]
     with log.open("wb") as told:
@@ -77,7 +78,7 @@ def into_queue(hub: pxrs.Hub) -> None:
 
 
 def charge(tx: pxrs.Transaction, item: pxrs.Item) -> None:
-    """What the workers call. What it puts happens together with the end of the item, or not at all."""
+    """The handler of the workers. One commit removes the item and puts what the handler has put."""
     number = json.loads(item.value)["order"]
     if number in BROKEN:
         raise ValueError("the card was declined")

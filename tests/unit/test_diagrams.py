@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from pxrs.group import reconcile
+
 ROOT = Path(__file__).parents[2]
 FLOWS = ["Producing", "Joining a group", "Hand-over", "Take-over", "A queue's transaction", "A Spark batch"]
+STATES = {
+    "Hand-over": {"Claim", "Revoke", "Resume", "Release", "Lose"},
+    "Take-over": {"free", "owned"},
+    "A queue's transaction": {"open", "unknown", "committed", "ready", "delayed", "inflight", "dead"},
+    "A Spark batch": {"absent", "committed", "published"},
+}
+"""By section of flows.md: the states, or the actions between them, that its state diagrams must show."""
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```", re.MULTILINE | re.DOTALL)
 KINDS = re.compile(r"sequenceDiagram|stateDiagram-v2|flowchart (TB|LR)")
 BLOCK = re.compile(r"(alt|opt|loop|par|subgraph) \S")
@@ -59,10 +68,26 @@ def check_line_of_a_sequence(line: str, named: set[str]) -> None:
         assert BLOCK.match(line) or re.match(r"(else|and) \S", line) or line == "autonumber", line
 
 
-@pytest.mark.parametrize("flow", FLOWS)
-def test_each_flow_has_its_diagram(flow: str) -> None:
+def section_of(flow: str) -> str:
     text = (ROOT / "docs" / "flows.md").read_text()
     (section,) = re.findall(rf"^## {flow}\b.*?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert isinstance(section, str)
+    return section
+
+
+@pytest.mark.parametrize("flow", STATES)
+def test_the_states_of_a_flow_are_drawn(flow: str) -> None:
+    drawn = " ".join(each for each in DIAGRAM.findall(section_of(flow)) if each.startswith("stateDiagram-v2"))
+    assert STATES[flow] - set(re.findall(r"\w+", drawn)) == set()
+
+
+def test_a_hand_over_is_drawn_with_the_actions_of_the_code() -> None:
+    assert {action for action in STATES["Hand-over"] if not hasattr(reconcile, action)} == set()
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_each_flow_has_its_diagram(flow: str) -> None:
+    section = section_of(flow)
     assert "```mermaid\nsequenceDiagram\n" in section
     if flow != "Producing":  # which does not touch the registry
         assert "expects" in section, "what each commit expects"
