@@ -887,9 +887,9 @@ def test_callbacks_tell_what_comes_and_goes(hub: Hub) -> None:
         told.clear()
         take_all = polled(first, 0)
         assert take_all == []
-        steal(hub, 0)
         send(hub, {0: 1})
         polled(first, 1)
+        steal(hub, 0)
         with pytest.raises(PartitionLost):
             first.commit()
         eventually(lambda: ("lost", 0) in told)

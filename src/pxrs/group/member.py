@@ -216,6 +216,7 @@ class GroupMember:
         with self._mutex:
             try:
                 self._join()
+                self._commits_at = self._clock.now() + self.timings.commit_interval
                 self._thread.start()
             except BaseException as error:
                 self._closing.set()  # if it was the interrupt of a thread that runs already
