@@ -104,7 +104,7 @@ def test_groups_are_described_and_their_files_are_written(place: Path, caplog: p
         assert hub.registry.folder is not None
         files = hub.registry.folder / FOLDER
         shutil.rmtree(files)
-        projection = projection_of(hub.registry, Keys("g"), hub._topic_names)
+        projection = projection_of(hub.registry, Keys("g"), hub._topics.names)
         assert projection is not None
         with caplog.at_level(logging.WARNING):
             assert projection.refresh()
