@@ -65,7 +65,7 @@ class Watched(Consumer):
                     ownerships[lane.partition, lane.epoch] = ownership
                 super().lanes_assigned(lanes)
 
-        self.events_type = NotedEvents
+        self._events_type = NotedEvents
         super().__init__(
             hub.log.topic("t"),
             hub.registry,

@@ -79,7 +79,7 @@ class Consumer:
                       this process may not join groups there. A hub gives its own.
     """
 
-    events_type: type[GroupEvents] = GroupEvents
+    _events_type: type[GroupEvents] = GroupEvents
     """Receives what the member tells. Tests that record assignments with their epochs override it."""
 
     def __init__(
@@ -154,7 +154,7 @@ class Consumer:
         )
         self._lanes, self._settling = self._hand_out.lanes, self._hand_out.settling
         self._read_ahead, self._changes = self._hand_out.read_ahead, self._hand_out.changes
-        self._events = self.events_type(self._hand_out, callbacks)
+        self._events = self._events_type(self._hand_out, callbacks)
         self.hub: object = None
         """The hub that made this consumer. The hub closes its log and registry when nothing refers to it any more."""
         self._is_started = False

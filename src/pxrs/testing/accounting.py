@@ -195,7 +195,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
             super().lanes_assigned(lanes)
 
     class NotedConsumer(Consumer):
-        events_type = NotedEvents
+        _events_type = NotedEvents
 
     def note_kept(partition: int, checkpoint: Checkpoint, moment: float) -> None:
         if checkpoint.by == name:  # not where the group begins, which belongs to nobody
