@@ -82,7 +82,7 @@ def open_sql(url: str) -> SqlRegistry:
 
 def plan_of(registry: SqlRegistry, commit: Commit) -> CommitPlan:
     """What the registry would do, to be done step by step."""
-    return CommitPlan(commit, registry._namespace, registry._statements)
+    return CommitPlan(commit, registry._namespace, registry.statements)
 
 
 def within(seconds: float, kind: type[Exception], call: Callable[[], object]) -> Exception:
