@@ -121,8 +121,10 @@ class SqlTable(Source):
             self._check_usable(partition)
         if not chosen:
             return {}
-        first = self._table.first_id()
+        # The end first: every id before it is final then. Read before, the first id could be followed by the commit of a
+        # smaller one, which nobody who begins at the first id would read.
         end = self._settled_end()
+        first = self._table.first_id()
         return dict.fromkeys(chosen, Bounds(end if first is None else min(first, end), end))
 
     def end(self, partition: int) -> int:
