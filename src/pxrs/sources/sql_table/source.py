@@ -121,8 +121,8 @@ class SqlTable(Source):
             self._check_usable(partition)
         if not chosen:
             return {}
-        # The end first: every id before it is final then. Read before, the first id could be followed by the commit of a
-        # smaller one, which nobody who begins at the first id would read.
+        # Read the end first: every id before it is final then. If the first id were read first, a smaller one could be
+        # committed in between, and a group that begins at the first id would never read it.
         end = self._settled_end()
         first = self._table.first_id()
         return dict.fromkeys(chosen, Bounds(end if first is None else min(first, end), end))
