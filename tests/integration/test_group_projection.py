@@ -22,8 +22,8 @@ WORKER = """
 import sys, pxrs
 folder, name = sys.argv[1:]
 with pxrs.open(folder) as hub, hub.consumer("orders", group="billing", name=name) as inbox:
-    while inbox.poll(timeout=0.2):
-        pass
+    while not inbox.assignment or any(inbox.lag.values()):
+        inbox.poll(timeout=0.2)
     inbox.commit()
     print("read", flush=True)
     sys.stdin.readline()

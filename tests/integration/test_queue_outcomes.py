@@ -165,7 +165,8 @@ def _commit_into_the_void(place: Place, tx: Transaction) -> None:
     thread = threading.Thread(target=commit)
     thread.start()
     place.proxy.wait_for_request(PATIENCE_S)
-    time.sleep(0.05)  # the rest of the request, which may be several packets
+    # The rest of the request, which may be several packets; and the request itself, if a renewal was seen before it.
+    time.sleep(0.3)
     place.proxy.reset_connections()
     thread.join(PATIENCE_S)
     assert [type(error) for error in caught] == [OutcomeUnknown]
