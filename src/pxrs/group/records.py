@@ -35,7 +35,8 @@ import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Self
 
-from pxrs.errors import InvalidGroup, RegistryCorrupt
+from pxrs.errors import InvalidGroup
+from pxrs.registry.record import Record
 
 GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -110,21 +111,6 @@ def partition_of(key: str) -> TopicPartition:
     return topic, int(number)
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    def dump(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
-
-    @classmethod
-    def load(cls, key: str, value: bytes) -> Self:
-        """Fields that this version does not know are left out: a later one wrote them."""
-        try:
-            found = json.loads(value)
-            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
-        except (ValueError, TypeError, AttributeError) as error:
-            raise RegistryCorrupt(key, f"it is no {cls.__name__.lower()}: {error}") from error
-
-
 LAYOUT: Final = 2
 """Of what this version writes; see the head of this module."""
 _LAYOUT_MARK: Final = re.compile(r"(.*)@([0-9]+)", re.DOTALL)
@@ -143,7 +129,7 @@ def _unmarked(stored: str) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Member(_Record):
+class Member(Record):
     """Who is there. `topic` is the id of what it reads, `partitions` how many there are."""
 
     name: str
@@ -182,7 +168,7 @@ class Member(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Home(_Record):
+class Home(Record):
     """The hub whose topics a group reads: its id, and where its directory was when this was written, to be shown. It
     counts while the group has members or checkpoints; when it has none, any hub may write its own id here."""
 
@@ -191,7 +177,7 @@ class Home(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenAssignor(_Record):
+class ChosenAssignor(Record):
     """The assignor of the member that joined last, or tries to. A member joins only by a commit that expects this key
     in a version that names its own assignor: see `Joining._agree`."""
 
@@ -210,7 +196,7 @@ class ChosenAssignor(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRead(_Record):
+class SourceRead(Record):
     """A source that the group reads and that is no topic of a hub, such as a table. It is written in one commit with
     the first checkpoints under its id, so that two members that address the table differently cannot both begin; and it
     keeps the name for when no member is there."""
@@ -225,7 +211,7 @@ class SourceRead(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Starts(_Record):
+class Starts(Record):
     """Of a topic that keeps what is unread: the first offset of each partition that retention has left, by the
     partition's number as text. Messages before it may be gone at any moment, so no checkpoint may be put there."""
 
@@ -236,7 +222,7 @@ class Starts(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Gate(_Record):
+class Gate(Record):
     """Who wrote the gate last, and when; only the version of its key decides anything."""
 
     by: str = ""
@@ -244,13 +230,13 @@ class Gate(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Leader(_Record):
+class Leader(Record):
     incarnation: str
     term: int
 
 
 @dataclass(frozen=True, slots=True)
-class Target(_Record):
+class Target(Record):
     """What the leader wants one member to own: written by the leader, and by whoever takes a partition from it."""
 
     generation: int = 0
@@ -267,7 +253,7 @@ class Target(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class LegacyAssignment(_Record):
+class LegacyAssignment(Record):
     """What is read of `groups/<group>/assignment`, which held the targets of all members in layout 1. The first leader
     of this layout deletes the key."""
 
@@ -275,7 +261,7 @@ class LegacyAssignment(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned(_Record):
+class Pinned(Record):
     """How many partitions of a topic have a checkpoint of the group: those from 0 on. A member that finds all of them
     counted here does not look at the checkpoints. 0 once the group has been deleted."""
 
@@ -283,7 +269,7 @@ class Pinned(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Owner(_Record):
+class Owner(Record):
     """Who has a partition; nobody has a free one. The epoch rises with each claim and each release (X9)."""
 
     incarnation: str | None
@@ -292,7 +278,7 @@ class Owner(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint(_Record):
+class Checkpoint(Record):
     """The offset of the next message to read (X10), when it was written and by whom (G11)."""
 
     offset: int
@@ -312,7 +298,7 @@ class Checkpoint(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Paused(_Record):
+class Paused(Record):
     """A message that could not be handled holds its partition; `skip` is an order to go on behind it."""
 
     offset: int

@@ -256,7 +256,7 @@ class Source(ABC):
         return wait_for_messages(self, positions, timeout, is_over)
 
     def wake(self) -> None:
-        """Have everyone in `wait` in this process ask its `is_over`. For consumers, until they use `fetch`."""
+        """Have every call of `wait` in this process call its `is_over`. Consumers use `fetch` instead of the two."""
         raise NotImplementedError
 
     @abstractmethod

@@ -10,11 +10,10 @@ Several hubs may share a registry, so each has keys of its own, under the id tha
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
-from typing import Final, Self
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-from pxrs.errors import RegistryCorrupt
+from pxrs.registry.record import Record
 
 ENTRIES_MAX: Final = 100
 TEXT_CHARACTERS_MAX: Final = 500
@@ -35,22 +34,7 @@ class UpkeepKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
-    def dump(self) -> bytes:
-        return json.dumps(asdict(self), separators=(",", ":")).encode()
-
-    @classmethod
-    def load(cls, key: str, value: bytes) -> Self:
-        """Fields that this version does not know are left out: a later one wrote them."""
-        try:
-            found = json.loads(value)
-            return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
-        except (ValueError, TypeError, AttributeError) as error:
-            raise RegistryCorrupt(key, f"it is no {cls.__name__.lower()}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class JanitorClaim(_Record):
+class JanitorClaim(Record):
     """Who was elected. It is the janitor as long as the key `alive/<incarnation>` is there."""
 
     incarnation: str
@@ -62,7 +46,7 @@ class JanitorClaim(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundReport(_Record):
+class RoundReport(Record):
     """What one round of upkeep did."""
 
     ended_at: float = 0.0
