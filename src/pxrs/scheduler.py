@@ -177,6 +177,7 @@ class Scheduler:
                 self._workers += 1
                 threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
         elif scheduled.state is State.ENDED:
+            scheduled.work = Next  # a timer may refer to it for long, and must not keep what the work refers to
             self._returned.notify_all()
 
     # The workers.

@@ -18,6 +18,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.group.records import Checkpoint, Keys, Member, Owner, Target
 from pxrs.hub import Hub
+from pxrs.scheduler import State
 from pxrs.testing.waiting import aside, eventually
 
 PARTITIONS = 4
@@ -301,12 +302,18 @@ def test_a_partition_that_stays_after_all_is_not_read_before_on_assigned_has_ret
     settle(inbox)
 
 
+def wait_for_end(inbox: Consumer) -> None:
+    scheduled = inbox._member._scheduled
+    assert scheduled is not None
+    eventually(lambda: scheduled.state is State.ENDED, PATIENCE_S)
+
+
 def test_what_a_callback_raised_is_raised_by_close_if_nobody_has_read_since(hub: Hub) -> None:
     def fail(partitions: Any) -> None:
         raise ZeroDivisionError(partitions)
 
     inbox = hub.consumer("t", "g", on_assigned=fail)
-    inbox._member._thread.join(PATIENCE_S)  # it has ended the member, as what a callback raises does
+    wait_for_end(inbox)  # of the member, which what a callback raises ends
     with pytest.raises(ZeroDivisionError):
         inbox.close()
     inbox.close()
@@ -319,5 +326,5 @@ def test_what_was_raised_where_the_user_reads_is_not_raised_again_by_close(hub: 
     inbox = hub.consumer("t", "g", on_assigned=fail)
     with pytest.raises(ZeroDivisionError):
         inbox.poll(timeout=PATIENCE_S)
-    inbox._member._thread.join(PATIENCE_S)
+    wait_for_end(inbox)
     inbox.close()
