@@ -71,10 +71,8 @@ def have_members_look(hub: Hub) -> None:
 
 def settle(*consumers: Consumer) -> None:
     eventually(lambda: sorted(p for each in consumers for p in each.assignment) == list(range(PARTITIONS)), PATIENCE_S)
-    for each in consumers:  # the first turn, which ends with a commit of what is done by then, is over
-        eventually(lambda each=each: each._member._commits_at > 0.0, PATIENCE_S)  # type: ignore[misc]
-        with each._member._mutex:
-            pass
+    for each in consumers:  # no round of its member's work runs or is due
+        eventually(lambda each=each: each._member._scheduled.state is State.WAITING, PATIENCE_S)  # type: ignore[misc]
 
 
 def finish_one_of_each(hub: Hub, inbox: Consumer) -> None:
@@ -261,7 +259,9 @@ def test_in_on_lost_the_partition_is_gone_and_in_on_revoked_it_is_still_owned(hu
     seen.clear()
     another_joins(hub, calls)
     assert set(seen) == {("revoked", False), ("is owner", True)}
-    settled = eventually(lambda: len(members(hub)) == 2 and calls.inbox.assignment, PATIENCE_S)
+    assert calls.other is not None
+    settle(calls.inbox, calls.other)
+    settled = calls.inbox.assignment
     seen.clear()
     take_away(hub)
     have_members_look(hub)

@@ -31,7 +31,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -242,8 +242,11 @@ class GroupMember:
         """Hold the mutex for procedures of the protocol, then call the callbacks that these have caused.
 
         timeout_s: how long to wait for the mutex. Raises RegistryUnavailable after it."""
-        if not self._mutex.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            raise _Busy("another call or a callback of this member was under way all the time")
+        if not self._mutex.acquire(blocking=False):
+            with self.blocking():  # the thread that has the mutex may be in a callback of the user
+                is_acquired = self._mutex.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+            if not is_acquired:
+                raise _Busy("another call or a callback of this member was under way all the time")
         try:
             try:
                 yield
@@ -251,6 +254,14 @@ class GroupMember:
                 self._listener.call_back()
         finally:
             self._mutex.release()
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Entered around what may take any time, such as a callback of the user: on a thread that members share, it
+        does not delay the others."""
+        scheduled = self._scheduled
+        with nullcontext() if scheduled is None else scheduled.blocking():
+            yield
 
     @property
     def deadline(self) -> float:
@@ -494,16 +505,14 @@ class GroupMember:
 
     # The member's recurring work.
 
-    def _work(self) -> Next:
-        """One round of work, called by the scheduler: never by two threads at once."""
+    def _work(self) -> Next | None:
+        """One round of work, called by the scheduler: never by two threads at once. None: the member has ended."""
         following = None if self._closing.is_set() else self._round()
         if following is not None and not self._closing.is_set():
             return following
         if self._closes_itself:
             self._end_later()
-        assert self._scheduled is not None
-        self._scheduled.end(0)
-        return Next()
+        return None
 
     def _round(self) -> Next | None:
         """Look, act, commit. When to look again; None if the member has ended."""
@@ -673,12 +682,15 @@ class GroupMember:
         chosen = rearmed(self._watched, self._needed(protocol))
         if chosen is None and self._watch is not None:
             return
+        scheduled = self._scheduled
+        assert scheduled is not None
         needed = self._needed(protocol) if chosen is None else chosen
         old, self._watch = self._watch, self._registry.watch(*sorted(needed))
         self._watched = needed
         if self._subscription is not None:
             self._subscription.close()  # closing the old watch calls its callbacks
-        self._subscription = self._watch.subscribe(self.wake)
+        # Not `self.wake`: the registry keeps the watch, and would keep this member after its work has ended.
+        self._subscription = self._watch.subscribe(scheduled.wake)
         if old is not None:
             old.close()
 
