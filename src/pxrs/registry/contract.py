@@ -86,6 +86,9 @@ class Registry(ABC):
         self._renewer = Renewer(clock)
         self.scheduler = Scheduler(clock, "pxrs-group")
         """Runs the recurring work of everything that is built on this handle, such as members of groups."""
+        self.housekeeping = Scheduler(clock, "pxrs-housekeeping", threads_max=1)
+        """Runs work that no caller waits for and that may be slow, one piece at a time, such as writing readable
+        files."""
         self._watches = SharedWatches()
 
     # The public face.
