@@ -155,14 +155,17 @@ class Scheduler:
         self._clock, self._name, self._threads_max = clock, name, threads_max
         self._lock = threading.Lock()
         """Guards everything below, and the fields of all `Scheduled`. Never held while work runs."""
-        self._idle = threading.Condition(self._lock)
-        """Notified when there is a `_ready` entry for a worker that waits."""
+        self._idle: list[threading.Condition] = []
+        """One for each worker that waits for work. The last one is notified first: so the others reach `IDLE_S`, and a
+        scheduler with little to do keeps few workers."""
         self._returned = threading.Condition(self._lock)
         """Notified when work has returned for the last time."""
         self._ready: OrderedDict[Scheduled, None] = OrderedDict()
         """Waits for a worker, in this order."""
-        self._workers = self._workers_idle = 0
-        """How many workers there are, without those in `Scheduled.blocking`; and how many of them have no work."""
+        self._workers = 0
+        """How many workers there are, without those in `Scheduled.blocking`."""
+        self._coming = 0
+        """How many workers were started or notified, and have not looked at `_ready` since."""
         self._order = itertools.count()
         """Makes heap entries with equal moments comparable."""
         self._at: list[tuple[float, int, int, Scheduled]] = []
@@ -182,9 +185,8 @@ class Scheduler:
         added = Scheduled(self, name, work)
         with self._lock:
             self._move(added, "wake")
-            if not self._workers and self._refusal is not None:
+            if self._workers <= 0 and self._refusal is not None:
                 refusal, self._refusal = self._refusal, None
-                del self._ready[added]
                 self._move(added, "end")
                 raise refusal
         return added
@@ -209,7 +211,8 @@ class Scheduler:
         with self._locked():
             scheduled.is_blocking = is_blocking
             self._workers += -1 if is_blocking else 1
-            self._start_worker()
+            if is_blocking:
+                self._call_worker()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -225,23 +228,30 @@ class Scheduler:
         if scheduled.state is State.READY:
             # Also if it was READY before: an interrupt of the main thread (KeyboardInterrupt) may have come in between.
             self._ready[scheduled] = None
-            if self._workers_idle:
-                self._idle.notify()
-            self._start_worker()
+            if event != "return":  # then the worker that returns is the next one to look at `_ready`
+                self._call_worker()
         elif scheduled.state is State.ENDED:
             scheduled.work = Next  # a timer may refer to it for long, and must not keep what the work refers to
             self._ready.pop(scheduled, None)
             self._returned.notify_all()
 
-    def _start_worker(self, *, is_retry: bool = False) -> None:
-        """Start a worker if there is work for one more and the limit allows it. If the system refuses, and there is no
-        other worker, the timer tries again (`is_retry`) every `START_RETRY_S`."""
-        if len(self._ready) > self._workers_idle and self._workers < self._threads_max:
-            self._workers += 1
-            if not self._start(self._work, "worker"):
-                self._workers -= 1
-                if not self._workers and self._has_timer and not is_retry:
-                    self._timer_wake.set()
+    def _call_worker(self, *, is_retry: bool = False) -> None:
+        """Notify or start one more worker if there is work for it and the limit allows it.
+
+        If the system refuses a thread, and there is no worker, the timer tries again (`is_retry`) every
+        `START_RETRY_S`. The counters are raised last: an interrupt of the main thread in between makes them too small,
+        which costs a thread, and not too large, which would leave work waiting."""
+        if len(self._ready) <= self._coming:
+            return
+        if self._idle:
+            self._idle.pop().notify()
+            self._coming += 1
+        elif self._workers < self._threads_max:
+            if self._start(self._work, "worker"):
+                self._workers += 1
+                self._coming += 1
+            elif self._workers <= 0 and not is_retry:
+                self._timer_wake.set()
                 self._ensure_timer()
 
     def _start(self, target: Callable[[], None], what: str) -> bool:
@@ -257,6 +267,8 @@ class Scheduler:
     def _work(self) -> None:
         thread = threading.current_thread()
         idle_name = thread.name
+        with self._lock:
+            self._coming -= 1
         while self._run_next(thread):
             thread.name = idle_name
 
@@ -278,10 +290,12 @@ class Scheduler:
         return True
 
     def _take(self, thread: threading.Thread) -> Scheduled | None:
+        called = threading.Condition(self._lock)
         with self._locked():
             while True:
                 if self._workers > self._threads_max:  # another worker was started while one was in `blocking`
                     self._workers -= 1
+                    self._call_worker()
                     return None
                 while self._ready:
                     scheduled, _ = self._ready.popitem(last=False)
@@ -289,10 +303,13 @@ class Scheduler:
                     if scheduled.state is State.RUNNING:
                         scheduled.thread = thread
                         return scheduled
-                self._workers_idle += 1
-                is_notified = self._idle.wait(IDLE_S)
-                self._workers_idle -= 1
-                if not is_notified and not self._ready and self._ensure_timer():
+                self._idle.append(called)
+                called.wait(IDLE_S)
+                if called not in self._idle:  # `_call_worker` has removed it
+                    self._coming -= 1
+                    continue
+                self._idle.remove(called)
+                if not self._ready and self._ensure_timer():
                     self._workers -= 1
                     return None
 
@@ -326,7 +343,7 @@ class Scheduler:
         return True
 
     def _needs_timer(self) -> bool:
-        return bool(self._at or self._pauses or (self._ready and not self._workers))
+        return bool(self._at or self._pauses or (self._ready and self._workers <= 0))
 
     def _time(self) -> None:
         """Make ready what is due. Ends when nothing has been due for `IDLE_S` and nothing is waited for."""
@@ -335,11 +352,11 @@ class Scheduler:
             with self._locked():
                 self._make_ready(self._at, self._clock.now())
                 self._make_ready(self._pauses, time.monotonic())
-                if not self._workers:
-                    self._start_worker(is_retry=True)
+                if self._workers <= 0:
+                    self._call_worker(is_retry=True)
                 until = self._at[0][0] if self._at else None
                 pause_s = self._pauses[0][0] - time.monotonic() if self._pauses else None
-                if self._ready and not self._workers:  # no worker could be started
+                if self._ready and self._workers <= 0:  # no worker could be started
                     pause_s = START_RETRY_S if pause_s is None else min(pause_s, START_RETRY_S)
             if until is None and pause_s is None:
                 self._timer_wake.wait(IDLE_S)
