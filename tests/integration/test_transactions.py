@@ -355,7 +355,7 @@ class TestFence:
             db.execute(text("INSERT INTO done VALUES (0, :place, 'zombie')"), values)
         lease, member = zombie._member.lease, zombie._member
         assert lease is not None
-        with member._mutex:  # a process that is stopped does not look after its membership either
+        with member.session.mutex:  # a process that is stopped does not look after its membership either
             lease.abandon()
             with pxrs.open(place.folder / "data", registry=place.registry) as hub:
                 heir = hub.consumer("t", "g", until="end", name="heir")
@@ -587,7 +587,7 @@ class TestSqlite:
         has_mutex = threading.Event()
 
         def write_as_the_member() -> None:
-            with inbox._member._mutex:
+            with inbox._member.session.mutex:
                 has_mutex.set()
                 place.hub.registry.commit(put={"x": b""})
 

@@ -572,7 +572,7 @@ def test_a_commit_in_the_middle_of_a_hand_out_that_is_refused_does_not_count_it(
                 return float("-inf")
             return float(self._lease.deadline)
 
-    monkeypatch.setattr(GroupMember, "lease", property(lambda member: Asked(member._lease)))
+    monkeypatch.setattr(GroupMember, "lease", property(lambda member: Asked(member.session.lease)))
     with hub.consumer("t", "g") as inbox:
         messages = iter(inbox)
         take(messages, 1)
@@ -847,8 +847,8 @@ def test_until_end_with_two_members_that_read_one_after_the_other(hub: Hub) -> N
         eventually(lambda: len(first.assignment) == len(second.assignment) == 2)
         assert len(in_time(lambda: list(first))) == 50
         eventually(lambda: second._member.is_settled)
-        version = second._member._protocol.snapshot  # type: ignore[union-attr]
-        eventually(lambda: second._member._protocol.snapshot is not version)  # type: ignore[union-attr]
+        version = second._member.session.protocol.snapshot  # type: ignore[union-attr]
+        eventually(lambda: second._member.session.protocol.snapshot is not version)  # type: ignore[union-attr]
         assert len(in_time(lambda: list(second))) == 50
 
 
@@ -1058,7 +1058,7 @@ def test_a_callback_may_close_its_consumer(hub: Hub, what: str) -> None:
     for other in others:
         settle(other, partitions=4)
     in_time(inbox.close)
-    assert inbox._member._error is None
+    assert inbox._member._lifecycle.error is None
 
 
 def test_a_seek_in_a_callback_comes_before_the_first_message(hub: Hub) -> None:
@@ -1743,7 +1743,7 @@ def test_a_close_that_was_interrupted_is_finished_by_the_next(hub: Hub, monkeypa
     end, interrupts = Scheduled.end, [KeyboardInterrupt]
 
     def interrupted(scheduled: Scheduled, timeout: float | None = None) -> bool:
-        if interrupts and scheduled is inbox._member._scheduled and not scheduled.is_here:
+        if interrupts and scheduled is inbox._member.session.scheduled and not scheduled.is_here:
             raise interrupts.pop()
         return end(scheduled, timeout)
 

@@ -58,7 +58,6 @@ KNOWN_BACK_ARROWS: set[str] = set()
 
 KNOWN_CYCLES = {
     "cli",
-    "group",
     "queue",
     "testing.simulator",
 }
