@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import typer.main
 
+# A failed `assert` of a module that lies beside the tests shows its values, as one of a test does.
+pytest.register_assert_rewrite("tests")
+
 # Tests start many a JVM for a short time: they compile quickly rather than well.
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 # pyarrow imports numpy where it is installed, and numpy starts threads for linear algebra, which nothing here uses.
