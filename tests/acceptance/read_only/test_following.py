@@ -1,28 +1,16 @@
-"""A hub that a process may read and not write: everything that only looks works, everything else is refused whole (V5).
-
-Root may write anywhere. So where the tests run as root, `reading_only` gives this process the ids of an unprivileged
-user for a while: the hub is then another user's, with modes 644 and 755. Otherwise it takes the write permission away
-from the owner.
-"""
+"""A reader beside processes that write, die or boot again: it shows what is settled, and no more (V5, L1)."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import select
-import shutil
-import stat
-import sys
-import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -33,7 +21,7 @@ import pxrs.registry.sql.sqlite
 from pxrs import registry as registries
 from pxrs.cli import group as command_group
 from pxrs.cli.app import app
-from pxrs.errors import AccessDenied, DamagedFrame, LogError, NoWritePermission, PxrsError
+from pxrs.errors import AccessDenied, DamagedFrame, NoWritePermission
 from pxrs.log.contract import Append
 from pxrs.log.directory.published import NAME as PUBLISHED
 from pxrs.log.outcomes import offsets_of
@@ -41,277 +29,10 @@ from pxrs.registry.file import journal
 from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.state import Change
 from pxrs.testing.waiting import eventually
+from tests.acceptance.read_only.reading import NOBODY, WRITES, as_root, look, picture, reading_only, send
 
-NOBODY = 65534
-IS_ROOT = os.geteuid() == 0
 LIBC = ctypes.CDLL(None, use_errno=True)
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, CLONE_NEWNS = 0x1, 0x20, 0x1000, 0x4000, 1 << 18, 0x20000
-
-as_root = pytest.mark.skipif(not IS_ROOT, reason="one user has to write while another one reads")
-
-
-@contextlib.contextmanager
-def importing_as_root() -> Iterator[None]:
-    """Within the block, this process takes the effective uid 0 for each import of a module that is not loaded yet.
-
-    The unprivileged user may not be allowed to enter the checkout or the virtual environment, as after `git clone .
-    "$(mktemp -d)"`: modules that are imported late, such as those of `rich`, could not be found then. `import` and
-    `importlib.import_module` both look `_find_and_load` up in this module at each call."""
-    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
-    find_and_load = bootstrap._find_and_load
-    lock = threading.RLock()  # the uid is that of all threads
-
-    def load(*arguments: Any) -> Any:
-        with lock:
-            before = os.geteuid()
-            os.setresuid(-1, 0, -1)
-            try:
-                return find_and_load(*arguments)
-            finally:
-                os.setresuid(-1, before, -1)
-
-    bootstrap._find_and_load = load
-    try:
-        yield
-    finally:
-        bootstrap._find_and_load = find_and_load
-
-
-@contextlib.contextmanager
-def reading_only(folder: Path) -> Iterator[None]:
-    """This process may read what is in the folder, and not write there."""
-    if IS_ROOT:
-        groups = os.getgroups()
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, 0)
-        os.setresuid(NOBODY, NOBODY, 0)
-        try:
-            with importing_as_root():
-                yield
-        finally:
-            os.setresuid(0, 0, 0)
-            os.setresgid(0, 0, 0)
-            os.setgroups(groups)
-        return
-    modes = {path: path.stat().st_mode for path in [folder, *folder.rglob("*")] if not path.is_symlink()}
-    for path, mode in modes.items():
-        path.chmod(mode & ~0o222)
-    try:
-        yield
-    finally:
-        for path, mode in modes.items():
-            path.chmod(mode)
-
-
-def picture(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file below a folder, with its mode and content."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        status = path.lstat()
-        found[str(path)] = status.st_mode, path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
-    return found
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that every user may reach, unlike those of pytest."""
-    folder = Path(tempfile.mkdtemp(prefix="pxrs-read-only-"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture
-def data(place: Path) -> Path:
-    """A hub with 5 messages in each of two partitions of `orders`, none in the third, a group that has read 2 of each,
-    and a queue with one item."""
-    data = place / "data"
-    with pxrs.open(data) as hub:
-        hub.create_topic("orders", partitions=3)
-        send(hub, "orders", 10)
-        hub.group("billing").import_checkpoint({0: 2, 1: 2}, "orders")
-        hub.create_queue("mail").put("hello")
-    return data
-
-
-def send(hub: pxrs.Hub, topic: str, count: int) -> None:
-    with hub.producer(topic) as out:
-        for number in range(count):
-            out.send(f"{number}", partition=number % 2, timestamp=(1000 + number // 2) * 1_000_000)
-
-
-def look(data: Path) -> None:
-    """All that only looks."""
-    with pxrs.open(data) as hub:
-        assert [topic.name for topic in hub.topics()] == ["orders"]
-        orders = hub.topic("orders")
-        assert [(orders.start(p), orders.end(p)) for p in range(3)] == [(0, 5), (0, 5), (0, 0)]
-        assert orders.log.ends() == orders.log.ends() == [5, 5, 0]
-        assert [message.value for message in orders.messages(1, 3)] == [b"7", b"9"]
-        assert orders.read(0, 0)[0].records.num_rows == 5
-        assert orders.to_arrow().num_rows == 10
-        assert orders.offset_at(0, 1002 * 1_000_000) == 2
-        assert orders.wait({0: 5, 1: 2}, 0) == {1}
-        assert orders.wait({2: 0}, 0.01) == set()
-        assert orders.retention_problem() is None
-        assert hub.damaged_topics() == []
-        assert hub.groups() == ["billing"]
-        assert hub.group("billing").describe().lag == 6
-        assert [queue.depth().ready for queue in hub.queues()] == [1]
-        mail = hub.queue("mail")
-        assert [item.value for item in mail.peek(5)] == [b"hello"]
-        assert mail.dead_letters().list() == []
-        assert hub.registry.get("queues/mail") is not None
-        with hub.registry.watch("groups/") as watch:
-            assert hub.group("billing").describe().members == ()
-            assert not watch.wait(0.01)
-
-
-@as_root
-def test_v5_a_reader_imports_modules_that_only_root_may_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So this file passes in a checkout that other users may not enter."""
-    checkout = place / "checkout"
-    checkout.mkdir(mode=0o700)
-    for name in ("imported_late", "imported_by_name"):
-        (checkout / f"{name}.py").write_text("VALUE = 1")
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(str(checkout))
-    with reading_only(place):
-        import imported_late  # type: ignore[import-not-found]
-
-        assert imported_late.VALUE == importlib.import_module("imported_by_name").VALUE == 1
-        assert os.geteuid() == NOBODY
-        with pytest.raises(PermissionError):
-            (checkout / "imported_late.py").read_text()
-
-
-def test_v5_who_may_only_read_a_hub_looks_at_all_of_it_and_changes_nothing(data: Path) -> None:
-    before = picture(data)
-    with reading_only(data):
-        look(data)
-    assert picture(data) == before
-
-
-COMMANDS = {
-    "topic list": ["topic", "list"],
-    "topic describe": ["topic", "describe", "orders"],
-    "tail": ["tail", "orders", "-n", "3"],
-    "group list": ["group", "list"],
-    "group describe": ["group", "describe", "billing"],
-    "queue list": ["queue", "list"],
-    "queue describe": ["queue", "describe", "mail"],
-    "queue depth": ["queue", "depth", "mail"],
-    "queue peek": ["queue", "take", "mail", "--peek"],
-    "queue dead": ["queue", "dead", "list", "mail"],
-}
-
-
-def test_v5_every_command_that_only_looks_works_for_who_may_only_read(data: Path) -> None:
-    commands = {name: [*command, "--at", str(data), "--json"] for name, command in COMMANDS.items()}
-    url = str(data / "registry")
-    commands["registry scan"] = ["registry", "scan", url, "groups/", "--json"]
-    commands["registry get"] = ["registry", "get", url, "queues/mail", "--json"]
-    commands["check"] = ["check", str(data), "--json"]
-    runner = CliRunner()
-    expected = {name: runner.invoke(app, command, catch_exceptions=False).output for name, command in commands.items()}
-    before = picture(data)
-    with reading_only(data):
-        found = {name: runner.invoke(app, command, catch_exceptions=False) for name, command in commands.items()}
-    assert {name: result.output for name, result in found.items()} == expected
-    assert {result.exit_code for result in found.values()} == {0}
-    assert picture(data) == before
-
-
-WRITES: dict[str, Callable[[pxrs.Hub], object]] = {
-    "create_topic": lambda hub: hub.create_topic("more"),
-    "delete_topic": lambda hub: hub.delete_topic("orders"),
-    "producer": lambda hub: hub.producer("orders"),
-    "append": lambda hub: hub.topic("orders").log.append([]) or hub.topic("orders").log.check_writable(),
-    "retain": lambda hub: hub.topic("short").retain(),
-    "consumer": lambda hub: hub.consumer("orders", "billing"),
-    "reset": lambda hub: hub.group("billing").reset("earliest"),
-    "import_checkpoint": lambda hub: hub.group("other").import_checkpoint({0: 1}, "orders"),
-    "delete group": lambda hub: hub.group("billing").delete(),
-    "create_queue": lambda hub: hub.create_queue("more"),
-    "put": lambda hub: hub.queue("mail").put("more"),
-    "take": lambda hub: hub.transaction().take("mail"),
-    "delete_queue": lambda hub: hub.delete_queue("mail"),
-    "commit": lambda hub: hub.registry.commit(put={"x": b""}),
-    "lease": lambda hub: hub.registry.lease(5),
-    "adopt": lambda hub: hub.adopt_registry(),
-}
-
-
-def test_v5_what_has_to_write_is_refused_before_anything_is_done(data: Path) -> None:
-    with pxrs.open(data) as hub:
-        hub.create_topic("short", retention=3600)
-        send(hub, "short", 10)
-        hub.join_registry()
-    with reading_only(data), pxrs.open(data) as hub:
-        before = picture(data)
-        for name, write in WRITES.items():
-            with pytest.raises(NoWritePermission) as caught:
-                write(hub)
-            assert isinstance(caught.value, LogError | AccessDenied), name
-            assert str(data) in str(caught.value), f"{name}: where"
-            assert f"uid {os.geteuid()}" in str(caught.value), f"{name}: who"
-            assert "run it as" in str(caught.value), f"{name}: what to do"
-            assert picture(data) == before, name
-
-
-def test_v5_a_consumer_whose_registry_takes_writes_reads_a_log_that_does_not(data: Path, place: Path) -> None:
-    """All that a group writes is in its registry; but who would record there which registry that is, is refused."""
-    (place / "own").mkdir(mode=0o777)
-    (place / "own").chmod(0o777)
-    with reading_only(data), pxrs.open(data, place / "own") as hub:
-        with pytest.raises(NoWritePermission, match="may not write to"):
-            hub.consumer("orders", "audit")
-        assert list((place / "own").iterdir()) == []
-    with pxrs.open(data, place / "own") as hub:
-        hub.create_topic("orders-dead")
-        hub.join_registry()
-    for folder in (place / "own").rglob("*"):
-        if folder.is_dir():
-            folder.chmod(0o777)
-    with reading_only(data), pxrs.open(data, place / "own") as hub:
-        with pytest.raises(NoWritePermission, match="may not write to"):
-            hub.consumer("orders", "audit", on_error="dead-letter", dead_letters="orders-dead")
-        with hub.consumer("orders", "audit", until="end", lease_ttl=10) as inbox:
-            assert len(list(inbox)) == 10
-    with pxrs.open(data, place / "own") as hub:
-        assert hub.group("audit").describe().lag == 0
-
-
-def test_v5_sparks_sink_is_refused_before_any_task_is_started(data: Path) -> None:
-    pytest.importorskip("pyspark")
-    from pyspark.sql.types import BinaryType, StructType
-
-    from pxrs.spark.options import Where
-    from pxrs.spark.writer import BatchWriter
-
-    columns = StructType().add("value", BinaryType())
-    before = picture(data)
-    with reading_only(data), pytest.raises(NoWritePermission, match="may not write to"):
-        BatchWriter(Where(str(data), None, "orders"), columns, overwrite=False)
-    assert picture(data) == before
-    BatchWriter(Where(str(data), None, "orders"), columns, overwrite=False)
-
-
-def test_v5_who_may_not_even_read_is_told_who_may(data: Path) -> None:
-    data.chmod(0o000)
-    looks: list[Callable[[], object]] = [
-        lambda: pxrs.open(data).topics(),
-        lambda: pxrs.open(data).groups(),
-        lambda: registries.open(data / "registry").get("x"),
-    ]
-    try:
-        with reading_only(data.parent):
-            for look in looks:
-                with pytest.raises(PxrsError, match=r"may not read|names no directory") as caught:
-                    look()
-                assert str(data) in str(caught.value)
-    finally:
-        data.chmod(0o755)
 
 
 class Child:
