@@ -44,8 +44,9 @@ from pxrs.publishing.query import Query
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
+from pxrs.spark import reader
 from pxrs.spark.options import ReadOptions, Where
-from pxrs.spark.reader import join_query
+from pxrs.spark.reader import StreamReader, join_query
 from pxrs.testing.hooked import HookedRegistry
 
 OPTIONS = ReadOptions(Where("memory:", None, "orders"), "g", lease_ttl=1.0, handover_timeout=20.0)
@@ -97,6 +98,17 @@ def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_query_keeps_its_hub_though_no_other_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_stop_on_sigterm", lambda: None)  # of a process of the query's own
+    with pxrs.open(tmp_path / "data", upkeep=False) as hub:
+        hub.create_topic("orders", partitions=1, retention=3600)
+        stream = StreamReader(replace(OPTIONS, where=Where(hub.url, None, "orders")))
+        stream.latestOffset(stream.initialOffset(), stream.getDefaultReadLimit())
+        until(lambda: hub.upkeep().janitor.endswith(f":{os.getpid()}"))
+        stream.stop()
+        assert hub.upkeep().janitor == ""
 
 
 def test_s2_what_spark_has_finished_is_the_groups_checkpoint(hub: Hub) -> None:

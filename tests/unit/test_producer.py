@@ -405,7 +405,7 @@ def test_a_lost_reply_stays_an_unknown_outcome_whatever_later_tries_answer(singl
 
     topic.lost_replies, topic.before = {0: 1}, refuse_what_is_resent
     receipt = out.send(b"stored")
-    with pytest.raises(AppendUnknown, match="may have stored the batch.*the disk is full"):
+    with pytest.raises(AppendUnknown, match=r"may have stored the batch.*the disk is full"):
         out.flush()
     with pytest.raises(AppendUnknown):
         receipt.result()
