@@ -330,8 +330,8 @@ class Hub:
         return self.parts.check_registry()
 
     def join_registry(self) -> Home | None:
-        """As `check_registry`, before a member joins a group: if no registry is on record for the hub, this one is from
-        now on."""
+        """As `check_registry`, before a member joins a group or a batch is published: if no registry is on record for
+        the hub, this one is from now on."""
         return None if self.parts.belonging is None else self.parts.belonging.join()
 
     def adopt_registry(self) -> tuple[str, str]:

@@ -265,8 +265,9 @@ def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
 
 def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
     """A publisher that has finished what others have left unfinished, and removed what is left of deleted topics.
-    Raises WrongRegistry: another registry does not have the manifests of this hub."""
-    hub.check_registry()
+    Raises WrongRegistry: another registry does not have the manifests of this hub. If no registry is on record for the
+    hub, this one is from now on: a process with another one would take the staged files of a batch for abandoned."""
+    hub.join_registry()
     staging = DirectoryStaging(where.url)
     publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
     publisher.finish_others()

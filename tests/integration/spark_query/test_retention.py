@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Iterator
@@ -14,12 +15,13 @@ import pytest
 
 import pxrs
 from pxrs import clock
-from pxrs.errors import (
-    DataLost,
-)
+from pxrs.errors import DataLost
 from pxrs.hub import Hub
 from pxrs.publishing.planning import Span
-from pxrs.spark.reader import join_query
+from pxrs.spark import reader
+from pxrs.spark.options import Where
+from pxrs.spark.reader import StreamReader, join_query
+from pxrs.testing.waiting import eventually
 from tests.integration.spark_query.queries import OPTIONS, checkpoints, publish, read, run_batch
 
 
@@ -126,3 +128,14 @@ def test_s6_retention_comes_between_two_looks_of_a_batch_that_bytes_bound(
             return
         assert read(query, {}, query.latest({}, None, 10_000)) == [(1000, 1010)]
         assert checkpoints(aging) == [1000], "the sink expects it where the batch begins"
+
+
+def test_a_query_keeps_its_hub_though_no_other_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_stop_on_sigterm", lambda: None)  # of a process of the query's own
+    with pxrs.open(tmp_path / "data", upkeep=False) as hub:
+        hub.create_topic("orders", partitions=1, retention=3600)
+        stream = StreamReader(replace(OPTIONS, where=Where(hub.url, None, "orders")))
+        stream.latestOffset(stream.initialOffset(), stream.getDefaultReadLimit())
+        eventually(lambda: hub.upkeep().janitor.endswith(f":{os.getpid()}"))
+        stream.stop()
+        assert hub.upkeep().janitor == ""

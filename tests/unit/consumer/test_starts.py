@@ -105,6 +105,25 @@ def test_what_retention_took_can_be_skipped_and_is_counted(hub: Hub) -> None:
     assert checkpoint(hub) == 20
 
 
+def test_x22_skipping_what_retention_took_acknowledges_nothing_before_it(hub: Hub) -> None:
+    hub.create_topic("t", partitions=1, retention_bytes=15_000)
+    send(hub, {0: 4}, size=1_000)
+    with hub.consumer("t", "g", ack="manual", on_trimmed="skip") as inbox:
+        first = in_time(lambda: inbox.poll(4))
+        send(hub, {0: 6}, size=1_000)
+        send(hub, {0: 10}, size=1_000)
+        hub.topic("t").retain()
+        assert hub.topic("t").start(0) == 10
+        second = in_time(lambda: inbox.poll(1))
+        assert (offsets(second), inbox.skipped) == ([10], 6)
+        inbox.commit()
+        assert checkpoint(hub) == 0, "nothing is acknowledged yet"
+        for message in first:
+            inbox.ack(message)
+        inbox.commit()
+        assert checkpoint(hub) == 10
+
+
 @pytest.mark.parametrize("until", [None, "end"])
 def test_g7_a_checkpoint_beyond_the_end_is_an_error(hub: Hub, until: str | None) -> None:
     create(hub, count=5)

@@ -85,12 +85,35 @@ def test_l4_a_batch_that_may_be_stored_gets_no_other_name(single: tuple[Fickle, 
     topic.after = forget
     receipt = out.send(b"%d" % number)
     if number:
-        with pytest.raises(UnknownProducer):
+        with pytest.raises(AppendUnknown, match="producers were forgotten"):
             out.flush()
+        with pytest.raises(AppendUnknown):  # not UnknownProducer, which says that nothing was stored
+            receipt.result()
+        with pytest.raises(UnknownProducer):  # nothing of this message was tried
+            out.send(b"more")
     else:  # of a first batch it is known from where on to look for it
         out.flush()
         assert receipt.result() == (0, 0)
     assert [value for value in topic.values(0) if value is not None] == [b"%d" % each for each in range(number + 1)]
+
+
+def test_a_lost_reply_stays_an_unknown_outcome_whatever_later_tries_answer(single: tuple[Fickle, Producer]) -> None:
+    topic, out = single
+
+    def refuse_what_is_resent(appends: Sequence[Append]) -> None:
+        if len(topic.calls) == 2:
+            topic.refusals = {0: AppendFailed("the disk is full; nothing of it is in the log")}
+
+    topic.lost_replies, topic.before = {0: 1}, refuse_what_is_resent
+    receipt = out.send(b"stored")
+    with pytest.raises(AppendUnknown, match=r"may have stored the batch.*the disk is full"):
+        out.flush()
+    with pytest.raises(AppendUnknown):
+        receipt.result()
+    assert topic.values(0) == [b"stored"], "so that to send it again would double it"
+    with pytest.raises(AppendFailed) as refused:
+        out.send(b"not sent")
+    assert not isinstance(refused.value, AppendUnknown)
 
 
 def test_w1_only_a_partition_whose_reply_was_lost_is_resent_and_under_the_same_origin(topic: Fickle) -> None:
