@@ -176,7 +176,7 @@ def _option(url: URL, name: str) -> str | None:
 
 
 def _hash(where: Sequence[str | int | None], meaning: Meaning | None = None) -> str:
-    """The hash of these parts. With a meaning, it is computed as in version 0.1, because existing ids must not change."""
+    """The hash of these parts. With a meaning, it is computed as in version 0.1, because existing ids must stay."""
     means: list[str | int | None] = []
     if meaning is not None:
         means = [meaning.id_column, meaning.key_column, meaning.partitions, meaning.partitioner]

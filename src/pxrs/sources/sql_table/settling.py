@@ -35,7 +35,7 @@ class Settling:
         return self._next is not None
 
     def observe(self, visible_end: int, holders: frozenset[str], now: float) -> None:
-        """Note the end of the visible ids, and the transactions that held a writer's lock afterwards. now: in seconds."""
+        """Note the end of the visible ids, and which transactions held a writer's lock afterwards. now: in seconds."""
         prepared = frozenset(holder for holder in holders if holder.startswith(_PREPARED))
         if self._next is not None and self._is_over(holders, prepared, now):
             self.end, self._next = self._next, None

@@ -231,7 +231,7 @@ class SqlTable(Source):
         self._subscribers.wake_all()
 
     def _poll(self) -> None:
-        """One step of the polling thread: sleep, look at the table, and wake the subscribers if anything has changed."""
+        """One step of the polling thread: sleep, look at the table, and wake the subscribers after a change."""
         self._may_be_news.wait(self._pause_s())
         self._may_be_news.clear()
         if self._is_closed:
@@ -243,7 +243,7 @@ class SqlTable(Source):
             self._subscribers.wake_all()
 
     def offset_at(self, partition: int, timestamp: int) -> int:
-        """The first id with this time or a later one. Behind it, messages may be older if times do not rise with ids."""
+        """The first id with this time or a later one. Messages behind it may be older if times do not rise with ids."""
         self._check_usable(partition)
         if self._columns.timestamp is None:
             raise InvalidTopic(f"{self.name}: offsets by time need a timestamp_column")
@@ -258,7 +258,7 @@ class SqlTable(Source):
             self.close_shared()
 
     def share(self) -> None:
-        """Make `close` do nothing, because several callers share the table: only `close_shared` closes it from now on."""
+        """Make `close` do nothing, because several callers share the table: only `close_shared` closes it now."""
         self._is_shared = True
 
     def close_shared(self) -> None:

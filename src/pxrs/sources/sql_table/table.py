@@ -80,7 +80,8 @@ Row = tuple[int, bytes | None, bytes | None, int]
 
 
 class Rows(NamedTuple):
-    """Rows that were read."""
+    """Rows that were read, the last id that was looked at, and whether rows may follow before the end that was asked
+    for."""
 
     rows: list[Row]
     last: int
@@ -184,7 +185,7 @@ class Table:
             return frozenset(connection.execute(self._sa.text(_HOLDERS), {"relation": self._relation}).scalars())
 
     def drawn_end(self, visible_end: int) -> int | None:
-        """The id behind the last one that was ever given out, though its row may be deleted; None if it is not known."""
+        """The id behind the last one that was ever given out, though its row may be deleted; None if not known."""
         text = self._sa.text
         with self._connection() as connection:
             if self._sequence is not None:
