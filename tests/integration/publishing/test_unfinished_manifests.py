@@ -52,7 +52,7 @@ def test_k1_a_manifest_that_cannot_be_finished_stops_its_own_query_alone(
     for batch in range(4):
         fed_batch(other, "newer", batch, (5 * batch + 5, 5 * batch + 10))
     assert place.arrived() == 20
-    assert caplog.messages == [f"batch 0 of query {QUERY}, left unfinished, stays so: {error}"]
+    assert caplog.messages == [f"batch 0 of query {QUERY} is not finished, and cannot be: {error}"]
 
 
 @pytest.mark.parametrize("error", [AppendFailed("no space left"), UnknownTopic("out")])
