@@ -40,6 +40,7 @@ from pxrs.errors import (
     InvalidArgument,
     InvalidCommit,
     InvalidKey,
+    LeaseExpired,
     UsedAfterFork,
 )
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
@@ -138,7 +139,12 @@ class Registry(ABC):
         if not commit.keys and lease is None:
             return {}
         check_time(self.url)
-        return self._commit(commit)
+        try:
+            return self._commit(commit)
+        except LeaseExpired:
+            if lease is not None:
+                lease.expire()  # its holder must not wait for the next renewal to learn of it
+            raise
 
     def lease(self, ttl: float | timedelta, renewed: bool = True) -> Lease:
         """A new lease. The store may grant more than `ttl` seconds.
@@ -248,7 +254,9 @@ class Registry(ABC):
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]: ...
 
     @abstractmethod
-    def _commit(self, commit: Commit) -> dict[str, int]: ...
+    def _commit(self, commit: Commit) -> dict[str, int]:
+        """Raise LeaseExpired only if the store says that the named lease has ended: `commit` marks the lease as lost
+        then."""
 
     @abstractmethod
     def _lease(self, ttl: float, renewed: bool) -> Lease:
