@@ -140,7 +140,7 @@ class Belonging:
 
 
 def _take_groups(registry: Registry, topics: set[str], home: Home) -> None:
-    from pxrs.group.admin import groups
+    from pxrs.group.listing import groups
 
     for name in groups(registry):
         keys = Keys(name)

@@ -440,7 +440,7 @@ class Hub:
 
     def groups(self) -> list[str]:
         """The names of all groups."""
-        from pxrs.group.admin import groups
+        from pxrs.group.listing import groups
 
         self.parts.check_usable()
         return groups(self.registry)

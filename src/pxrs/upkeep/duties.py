@@ -134,7 +134,7 @@ class Round:
         registry, belonging = self._parts.registry.get(), self._parts.belonging
         if registry.folder is None or belonging is None:
             return  # no files of groups, or the topics are this process's own: others know the names of theirs
-        from pxrs.group.admin import groups
+        from pxrs.group.listing import groups
         from pxrs.group.projection import FOLDER, projection_of
         from pxrs.group.records import GROUP_NAME, Keys
 

@@ -14,7 +14,8 @@ from pxrs.errors import (
     GroupActive,
     UnknownGroup,
 )
-from pxrs.group.admin import GroupHandle, groups
+from pxrs.group.admin import GroupHandle
+from pxrs.group.listing import groups
 from pxrs.group.records import Owner, Pinned, Target
 from pxrs.log.memory import MemoryLog
 from pxrs.registry import Registry

@@ -13,7 +13,8 @@ from pxrs.errors import (
     InvalidGroup,
     UnknownGroup,
 )
-from pxrs.group.admin import GroupHandle, groups
+from pxrs.group.admin import GroupHandle
+from pxrs.group.listing import groups
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic

@@ -12,7 +12,8 @@ from pxrs.errors import (
     OffsetOutOfRange,
     UnknownTopic,
 )
-from pxrs.group.admin import GroupHandle, groups
+from pxrs.group.admin import GroupHandle
+from pxrs.group.listing import groups
 from pxrs.group.records import Checkpoint, Paused
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Topic
