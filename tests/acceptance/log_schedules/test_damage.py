@@ -31,6 +31,7 @@ from pxrs.log.producers import PRODUCERS_MAX
 from pxrs.model import Topic
 from pxrs.producer.producer import Producer
 from pxrs.testing import power
+from tests.acceptance.directory_topics import opened
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import WallTime
@@ -41,7 +42,6 @@ from tests.acceptance.log_schedules.topics import (
     findings,
     new_topic,
     one,
-    opened,
     records,
     segments,
     values,

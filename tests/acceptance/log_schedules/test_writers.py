@@ -32,11 +32,12 @@ from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import MaybeStored, offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
+from tests.acceptance.directory_topics import opened
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import WallTime
 
-from tests.acceptance.log_schedules.topics import SECOND, fill, findings, new_topic, one, opened, segments, values
+from tests.acceptance.log_schedules.topics import SECOND, fill, findings, new_topic, one, segments, values
 
 BOUND_S = 20.0
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import uuid
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from pxrs.log.batch import SCHEMA, Origin
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
-from pxrs.model import Topic
-
-if TYPE_CHECKING:
-    pass
-
+from tests.acceptance import directory_topics
 
 SECOND = 1_000_000
 
@@ -35,18 +30,7 @@ def one(value: bytes, producer: uuid.UUID | None = None, sequence: int = 0, time
     return [Append.encoded(0, batch) if producer is None else Append.encoded(0, batch, Origin(producer, 0, sequence))]
 
 
-def new_topic(path: Path, **options: Any) -> DirectoryTopic:
-    options = {"segment_bytes": 8192, **options}
-    topic = DirectoryLog(path).create_topic(Topic("t", uuid.uuid4().hex, 1, **options))
-    assert isinstance(topic, DirectoryTopic)
-    return topic
-
-
-def opened(path: Path, timeout: float = 10.0) -> DirectoryTopic:
-    """A handle of its own, with files and locks of its own, as another process has."""
-    topic = DirectoryLog(path, timeout).topic("t")
-    assert isinstance(topic, DirectoryTopic)
-    return topic
+new_topic = partial(directory_topics.new_topic, segment_bytes=8192)
 
 
 def fill(topic: DirectoryTopic, count: int, producer: uuid.UUID | None = None, timestamp: int = 1) -> list[bytes]:

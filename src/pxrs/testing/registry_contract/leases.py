@@ -17,7 +17,8 @@ from pxrs.errors import (
     LeaseExpired,
 )
 from pxrs.registry import ABSENT, Lease, Registry
-from pxrs.testing.registry_contract.store import Backend, Fixtures, Store, at_once, end_in_store, eventually
+from pxrs.testing.registry_contract.store import Backend, Fixtures, Store, at_once, end_in_store
+from pxrs.testing.waiting import eventually
 
 
 class Leases(Fixtures):
