@@ -39,8 +39,16 @@ class Guard:
 
     def merged(self, writes: Sequence[CheckpointWrite]) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
         """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses, and tells the
-        members from whom it takes a partition."""
+        members from whom it takes a partition.
+
+        An owner that was not found among the members must be gone: the commit expects that, as a claim does (G1). A
+        scan is no picture of one moment (R1), so that member may have joined and claimed while the group was read; it
+        would not be told, and the partition would have no owner."""
         expect, put = self.of(sorted({write.partition[0] for write in writes}))
+        for write in writes:
+            owner = self.owners.get(write.partition)
+            if owner is not None and owner not in self.targets:
+                expect[self.keys.member(owner)] = ABSENT
         for name in self._owners_of(writes):
             target, expect[self.keys.target(name)] = self.targets[name]
             if name not in self.dumped:
