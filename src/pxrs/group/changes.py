@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
@@ -25,6 +25,8 @@ class Guard:
     """Of the keys of these."""
     owners: dict[TopicPartition, str | None] = field(default_factory=dict)
     """Who owns the partitions, as read."""
+    members: Collection[str] = ()
+    """The incarnations that were found. Those of an earlier version have no targets; they watch all owner keys."""
     targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
     """Of the members that are there: as the next commit writes them, and the version that it expects."""
     dumped: dict[str, bytes] = field(default_factory=dict)
@@ -32,6 +34,7 @@ class Guard:
 
     def take(self, state: GroupState) -> None:
         """Note who has to be told if a partition is taken from it."""
+        self.members = frozenset(state.members)
         self.owners = {partition: owner.incarnation for partition, (owner, _) in state.owners.items()}
         there = {name: each for name, each in state.targets.items() if name in state.members}
         self.targets = {name: (_raised(target), version) for name, (target, version) in there.items()}
@@ -39,8 +42,16 @@ class Guard:
 
     def merged(self, writes: Sequence[CheckpointWrite]) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
         """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses, and tells the
-        members from whom it takes a partition."""
+        members from whom it takes a partition.
+
+        An owner that was not found among the members must be gone: the commit expects that, as a claim does (G1). A
+        scan is no picture of one moment (R1), so that member may have joined and claimed while the group was read; it
+        would not be told, and the partition would have no owner."""
         expect, put = self.of(sorted({write.partition[0] for write in writes}))
+        for write in writes:
+            owner = self.owners.get(write.partition)
+            if owner is not None and owner not in self.members:
+                expect[self.keys.member(owner)] = ABSENT
         for name in self._owners_of(writes):
             target, expect[self.keys.target(name)] = self.targets[name]
             if name not in self.dumped:

@@ -100,6 +100,38 @@ def test_a_forced_reset_makes_an_owner_lose_claim_again_and_start_there(
     assert owner(registry, 0).epoch == 3
 
 
+@pytest.mark.parametrize("missed", [(KEYS.members,), (KEYS.members, KEYS.targets)])
+def test_r1_a_member_that_a_scan_has_missed_is_told_that_a_reset_took_its_partition(
+    registry: Registry, worker: Worker, group: GroupHandle, monkeypatch: pytest.MonkeyPatch, missed: tuple[str, ...]
+) -> None:
+    """It has joined, and claimed, while the group was scanned. If nothing told it, and nothing came that it could
+    commit, the partition would have no owner, and nobody would read it again."""
+    worker.started.clear()
+    scan = registry.scan
+
+    def torn(*given: Any, **named: Any) -> Any:
+        found = scan(*given, **named)
+        monkeypatch.setattr(registry, "scan", scan)
+        return [entry for entry in found if not entry.key.startswith(missed)]
+
+    read = group._reader.read
+
+    def read_torn() -> Any:
+        monkeypatch.setattr(group._reader, "read", read)
+        monkeypatch.setattr(registry, "scan", torn)
+        return read()
+
+    state = group._reader.read_there()
+    monkeypatch.setattr(group._reader, "read_there", lambda: state)
+    monkeypatch.setattr(group._reader, "read", read_torn)
+    with registry.watch(KEYS.target(worker.incarnation)) as watch:
+        group.reset({0: 1}, force=True)
+        assert watch.wait(30)
+    worker.settle()
+    assert worker.started == [(0, 1)]
+    assert owner(registry, 0).incarnation == worker.incarnation
+
+
 def test_a_reset_frees_paused_partitions(registry: Registry, idle: Worker, group: GroupHandle) -> None:
     pause(registry, 0)
     other = pause(registry, 1)
