@@ -134,7 +134,8 @@ class MemberProtocol(Joining, Committing):
         return state
 
     def _read_owners(self, state: GroupState) -> Steps[None]:
-        """Of what this member gains and loses; and which of the members that own it are there."""
+        """Read the owner keys of the partitions that this member gains or loses, and the member keys of their
+        owners."""
         me, topic = self._me(), self.member.topic
         target, _ = state.target(self.incarnation)
         numbers = moving(target, me)
