@@ -31,15 +31,16 @@ class Guard:
     """The values of `targets`, as far as they were needed: that of a member with many partitions is large."""
 
     def take(self, state: GroupState) -> None:
-        """Note who has to be told if a partition is taken from it."""
+        """Note the owners of partitions, and the targets of members: a commit that takes a partition from a member
+        raises `taken` in its target."""
         self.owners = {partition: owner.incarnation for partition, (owner, _) in state.owners.items()}
         there = {name: each for name, each in state.targets.items() if name in state.members}
         self.targets = {name: (_raised(target), version) for name, (target, version) in there.items()}
         self.dumped.clear()
 
     def merged(self, writes: Sequence[CheckpointWrite]) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
-        """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses, and tells the
-        members from whom it takes a partition."""
+        """What one commit of these checkpoints expects, puts and deletes. The commit also removes the pauses of the
+        partitions, and raises `taken` in the targets of the members that lose one."""
         expect, put = self.of(sorted({write.partition[0] for write in writes}))
         for name in self._owners_of(writes):
             target, expect[self.keys.target(name)] = self.targets[name]

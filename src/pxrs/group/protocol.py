@@ -278,8 +278,8 @@ class MemberProtocol(Joining, Committing):
             version = (yield Write({**leads, **expect}, {**put, key: target.dump()}))[key]
 
     def _claim(self, claims: Sequence[Claim]) -> Steps[None]:
-        """Claim several together; if somebody was faster on one of them, the others. Raises Conflict if the target of
-        this member has changed."""
+        """Claim several partitions in one commit. If another member has claimed one of them, claim the others. Raises
+        Conflict if the target of this member has changed."""
         assert self.snapshot is not None
         topic, target_key = self.member.topic, self.keys.target(self.incarnation)
         put, expect = {}, {target_key: self.snapshot.target(self.incarnation)[1]}

@@ -29,7 +29,7 @@ def aside(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - for the one who asks
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that asks
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
