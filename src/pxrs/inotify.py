@@ -69,7 +69,8 @@ class Notifier:
             self._libc.inotify_rm_watch(self._inotify, watch)
 
     def wait(self, timeout: float | None) -> News:
-        """Sleep until there are events, `interrupt` is called, or so many seconds have passed; what has happened."""
+        """Sleep until there are events, `interrupt` is called, or this number of seconds has passed. Returns the
+        events."""
         self.sleep(timeout)
         return self.take()
 

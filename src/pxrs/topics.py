@@ -125,7 +125,7 @@ class TopicHandle:
             except OffsetTrimmed as error:
                 if start is not None:
                     raise
-                offset = error.first_offset  # retention was faster
+                offset = error.first_offset  # retention has removed the messages
                 continue
             for batch in batches:
                 batch = batch.within(offset, end)

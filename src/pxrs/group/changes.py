@@ -33,7 +33,8 @@ class Guard:
     """The values of `targets`, as far as they were needed: that of a member with many partitions is large."""
 
     def take(self, state: GroupState) -> None:
-        """Note who has to be told if a partition is taken from it."""
+        """Note the members, the owners of partitions, and the targets of members: a commit that takes a partition from a
+        member raises `taken` in its target."""
         self.members = frozenset(state.members)
         self.owners = {partition: owner.incarnation for partition, (owner, _) in state.owners.items()}
         there = {name: each for name, each in state.targets.items() if name in state.members}
@@ -41,12 +42,13 @@ class Guard:
         self.dumped.clear()
 
     def merged(self, writes: Sequence[CheckpointWrite]) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
-        """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses, and tells the
-        members from whom it takes a partition.
+        """What one commit of these checkpoints expects, puts and deletes. The commit also removes the pauses of the
+        partitions, and raises `taken` in the targets of the members that lose one.
 
-        An owner that was not found among the members must be gone: the commit expects that, as a claim does (G1). A
-        scan is no picture of one moment (R1), so that member may have joined and claimed while the group was read; it
-        would not be told, and the partition would have no owner."""
+        An owner that was not found among the members must be gone: the commit expects that its key is absent, as a
+        claim does (G1). A scan is no picture of one moment (R1): the owner may have joined and claimed while the group
+        was read. Its target would not be raised, it would not look at its owner keys, and the partition would stay
+        without an owner."""
         expect, put = self.of(sorted({write.partition[0] for write in writes}))
         for write in writes:
             owner = self.owners.get(write.partition)

@@ -42,7 +42,7 @@ FOLDER: Final = "consumer-groups"
 INTERVAL_S: Final = 1.0
 """How long after a change it is written, with all that followed."""
 LOCK_WAIT_S: Final = 1.0
-"""How long to wait for another one who writes; it writes much the same."""
+"""How long to wait for another process that writes the same files."""
 CLOSE_WAIT_S: Final = 5.0
 _NAME_BYTES_MAX: Final = 200
 

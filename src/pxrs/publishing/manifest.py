@@ -419,7 +419,7 @@ class Publisher:
 
 def _was_stored(error: Exception, appends: Sequence[Append]) -> bool:
     """Whether the log refuses these batches of one partition because they are stored: another driver that published
-    this manifest has stored them, and so many behind them that the log remembers only later ones."""
+    this manifest has stored them, and enough later batches that the log remembers only those."""
     return isinstance(error, UnknownProducer) and error.stored is not None and error.stored >= appends[-1].origin[1:]
 
 

@@ -287,7 +287,7 @@ class Query:
         return result
 
     def _hand_out(self, lane: Lane, span: Span) -> bool:
-        """Have the batch read this range. False if the partition is being released or was lost."""
+        """Add this range to the batch. False if the partition is being released or was lost."""
         # Write `position`, then read `is_halted`. The member's thread sets `is_halted`, then reads `position`, so at
         # least one of the two sees the other's write.
         lane.position = span.end

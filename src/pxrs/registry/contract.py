@@ -213,7 +213,7 @@ class Registry(ABC):
         """End the leases that this handle renews, wake the waiters, let go of the store. In this order: ending a lease
         needs the store. Leases that it does not renew stay in the store until they expire."""
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # in a forked child: the registry belongs to the parent
         with self._handles_lock:
             if self._closed:
                 return

@@ -81,7 +81,7 @@ class Renewal(Protocol):
     """The renewals of one lease, as `Renewer.add` returns them."""
 
     def stop(self, wait_s: float) -> None:
-        """Make no further renewal, and wait for one that is under way, for at most so many seconds."""
+        """Make no further renewal. Waits for one that is under way for at most this number of seconds."""
 
 
 class Lease:

@@ -80,7 +80,7 @@ class Renewals:
         """The worker that renews the lease now."""
 
     def stop(self, wait_s: float) -> None:
-        """Make no further renewal, and wait for one that is under way, for at most so many seconds."""
+        """Make no further renewal. Waits for one that is under way for at most this number of seconds."""
         self._renewer.stop(self, wait_s)
 
 

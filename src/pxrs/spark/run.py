@@ -173,7 +173,7 @@ class Run:
             self.finish()
 
     def finish(self, patience_s: float = 60.0) -> None:
-        """Have `look` stop each query when its current batch is finished, or after this time."""
+        """Make `look` stop each query when its current batch is finished, or after this time."""
         self._stops_at = time.monotonic() + patience_s
         for each in self.queries:
             each.last_when_stopping = None if each.last is None else each.last.number

@@ -49,8 +49,8 @@ class Round:
         """The subjects that were dealt with."""
 
     def run(self, topics: Sequence[Topic], *, with_others: bool, by: str = "") -> RoundReport:
-        """Apply the retention of these topics; with_others: and do the other duties. Raises Closed, HubMoved: the hub
-        cannot be used any more. by: who does it, for the report."""
+        """Apply the retention of these topics; with_others: do the other duties too. Raises Closed and HubMoved, after
+        which the hub cannot be used. by: the incarnation that does the round, for the report."""
         begun = time.monotonic()
         try:
             for topic in topics:

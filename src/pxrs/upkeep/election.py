@@ -152,7 +152,8 @@ class Election:
             versions = registry.commit(
                 expect, {keys.janitor: claim.dump()}, ephemeral={keys.alive(claim.incarnation): b""}, lease=lease
             )
-        except (Conflict, LeaseExpired):  # another hub was faster, or the store was too slow: the next call looks again
+        except (Conflict, LeaseExpired):
+            # Another hub was elected, or the store was too slow: the next call looks again.
             lease.close()
             return False
         except BaseException:

@@ -277,7 +277,7 @@ class Leases(Fixtures):
                 attached.end()
         assert registry.scan("m/") == []
 
-    # What renews the others.
+    # Renewals of other leases.
 
     def test_r6_a_renewal_that_hangs_does_not_expire_another_lease(
         self, store: Store, registry: Registry, ttl: float
