@@ -16,6 +16,7 @@ from pxrs.errors import (
     UsedAfterFork,
 )
 from pxrs.hub import Hub
+from pxrs.scheduler import Scheduled
 from pxrs.testing.faults import child, wait_exit
 from pxrs.testing.waiting import aside
 from tests.unit.consumer.reading import BOUND_S, checkpoint, create, in_time, members, on_commit, polled, settle
@@ -89,14 +90,14 @@ def test_a_close_that_was_interrupted_is_finished_by_the_next(hub: Hub, monkeypa
     create(hub, count=1)
     inbox = hub.consumer("t", "g")
     settle(inbox, partitions=1)
-    join, interrupts = threading.Thread.join, [KeyboardInterrupt]
+    end, interrupts = Scheduled.end, [KeyboardInterrupt]
 
-    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
-        if interrupts and thread is inbox._member._thread:
+    def interrupted(scheduled: Scheduled, timeout: float | None = None) -> bool:
+        if interrupts and scheduled is inbox._member._scheduled and not scheduled.is_here:
             raise interrupts.pop()
-        join(thread, timeout)
+        return end(scheduled, timeout)
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(Scheduled, "end", interrupted)
     with pytest.raises(KeyboardInterrupt):
         inbox.close()
     inbox.close()
