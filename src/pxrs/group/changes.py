@@ -33,8 +33,8 @@ class Guard:
     """The values of `targets`, as far as they were needed: that of a member with many partitions is large."""
 
     def take(self, state: GroupState) -> None:
-        """Note the members, the owners of partitions, and the targets of members: a commit that takes a partition from a
-        member raises `taken` in its target."""
+        """Note the members, the owners of partitions, and the targets of members: a commit that takes a partition from
+        a member raises `taken` in its target."""
         self.members = frozenset(state.members)
         self.owners = {partition: owner.incarnation for partition, (owner, _) in state.owners.items()}
         there = {name: each for name, each in state.targets.items() if name in state.members}
