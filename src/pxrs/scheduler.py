@@ -120,7 +120,7 @@ class Scheduled:
         self._scheduler = scheduler
 
     def wake(self) -> None:
-        """Have the work run as soon as possible, unless it pauses."""
+        """Run the work as soon as possible, unless it pauses."""
         self._scheduler.wake(self)
 
     def end(self, timeout: float | None = None) -> bool:

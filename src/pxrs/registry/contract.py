@@ -40,6 +40,7 @@ from pxrs.errors import (
     InvalidArgument,
     InvalidCommit,
     InvalidKey,
+    LeaseExpired,
     UsedAfterFork,
 )
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
@@ -144,7 +145,12 @@ class Registry(ABC):
         if not commit.keys and lease is None:
             return {}
         check_time(self.url)
-        return self._commit(commit)
+        try:
+            return self._commit(commit)
+        except LeaseExpired:
+            if lease is not None:
+                lease.expire()  # its holder must not wait for the next renewal to learn of it
+            raise
 
     def lease(self, ttl: float | timedelta, renewed: bool = True) -> Lease:
         """A new lease. The store may grant more than `ttl` seconds.
@@ -213,7 +219,7 @@ class Registry(ABC):
         """End the leases that this handle renews, wake the waiters, let go of the store. In this order: ending a lease
         needs the store. Leases that it does not renew stay in the store until they expire."""
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # in a forked child: the registry belongs to the parent
         with self._handles_lock:
             if self._closed:
                 return
@@ -254,7 +260,9 @@ class Registry(ABC):
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]: ...
 
     @abstractmethod
-    def _commit(self, commit: Commit) -> dict[str, int]: ...
+    def _commit(self, commit: Commit) -> dict[str, int]:
+        """Raise LeaseExpired only if the store says that the named lease has ended: `commit` marks the lease as lost
+        then."""
 
     @abstractmethod
     def _lease(self, ttl: float, renewed: bool) -> Lease:

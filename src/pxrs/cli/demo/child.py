@@ -1,4 +1,4 @@
-"""A process of the story: how it ends, and what it said last."""
+"""Ends a process of the demo, and reads the last line of its standard error."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Final
 
 KILLED_S_MAX: Final = 10.0
-"""How long one that was killed, or its last words, may take."""
+"""How long to wait for a process that was killed, or for the end of its output."""
 
 
 def end(process: subprocess.Popen[bytes], reader: threading.Thread, wait_s: float) -> bool:
-    """Wait for one that was asked to stop, or kill it; whether it left gracefully. All it has told is read then."""
+    """Wait for a process that was asked to stop, and kill it if it does not. Returns whether it left gracefully. All
+    its output is read then."""
     try:
         process.wait(wait_s)
     except subprocess.TimeoutExpired:
@@ -23,5 +24,5 @@ def end(process: subprocess.Popen[bytes], reader: threading.Thread, wait_s: floa
 
 
 def last_words(errors: Path) -> str:
-    """The last line of its standard error."""
+    """The last line of the standard error of the process."""
     return (errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]

@@ -35,7 +35,7 @@ class SimulatedMember:
         """How far its own clock has jumped ahead of the store's."""
         self.stopped_until = 0.0
         self.stops_at_write_s = 0.0
-        """If not 0, it is stopped for so long when it has decided on its next write."""
+        """If not 0, the member is stopped for this long after it has decided on its next write."""
         self.renewals_fail_until = 0.0
         self.hangs_until = 0.0
         """Its handler finishes nothing before."""

@@ -586,7 +586,7 @@ def _overlap(operation: Operation | None, write: Write) -> bool:
 
 
 def fewest_moves(has: list[int], partitions: int) -> int:
-    """How many partitions must change hands so that sizes differ by at most one, if members have so many now."""
+    """How many partitions must move so that sizes differ by at most one, given the present sizes."""
     base, more = divmod(partitions, len(has))
     kept = sum(min(size, base) for size in has) + min(more, sum(size > base for size in has))
     return partitions - kept
