@@ -914,3 +914,45 @@ def test_r11_a_sqlite_file_that_was_open_at_the_fork_is_refused_in_the_child(tmp
 
     with faults.child(later) as pid:
         assert faults.wait_exit(pid) == 0
+
+
+@pytest.mark.parametrize("database", ["postgresql", "sqlite"])
+def test_r2_the_thread_that_wakes_watches_survives_what_it_does_not_expect(
+    server: PostgresServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    database: str,
+) -> None:
+    url = f"sqlite:///{tmp_path}/registry.db?poll=0.01" if database == "sqlite" else url_of(server)
+    start, is_full = threading.Thread.start, True
+
+    def refuse(thread: threading.Thread) -> None:
+        if is_full and thread.name.startswith("pxrs-sql-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with open_sql(url) as never_watched, pytest.raises(RuntimeError):
+        never_watched.watch("")
+    with open_sql(url) as registry, open_sql(f"{url}&timeout=9") as other:
+        with pytest.raises(RuntimeError):
+            registry.watch("")
+        is_full = False
+        with registry.watch("") as watch:
+            quieten(watch)
+            sweep, failures = registry.sweep, [ValueError("a mistake"), ValueError("and again")]
+
+            def fail() -> float | None:
+                if failures:
+                    raise failures.pop()
+                return sweep()
+
+            monkeypatch.setattr(registry, "sweep", fail)
+            other.commit(put={"k/sweep": b""}, ephemeral={"m": b""}, lease=other.lease(0.1, renewed=False))
+            eventually(lambda: not failures)
+            eventually(lambda: other.get("m") is None)
+            quieten(watch)
+            assert "a mistake" in caplog.text or "and again" in caplog.text
+            other.commit(put={"k/after": b""})
+            assert watch.wait(30), "the thread is dead"
