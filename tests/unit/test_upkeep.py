@@ -183,7 +183,10 @@ def test_w4_a_client_of_a_server_does_no_upkeep(upkeep_threads: Callable[[], lis
     with Hub(log, HookedRegistry(MemoryStore())) as hub:
         hub.create_topic("short", retention=HOUR_S)
         hub.producer("short").close()
+        hub.start_upkeep()
         assert upkeep_threads() == []
+        with pytest.raises(LogNotWritable, match="its server does the upkeep"):
+            hub.run_upkeep()
 
 
 # Who.
