@@ -62,7 +62,7 @@ class Belonging:
         return self._checked(self.record.read())
 
     def join(self) -> Home | None:
-        """As `check`, for a member of a group: the hub belongs to its registry from now on, if it belonged to none."""
+        """As `check`, for a member of a group. If no registry is recorded for the hub, record this one."""
         self._check_place()
         record = self.record.read()
         if (record is None or not record.registry) and not self._registry.is_in_memory:
@@ -71,8 +71,8 @@ class Belonging:
         return self._checked(record)
 
     def begin(self, *, keeps_unread: bool) -> None:
-        """Before a topic is made: give a new directory its record. If the topic keeps what is unread, also record the
-        registry, unless the directory is one of version 0.1: its groups may be in another one."""
+        """Before a topic is created: write the record of a new directory. If the topic has `keep_unread`, also record
+        the registry, unless the directory was made by version 0.1: its groups may be in another registry."""
         self._check_place()
         try:
             disk.make_folders(self.record.folder)
@@ -85,11 +85,11 @@ class Belonging:
             self.record.claim(fingerprint(self._registry.get()), self.shown)
 
     def adopt(self, topics: Iterable[str]) -> tuple[str, str]:
-        """Make the hub belong to the registry that it was opened with, whatever it belonged to before; the addresses
-        of both, the former empty if it is not known.
+        """Record the registry that the hub was opened with, whatever was recorded before. Returns the addresses of
+        both, the former one empty if it is not known.
 
-        topics: the ids of the hub's topics. Groups of this registry that have checkpoints of one of them are this
-                hub's, whatever id the hub had when they were written."""
+        topics: the ids of the hub's topics. Groups of this registry with checkpoints of one of them are this hub's,
+        whatever id the hub had when the checkpoints were written."""
         if self._registry.is_in_memory:
             raise InvalidUrl(f"the registry {self.shown} ends with this process: a hub cannot belong to it")
         self._check_place()
@@ -101,8 +101,7 @@ class Belonging:
         return "" if before is None else before.address, after.address
 
     def check_retention(self, topic: str) -> None:
-        """Raise why retention of a topic that keeps what is unread must remove nothing: RetentionPostponed,
-        WrongRegistry."""
+        """Raise RetentionPostponed or WrongRegistry if retention of a topic with `keep_unread` must remove nothing."""
         self._check_place()
         record = self.record.read()
         if record is None or not record.registry:
@@ -124,7 +123,7 @@ class Belonging:
         return Home(record.hub, f"{socket.gethostname()}:{self._url} (hub {record.hub[:8]})")
 
     def _own_id(self) -> str | None:
-        """None if the registry has no id yet, or is missing: to look at it must not create an empty one."""
+        """The id of the registry; None if it has none yet, or is missing: looking must not create an empty registry."""
         if self._id is None:
             if self._registry.is_missing:
                 return None

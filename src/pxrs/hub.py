@@ -222,7 +222,7 @@ class Hub:
         _check_topic_name(name)
         return self._handle(self.log.topic(name))
 
-    # Registered sources: somebody else's table, under a name.
+    # Registered sources: tables of other systems, under names.
 
     def add_source(
         self,
@@ -312,7 +312,7 @@ class Hub:
         self._sources.remove(name)
 
     def readable(self, name: str) -> Source:
-        """A topic, or else a registered source, as groups read it. Raises UnknownTopic, and what `source` raises."""
+        """The topic of this name; without one, the registered source. Raises UnknownTopic, and what `source` raises."""
         self.parts.check_usable()
         _check_topic_name(name)
         return self._sources.readable(name)
@@ -331,8 +331,8 @@ class Hub:
         return self.parts.check_registry()
 
     def join_registry(self) -> Home | None:
-        """As `check_registry`, before a member joins a group: if no registry is on record for the hub, this one is from
-        now on."""
+        """As `check_registry`, before a member joins a group: if no registry is recorded for the hub, this one is
+        recorded."""
         return None if self.parts.belonging is None else self.parts.belonging.join()
 
     def adopt_registry(self) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from pxrs.wording import counted
 RECORDS_MAX: Final = 5
 WINDOW_S: Final = 60.0
 KINDS_MAX: Final = 1_000
-"""How many kinds are told apart. If more than these have records in one window, the further ones share one limit."""
+"""How many kinds are distinguished. If more have records in one window, the further ones share one limit."""
 _OTHERS: Final = object()
 """The kind that stands for all kinds above KINDS_MAX."""
 

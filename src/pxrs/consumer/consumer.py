@@ -80,7 +80,7 @@ class Consumer:
     """
 
     _events_type: type[GroupEvents] = GroupEvents
-    """Receives what the member tells. Tests that record assignments with their epochs override it."""
+    """The class that receives the events of the member. Tests that record assignments with their epochs override it."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ _logger = logging.getLogger(__name__)
 MAX_MESSAGES_DEFAULT: Final = 500
 _RETRY_S: Final = 0.05
 _NOT_KNOWN: Final = -1
-"""As an expected version: no row has it, so that `lock_commit` finds the version and the comparison fails."""
+"""An expected version that no row has, so that `lock_commit` locks the rows and the comparison fails."""
 # For how long SQLite's one write lock is left free between two transactions, as a part of the time for which it was
 # held. Other connections try again every few milliseconds; renewals of leases are among them.
 _FREE_PART: Final = 0.25
@@ -226,8 +226,7 @@ class _Loop:
                 return False
             version, holding.checkpoint_version = holding.checkpoint_version, None
             try:
-                # It writes nothing. It takes the locks of both rows, which the transaction in doubt has until it is
-                # over.
+                # This commit writes nothing. It locks both rows, which the transaction in doubt holds until it is over.
                 self.registry.commit(fence.expect)
             except Conflict:
                 return False  # the transaction has just committed, or the partition is lost: read again
@@ -244,7 +243,8 @@ class _Loop:
         return registry
 
     def _check_engine(self) -> bool:
-        """Raise InvalidGroup unless the engine leads to the registry's rows. False if that cannot be told now."""
+        """Raise InvalidGroup unless the engine is connected to the database of the registry. False if that is not known
+        now."""
         incarnation = self.member.incarnation
         if incarnation is None:
             return False
@@ -310,7 +310,7 @@ class _Taken:
             loop.member.lose(lane)
             loop.member.wake()
             return
-        except RegistryUnavailable as error:  # whether it may be written cannot be told now; `is_ready` waits for that
+        except RegistryUnavailable as error:  # it is not known now whether it may be written; `is_ready` waits for that
             _logger.warning("group %s, partition %d: rolled back: %s", loop.keys.group, lane.partition, error)
             return
         except DriverError as error:

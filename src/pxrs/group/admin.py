@@ -229,8 +229,8 @@ class GroupHandle:
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
         self._change(lambda: Guard(self._keys), lambda _: gone, "delete", force=True)
-        # In this order: a member that joins before `starts` is set back may take it that every partition has a
-        # checkpoint, and is sent away; one that joins later looks at the checkpoints, which are all gone.
+        # In this order: a member that joins before `starts` is reset may assume that every partition has a checkpoint,
+        # and is then fenced; a member that joins later reads the checkpoints, which are all gone.
         for topic in sorted({topic for topic, _ in gone} | {member.topic for member in state.members.values()}):
             self._registry.commit(put={self._keys.starts(topic): Pinned().dump()})
         state = self._reader.read().only(ids)
@@ -247,7 +247,7 @@ class GroupHandle:
             try:
                 self._registry.commit({key: version}, delete=[key])
                 return
-            except Conflict:  # another message, or somebody else's decision
+            except Conflict:  # the partition is paused at another message, or somebody has decided otherwise
                 continue
         raise self._too_lively()
 
@@ -332,8 +332,8 @@ class GroupHandle:
         return {place: offset for place, offset in written.items() if offset is not None}
 
     def _guard(self, sources: Sequence[Offsets]) -> Guard:
-        """For a change that writes checkpoints. Raises WrongRegistry, and GroupElsewhere if the group reads the topics
-        of another hub."""
+        """The guard of a change that writes checkpoints. Raises WrongRegistry, and GroupElsewhere if the group reads
+        the topics of another hub."""
         guard = Guard(self._keys)
         home = self._reader.check_registry(source.id for source in sources)
         if home is not None:
@@ -422,7 +422,7 @@ class GroupHandle:
                 self._registry.commit({self._keys.leader: version}, {self._keys.leader: retired.dump()})
             except Conflict:
                 return  # a new member leads already, by a new term, and deletes them
-        # Of members that are gone: an incarnation that joins later has another key.
+        # Delete the targets of members that are gone: an incarnation that joins later has another key.
         targets = [self._keys.target(incarnation) for incarnation in state.targets]
         self._delete([*targets, self._keys.legacy_assignment])
 

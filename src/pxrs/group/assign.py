@@ -7,7 +7,7 @@ members: the leader asks it whenever it looks at the group, and each difference 
 `P // C` partitions to each member and one more to `P % C` of them.
 
 An installed package may bring others. What any assignor returns is checked (`targets_of`): a partition that is assigned
-to nobody, or to a member that is not there, would be read by nobody, and nothing else would tell.
+to no member, or to one that is not there, would never be read, and nothing else would report that.
 """
 
 from __future__ import annotations

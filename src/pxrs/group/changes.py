@@ -20,15 +20,15 @@ class Guard:
     expect: dict[str, int] = field(default_factory=dict)
     put: dict[str, bytes] = field(default_factory=dict)
     starts: dict[str, Starts] = field(default_factory=dict)
-    """By the id of each topic that keeps what is unread: where it begins."""
+    """The starts of the topics with `keep_unread`, by the id of the topic."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Of the keys of these."""
+    """The versions of the keys of `starts`, by the id of the topic."""
     owners: dict[TopicPartition, str | None] = field(default_factory=dict)
-    """Who owns the partitions, as read."""
+    """The owner of each partition, as read."""
     targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
-    """Of the members that are there: as the next commit writes them, and the version that it expects."""
+    """The targets of the members that are there, as the next commit writes them, and the versions that it expects."""
     dumped: dict[str, bytes] = field(default_factory=dict)
-    """The values of `targets`, as far as they were needed: that of a member with many partitions is large."""
+    """The values of `targets` that were needed so far: that of a member with many partitions is large."""
 
     def take(self, state: GroupState) -> None:
         """Note the owners of partitions, and the targets of members: a commit that takes a partition from a member
@@ -65,7 +65,7 @@ class Guard:
         return sorted(owner for owner in owners if owner is not None and owner in self.targets)
 
     def of(self, topics: Iterable[str]) -> tuple[dict[str, int], dict[str, bytes]]:
-        """For a commit that changes partitions of these topics."""
+        """What a commit that changes partitions of these topics expects and puts besides."""
         kept = [topic for topic in topics if topic in self.starts]
         expect = {start_key(topic): self.versions[topic] for topic in kept}
         put = {gate_key(topic): Gate("admin", time.time()).dump() for topic in kept}
@@ -73,7 +73,7 @@ class Guard:
 
 
 def _raised(target: Target) -> Target:
-    """It tells the member that a partition was taken from it."""
+    """The target with `taken` raised, so that the member notices that a partition was taken from it."""
     return replace(target, taken=target.taken + 1)
 
 
@@ -89,7 +89,7 @@ def write_of(keys: Keys, state: GroupState, partition: TopicPartition, offset: i
 def in_commits(
     writes: Sequence[CheckpointWrite], guard: Guard, limits: Limits, count_max: int | None
 ) -> Iterator[list[CheckpointWrite]]:
-    """As many together as one commit may hold, and at most `count_max`."""
+    """The writes in parts, each as large as one commit may hold, and of at most `count_max`."""
     part: list[CheckpointWrite] = []
     keys: set[str] = set()
     size = 0

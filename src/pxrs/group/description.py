@@ -98,7 +98,7 @@ class GroupDescription:
 
     name: str
     generation: int
-    """Of the targets: it rises with every rebalance."""
+    """The generation of the targets. It rises with every rebalance."""
     leader: str | None
     """An incarnation that is there."""
     members: tuple[MemberDescription, ...]

@@ -67,4 +67,4 @@ class Incarnation:
     """Whether the member reads and watches all members and targets although it does not lead: a bounded reader ends
     only when everything else is meant for others that are there."""
     held: dict[int, Holding] = field(default_factory=dict)
-    """By partition: what this member owns."""
+    """The partitions that this member owns, by number."""

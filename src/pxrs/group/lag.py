@@ -28,7 +28,7 @@ class TopicLag:
     """Its name, or its id if the name is not known."""
     topic_id: str
     is_source: bool
-    """It is no topic of the hub: somebody else's table."""
+    """Whether it is a source that is no topic of the hub, such as a table of another system."""
     lag: int | None
     """How many messages are yet to be handled, or an upper bound of that; None if it is not known."""
     is_exact: bool

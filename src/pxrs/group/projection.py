@@ -101,7 +101,8 @@ class _Shown:
         }
 
     def list_owners(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """By topic and partition. An owner that is gone has nothing any more, though nobody has claimed it yet."""
+        """The owners, by topic and partition. An owner that is gone is left out, even if nobody has claimed the
+        partition yet."""
         topics: dict[str, dict[str, Any]] = {}
         for place in sorted(
             {*self._state.checkpoints, *self._state.owners}, key=lambda each: (names.get(each[0], each[0]), each)

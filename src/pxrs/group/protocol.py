@@ -54,7 +54,7 @@ from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps, Write
 
 COMMIT_BYTES_MAX: Final = 500_000
-"""Of the targets in one commit: less than what every store takes."""
+"""How many bytes of targets one commit writes at most: less than the limit of every store."""
 SPARE_KEYS: Final = 16
 """How many keys that are not needed a watch may cover in any case."""
 
@@ -76,7 +76,7 @@ class MemberProtocol(Joining, Committing):
 
     @property
     def is_leading(self) -> bool:
-        """As far as it knows."""
+        """Whether this member is the leader, as of its last look."""
         return self.snapshot is not None and is_led_by(self.snapshot, self.incarnation)
 
     @property
@@ -253,8 +253,8 @@ class MemberProtocol(Joining, Committing):
         self.has_migrated = True
 
     def _commits_of(self, targets: Mapping[str, tuple[Target, int]], new: Container[str]) -> Iterator[list[str]]:
-        """These incarnations, as many at a time as one commit can write the targets of. `new`: with a second key
-        each."""
+        """The incarnations in parts, each as large as one commit can write the targets of. new: those that need a
+        second key."""
         some: list[str] = []
         keys = size = 0
         for name, (target, _) in sorted(targets.items()):

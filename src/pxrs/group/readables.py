@@ -92,7 +92,7 @@ class Readables:
             return found
 
     def look(self, id: str, name: str, checkpoints: Mapping[int, int]) -> Seen | None:
-        """How far its partitions reach, or why that cannot be told; None if there is nothing with this id."""
+        """The extents of the partitions, or why they are not known; None if there is nothing with this id."""
         is_source = True
         try:
             found = self._find_here(id)

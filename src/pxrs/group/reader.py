@@ -36,8 +36,8 @@ class GroupReader:
         return names | self.readables.names()
 
     def look(self, state: GroupState, id: str, name: str) -> Seen:
-        """How far a topic or source reaches. If it cannot be looked at, why: where the group is can be told all the
-        same."""
+        """The extents of a topic or source. If it cannot be read, the reason: the checkpoints of the group are shown
+        all the same."""
         seen = self.readables.look(id, name, state.offsets(id))
         if seen is not None:
             return seen
@@ -56,7 +56,7 @@ class GroupReader:
             return False
         try:
             home = self._home()
-        except PxrsError:  # this process has another registry than the hub, or cannot tell
+        except PxrsError:  # this process has another registry than the hub, or it is not known which one the hub has
             return False
         return home is None or state.home.hub in ("", home.hub)
 

@@ -57,8 +57,9 @@ class Assign:
     targets: Mapping[str, tuple[Target, int]]
     """By incarnation: the new target, and the expected version of its key."""
     members: Mapping[str, int]
-    """By incarnation, of those of `targets` whose key is not there yet: the expected version of the member's own key. A
-    commit that is applied late must not make a target of a member that is gone: nobody would delete it."""
+    """For the members of `targets` that have no target key yet, by incarnation: the expected version of the member's
+    own key. A commit that is applied late must not create the target of a member that is gone: nobody would delete
+    it."""
     gone: Mapping[str, int]
     """By incarnation: the expected version of a target to delete."""
     leader_version: int
@@ -105,10 +106,11 @@ class Fence:
 
     owner: str
     partitions: Mapping[TopicPartition, tuple[int, int]]
-    """For each: the expected version of the owner key, and the new epoch."""
+    """By partition: the expected version of the owner key, and the new epoch."""
     target: Target
-    """Of the owner, as read: it does not name the partitions. The commit expects its key, so that a fence that is
-    applied late does not take what has been meant for the owner again since; and it raises `taken`."""
+    """The target of the owner as read, which does not name the partitions. The commit expects the version of its key,
+    so that a fence that is applied late takes no partition that was meant for the owner again since; and it raises
+    `taken`."""
     target_version: int
     leader_version: int
 
@@ -133,7 +135,7 @@ class Me:
     """By partition: the version of the owner key as this member's claim wrote it."""
     revoking: Collection[int] = ()
     drained: Collection[int] = ()
-    """Those of `revoking` with nothing in hand."""
+    """The partitions of `revoking` with nothing in hand."""
 
 
 AskedSince = Mapping[tuple[TopicPartition, int], float]

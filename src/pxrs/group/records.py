@@ -112,7 +112,7 @@ def partition_of(key: str) -> TopicPartition:
 
 
 LAYOUT: Final = 2
-"""Of what this version writes; see the head of this module."""
+"""The layout of the keys that this version writes: see the docstring of this module."""
 _LAYOUT_MARK: Final = re.compile(r"(.*)@([0-9]+)", re.DOTALL)
 
 
@@ -144,12 +144,14 @@ class Member(Record):
     """The name of its assignor. Empty in records that do not state one: then any goes with it. In the registry the name
     is followed by `@` and the layout."""
     is_alone: bool = False
-    """It takes every partition, and others must stay away: what it keeps of them cannot move (K4)."""
+    """Whether the member must own every partition, and no other member of its topic may join, because its state cannot
+    move (K4)."""
     handover_s: float | None = None
     """How long this member may take to finish what it has in hand of a partition that is to move, before the leader
     takes the partition from it. None in records of version 0.1: then the leader's own time counts."""
     layout: int = LAYOUT
-    """Of the keys that the member reads and writes. Members of another layout are not joined and are given nothing."""
+    """The layout of the keys that the member reads and writes. A member of another layout is given no partitions, and
+    does not share a group with this version."""
 
     @property
     def is_of_this_layout(self) -> bool:
@@ -212,8 +214,8 @@ class SourceRead(Record):
 
 @dataclass(frozen=True, slots=True)
 class Starts(Record):
-    """Of a topic that keeps what is unread: the first offset of each partition that retention has left, by the
-    partition's number as text. Messages before it may be gone at any moment, so no checkpoint may be put there."""
+    """The first offset of each partition that retention has left, of a topic with `keep_unread`, by the partition's
+    number as text. Messages before it may be removed at any moment, so no checkpoint may be put there."""
 
     offsets: dict[str, int] = field(default_factory=dict)
 

@@ -55,7 +55,7 @@ def move_start(topic: str, plan: Callable[[Mapping[int, int]], Mapping[int, int]
 
 
 def unread(topic: str) -> Steps[dict[int, int]]:
-    """Of the partitions of the topic with this id: the first offset that some group has yet to read."""
+    """For each partition of the topic with this id, the first offset that some group has yet to read."""
     found: dict[int, int] = {}
     after = None
     # From one group's first key straight to the next group's: '0' is what follows '/', and the keys of a group may be

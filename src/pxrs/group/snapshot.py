@@ -40,7 +40,7 @@ class GroupState:
     members: dict[str, Member] = field(default_factory=dict)
     """By incarnation."""
     member_versions: dict[str, int] = field(default_factory=dict)
-    """Of the keys of `members`."""
+    """The versions of the keys of `members`, by incarnation."""
     leader: tuple[Leader, int] | None = None
     targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
     """By incarnation."""
@@ -101,7 +101,7 @@ class GroupState:
 
     @property
     def generation(self) -> int:
-        """Of the last rebalance."""
+        """The generation of the last rebalance."""
         return max((target.generation for target, _ in self.targets.values()), default=0)
 
     def meant_for(self) -> dict[TopicPartition, str]:

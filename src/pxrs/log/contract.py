@@ -91,8 +91,8 @@ class Fetched(NamedTuple):
     """What `Source.fetch` found in one partition: batches, or why there are none and will be none."""
 
     batches: tuple[Batch, ...] = ()
-    """They begin at exactly the position that was asked for, and follow each other. The next position is the
-    `next_offset` of the last one."""
+    """The batches from exactly the position that was asked for, in order. The next position is the `next_offset` of the
+    last one."""
     error: LogError | None = None
     """Why this partition cannot be read at the position, though others can: OffsetTrimmed before its start,
     OffsetOutOfRange beyond its end, DamagedFrame, ReadFailed."""
@@ -120,7 +120,7 @@ class Source(ABC):
     """Retention removes nothing that a group has yet to read, so whoever gives a group a checkpoint must go through the
     gate that retention expects (`pxrs.group.retention`)."""
 
-    # Of sources that are no topics of a hub. See `pxrs.sources.sql_table.identity` for what they protect from.
+    # For sources that are no topics of a hub: see `pxrs.sources.sql_table.identity`.
     fingerprint: str | None = None
     """Names what is read, however it is addressed; None if that is not known."""
     mark: str = ""
@@ -178,8 +178,8 @@ class Source(ABC):
         )
 
     def readable(self, positions: Mapping[int, int]) -> Collection[int]:
-        """Those of these partitions whose `read` may find something at the position, or raise. For `fetch`: a source
-        overrides it if it can tell more cheaply than by reading each one. It must leave out none that can be read."""
+        """The partitions at whose position `read` may find something, or raise. Used by `fetch`: a source overrides it
+        if it can find out at less cost than by reading each partition. It must leave out none that can be read."""
         return positions.keys()
 
     def look_again_s(self, positions: Mapping[int, int]) -> float | None:
@@ -233,8 +233,8 @@ class Source(ABC):
         return None
 
     def extents(self) -> list[tuple[int, int]]:
-        """Of each partition the first offset, and the one behind the last message that can be seen: for the lag of a
-        group. Of a table this includes rows that are not final, which `read` does not hand out yet."""
+        """For each partition the first offset, and the offset behind the last visible message: for the lag of a group.
+        In a table this includes rows that are not final, which `read` does not hand out yet."""
         found = self.bounds(range(self.partitions))
         return [(found[partition].start, found[partition].end) for partition in range(self.partitions)]
 

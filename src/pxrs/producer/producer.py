@@ -37,7 +37,7 @@ BATCH_BYTES_DEFAULT: Final = 1 << 20
 BUFFER_BYTES_DEFAULT: Final = 64 << 20
 TRIES_MAX_DEFAULT: Final = 8
 _UTF8_BYTES_MAX: Final = 4
-"""Of one character."""
+"""How many bytes a character has at most in UTF-8."""
 _time = time.time
 
 

@@ -181,7 +181,7 @@ def _lengths(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
 
 
 def _header_bytes(headers: pa.ListArray) -> pa.Array:
-    """Of each row, from the running sum over all items at the row's two ends."""
+    """The bytes of the headers of each row: the difference of the running sum at the two ends of the row."""
     bounds = headers.offsets
     first, last = bounds[0].as_py(), bounds[-1].as_py()
     items = headers.values.slice(first, last - first)  # of a slice, its own only

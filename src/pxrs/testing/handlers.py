@@ -159,7 +159,7 @@ class Drained:
     deliveries: tuple[Handled, ...]
     """Every call of the handler, in order: the item, the outcome, and the exception if there was one."""
     advanced_s: float = 0.0
-    """By how much it has advanced the clock."""
+    """How many seconds the clock was advanced."""
 
     @property
     def done(self) -> list[Item]:

@@ -23,7 +23,7 @@ def eventually(check: Callable[[], T | None], patience_s: float = PATIENCE_S) ->
 
 
 def aside(work: Callable[[], T]) -> Future[T]:
-    """In a thread of its own, which holds up nobody if it never ends."""
+    """Call it in a thread of its own, so that the test goes on if it never returns."""
     future: Future[T] = Future()
 
     def run() -> None:

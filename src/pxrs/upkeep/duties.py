@@ -44,7 +44,7 @@ class Round:
         self._with_registry, self._refusal = with_registry, refusal
         self.removed: dict[str, dict[str, int]] = {}
         self.errors: dict[str, Exception] = {}
-        """By subject, what failed."""
+        """The error of each duty that failed, by subject."""
         self.done: list[str] = []
         """The subjects that were dealt with."""
 

@@ -82,7 +82,7 @@ class _Held:
     keys: UpkeepKeys
     claim: JanitorClaim
     version: int
-    """Of the janitor key: the fence."""
+    """The version of the janitor key: the fence."""
     lease: Lease
 
 
@@ -176,13 +176,14 @@ class Election:
         except (Conflict, LeaseExpired):
             self.resign()
             return False
-        except OutcomeUnknown:  # it tells of this round, whenever it lands: the fence holds back what comes too late
+        except OutcomeUnknown:
+            # The report is about this round, whenever it is applied, and the fence refuses it after another election.
             return True
         return True
 
     @property
     def incarnation(self) -> str:
-        """That of this process's claim; empty if it has none."""
+        """The incarnation of this process's claim; empty if it has none."""
         return "" if self._held is None else self._held.claim.incarnation
 
     def resign(self) -> None:

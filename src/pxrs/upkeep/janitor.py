@@ -46,8 +46,8 @@ class UpkeepStatus:
     """Who keeps a hub, since when, and how its last round went: what `Hub.upkeep` returns."""
 
     role: str
-    """Of this open hub: "elected", "candidate", "apart", "sole", "barred" (see `pxrs.upkeep.election`), or "idle" if it
-    takes no part, because it has made no producer or consumer of a topic with a retention."""
+    """The role of this open hub: "elected", "candidate", "apart", "sole", "barred" (see `pxrs.upkeep.election`), or
+    "idle" if it takes no part, because it has made no producer or consumer of a topic with a retention."""
     reason: str = ""
     """Why the role is "apart" or "barred", or why the registry could not be asked."""
     janitor: str = ""
@@ -82,7 +82,8 @@ class Janitor:
         """Held during a look: by the thread, by `run_round`, and by the round of `close`."""
         self._election = Election(parts)
         self._outages: dict[str, Outage] = {}
-        """By subject, the failures that are logged at most once a minute. Those of topics that are gone are dropped."""
+        """Limits the log of each failure to one record a minute, by subject. Those of topics that are gone are
+        removed."""
         self._reported_at = float("-inf")
         self._look_by = float("inf")
         """The moment by which the thread must look, as `take_part` has asked for since its last look."""
@@ -250,7 +251,7 @@ class Janitor:
         with self._guard:
             self._standing = standing
         # A process with another registry than the hub's may send to it; only retention with `keep_unread` is refused,
-        # and tells of it itself.
+        # and reports that itself.
         if standing.role is Role.APART and standing.error is not None and not isinstance(standing.error, WrongRegistry):
             self._note(_ELECTION, standing.error)
         elif _ELECTION in self._outages:

@@ -17,7 +17,7 @@ from pxrs.registry.record import Record
 
 ENTRIES_MAX: Final = 100
 TEXT_CHARACTERS_MAX: Final = 500
-"""Of a report: it must fit into a value of any registry."""
+"""How many entries, and characters in each, a report has at most: it must fit into a value of any registry."""
 
 
 class UpkeepKeys:
@@ -50,7 +50,7 @@ class RoundReport(Record):
     """What one round of upkeep did."""
 
     ended_at: float = 0.0
-    """In seconds since 1970."""
+    """When the round ended, in seconds since 1970."""
     took_s: float = 0.0
     removed: dict[str, dict[str, int]] = field(default_factory=dict)
     """By topic and partition, the new first offset where retention has removed messages."""

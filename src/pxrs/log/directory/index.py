@@ -22,7 +22,7 @@ INTERVAL_BYTES: Final = 64 << 10
 _MAGIC: Final = b"PXI3"
 _HEAD: Final = struct.Struct("<4sIQqqQ")
 _MAGIC_2: Final = b"PXI2"
-"""Of the format before, which has neither the time of storing nor the partition."""
+"""The magic of the format before, which has neither the time of storing nor the partition."""
 _HEAD_2: Final = struct.Struct("<4sIQq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<QQq")
@@ -45,11 +45,11 @@ class Index:
         self.first_stored = NO_TIME
         """When the first of its frames was stored; NO_TIME if that one does not say it (format 1). Not in the file."""
         self.place_id: int | None = None
-        """Of a loaded index: the partition that it was written for; None if the file is of the format before."""
+        """The partition that a loaded index was written for; None if the file is of the format before."""
         self.segment_bytes = 0
         """How many bytes of the segment it covers."""
         self.next_offset: int | None = None
-        """Behind the last frame that was noted; not kept in the file."""
+        """The offset behind the last frame that was noted. Not in the file."""
 
     def note(self, header: Header, position: int) -> None:
         """Take in the segment's next frame. The first frame behind damage gets an entry, because no walk from an
@@ -87,7 +87,7 @@ class Index:
         return next((entry for entry in reversed(self.entries) if entry.time < timestamp), None)
 
     def dump(self, place: int) -> bytes:
-        """As a file, for the partition with this `place_id`."""
+        """The content of the index file, for the partition with this `place_id`."""
         body = b"".join(_ENTRY.pack(*entry) for entry in self.entries)
         data = _HEAD.pack(_MAGIC, len(self.entries), self.segment_bytes, self.last_time, self.last_stored, place) + body
         return data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))

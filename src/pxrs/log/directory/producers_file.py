@@ -18,8 +18,8 @@ def producers_path(segment: str) -> str:
 
 
 def dump_producers(producers: Producers, place: int, base: int) -> bytes:
-    """As it is kept beside the segment that begins at `base`: JSON, with a checksum of its text. It names the partition
-    by its `place_id`, and the segment."""
+    """The content of the file beside the segment that begins at `base`: JSON, with a checksum of its text. It names the
+    partition by its `place_id`, and the segment."""
     return with_checksum(json.dumps({"place": f"{place:016x}", "segment": base, **producers.dump()}))
 
 

@@ -28,7 +28,7 @@ _SLOT: Final = struct.Struct("<QQQQBB2xI16s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _STRIDE: Final = 64
 _FORMAT: Final = 2
-"""In each slot. Slots of the format before have 0 there, and in the place of the partition."""
+"""The format of a slot. Slots of the format before have 0 here, and 0 in place of the partition."""
 _LOOKS: Final = 5
 """How often a slot that is not whole is read again, because a writer may be writing it."""
 

@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Of one partition."""
+    """Finds the end of one partition again."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class Recovery:
 
 
 def _size(path: str) -> int:
-    """Of a file; 0 if it is missing."""
+    """The size of a file; 0 if it is missing."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:

@@ -92,12 +92,12 @@ def _in_order(path: str, offset: int) -> FrameCheck:
 
 
 def is_later_than(offset: int) -> Callable[[Header], bool]:
-    """For `has_later_append`: whether a frame was given an offset behind this one."""
+    """A test for `has_later_append`: whether a frame has an offset behind this one."""
     return lambda header: header.base_offset > offset
 
 
 def check_short(data: pa.Buffer, path: str, base: int, scanned: Scanned, last: Published, place: int) -> None:
-    """Of a segment whose whole frames end before what was published: that its file ends too early, as in a copy that
+    """Check a segment whose whole frames end before what was published: its file must end too early, as in a copy that
     was made under load. Raises DamagedFrame if no byte is missing, or if whole appends lie behind the damage."""
     if scanned.damage is not None and scanning.has_later_append(
         data, path, scanned.position, is_later_than(scanned.end), place

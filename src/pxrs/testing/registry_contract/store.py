@@ -59,7 +59,7 @@ class Store:
 
 
 def eventually(condition: Callable[[], T], timeout: float = 30.0) -> T:
-    """The condition's first true value; asks again and again, for stores that tell nothing."""
+    """The first true value of the condition, which is asked again and again, for stores that send no notification."""
     until = time.monotonic() + timeout
     while True:
         value = condition()

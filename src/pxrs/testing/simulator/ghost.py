@@ -65,7 +65,7 @@ class Ghost:
         self.finished: dict[TopicPartition, set[int]] = {}
         self.next_out: dict[tuple[TopicPartition, int], int] = {}
         self.failures: set[str] = set()
-        """Those whose pause was written. An admin may have removed it since."""
+        """The failures whose pause was written. An administrator may have removed it since."""
         self.is_calm = False
         """Nobody is slow and nothing fails: then nothing is fenced."""
         self.claims = self.commits = self.fences = self.handed = self.moves = 0

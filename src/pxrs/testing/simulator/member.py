@@ -59,7 +59,7 @@ class SimulatedMember:
         """Topic, lane and offset of what the handler is at."""
         self.revoked_places: list[TopicPartition] = []
         self.failures: dict[int, tuple[Lane, Paused]] = {}
-        """By partition, a pause that it does not know to be written."""
+        """Pauses that the member does not know to be written, by partition."""
 
     def __repr__(self) -> str:
         return self.incarnation or self.name
@@ -135,7 +135,7 @@ class SimulatedMember:
     # Its procedures.
 
     def woken(self, keys: list[str]) -> None:
-        """These keys have changed. Nothing wakes it but what it watches."""
+        """Wake the member if it watches one of these keys, which have changed."""
         if any(key in self.watching or f"{key.rpartition('/')[0]}/" in self.watching for key in keys):
             self.is_woken = True
         if self.protocol is not None and any(key in self.protocol.pin_keys for key in keys):

@@ -91,7 +91,7 @@ class Share:
     moved_max: int
     """How many partitions one of them has gained or lost, at most."""
     most: Cost
-    """Of the one with the most calls, and of the one with the most bytes, if that is another."""
+    """The cost of the member with the most calls, and of the member with the most bytes, if that is another one."""
 
 
 class Crowd:

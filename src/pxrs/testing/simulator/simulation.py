@@ -53,7 +53,7 @@ class Rates:
     """An operation takes several steps."""
     unanswered_read: float = 0.0
     unavailable: float = 0.0
-    """Of writes, from here on: nothing was done."""
+    """Faults of writes, from here on. This one: nothing was done."""
     timeout: float = 0.0
     lost_reply: float = 0.0
     overtaken: float = 0.0

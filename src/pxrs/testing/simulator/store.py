@@ -34,13 +34,13 @@ class Request:
 
 @dataclass(slots=True)
 class Cost:
-    """What somebody has asked of the store."""
+    """What a member has asked of the store."""
 
     calls: int = 0
     keys: int = 0
-    """That were read, expected, written or deleted."""
+    """How many keys were read, expected, written or deleted."""
     size: int = 0
-    """Of these keys and their values, in bytes."""
+    """The size of these keys and their values, in bytes."""
     writes: int = 0
 
     def add(self, keys: Iterable[str], values: Iterable[bytes], *, is_write: bool = False) -> None:
@@ -67,7 +67,7 @@ class SimulatedStore:
         self.writes = 0
         """How many writes were accepted, leases aside."""
         self.costs: defaultdict[str, Cost] = defaultdict(Cost)
-        """By the member that has sent the requests."""
+        """The cost of all requests, by the member that has sent them."""
         self.on_accepted: Accepted = lambda request, write: None
         """Told of a write before it is applied."""
         self.on_changed: Callable[[list[str], bool], None] = lambda keys, is_quiet: None
@@ -112,7 +112,8 @@ class SimulatedStore:
         request.is_applied = True
 
     def _mix(self, first: list[Entry], second: list[Entry]) -> list[Entry]:
-        """For each key its value at either moment, as R1 allows; what came or went in between may be there or not."""
+        """Each key with its value at either of two moments, as R1 allows; a key that was written or deleted in between
+        may be there or not."""
         before = {entry.key: entry for entry in first}
         after = {entry.key: entry for entry in second}
         found = []
