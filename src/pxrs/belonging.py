@@ -9,13 +9,13 @@
 | reset, import, delete, retry, skip; queues; Spark's sink | yes | WrongRegistry | yes |
 | look at groups | yes | yes, at those of that registry | yes |
 
-A registry in memory is one process's own and ends with it. It is never recorded: with it a process may do all this in a
-hub that has no registry on record, except for retention with `keep_unread`. A hub in memory is its process's own as
-well, and has no record.
+A registry in memory belongs to one process and ends with it, so it is never recorded. In a hub without a recorded
+registry, a process with a registry in memory may do all of the above except retention with `keep_unread`. A hub in
+memory belongs to one process as well, and has no record.
 
-A hub that was opened without a directory has no record either: there is none to compare its registry with. It may use
-the queues of that registry and the groups of sources that are no topics. It changes no group of topics, whose directory
-alone can tell whether this is their registry.
+A hub that was opened without a directory has no record to compare its registry with. It may use the queues of that
+registry and the groups of sources that are no topics. It may not change a group of topics: only the record in the
+topics' directory says whether this is their registry.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def open(
                are no topics; what needs topics raises NoDirectory.
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
                kept with the messages.
-    lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
+    lease_ttl: how long after its last renewal the lease of this process ends; then other processes get the queue items
+               that it has taken.
     upkeep:    whether this hub may be elected to do the upkeep of its directory, such as retention: see `pxrs.upkeep`.
     """
     ttl = arguments.seconds(InvalidQueue, "lease_ttl", lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)

@@ -206,7 +206,7 @@ class Outage:
                 return
             failures, lasted_s, is_logged = self._failures, self._failed_at - self._since, self._is_logged
             self._since = None
-            if is_logged:  # otherwise the next record includes their number
+            if is_logged:  # if nothing was logged, the failures are counted in the next record
                 self._failures = self._left_out = 0
             self._is_logged = False
         if is_logged:

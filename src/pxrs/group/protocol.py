@@ -9,7 +9,8 @@ Rules, each with a mutation of the simulator that fails without it:
   member cannot claim what the new target does not name, and the leader, which reads the owners after that, sees all
   that it has to ask back.
 - Whoever takes a partition from a member that is there raises `taken` in that member's target, in the same commit. The
-  member watches its target, and then reads all its owner keys; at other times it reads none of those that it keeps.
+  member watches its target, and then reads all its owner keys; otherwise it does not read the owner keys of partitions
+  that it keeps.
 - The checkpoint is read after the claim has committed (G3).
 - A member watches the owner keys of what it gains and loses, and the members that it waits for, before it reads them
   (R2): see `watched_keys`.

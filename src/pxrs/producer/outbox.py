@@ -79,7 +79,7 @@ class Outbox:
     )
 
     def __init__(self, name: str, partitions: int, hash_of: Hash, broken: dict[int, BaseException], limits: Limits):
-        """name: the topic's. broken: the partitions that have failed, kept by the Appender."""
+        """name: the name of the topic. broken: the partitions that have failed, kept by the Appender."""
         self.name, self.limits, self.broken = name, limits, broken
         self._partitions, self._hash = partitions, hash_of
         self.lock = threading.Lock()

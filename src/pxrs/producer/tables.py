@@ -206,7 +206,7 @@ def _read_column(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedA
             return pa.chunked_array([part for chunk in column.chunks for part in _narrowed(chunk)], wanted)
         if given != column.type:
             column = column.cast(given)
-        # A time finer than microseconds is cut; nothing else may lose anything.
+        # Times are cut to microseconds; no other conversion may lose anything.
         return column.cast(options=pc.CastOptions(wanted, allow_time_truncate=True))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise InvalidRecord(f"the column {name} is {given} and cannot be taken as {wanted}: {error}") from error

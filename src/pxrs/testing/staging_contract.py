@@ -105,7 +105,7 @@ class StagingContract:
     def test_clearing_a_batch_removes_it_and_earlier_ones_of_its_query_alone(self, staging: Staging) -> None:
         names = {(query, batch): self.put(staging, query, batch, b"v") for query in ("q", "p") for batch in (0, 1, 2)}
         staging.clear(TOPIC.id, "q", 1)
-        staging.clear(TOPIC.id, "q", 1)  # by another driver
+        staging.clear(TOPIC.id, "q", 1)  # a second time, as by another driver
         staging.clear(OTHER, "q", 5)
         kept = {key for key, name in names.items() if staging.make_durable(TOPIC.id, *key, [name])}
         assert kept == {("q", 2), ("p", 0), ("p", 1), ("p", 2)}

@@ -156,7 +156,8 @@ class Janitor:
             raise
         except PxrsError as error:
             reason = reason or str(error)
-        # A janitor reports only now and then, so its own memory is newer; a candidate's own rounds were long ago.
+        # A janitor writes a report only every REPORT_S, so `last` is newer than what the registry has. The rounds of a
+        # candidate are older than those of the janitor.
         is_at_work = standing is not None and standing.role is not Role.CANDIDATE
         report = last if is_at_work and last is not None else known.report or last
         if known.claim is None or not known.is_alive:

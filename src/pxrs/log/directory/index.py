@@ -52,8 +52,8 @@ class Index:
         """The offset behind the last frame that was noted. Not in the file."""
 
     def note(self, header: Header, position: int) -> None:
-        """Take in the segment's next frame. The first frame behind damage gets an entry, because no walk from an
-        earlier entry reaches it."""
+        """Add the next frame of the segment. The first frame behind damage gets an entry, because it cannot be reached
+        from an earlier entry."""
         is_next = position == self.segment_bytes
         if self.next_offset is None and header.place_id is not None:
             self.first_stored = header.stored_at
@@ -65,11 +65,11 @@ class Index:
 
     @property
     def is_stamped(self) -> bool:
-        """Whether all its frames say when they were stored: no frame of format 1 comes behind one of format 2."""
+        """Whether all frames have the time at which they were stored: no frame of format 1 follows one of format 2."""
         return self.first_stored != NO_TIME
 
     def position_of(self, offset: int) -> int:
-        """Where to begin to look for the offset: at a frame, not behind it."""
+        """The position of a frame from which to search for this offset; not behind it."""
         found = self.entry_of(offset)
         return 0 if found is None else found.position
 
@@ -78,7 +78,7 @@ class Index:
         return self.entries[at] if at >= 0 else None
 
     def position_at(self, timestamp: int) -> int:
-        """Where to begin to look for the first message of that time or later."""
+        """The position from which to search for the first message of this time or later."""
         found = self.entry_at(timestamp)
         return 0 if found is None else found.position
 
@@ -94,7 +94,7 @@ class Index:
 
     @classmethod
     def load(cls, data: bytes) -> Index | None:
-        """None if it is damaged."""
+        """The index of a file; None if the file is damaged."""
         head = _HEAD_2 if data.startswith(_MAGIC_2) else _HEAD
         if len(data) < head.size + _CHECKSUM.size:
             return None

@@ -24,8 +24,8 @@ def dump_producers(producers: Producers, place: int, base: int) -> bytes:
 
 
 def load_producers(path: str, place: int, base: int) -> Producers | None:
-    """None if the file is missing or damaged: the state is then found in the segments before it. Raises MisplacedFile
-    if it belongs to another partition or segment."""
+    """The state in the file; None if the file is missing or damaged: the state is then found in the segments before it.
+    Raises MisplacedFile if the file belongs to another partition or segment."""
     producers = Producers()
     try:
         text = read_with_checksum(path)

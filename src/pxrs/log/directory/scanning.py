@@ -47,7 +47,7 @@ class Damage(NamedTuple):
     position: int
     offset: int
     next_offset: int
-    """The offset of the first whole frame behind it."""
+    """The offset of the first whole frame behind the damage."""
     what: str
 
 

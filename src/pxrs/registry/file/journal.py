@@ -158,7 +158,8 @@ class Journal:
 
     def _follow(self, seal: Seal) -> bool:
         """Go on in the folder that the seal names; False if that is gone too and all was loaded anew."""
-        # What is written behind the seal must not outlive it.
+        # Sync the seal first, so that a power loss cannot keep an entry of the next generation and lose the seal before
+        # it.
         sealed = self.generation
         sealed.sync()
         try:

@@ -385,7 +385,7 @@ class SimulatedMember:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what it is at; a write that was sent may still land."""
+        """Forget the procedure and the operation that are under way. A write that was sent may still be applied."""
         if self.steps is not None:
             self.steps.close()
         if self.operation is not None and self.simulation.rng.random() < 0.5:
