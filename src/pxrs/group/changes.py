@@ -52,7 +52,7 @@ class Guard:
         return {**expect, **fenced.expect}, {**put, **fenced.put}, [*fenced.delete, *pauses]
 
     def committed(self, writes: Sequence[CheckpointWrite], versions: Mapping[str, int]) -> None:
-        """The next commit finds the keys as this one has left them."""
+        """Note the new versions after a commit: the next commit expects them."""
         self.expect |= {key: versions[key] for key in self.put}
         for name in self._owners_of(writes):
             target, _ = self.targets[name]
@@ -60,7 +60,7 @@ class Guard:
             self.dumped.pop(name, None)
 
     def _owners_of(self, writes: Iterable[CheckpointWrite]) -> list[str]:
-        """The members that are there and own a partition of these."""
+        """The members that are there and own one of these partitions."""
         owners = {self.owners.get(write.partition) for write in writes}
         return sorted(owner for owner in owners if owner is not None and owner in self.targets)
 

@@ -1,18 +1,19 @@
 """A group's state as files that a person can read, beside a registry that is kept in files (F1, R9).
 
-    consumer-groups/<group>/members.json                             who is there
-    consumer-groups/<group>/owners.json                              who has which partition, under which epoch
+    consumer-groups/<group>/members.json                             the members that are there
+    consumer-groups/<group>/owners.json                              the owner and epoch of each partition
     consumer-groups/<group>/offsets/<topic>/partition-<n>.offset     the offset of the next message to read
 
-It is a projection: the registry decides, and nothing ever reads these files back. They are at most about a second
-behind, and each is replaced as a whole; together they are not one moment's picture.
+It is a projection: the registry decides, and pxrs never reads these files back. They are at most about a second behind
+the registry. Each file is replaced as a whole; the files together do not show one moment.
 
-Who writes: the member that leads, on a thread of its own, so that no commit waits for it; a member that goes and leaves
-nobody who leads; an administrator who changes a group without members, or deletes it. One at a time, by a lock that
-the kernel drops with its holder. It is taken before the registry is read, so the last to write has seen the most.
+Who writes: the leader, on a thread of its own, so that no commit waits for it; a member that leaves a group without a
+leader; an administrator who changes a group without members, or deletes it; and the janitor. One process writes at a
+time, under a lock that the kernel releases when the process ends. The lock is taken before the registry is read, so the
+last process to write has read the newest state.
 
-On failure: it is logged, once until it works again, and nothing else happens. What is left over is made good by the
-next one who writes. Nothing is synced: a power loss may cost a second of it, or leave it behind until the next change.
+On failure: the failure is logged, once until writing works again, and has no other effect. The next process that writes
+corrects what was left. Nothing is synced: after a power loss the files may be old or missing until the next change.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 FOLDER: Final = "consumer-groups"
 INTERVAL_S: Final = 1.0
-"""How long after a change it is written, with all that followed."""
+"""How long after a change the files are written; further changes in that time are written with it."""
 LOCK_WAIT_S: Final = 1.0
 """How long to wait for another process that writes the same files."""
 CLOSE_WAIT_S: Final = 5.0
@@ -51,8 +52,8 @@ Names = Callable[[], Mapping[str, str]]
 
 
 def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> dict[str, str]:
-    """The files of a group by their paths within its folder, from all that the registry holds of it; none if it is not
-    there. `names` are those of topics by id; those that members know are added to them."""
+    """The files of a group, by their paths within its folder, from all that the registry holds of the group; none if
+    the group does not exist. names: the names of topics by id; names that members know are added to them."""
     state = GroupState.of(keys, entries)
     if not state.is_there:
         return {}
@@ -76,7 +77,7 @@ def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> di
 
 
 class _Shown:
-    """What the files show of a group."""
+    """The parts of a group that the files show."""
 
     def __init__(self, state: GroupState) -> None:
         self._state, self._meant = state, state.meant_for()
@@ -123,13 +124,14 @@ class _Shown:
 
 
 def _distinct(names: Mapping[str, str]) -> dict[str, str]:
-    """A topic that was deleted and made again has two ids: the last one named keeps the name."""
+    """The names of topics, each used once: if a topic was deleted and created again, its name belongs to the later
+    id."""
     last = {name: topic for topic, name in names.items()}
     return {topic: name for name, topic in last.items()}
 
 
 def _folder(name: str, topic: str) -> str:
-    """A topic's name as that of a folder. A foreign source may be called anything."""
+    """The name of a topic as the name of a folder. A source that is no topic may have any name."""
     quoted = quote(name, safe="")
     return topic if quoted.strip(".") == "" or len(quoted) > _NAME_BYTES_MAX else quoted
 
@@ -156,12 +158,12 @@ def _indented(value: Any, margin: str) -> str:
 
 
 def projection_of(registry: Registry, keys: Keys, names: Names | None = None) -> Projection | None:
-    """Only files have a place for it beside them."""
+    """The projection of a group; None if the registry is not kept in files."""
     return None if registry.folder is None else Projection(registry, keys, registry.folder / FOLDER, names)
 
 
 class Projection:
-    """Keeps one group's files as the registry has it, from `start` until `close`. Nothing here raises."""
+    """Keeps the files of one group up to date, from `start` until `close`. Raises no errors."""
 
     def __init__(self, registry: Registry, keys: Keys, root: Path, names: Names | None = None) -> None:
         self._registry, self._keys, self._root, self._names = registry, keys, root, names
@@ -172,16 +174,16 @@ class Projection:
         self._is_troubled = False
 
     def start(self) -> None:
-        """Write from now on: this member leads."""
+        """Begin to write: this member leads."""
         with self._guard:
             if self._thread is None and not self._closing.is_set():
                 thread = threading.Thread(target=self._run, name=f"pxrs-projection-{self._keys.group}", daemon=True)
-                with contextlib.suppress(RuntimeError):  # too many threads: the member comes again
+                with contextlib.suppress(RuntimeError):  # the limit of threads is reached: the member calls this again
                     thread.start()
                     self._thread = thread
 
     def close(self) -> None:
-        """Write a last time, unless somebody else leads and does it. After the member has left the group."""
+        """Write a last time, unless another member leads and writes. Called after the member has left the group."""
         with self._guard:
             self._closing.set()
             thread, watch = self._thread, self._watch
@@ -192,7 +194,8 @@ class Projection:
         self.refresh(only_if_nobody_leads=thread is None)
 
     def refresh(self, *, only_if_nobody_leads: bool = False) -> bool:
-        """Write what is not as the registry has it, and remove what it does not have. False: it is to be done again."""
+        """Write the files that differ from the registry, and remove those that it does not have. False if it has to be
+        done again."""
         try:
             self._root.mkdir(exist_ok=True)
             with _locked(self._root) as is_locked:
@@ -205,9 +208,9 @@ class Projection:
                 _replace(self._root / self._keys.group, files)
             self._is_troubled = False
             return True
-        except Closed:  # the registry, or the log: there is nothing more to tell
+        except Closed:  # the registry or the log is closed: nothing can be written any more
             return True
-        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns nobody else
+        except Exception as error:  # noqa: BLE001 - logged: a projection that fails must not end the member
             if not self._is_troubled:
                 _logger.warning("group %s: its readable files could not be written: %s", self._keys.group, error)
             self._is_troubled = True
@@ -224,7 +227,7 @@ class Projection:
         with self._guard:
             self._watch = watch
         try:
-            # First the pause: changes come in swarms, and a group that settles has better things to do.
+            # Pause first: changes come in bursts, and a rebalance must not be slowed down.
             while not self._closing.wait(INTERVAL_S):
                 if not self.refresh():
                     watch.wake()
@@ -243,7 +246,8 @@ def _is_led(entries: Iterable[Entry], keys: Keys) -> bool:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[bool]:
-    """Be the only one to write, if that can be had soon. The lock's file stays, so that there is only one."""
+    """Hold the lock for writing, if it is free soon. The lock file is never removed, so that all processes lock the
+    same file."""
     descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         yield _try_lock(descriptor, time.monotonic() + LOCK_WAIT_S)
@@ -252,7 +256,7 @@ def _locked(root: Path) -> Iterator[bool]:
 
 
 def _try_lock(descriptor: int, until: float) -> bool:
-    import fcntl  # here, for this module is imported where there is none, and no registry of files either
+    import fcntl  # imported here: this module is also imported on systems that have no fcntl, and no registry in files
 
     while True:
         try:
@@ -265,7 +269,7 @@ def _try_lock(descriptor: int, until: float) -> bool:
 
 
 def _replace(folder: Path, files: Mapping[str, str]) -> None:
-    """Make the folder hold these files and no others. Only under the lock."""
+    """Make the folder hold exactly these files. The caller holds the lock."""
     if not files:
         if folder.exists():
             shutil.rmtree(folder)
@@ -282,5 +286,5 @@ def _replace(folder: Path, files: Mapping[str, str]) -> None:
     for path in there - wanted.keys():
         path.unlink(missing_ok=True)
     for name, _, _ in os.walk(folder, topdown=False):
-        with contextlib.suppress(OSError):  # only what is empty goes
+        with contextlib.suppress(OSError):  # only empty folders are removed
             os.rmdir(name)

@@ -160,7 +160,8 @@ class MemberProtocol(Joining, Committing):
             state.add(self.keys, entry)
 
     def _check_leader(self, state: GroupState) -> None:
-        """A member of layout 1 does not write targets. One of version 0.1 joins whatever members are there."""
+        """Raise GroupActive if the leader is of layout 1, which does not write targets. A member of version 0.1 joins
+        whatever members are there."""
         leader = state.members.get(state.leader[0].incarnation) if state.leader is not None else None
         if leader is not None and not leader.is_of_this_layout:
             raise GroupActive(
@@ -232,7 +233,7 @@ class MemberProtocol(Joining, Committing):
         yield Write({keys.leader: action.version, **absent}, {keys.leader: leader.dump()})
 
     def _assign(self, action: Assign) -> Steps[None]:
-        """Write the targets in as few commits as can hold them, then delete what is left of former members."""
+        """Write the targets in as few commits as can hold them, then delete those of former members."""
         keys, leads = self.keys, {self.keys.leader: action.leader_version}
         legacy: Entry | None = None
         if not self.has_migrated:
@@ -269,7 +270,7 @@ class MemberProtocol(Joining, Committing):
             yield some
 
     def _fence(self, action: Fence) -> Steps[None]:
-        """Free the owner keys, and have the owner read them: see `Target.taken`."""
+        """Free the owner keys, and raise `Target.taken` of the owner, so that the owner reads its owner keys."""
         key, target, version = self.keys.target(action.owner), action.target, action.target_version
         for some in in_parts(sorted(action.partitions.items()), max(1, self.keys_max - 2)):
             target = replace(target, taken=target.taken + 1)
@@ -299,13 +300,14 @@ class MemberProtocol(Joining, Committing):
             if rest and len(rest) < len(claims):
                 yield from self._claim(rest)
             return
-        # Only now: what the former owner wrote until the claim counts (G3).
+        # Read after the claim: what the former owner wrote until the claim counts (G3).
         found = yield from self._read_checkpoints(claims)
         if len(found) < len(claims):  # somebody has deleted the group meanwhile: it begins anew
             yield from self._pin()
             found = yield from self._read_checkpoints(claims)
         for claim, entry in found:
-            checkpoint = replace(Checkpoint.load(entry.key, entry.value), failure="")  # that was another owner's
+            # The failure is that of another owner.
+            checkpoint = replace(Checkpoint.load(entry.key, entry.value), failure="")
             lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
             version = versions[self.keys.owner(topic, claim.partition)]
             self.held[claim.partition] = Holding(claim.epoch, version, checkpoint, entry.version, lane)
@@ -327,8 +329,8 @@ class MemberProtocol(Joining, Committing):
         self.hooks.revoked(holding.lane)
 
     def _resume(self, partition: int) -> Steps[bool]:
-        """Hand it out again, unless it turns out to be lost. A release that may still land is first made to fail, by a
-        checkpoint that takes away the version it expects (R5)."""
+        """Hand out the partition again, unless it turns out to be lost. A release whose reply was lost may still be
+        applied; a checkpoint first changes the version that the release expects, so that it is refused (R5)."""
         if self.held[partition].may_be_released and (yield from self.commit([partition])):
             return True
         holding = self.held[partition]

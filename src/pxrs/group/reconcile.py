@@ -153,8 +153,8 @@ def _meant(target: Target, me: Me) -> set[int]:
 
 
 def asked_since(state: GroupState, before: AskedSince, now: float) -> dict[tuple[TopicPartition, int], float]:
-    """What is asked of whom, and since when: of the leader's state, which is whole. The time of a partition and an
-    owner does not begin anew when it is asked for another member (G9)."""
+    """Which partitions the leader asks of which owner, and since when. state: that of the leader, which is complete.
+    The time does not begin anew when a partition is asked for another member (G9)."""
     meant = state.meant_for()
     asked = {}
     for partition, (owner, _) in state.owners.items():
@@ -164,12 +164,12 @@ def asked_since(state: GroupState, before: AskedSince, now: float) -> dict[tuple
 
 
 def reconcile(state: GroupState, me: Me, asked: AskedSince, now: float, handover_s: float) -> list[Action]:
-    """What to do, in this order. The member reads again when all is done, or when a commit was refused.
+    """The actions of a member, in this order. The member reads again when all are done, or when a commit was refused.
 
-    handover_s: of this member. As the leader it applies it to owners whose record states no time of their own."""
+    handover_s: the hand-over time of this member. As the leader, it uses this for owners whose record has none."""
     if me.incarnation not in state.members:
         return [Leave()]
-    # Whatever else follows from targets that are about to be replaced is decided when they have been.
+    # If targets are about to be replaced, everything else is decided after that.
     return _lead(state, me) or [*_own(state, me), *_fence(state, me, asked, now, handover_s)]
 
 
@@ -213,7 +213,7 @@ def assign_all(state: GroupState) -> dict[str, dict[str, list[int]]]:
         named = [there[member].assignor for member in members if there[member].assignor]
         chosen = targets_of(named[0] if named else "sticky", members, partitions, before)
         for number, chosen_one in enumerate(chosen):
-            if chosen_one is not None:  # `targets_of` has seen to that
+            if chosen_one is not None:  # `targets_of` has checked that
                 wanted[chosen_one].setdefault(topic, []).append(number)
     return wanted
 

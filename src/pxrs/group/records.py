@@ -1,6 +1,6 @@
 """What a group keeps in the registry: its keys, and the values under them, as JSON that a person can read.
 
-    groups/<group>/members/<incarnation>               ephemeral: who is there, and what it reads
+    groups/<group>/members/<incarnation>               ephemeral: the member is there; what it reads
     groups/<group>/leader                              who writes the targets, and its term
     groups/<group>/targets/<incarnation>               which partitions this member should own
     groups/<group>/owners/<topic id>/<partition>       who owns it, under which epoch: its version is the fence
@@ -12,7 +12,7 @@
     groups/<group>/assignor                            the assignor of the members that are there
     groups/<group>/sources/<mark of the source>        a source that is no topic, and the id of its checkpoints
 
-and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
+and, for topics with `keep_unread`, what the groups that read a topic share with its retention (O10):
 
     topics/<topic id>/start    the first offset of each partition that retention has left
     topics/<topic id>/gate     written by whoever gives a group a checkpoint that may lie before those of all others
@@ -41,7 +41,7 @@ from pxrs.registry.record import Record
 GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 BY_HAND: Final = ("reset", "import")
-"""Who has written a checkpoint, if it was no member but a person."""
+"""The values of `Checkpoint.by` of checkpoints that an administrator wrote."""
 
 
 TopicPartition = tuple[str, int]
@@ -106,7 +106,7 @@ def gate_key(topic: str) -> str:
 
 
 def partition_of(key: str) -> TopicPartition:
-    """The partition of an owner's, a checkpoint's or a pause's key."""
+    """The partition that an owner key, a checkpoint key or a pause key belongs to."""
     _, topic, number = key.rsplit("/", 2)
     return topic, int(number)
 
@@ -130,7 +130,7 @@ def _unmarked(stored: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Member(Record):
-    """Who is there. `topic` is the id of what it reads, `partitions` how many there are."""
+    """A member. `topic` is the id of what it reads, `partitions` the number of its partitions."""
 
     name: str
     topic: str
@@ -139,7 +139,7 @@ class Member(Record):
     host: str = ""
     pid: int = 0
     since: float = 0.0
-    """Wall-clock seconds, to be shown."""
+    """When the member joined, in wall-clock seconds; only to be shown."""
     assignor: str = ""
     """The name of its assignor. Empty in records that do not state one: then any goes with it. In the registry the name
     is followed by `@` and the layout."""
@@ -207,9 +207,10 @@ class SourceRead(Record):
     """Empty once the group has forgotten the source."""
     name: str = ""
     address: str = ""
-    """Where it is, without credentials, to be shown."""
+    """The address without credentials, to be shown."""
     meaning: str = ""
-    """Which rows are in which partition, and what an offset is: with another one, its checkpoints mean nothing."""
+    """Which rows are in which partition, and what an offset is, as a text. With another meaning, the checkpoints cannot
+    be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ class Starts(Record):
 
 @dataclass(frozen=True, slots=True)
 class Gate(Record):
-    """Who wrote the gate last, and when; only the version of its key decides anything."""
+    """The last writer of the gate, and when; only the version of its key matters."""
 
     by: str = ""
     when: float = 0.0
@@ -272,7 +273,7 @@ class Pinned(Record):
 
 @dataclass(frozen=True, slots=True)
 class Owner(Record):
-    """Who has a partition; nobody has a free one. The epoch rises with each claim and each release (X9)."""
+    """The owner of a partition; None if it is free. The epoch rises with each claim and each release (X9)."""
 
     incarnation: str | None
     epoch: int
@@ -301,7 +302,7 @@ class Checkpoint(Record):
 
 @dataclass(frozen=True, slots=True)
 class Paused(Record):
-    """A message that could not be handled holds its partition; `skip` is an order to go on behind it."""
+    """A message that could not be handled pauses its partition; `skip` means: go on behind it."""
 
     offset: int
     error: str

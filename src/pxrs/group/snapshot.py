@@ -28,7 +28,7 @@ from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps
 
 GAP_MAX: Final = 16
-"""How many entries that nobody asked for are read rather than making one call more: a call costs about as much."""
+"""How many entries that are not needed are read to save a call: a call costs about as much."""
 NOBODY: Final = Owner(None, 0)
 """The owner of a partition that has no owner key, because no member has ever claimed it."""
 
