@@ -1,4 +1,4 @@
-"""Which of the open hubs of one directory is the janitor: a claim in the registry with a lease, as of a group's leader.
+"""Which of the open hubs of one directory is the janitor: a claim in the registry with a lease, like a leader's.
 
 Taking the claim is one commit:
 
@@ -38,7 +38,7 @@ from pxrs.registry.lease import Lease
 from pxrs.upkeep.records import JanitorClaim, RoundReport, UpkeepKeys
 
 LEASE_TTL_S: Final = 15.0
-"""How long after its last renewal a janitor that is gone still keeps others from being elected."""
+"""The ttl of the janitor's lease: for this time after its last renewal, no other hub is elected."""
 
 
 class Role(enum.Enum):
@@ -94,7 +94,7 @@ class Election:
         self._held: _Held | None = None
 
     def stand(self) -> Standing:
-        """Keep the claim, or take it if the janitor is gone. What this hub may do until the next call."""
+        """Keep the claim, or take it if the janitor is gone. Returns the role of this hub until the next call."""
         parts = self._parts
         if parts.log.folder is None:
             return Standing(Role.SOLE)
@@ -111,12 +111,13 @@ class Election:
             return Standing(Role.ELECTED if is_janitor else Role.CANDIDATE)
         except Closed:
             raise
-        except PxrsError as raised:  # the outcome of a claim may be unknown: without its lease it is worth nothing
+        except PxrsError as raised:  # the outcome of a claim may be unknown; without its lease the claim has no effect
             self.resign()
             return Standing(Role.APART, str(raised), raised)
 
     def _keys(self) -> UpkeepKeys | None:
-        """None if there is nothing to be elected in: no registry that other processes have, or no id of the hub."""
+        """The keys of the election; None if no election is possible: no registry that other processes share, or no id
+        of the hub."""
         registry, belonging = self._parts.registry, self._parts.belonging
         if belonging is None or registry.is_in_memory or registry.is_missing:
             return None
@@ -162,7 +163,8 @@ class Election:
         return True
 
     def report(self, report: RoundReport) -> bool:
-        """Write about a round, fenced by the claim. False if this process is the janitor no more; then it resigns."""
+        """Write the report of a round, fenced by the claim. False if this process is not the janitor any more; then it
+        resigns."""
         held = self._held
         if held is None:
             return False
@@ -193,7 +195,7 @@ class Election:
             held.lease.close()
 
     def look(self) -> Known:
-        """What the registry says, without taking anything. Nothing is known where there is nothing to be elected in.
+        """What the registry says about the janitor, without taking the claim. Empty if no election is possible.
 
         Raises WrongRegistry, and what the registry raises."""
         keys = self._keys()
