@@ -6,7 +6,8 @@
 | retention of a topic without `keep_unread` | yes | yes | yes |
 | retention of a topic with `keep_unread` | yes | WrongRegistry | RetentionPostponed |
 | join a group (consumers, workers, streaming queries) | yes | WrongRegistry | yes, and records its registry |
-| reset, import, delete, retry, skip; queues; Spark's sink | yes | WrongRegistry | yes |
+| publish batches (Spark's sink) | yes | WrongRegistry | yes, and records its registry |
+| reset, import, delete, retry, skip; queues | yes | WrongRegistry | yes |
 | look at groups | yes | yes, at those of that registry | yes |
 
 A registry in memory belongs to one process and ends with it, so it is never recorded. In a hub without a recorded
@@ -61,8 +62,14 @@ class Belonging:
         self._check_place()
         return self._checked(self.record.read())
 
+    def is_recorded(self) -> bool:
+        """Whether the directory records which registry the hub belongs to. Raises DamagedFrame."""
+        record = self.record.read()
+        return record is not None and bool(record.registry)
+
     def join(self) -> Home | None:
-        """As `check`, for a member of a group. If no registry is recorded for the hub, record this one."""
+        """As `check`, for a member of a group, and for a process that publishes batches: what they write counts only in
+        this registry. If no registry is recorded for the hub, record this one."""
         self._check_place()
         record = self.record.read()
         if (record is None or not record.registry) and not self._registry.is_in_memory:
@@ -132,7 +139,7 @@ class Belonging:
 
 
 def _take_groups(registry: Registry, topics: set[str], home: Home) -> None:
-    from pxrs.group.admin import groups
+    from pxrs.group.listing import groups
 
     for name in groups(registry):
         keys = Keys(name)

@@ -332,8 +332,8 @@ class Hub:
         return self.parts.check_registry()
 
     def join_registry(self) -> Home | None:
-        """As `check_registry`, before a member joins a group: if no registry is recorded for the hub, this one is
-        recorded."""
+        """As `check_registry`, before a member joins a group or a batch is published: if no registry is recorded for
+        the hub, this one is recorded."""
         return None if self.parts.belonging is None else self.parts.belonging.join()
 
     def adopt_registry(self) -> tuple[str, str]:
@@ -442,7 +442,7 @@ class Hub:
 
     def groups(self) -> list[str]:
         """The names of all groups."""
-        from pxrs.group.admin import groups
+        from pxrs.group.listing import groups
 
         self.parts.check_usable()
         return groups(self.registry)

@@ -10,7 +10,8 @@ groups, by the id that the registry keeps in itself, and a process with another 
 Who writes the record:
 - the first `create_topic` in a new directory: the hub's id, and no registry yet, so that no server is needed;
 - the first `create_topic` of a topic with `keep_unread`, in a directory that has a record: the registry too;
-- the first member of a group that joins: both, also in a directory of version 0.1, which has no record;
+- the first member of a group that joins, and the first Spark driver that publishes a batch: both, also in a directory
+  of version 0.1, which has no record;
 - `pxrs registry adopt`: both, whatever the record said before.
 
 The file is replaced as a whole and synced, so a crash leaves the old record or the new one. A damaged record raises

@@ -25,7 +25,8 @@ class News:
     overflow: bool = False
     """The kernel dropped events: anything that is watched may have changed."""
     closed: frozenset[str] = field(default_factory=frozenset)
-    """Names of files that were closed by a process that had them open for writing, also because it ended."""
+    """Names of files that were removed from a watched folder, or closed by a process that had them open for writing,
+    also because that process ended."""
     changed: frozenset[int] = field(default_factory=frozenset)
     """Numbers of the watches, as `Notifier.add` returned them, that have any event."""
     ended: frozenset[int] = field(default_factory=frozenset)
@@ -104,7 +105,7 @@ class Notifier:
             changed.add(watch)
             if mask & IGNORED:
                 ended.add(watch)
-            if mask & CLOSE_WRITE:
+            if mask & (CLOSE_WRITE | DELETE):
                 closed.add(os.fsdecode(data[begin:position].rstrip(b"\0")))
         return News(overflow, frozenset(closed), frozenset(changed), frozenset(ended))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +22,9 @@ from pxrs.errors import InvalidGroup, OutcomeLost, PartitionNotAssigned
 from pxrs.group.lane import Lane
 from pxrs.hub import Hub
 from pxrs.log.batch import Batch
+from pxrs.log.contract import Fetched
 from pxrs.testing.waiting import eventually
+from pxrs.waiting import Cancel
 
 BOUND_S = 30.0
 
@@ -300,6 +303,27 @@ def test_what_was_read_before_a_seek_is_not_handed_out() -> None:
     ahead.put_back(lane, batch)
     assert ahead.take(lane) is None
     assert ahead.bytes_ahead() == 0
+
+
+def test_what_is_left_of_a_batch_counts_for_its_share_of_the_bytes() -> None:
+    lanes, lane = Lanes("g"), Lane(0, 1, 0)
+    lanes.add([lane])
+    lanes.arrived([lane])
+    batch = Batch(0, pa.RecordBatch.from_pydict({"value": [b"x" * 100] * 10}))
+    source: Any = SimpleNamespace(
+        fetch=lambda *given: {0: Fetched((batch,))}, has_latency=False, partitions=1, name="t"
+    )
+    ahead = ReadAhead(source, "g", lanes, Changes(), bytes_max=10_000, skips_trimmed=False, ends=None)
+    ahead.fetch([lane], 0.0, Cancel())
+    whole = ahead.bytes_ahead()
+    for position in (0, 6):  # what `poll` does, with some of the batch handed out before the second time
+        lane.position = position
+        found = ahead.take(lane)
+        assert found is not None
+        assert found.base_offset == position
+        assert ahead.bytes_ahead() == 0
+        ahead.put_back(lane, found)
+        assert ahead.bytes_ahead() == whole * (10 - position) // 10
 
 
 # Reading ahead in the background.

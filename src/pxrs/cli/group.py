@@ -20,8 +20,9 @@ import pxrs
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
-from pxrs.group.admin import GroupHandle, groups
+from pxrs.group.admin import GroupHandle
 from pxrs.group.description import GroupDescription
+from pxrs.group.listing import groups
 from pxrs.group.positions import To
 from pxrs.group.records import Keys
 from pxrs.group.text import (

@@ -229,9 +229,6 @@ class Consumer:
         """Count this message as done. In any order; the checkpoint is the first offset that is not acknowledged. Raises
         PartitionLost."""
         self._lifetime.check_process()
-        self._settling.check_possible(Event.ACK)
-        if not isinstance(message, Message):
-            raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
         self._settling.ack(message)
 
     def commit(self) -> None:

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from pxrs import arguments
 from pxrs.consumer.lanes import Lanes
 from pxrs.consumer.read_ahead import ReadAhead
 from pxrs.consumer.readers import Reading, Readings
@@ -37,6 +38,8 @@ from pxrs.group.member import GroupMember
 from pxrs.log.batch import Batch
 from pxrs.model import Message
 from pxrs.registry.limit import time_limit
+
+_ACK: Final = Event.ACK
 
 
 class QueueTransaction(Protocol):
@@ -244,12 +247,16 @@ class Settling:
     def ack(self, message: Message) -> None:
         """Count one message as done. Raises InvalidGroup without ack="manual", and PartitionLost."""
         with self._lanes.lock:
-            self._apply(Event.ACK)
+            if _ACK not in TRANSITIONS[self.mode]:  # `check_possible` in line: this is called for each message
+                raise InvalidGroup(REFUSALS[_ACK])
+            if not isinstance(message, Message):
+                raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
             lane = self._lanes.get(message.partition)
             if lane is None or lane.epoch != message.epoch:
                 raise PartitionLost(self._group, [message.partition])
             lane.ack(message.offset)
-        self.wake_if_drained([lane])
+        if lane.is_stopping:
+            self.wake_if_drained((lane,))
 
     def commit(self, *, is_callback: bool) -> None:
         """Write the checkpoints now. Everything that was handed out counts as done, as the table says; but in a

@@ -42,11 +42,9 @@ from pxrs.group.projection import projection_of
 from pxrs.group.readables import Readables, Sources, Topics
 from pxrs.group.reader import GroupReader
 from pxrs.group.records import (
-    GROUP_NAME,
     Home,
     Keys,
     Leader,
-    Member,
     Paused,
     Pinned,
     SourceRead,
@@ -60,33 +58,6 @@ from pxrs.registry.contract import ABSENT, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
-
-
-def groups(registry: Registry) -> list[str]:
-    """The names of all groups that have members or checkpoints, in order."""
-    found = []
-    after = None
-    # Skip from the first key of one group to the next group, because a group may have many keys: '0' is the character
-    # after '/'.
-    while entries := registry.scan("groups/", after, 1):
-        name = entries[0].key.split("/")[1]
-        after = f"groups/{name}0"
-        if GROUP_NAME.fullmatch(name):
-            keys = Keys(name)
-            if registry.scan(keys.checkpoints, limit=1) or registry.scan(keys.members, limit=1):
-                found.append(name)
-    return sorted(found)
-
-
-def members_of(registry: Registry, topic: str) -> list[tuple[str, str]]:
-    """The members of all groups that read the topic or source with this id: (group, member's name)."""
-    found = []
-    for group in groups(registry):
-        for entry in registry.scan(Keys(group).members):
-            member = Member.load(entry.key, entry.value)
-            if member.topic == topic:
-                found.append((group, member.name))
-    return found
 
 
 class GroupHandle:

@@ -209,7 +209,8 @@ class Source(ABC):
                 continue
             if batches:
                 found[partition] = Fetched(tuple(batches))
-                left -= sum(batch.records.nbytes for batch in batches)
+                if at + 1 < len(chosen):  # counting the bytes of a small batch costs about as much as reading it
+                    left -= sum(batch.records.nbytes for batch in batches)
             elif self.is_ended(partition, offset):
                 found[partition] = Fetched(is_ended=True)
         return found

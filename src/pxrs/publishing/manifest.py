@@ -216,6 +216,7 @@ class Publisher:
         """Finish the manifests of queries that died between their commit and their last append, and remove staged files
         that no manifest names."""
         needed: dict[str, int | None] = {}
+        now = time.time()  # before the manifests are read: see `Staging.sweep`
         for entry in self._scan(self._prefix):
             query, manifest = query_of(entry.key), self._load_other(entry)
             if manifest is None:
@@ -223,9 +224,9 @@ class Publisher:
             elif not manifest.is_published:
                 needed[query] = manifest.batch
                 self._finish_other(query, manifest, entry.version)
-            elif query.startswith(JOB) and time.time() - manifest.at > _JOB_S:
+            elif query.startswith(JOB) and now - manifest.at > _JOB_S:
                 self.forget(query)  # the job's driver died before it removed its manifest
-        self._staging.sweep(self._topic.id, needed)
+        self._staging.sweep(self._topic.id, needed, now)
 
     def _finish_before(self, query: str, ours: Manifest) -> None:
         """Finish the manifests of other queries that have read of the same partitions as this batch: their rows precede

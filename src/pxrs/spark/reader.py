@@ -158,6 +158,9 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             _stop_on_sigterm()
             self._hub = open_hub(self._options.where)
             self._query = join_query(self._hub, self._options)
+            # This process lives as long as the query, and may be the only one that does: without it, nobody would apply
+            # the retention of the topics, or remove what earlier runs of queries have left in the staging folder.
+            self._hub.start_upkeep()
         return self._query
 
     @contextlib.contextmanager

@@ -265,8 +265,10 @@ def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
 
 def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
     """A publisher that has finished the unfinished manifests of other queries, and has removed what was staged for
-    deleted topics. Raises WrongRegistry: another registry does not have the manifests of this hub."""
-    hub.check_registry()
+    deleted topics. Raises WrongRegistry: another registry does not have the manifests of this hub. If the hub has no
+    registry on record, this one is recorded: a process with another registry would take the staged files of a batch
+    for abandoned ones, and remove them."""
+    hub.join_registry()
     staging = DirectoryStaging(where.url)
     publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
     publisher.finish_others()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pxrs.errors import Closed, HubMoved, PxrsError, UnknownTopic
 from pxrs.hub_parts import HubParts
 from pxrs.model import Topic
-from pxrs.upkeep import retention
+from pxrs.upkeep import deleted_topics, retention
 from pxrs.upkeep.records import RoundReport
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Round:
             if with_others:
                 self._step("removing deleted topics", self._parts.log.finish_deletions)
                 if self._with_registry:
+                    self._step("removing keys of deleted topics", self._finish_deleted_topics)
                     self._step("sweeping staged files", self._sweep_staging)
                     self._step("writing the readable files of groups", self._project_groups)
         except Stopped:
@@ -93,11 +94,19 @@ class Round:
         if moved:
             self.removed[topic.name] = {str(number): start for number, start in sorted(moved.items())}
 
+    def _finish_deleted_topics(self) -> None:
+        if self._parts.log.folder is not None and (self._parts.log.folder / deleted_topics.FOLDER).is_dir():
+            deleted_topics.finish(self._parts, self._topic_ids())
+
     def _sweep_staging(self) -> None:
-        """Remove staged files that no manifest names, and what was staged and committed for topics that were
-        deleted."""
-        folder = self._parts.log.folder
+        """Remove staged files that no manifest names, and what was staged and committed for topics that were deleted.
+
+        Only if a registry is recorded for the hub, which then is the one that this process has: another registry has no
+        manifests of this hub, and the files of a batch that is committed would be removed."""
+        folder, belonging = self._parts.log.folder, self._parts.belonging
         if folder is None or not (folder / "staging").is_dir():
+            return
+        if belonging is None or not belonging.is_recorded():
             return
         from pxrs.publishing.manifest import forget_deleted_topics, needed_batches
         from pxrs.publishing.staging.directory import DirectoryStaging
@@ -129,7 +138,7 @@ class Round:
             # The registry is not kept in files; or the topics are in the memory of this process, and other processes
             # know other names.
             return
-        from pxrs.group.admin import groups
+        from pxrs.group.listing import groups
         from pxrs.group.projection import FOLDER, projection_of
         from pxrs.group.records import GROUP_NAME, Keys
 

@@ -99,6 +99,7 @@ class Election:
         if parts.log.folder is None:
             return Standing(Role.SOLE)
         if (refusal := disk.write_refusal(parts.log.folder)) is not None:
+            self.resign()  # the directory may have been writable when the claim was taken
             error = disk.log_error(refusal)
             return Standing(Role.BARRED, str(error), error)
         try:

@@ -90,7 +90,12 @@ class TopicNames:
         Several processes may do this at once. An error is logged: the topics are deleted all the same, and the next
         process that creates or deletes a topic tries again."""
         try:
-            for link in self.links.glob(".deleted-*"):
+            links = list(self.links.glob(".deleted-*"))
+            if links:
+                # The process that moved a link may not have synced that yet. If a power loss undid it after files of
+                # the folder were removed, the topic would be back without its messages.
+                disk.sync_folder(self.links)
+            for link in links:
                 with contextlib.suppress(FileNotFoundError):
                     folder = self.folders / os.path.basename(os.readlink(link))
                     with contextlib.suppress(FileNotFoundError):

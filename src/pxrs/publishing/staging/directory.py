@@ -76,7 +76,7 @@ class DirectoryStaging(Staging):
         folder = self._root / "feeds" / query
         with contextlib.suppress(FileNotFoundError):
             for other in os.listdir(folder):
-                if int(other.partition("-")[0]) < before:
+                if _is_below(other.partition("-")[0], before):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(folder / other)
 
@@ -138,24 +138,22 @@ class DirectoryStaging(Staging):
         folder = self._root / topic / query
         with contextlib.suppress(FileNotFoundError):
             for other in os.listdir(folder):
-                if int(other) <= batch:
+                if _is_below(other, batch + 1):
                     shutil.rmtree(folder / other, ignore_errors=True)
         _remove_if_empty(folder)  # it is not empty if tasks of the next batch have begun to stage
         self._clear_feeds(query, batch + 1)
 
     def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
         now = time.time() if now is None else now
-        with contextlib.suppress(FileNotFoundError):
-            for query in (self._root / topic).iterdir():
-                if needed.get(query.name, -1) is None:
-                    continue
-                for batch in query.iterdir():
-                    if batch.name != str(needed.get(query.name)):
-                        _remove_old(batch, now - _ORPHAN_S)
-                _remove_if_empty(query)
-        with contextlib.suppress(FileNotFoundError):
-            for query in (self._root / "feeds").iterdir():
-                _remove_old(query, now - _OLD_FEED_S)
+        for query in _folders_in(self._root / topic):
+            if needed.get(query.name, -1) is None:
+                continue
+            for batch in _folders_in(query):
+                if batch.name != str(needed.get(query.name)):
+                    _remove_old(batch, now - _ORPHAN_S)
+            _remove_if_empty(query)
+        for query in _folders_in(self._root / "feeds"):
+            _remove_old(query, now - _OLD_FEED_S)
 
     # Topics.
 
@@ -193,6 +191,18 @@ def _new_file(path: Path, make_folders: Callable[[Path], None]) -> pa.OSFile:
             return pa.OSFile(str(path), "wb")
     make_folders(path.parent)
     return pa.OSFile(str(path), "wb")
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """None if it is gone. Files that somebody else has put there are left alone."""
+    with contextlib.suppress(FileNotFoundError):
+        return [each for each in folder.iterdir() if each.is_dir()]
+    return []
+
+
+def _is_below(batch: str, limit: int) -> bool:
+    """Whether this is the number of a batch, and below the limit. Another name is that of somebody else's file."""
+    return batch.isascii() and batch.isdigit() and int(batch) < limit
 
 
 def _sync(path: Path) -> None:
