@@ -1,7 +1,7 @@
 """The registry of a simulation: the exact rules of `registry.state`, with the clock and the delays of a schedule.
 
-A request is sent, applied and answered in three moments, between which anything may happen. One whose sender gave up
-waiting may still be applied later, and is judged then.
+A request is sent, applied and answered at three moments, between which anything may happen. A request whose sender gave
+up waiting may still be applied later; its expectations are checked then.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ Accepted = Callable[[Request, Write], None]
 
 
 class SimulatedStore:
-    """`counts_anew` is ZooKeeper's way: every key counts its own versions, and from the start when re-created."""
+    """A simulated store. counts_anew: as on ZooKeeper, every key counts its own versions, from the start when it is
+    created again."""
 
     def __init__(self, rng: random.Random, *, counts_anew: bool, scans_in_two_moments: bool) -> None:
         self.rng = rng
