@@ -54,7 +54,7 @@ class LimitedLog:
         window_s: float = WINDOW_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """records_max: of each kind within `window_s` seconds. clock: for tests."""
+        """records_max: how many records of each kind are logged within `window_s` seconds. clock: replaced by tests."""
         self._logger, self._clock = logger, clock
         self._records_max, self._window_s = records_max, window_s
         self._lock = threading.Lock()

@@ -216,7 +216,7 @@ class SharedWatches:
         return gone
 
     def wake(self, keys: Iterable[str] | None) -> None:
-        """Wake the handles that any of the keys concerns; None is a doubt, and wakes all."""
+        """Wake the handles that any of the keys concerns. None: it is not known what changed, so all handles wake."""
         if not self._handles:
             return
         with self._changed:
