@@ -52,6 +52,8 @@ class PollingSource(Source):
         chosen = tuple(partitions)
         self.check_usable(chosen)
         added = self._subscribers.add(chosen, callback)
+        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
+            return added
         self._poller.need()
 
         def end() -> None:

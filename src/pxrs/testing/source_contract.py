@@ -306,6 +306,12 @@ class _Waits(_Fixtures):
         with pytest.raises(Closed):
             source.read(0, ends[0])
 
+    def test_w6_a_subscriber_without_partitions_costs_no_thread(self, source: Source) -> None:
+        """A member of a group that owns no partition waits too. A thread that has nothing to look at would spin."""
+        before = set(threading.enumerate())
+        with source.subscribe((), lambda: None):
+            assert set(threading.enumerate()) <= before
+
     def test_a_subscriber_is_called_until_it_ends_its_subscription(
         self, feed: Feed, source: Source, values: list[bytes]
     ) -> None:

@@ -85,6 +85,8 @@ class Ends:
                 with self._locks[number]:
                     self._watch(number)
         added = self._subscribers.add(chosen, callback)
+        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
+            return added
         self._tailer.thread.need()
 
         def end() -> None:

@@ -213,6 +213,8 @@ class SqlTable(Source):
         if self._listener is not None:
             self._listener.start()
         added = self._subscribers.add(chosen, callback)
+        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
+            return added
         self._poller.need()
 
         def end() -> None:
