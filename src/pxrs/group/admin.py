@@ -188,8 +188,8 @@ class GroupHandle:
         what an administrator writes expects the owner too. A partition that nobody has owned gets its owner key now.
 
         force: also while members are there. Their keys are deleted, so they join again as new members and start anew;
-        so does one that joins at this moment. Raises UnknownGroup, GroupActive, and GroupError if the group does not read the
-        topic.
+        so does one that joins at this moment. Raises UnknownGroup, GroupActive, and GroupError if the group does not
+        read the topic.
         """
         arguments.flag(InvalidGroup, "force", force)
         state = self._reader.read_there()
