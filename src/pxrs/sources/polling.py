@@ -60,10 +60,6 @@ class PollingSource(Source):
 
         return Subscription(end)
 
-    def wake(self) -> None:
-        """Have everyone who waits look now: for a subclass that has another way to learn of changes too."""
-        self._subscribers.wake_all()
-
     def close(self) -> None:
         """Whoever waits gets Closed. Idempotent."""
         if os.getpid() != self._pid:

@@ -144,7 +144,3 @@ class Ends:
             self._subscribers.wake_all()
         else:
             self._subscribers.wake(partitions)
-
-    def wake_all(self) -> None:
-        """Have everyone who waits look, though no end has moved."""
-        self._subscribers.wake_all()
