@@ -229,9 +229,6 @@ class SqlTable(Source):
             dues = [self._passable[each] + SKIP_S for each in positions.items() if each in self._passable]
         return max(0.01, min(dues) - time.monotonic()) if dues else None
 
-    def wake(self) -> None:
-        self._subscribers.wake_all()
-
     def _poll(self) -> None:
         """One step of the polling thread: sleep, look at the table, and wake the subscribers after a change."""
         self._may_be_news.wait(self._pause_s())
