@@ -96,7 +96,7 @@ def place_text(row: PartitionDescription) -> str:
 
 
 def pause_text(row: PartitionDescription) -> str:
-    """At which message a paused partition stands, and what its handler raised."""
+    """The message at which a partition is paused, and what its handler raised."""
     assert row.paused is not None
     what = "is about to skip" if row.paused.skip else "is paused at"
     return f"{what} offset {row.paused.offset}: {printable(row.paused.error)}"

@@ -16,7 +16,7 @@ from pxrs.registry.memory import MemoryRegistry, MemoryStore
 
 
 class HookedRegistry(MemoryRegistry):
-    """A handle to which things happen: before each request, before and after each commit, after each scan."""
+    """A registry handle that calls hooks: before each request, before and after each commit, after each scan."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
@@ -66,7 +66,7 @@ class Place:
 
 
 def take_value(hub: Hub, queue: str, timeout: float | None = None) -> bytes | None:
-    """Take one item and be done with it."""
+    """Take one item, and commit."""
     with hub.transaction() as tx:
         item = tx.take(queue, timeout=timeout)
     return None if item is None else item.value
@@ -90,5 +90,5 @@ def store_of(hub: Hub) -> Any:
 
 
 def is_waiting(hub: Hub, queue: str) -> bool:
-    """Whether a thread of this process has looked in vain and waits for items."""
+    """Whether a thread of this process has found no item and waits for one."""
     return any(head.queue.name == queue and head._waiting.locked() for head in store_of(hub)._heads.values())

@@ -329,7 +329,7 @@ def _effect(op: Commit, versions: Mapping[str, int], number: Mapping[str, int]) 
 
 
 class _Ledger:
-    """Who wrote which version of which key, as far as the results alone tell."""
+    """Which call wrote which version of which key, as far as the results alone prove it."""
 
     def __init__(self, required: list[Operation], unknown: list[Commit]) -> None:
         self._owner: dict[tuple[str, int], Commit] = {}
@@ -533,7 +533,7 @@ class _Search:
     # --- the explanation ---
 
     def verdict(self) -> Verdict:
-        """Why there is no linearization, told at the node that came farthest."""
+        """Why there is no linearization, at the node that came farthest."""
         problem, node = self.problem, self._best
         prefix: list[Operation] = []
         path = node.path

@@ -190,7 +190,7 @@ class Appends(LogFixtures):
 
 
 class Origins(LogFixtures):
-    """L4: a retry is stored once, and what cannot be told apart is refused."""
+    """L4: a retry is stored once, and a batch that may be a retry or not is refused."""
 
     def test_l4_a_retry_is_answered_and_not_stored_again(self, topic: TopicLog, producer: uuid.UUID) -> None:
         for sequence in range(7):

@@ -305,7 +305,7 @@ class _Retention(LogFixtures):
     def test_a_clock_that_was_ahead_for_a_while_does_not_hold_up_retention(
         self, log: Log, wall: list[int], ahead: int
     ) -> None:
-        """Else what comes after such a message is kept for as long as the clock was ahead, a year here."""
+        """Otherwise what comes after such a message is kept for as long as the clock was ahead, a year here."""
         topic = log.create_topic(new_topic(retention_s=40.0))
         for second in range(200):
             year = 365 * 86_400 if 50 <= second < 50 + ahead else 0

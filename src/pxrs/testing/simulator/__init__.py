@@ -1,4 +1,5 @@
-"""A consumer group under every misfortune that a seed can think of, without a thread, a clock or a store."""
+"""The simulator: runs a consumer group through seeded schedules of failures, without threads, a real clock or a
+store."""
 
 from pxrs.testing.simulator.ghost import Violation
 from pxrs.testing.simulator.member import SimulatedMember

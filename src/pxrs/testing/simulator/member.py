@@ -32,13 +32,13 @@ class SimulatedMember:
         self.lease = ""
         self.deadline = 0.0
         self.clock_ahead = 0.0
-        """How far its own clock has jumped ahead of the store's."""
+        """How many seconds its own clock is ahead of the store's."""
         self.stopped_until = 0.0
         self.stops_at_write_s = 0.0
         """If not 0, the member is stopped for this long after it has decided on its next write."""
         self.renewals_fail_until = 0.0
         self.hangs_until = 0.0
-        """Its handler finishes nothing before."""
+        """The time before which its handler finishes nothing."""
         self.renewal_sent: float | None = None
         self.renewed_at = 0.0
         self.is_leaving = False
@@ -46,20 +46,20 @@ class SimulatedMember:
         self.is_woken = False
         """A key that it watches has changed since its last look, or it has to look for another reason."""
         self.watching: frozenset[str] = frozenset()
-        """Keys and folders, as a real member's watch covers them."""
+        """The keys and folders that it watches, as a real member would."""
         self.is_joined = False
-        """Every partition's start is written."""
+        """Whether the start of every partition is written."""
         self.is_woken_to_pin = False
         self.task = ""
         self.steps: Steps[Any] | None = None
         self.operation: Operation | None = None
-        """Decided, and not sent yet."""
+        """The operation that it has decided on and not sent yet."""
         self.request: Request | None = None
         self.in_hand: list[tuple[str, Lane, int]] = []
-        """Topic, lane and offset of what the handler is at."""
+        """The topic, lane and offset of each message that its handler works on."""
         self.revoked_places: list[TopicPartition] = []
         self.failures: dict[int, tuple[Lane, Paused]] = {}
-        """By partition, a pause that it does not know to be written."""
+        """Pauses that the member does not know to be written, by partition."""
 
     def __repr__(self) -> str:
         return self.incarnation or self.name
@@ -135,7 +135,7 @@ class SimulatedMember:
     # Its procedures.
 
     def woken(self, keys: list[str]) -> None:
-        """These keys have changed. Nothing wakes it but what it watches."""
+        """Wake the member if it watches one of these keys, which have changed."""
         if any(key in self.watching or f"{key.rpartition('/')[0]}/" in self.watching for key in keys):
             self.is_woken = True
         if self.protocol is not None and any(key in self.protocol.pin_keys for key in keys):
@@ -159,7 +159,7 @@ class SimulatedMember:
 
     @property
     def next_operation(self) -> Operation | None:
-        """What it is about to send, or has sent."""
+        """The operation that it is about to send, or has sent."""
         return self.operation if self.request is None else self.request.operation
 
     @property
@@ -180,7 +180,7 @@ class SimulatedMember:
         return self.topic != self.simulation.topic or self.must_look or bool(self.protocol.due() or self.failures)
 
     def step(self) -> None:
-        """The next step of what it is at, or the first of what is to be done next."""
+        """Take the next step of the procedure that is under way, or the first step of the next one."""
         is_at_it = self.operation is not None or self.request is not None
         if self.protocol is not None and not self.is_alive and not (is_at_it and self.simulation.rng.random() < 0.8):
             self.lose("its lease's deadline has passed")
@@ -232,9 +232,9 @@ class SimulatedMember:
         partition, (lane, paused) = next(iter(self.failures.items()))
         holding = protocol.held.get(partition)
         if holding is None or holding.lane is not lane:
-            del self.failures[partition]  # it is the next owner's
+            del self.failures[partition]  # the next owner decides about it
         else:
-            self.simulation.decide()  # where it does most harm: the reply to an earlier try may be lost
+            self.simulation.decide()  # at the worst moment: the reply to an earlier try may be lost
             self._perform("pause", protocol.pause(partition, paused))
 
     def _join(self) -> None:
@@ -311,7 +311,7 @@ class SimulatedMember:
             self._advance(None, RegistryUnavailable("no answer"))
 
     def _abandon_request(self) -> None:
-        """A write that was sent may still land."""
+        """Stop waiting for the request. A write that was sent may still be applied."""
         request, self.request = self.request, None
         if request is not None and not request.is_applied and isinstance(request.operation, Write):
             self.simulation.late.append(request)
@@ -329,7 +329,8 @@ class SimulatedMember:
         except AssignorMismatch as refusal:
             self.steps = None
             self.lose(str(refusal))
-            self.assignor = next(iter(refusal.others.values()))  # somebody corrects it, and starts it again
+            # An operator corrects the assignor, and starts the member again.
+            self.assignor = next(iter(refusal.others.values()))
         except (OutcomeUnknown, RegistryUnavailable, Conflict) as failure:
             self.steps = None
             self._failed(failure)
@@ -376,7 +377,8 @@ class SimulatedMember:
         self.is_out = True
 
     def lose(self, reason: str) -> None:
-        """Everything is lost; it comes back as another incarnation. The lease may or may not be ended at once."""
+        """The member loses everything and comes back as another incarnation. The lease may or may not be ended at
+        once."""
         self.simulation.note(self, "loses all:", reason)
         if self.protocol is not None:
             self.protocol.lose_all(reason)
@@ -385,7 +387,7 @@ class SimulatedMember:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what it is at; a write that was sent may still land."""
+        """Forget the procedure and the operation that are under way. A write that was sent may still be applied."""
         if self.steps is not None:
             self.steps.close()
         if self.operation is not None and self.simulation.rng.random() < 0.5:
@@ -422,7 +424,7 @@ class SimulatedMember:
         return True
 
     def finish(self) -> bool:
-        """Finish a message in hand, be the lane lost or not: nobody can stop a handler."""
+        """Finish a message in hand, whether the lane is lost or not: a handler cannot be stopped."""
         if not self.in_hand or self.simulation.now < self.hangs_until:
             return False
         at = self.simulation.rng.randrange(len(self.in_hand)) if self.acks_in_any_order else 0

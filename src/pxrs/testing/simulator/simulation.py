@@ -1,9 +1,9 @@
-"""One schedule of a group, by a seed: who takes the next step, what fails, when time passes.
+"""One schedule of a group, determined by a seed: which member takes the next step, what fails, when time passes.
 
-First the storm: members join, leave, crash, are stopped past their lease and go on where they were; replies are lost,
-writes land late, leaders die while partitions move. After each step the ghost's rules must hold. Then the calm: the
-faults end, and the group must come to rest with every partition owned and all messages read, write nothing more, and
-move as little as possible when one member comes or goes.
+In the first phase ("storm") members join, leave, crash, are stopped past their lease and go on where they were; replies
+are lost, writes are applied late, leaders die while partitions move. After each step the rules of the `Ghost` must
+hold. In the second phase ("calm") nothing fails any more: the group must come to rest with every partition owned and
+all messages read, write nothing more, and move as few partitions as possible when one member joins or leaves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pxrs.testing.simulator.member import SimulatedMember
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
 CALM_STEPS_MAX: Final = 20_000
-"""More than any group of this size needs to come to rest."""
+"""How many steps the group may take to come to rest: more than any group of this size needs."""
 MEMBERS_MAX: Final = 6
 EVENTS: Final = (
     *("leave", "crash", "crash", "crash the leader", "stop", "stop", "stop"),
@@ -47,17 +47,17 @@ EVENTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How often things fail, per operation or per step."""
+    """The probability of each fault, for each operation or step."""
 
     slow: float = 0.0
     """An operation takes several steps."""
     unanswered_read: float = 0.0
     unavailable: float = 0.0
-    """Of writes, from here on: nothing was done."""
+    """Faults of writes, from here on. This one: nothing was done."""
     timeout: float = 0.0
     lost_reply: float = 0.0
     overtaken: float = 0.0
-    """A write that was given up, or that of a stopped member, lands right before another on the same keys."""
+    """A write whose sender gave up, or is stopped, is applied right before another write on the same keys."""
     event: float = 0.0
     """A member joins, leaves, crashes, stops, ..."""
 
@@ -67,12 +67,12 @@ Alter = Callable[[Operation, SimulatedMember, SimulatedStore], Operation]
 
 @dataclass(frozen=True, slots=True)
 class Defects:
-    """What a test puts in place of the sound parts, to see that the simulator notices."""
+    """Faulty parts that a test uses in place of the real ones, to check that the simulator notices."""
 
     protocol: type[MemberProtocol] = MemberProtocol
     member: type[SimulatedMember] = SimulatedMember
     alter: Alter | None = None
-    """Changes an operation as it is sent."""
+    """Changes an operation when it is sent."""
     incarnation_of: Callable[[str, int], str] | None = None
     counts_anew: bool | None = None
 
@@ -115,12 +115,13 @@ class Simulation:
         self.keys = Keys("g")
         self.ghost = Ghost(self.keys, self.store)
         self.store.on_accepted = self.ghost.accepted
-        # From dice of their own, so that the schedules stay as they are where all members have the same assignor.
+        # From a random generator of its own, so that other schedules do not change where all members have the same
+        # assignor.
         self.assignor_rng = random.Random(f"{seed} assignors")
         self.assignors = self.assignor_rng.choice((("sticky",), ("sticky",), ("sticky", "range")))
         self.members: list[SimulatedMember] = []
         self.retention: tuple[Steps[Any], Operation] | None = None
-        """A retention that is under way, and what it asks next. One that is given up may have been any of these."""
+        """A retention that is under way, and its next operation. Earlier ones may have been given up at any step."""
         self.late: list[Request] = []
         self.serial = self.topic_serial = self.name_serial = 0
         self.topic = ""
@@ -147,7 +148,8 @@ class Simulation:
         return f"{name}-{serial}"
 
     def assignor_of(self) -> str:
-        """What a member is started with. If they differ, some are refused until they are given another one."""
+        """The assignor that a member is started with. If members have different ones, some are refused until they are
+        given another one."""
         return self.assignor_rng.choice(self.assignors)
 
     def protocol_of(self, member: SimulatedMember, record: Member) -> MemberProtocol:
@@ -184,8 +186,8 @@ class Simulation:
         )
 
     def _overtake(self, request: Request, write: Write) -> None:
-        """Right before a write, where it does most harm, an older one on the same keys lands: one that was given up,
-        or that of a stopped member, which goes on."""
+        """Right before a write, at the worst moment, apply an older one on the same keys: one whose sender gave up, or
+        that of a stopped member, which goes on."""
         late = [each for each in self.late if _overlap(each.operation, write)]
         if late:
             older = self.rng.choice(late)
@@ -204,7 +206,7 @@ class Simulation:
     # The storm.
 
     def run(self) -> Simulation:
-        """Raises Violation."""
+        """Run the whole schedule. Raises Violation."""
         while self.steps < self.steps_max:
             self._step()
             self.ghost.check_owners(self.members)
@@ -283,7 +285,7 @@ class Simulation:
         self.ghost.end[place] += self.rng.randint(1, 3)
 
     def _land_late(self) -> None:
-        """Mostly the youngest: what is old finds everything changed."""
+        """Apply a request late. Mostly the youngest one, because an old one finds all its keys changed."""
         if self.late:
             request = self.late.pop(self.rng.randrange(len(self.late)) if self.rng.random() < 0.3 else -1)
             if self.rng.random() < 0.8:
@@ -293,7 +295,7 @@ class Simulation:
     def _happen(self) -> None:
         rng = self.rng
         busy = [member for member in self.members if member.is_writing]
-        # What happens to one that is about to write is what matters most.
+        # Faults of a member that is about to write matter most.
         some = busy if busy and rng.random() < 0.5 else self.members
         member = rng.choice(some) if some else self._start_member()
         kind = rng.choice(self.kinds) if rng.random() > 0.02 else "topic"
@@ -314,7 +316,7 @@ class Simulation:
             case "stop":
                 self._stop(member)
             case "replace":
-                # Somebody takes it for dead and starts another one of the same name.
+                # An operator takes the stopped member for dead and starts another one of the same name.
                 self._stop(member)
                 if len(self.members) < self.members_max:
                     self._start_member(member.name)
@@ -334,8 +336,9 @@ class Simulation:
                 self._create_topic()
 
     def _begin_retention(self) -> None:
-        """Everything is old enough to go, but what the group has yet to read; how much of it, the dice decide. One that
-        is under way is as if its process had died: what it has sent may land, what it has not, will not."""
+        """Begin a retention: everything but what the group has yet to read is old enough to be removed, and the seed
+        decides how much of it is. A retention that is under way ends as if its process had died: what it has sent may
+        be applied."""
         topic, rng = self.topic, self.rng
 
         def plan(unread: Mapping[int, int]) -> dict[int, int]:
@@ -360,7 +363,8 @@ class Simulation:
         self.retention = steps, following
 
     def decide(self) -> None:
-        """An admin has a message tried again, by removing its pause; then a write of it that was given up may land."""
+        """An administrator removes a pause, so that the message is tried again; after that, a write of the pause that
+        was given up may be applied."""
         paused = self.store.state.scan(self.keys.paused, None, None)
         if not paused or self.rng.random() < 0.5:
             return
@@ -374,8 +378,8 @@ class Simulation:
             self.apply(request)
 
     def _reset(self, place: TopicPartition) -> None:
-        """An admin sets a checkpoint back, and in the same commit frees the owner (G5), has the members look, and goes
-        through the gate of retention (O10)."""
+        """An administrator sets a checkpoint back; the same commit frees the owner (G5), makes the members look, and
+        writes the gate (O10)."""
         keys, state = self.keys, self.store.state
         owner, checkpoint = (state.get(key(*place)) for key in (keys.owner, keys.checkpoint))
         start = state.get(start_key(place[0]))
@@ -428,7 +432,7 @@ class Simulation:
         for number in range(self.partitions):
             self.ghost.end[self.topic, number] = self.rng.choice((0, 0, 5))
         if self.rng.random() < 0.5:
-            # It is about to move the start when members write down where the group begins.
+            # It is about to move the start when members write the first checkpoints.
             self._begin_retention()
             while self.retention is not None and not isinstance(self.retention[1], Write):
                 self._step_retention(*self.retention)
@@ -445,7 +449,7 @@ class Simulation:
     # The calm.
 
     def _come_to_rest(self) -> None:
-        """The faults end; what is still on its way lands or does not; everybody goes on until nothing is left."""
+        """End the faults. Requests on their way are applied or not; all members go on until nothing is left to do."""
         self.note("calm")
         slow = self.rng.choice((0.0, self.storm.slow))
         self.rates = Rates(slow=slow)
@@ -480,7 +484,7 @@ class Simulation:
         return member.has_task or bool(member.in_hand) or bool(member.lanes_to_hand_out())
 
     def _pass_to_next_event(self) -> bool:
-        """Let time pass, leases being renewed, up to the next expiry or hand-over deadline, if there is one."""
+        """Let time pass, while leases are renewed, up to the next expiry or hand-over deadline, if there is one."""
         held = {member.lease for member in self.members if member.is_alive}
         events = [expiry for lease, expiry in self.store.expiry.items() if lease not in held]
         events += [member.fence_at - member.clock_ahead for member in self.members]
@@ -521,7 +525,7 @@ class Simulation:
             raise Violation("X4 fair share", f"{sizes}")
 
     def _stay_at_rest(self) -> None:
-        """However much time passes and however often anybody looks, nothing is written (X5)."""
+        """Check that nothing is written, however much time passes and however often members look (X5)."""
         writes = self.store.writes
         self._pass_renewing(5 * self.ttl)
         for member in self.members:
@@ -531,13 +535,15 @@ class Simulation:
             raise Violation("X5 never periodic", f"{self.store.writes - writes} writes at rest")
 
     def _reset_at_rest(self) -> None:
-        """Members that wait for nothing must notice that an admin has taken a partition from them."""
+        """Check that members notice that an administrator has taken a partition from them, although they wait for
+        nothing."""
         self._reset((self.topic, self.rng.randrange(self.partitions)))
         self._go_on_until_rest()
         self._check_rest()
 
     def _change_one(self) -> None:
-        """One member comes or goes, and nothing fails: the fewest moves, and nobody else is disturbed (X4, X7)."""
+        """Let one member join or leave without a fault, and check that as few partitions as possible move, and no
+        others (X4, X7)."""
         before = self._owners()
         self.ghost.is_calm = True
         for member in self.members:
