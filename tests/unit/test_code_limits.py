@@ -30,7 +30,6 @@ KNOWN_FILES = {
     "hub.py",
     "queue/transaction.py",
     "testing/linearizability.py",
-    "testing/simulator/simulation.py",
 }
 
 KNOWN_CLASSES = {
@@ -42,8 +41,6 @@ KNOWN_CLASSES = {
     "sources/sql_table/source.py: SqlTable",
     "testing/proxy.py: Proxy",
     "testing/servers/process.py: Server",
-    "testing/simulator/member.py: SimulatedMember",
-    "testing/simulator/simulation.py: Simulation",
 }
 """`<file>: <class>`."""
 

@@ -60,7 +60,6 @@ KNOWN_CYCLES = {
     "cli",
     "group",
     "queue",
-    "testing.simulator",
 }
 """Packages among whose modules there are cycles."""
 

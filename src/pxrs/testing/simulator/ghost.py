@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from pxrs.group.lane import Lane
 from pxrs.group.records import (
     BY_HAND,
     Checkpoint,
@@ -26,11 +27,6 @@ from pxrs.group.records import (
 from pxrs.group.snapshot import NOBODY
 from pxrs.registry.steps import Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
-
-if TYPE_CHECKING:
-    from pxrs.group.lane import Lane
-    from pxrs.testing.simulator.member import SimulatedMember
-
 
 ADMIN: Final = "admin"
 """Who resets checkpoints."""
@@ -257,13 +253,15 @@ class Ghost:
     def finish(self, place: TopicPartition, offset: int) -> None:
         self.finished.setdefault(place, set()).add(offset)
 
-    def check_owners(self, members: Iterable[SimulatedMember]) -> None:
-        """At most one member acts as the owner of a partition, those aside from whom it was taken."""
-        seen: dict[TopicPartition, SimulatedMember] = {}
-        for member in members:
-            for place, lane in member.acting():
-                if (place, lane.epoch) in self.taken:
-                    continue
-                if place in seen:
-                    raise Violation("X3 one owner", f"{place}: {seen[place]} and {member} act as its owner")
-                seen[place] = member
+    def check_owners(self, acting: Iterable[tuple[object, TopicPartition, Lane]]) -> None:
+        """At most one member acts as the owner of a partition. A member from which the partition was taken does not
+        count: it may not know that yet, and its commits are fenced.
+
+        acting: which member acts as the owner of which partition."""
+        seen: dict[TopicPartition, object] = {}
+        for member, place, lane in acting:
+            if (place, lane.epoch) in self.taken:
+                continue
+            if place in seen:
+                raise Violation("X3 one owner", f"{place}: {seen[place]} and {member} act as its owner")
+            seen[place] = member
