@@ -1,4 +1,4 @@
-"""`pxrs source`: tables of SQL databases, registered under names and then used wherever a topic is."""
+"""`pxrs source`: tables of SQL databases, registered under a name that is used in place of a topic's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="SOURCE", help="The source's name.")]
 
 
-# Longer than other functions: Typer reads every option and its help from the signature.
+# Over the limit: Typer makes the options and their help from the signature, which is most of the function.
 @app.command()
 def add(
     name: Name,
@@ -67,11 +67,11 @@ def add(
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Register a table under a name, to be used wherever a topic is: workers, groups, tail.
+    """Register a table under a name, which workers, groups and tail take in place of a topic.
 
-    The table is opened once to see that it can be read. The registry keeps the address without user and password: each
-    process gives those in PXRS_SOURCE_<NAME> (upper case, other characters as _) as a whole address, or as PGUSER and
-    PGPASSWORD or PGPASSFILE.
+    The table is opened once to check that it can be read. The registry stores the address without user and password.
+    Each process takes those from PXRS_SOURCE_<NAME> (in upper case, every other character as _), which holds a whole
+    address, or from PGUSER and PGPASSWORD or PGPASSFILE.
     """
     url = sql_table if sql_table is not None else os.environ.get(variable_of(name))
     if url is None:
@@ -159,7 +159,7 @@ def remove(
     """
     with open_hub(at, registry) as hub:
         record = next((each for each in hub.sources() if each.name == name), None)
-        if record is not None:  # of an unknown one nothing is asked; `remove_source` says so
+        if record is not None:  # otherwise there is nothing to confirm, and `remove_source` raises UnknownSource
             confirm(f"Forget the source {name}, {record.table} of {record.address}?", yes)
         hub.remove_source(name)
     assert record is not None
@@ -170,6 +170,7 @@ def remove(
 
 
 def _plain(record: RegisteredSource) -> dict[str, Any]:
+    """The record as the commands show it: times with their zone, and without what only the registry needs."""
     plain = {"source": record.name, **asdict(record)}
     del plain["name"], plain["fingerprint"], plain["since"]
     return {**plain, **seconds_field("since", record.since), "variable": record.variable}
