@@ -6,7 +6,8 @@
 | retention of a topic without `keep_unread` | yes | yes | yes |
 | retention of a topic with `keep_unread` | yes | WrongRegistry | RetentionPostponed |
 | join a group (consumers, workers, streaming queries) | yes | WrongRegistry | yes, and records its registry |
-| reset, import, delete, retry, skip; queues; Spark's sink | yes | WrongRegistry | yes |
+| publish batches (Spark's sink) | yes | WrongRegistry | yes, and records its registry |
+| reset, import, delete, retry, skip; queues | yes | WrongRegistry | yes |
 | look at groups | yes | yes, at those of that registry | yes |
 
 A registry in memory is one process's own and ends with it. It is never recorded: with it a process may do all this in a
@@ -61,8 +62,14 @@ class Belonging:
         self._check_place()
         return self._checked(self.record.read())
 
+    def is_recorded(self) -> bool:
+        """Whether the directory records which registry the hub belongs to. Raises DamagedFrame."""
+        record = self.record.read()
+        return record is not None and bool(record.registry)
+
     def join(self) -> Home | None:
-        """As `check`, for a member of a group: the hub belongs to its registry from now on, if it belonged to none."""
+        """As `check`, for a member of a group, and for who publishes batches: what they write there counts only in this
+        registry. So the hub belongs to it from now on, if it belonged to none."""
         self._check_place()
         record = self.record.read()
         if (record is None or not record.registry) and not self._registry.is_in_memory:
@@ -133,7 +140,7 @@ class Belonging:
 
 
 def _take_groups(registry: Registry, topics: set[str], home: Home) -> None:
-    from pxrs.group.admin import groups
+    from pxrs.group.listing import groups
 
     for name in groups(registry):
         keys = Keys(name)

@@ -38,7 +38,7 @@ RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 """A hundred years. Far more could not be subtracted from the time of a message."""
 
 if TYPE_CHECKING:
-    # Imported by those who ask for one: a process of Spark's that opens a hub starts in half the time without them.
+    # Imported by the methods that need them: a process of Spark that opens a hub starts in half the time without them.
     from pxrs.consumer.consumer import Consumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
@@ -318,7 +318,8 @@ class Hub:
         return self._sources.readable(name)
 
     def _keep(self, made: M) -> M:
-        """Have what this hub made refer to the hub, which closes its log and registry when nothing refers to it."""
+        """Make an object that this hub made refer to the hub, because a hub that nothing refers to closes its log and
+        registry."""
         made.hub = self
         return made
 
@@ -330,8 +331,8 @@ class Hub:
         return self.parts.check_registry()
 
     def join_registry(self) -> Home | None:
-        """As `check_registry`, before a member joins a group: if no registry is on record for the hub, this one is from
-        now on."""
+        """As `check_registry`, before a member joins a group or a batch is published: if no registry is on record for
+        the hub, this one is from now on."""
         return None if self.parts.belonging is None else self.parts.belonging.join()
 
     def adopt_registry(self) -> tuple[str, str]:
@@ -440,7 +441,7 @@ class Hub:
 
     def groups(self) -> list[str]:
         """The names of all groups."""
-        from pxrs.group.admin import groups
+        from pxrs.group.listing import groups
 
         self.parts.check_usable()
         return groups(self.registry)
@@ -526,7 +527,7 @@ class Hub:
 
         Raises the first error, when all are closed."""
         if os.getpid() != self.parts.pid:
-            return  # it is the parent's
+            return  # in a forked child: the hub belongs to the parent
         with self._lock:
             self.parts.is_closed = True  # what follows is done again if an interrupt ended it the first time
             closing: list[Callable[[], None]] = [self.parts.close_queues]

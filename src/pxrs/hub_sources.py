@@ -55,7 +55,7 @@ class HubSources:
 
     def remove(self, name: str) -> None:
         """Forget the source. Raises UnknownSource, and GroupActive while a group has members that read it."""
-        from pxrs.group.admin import members_of
+        from pxrs.group.listing import members_of
 
         catalog = self.catalog()
         for attempt in range(REMOVE_ATTEMPTS_MAX):

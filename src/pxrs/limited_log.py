@@ -112,7 +112,7 @@ class LimitedLog:
         return [window for window in ended.values() if window.left_out]
 
     def _start_timer(self) -> None:
-        """Have `_on_time` called when the first window ends that has left something out."""
+        """Start a timer that calls `_on_time` when the first window ends that has left records out."""
         if self._timer is not None:
             return
         times = [window.ends_at for window in self._windows.values() if window.left_out]

@@ -99,7 +99,8 @@ class Subscribers:
         return len(self._all)
 
     def add(self, keys: Iterable[Hashable], callback: Callback) -> Subscription:
-        """Have `wake` call the callback for a change of any of these keys. With no key, only `wake_all` calls it."""
+        """Register a callback that `wake` calls for a change of any of these keys. With no key, only `wake_all` calls
+        it."""
         chosen = frozenset(keys)
         with self._lock:
             token = next(self._tokens)

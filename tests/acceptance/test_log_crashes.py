@@ -14,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -30,8 +31,12 @@ from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
+from tests.acceptance import directory_topics
+from tests.acceptance.directory_topics import opened
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
+
+new_topic = partial(directory_topics.new_topic, segment_bytes=8192)
 
 
 def records(*values: bytes, timestamp: int = 1) -> pa.RecordBatch:
@@ -39,18 +44,6 @@ def records(*values: bytes, timestamp: int = 1) -> pa.RecordBatch:
     columns = [pa.nulls(rows, pa.binary()), pa.array(values, pa.binary())]
     columns += [pa.array([timestamp] * rows, SCHEMA.field(2).type), pa.nulls(rows, SCHEMA.field(3).type)]
     return pa.record_batch(columns, schema=SCHEMA)
-
-
-def new_topic(path: Path, partitions: int = 1, segment_bytes: int = 8192) -> DirectoryTopic:
-    topic = DirectoryLog(path).create_topic(Topic("t", uuid.uuid4().hex, partitions, segment_bytes=segment_bytes))
-    assert isinstance(topic, DirectoryTopic)
-    return topic
-
-
-def opened(path: Path, timeout: float = 10.0) -> DirectoryTopic:
-    topic = DirectoryLog(path, timeout).topic("t")
-    assert isinstance(topic, DirectoryTopic)
-    return topic
 
 
 def batches(topic: DirectoryTopic, partition: int = 0, offset: int | None = None) -> Iterator[Batch]:

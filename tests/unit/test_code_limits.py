@@ -45,8 +45,6 @@ KNOWN_CLASSES = {
 """`<file>: <class>`."""
 
 KNOWN_FUNCTIONS = {
-    "cli/source.py: add",
-    "cli/worker.py: worker",
     "consumer/consumer.py: Consumer.__init__",
     "sources/sql_table/__init__.py: sql_table",
     "testing/power.py: recorded",

@@ -16,6 +16,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.group.records import Keys, Owner
 from pxrs.hub import Hub
+from pxrs.scheduler import State
 from pxrs.testing.waiting import aside, eventually
 
 PARTITIONS = 2
@@ -41,11 +42,9 @@ def send(hub: Hub, *partitions: int, count: int = 1) -> None:
 
 
 def settle(inbox: Consumer, *partitions: int) -> None:
-    """Wait until it owns these, and has made its first commits."""
+    """Wait until it owns these, and no round of its member's work runs or is due."""
     eventually(lambda: inbox.assignment == list(partitions), BOUND_S)
-    eventually(lambda: inbox._member._commits_at > 0.0, BOUND_S)
-    with inbox._member._mutex:
-        pass
+    eventually(lambda: inbox._member._scheduled.state is State.WAITING, BOUND_S)
 
 
 def read(inbox: Consumer, partition: int, count: int) -> None:

@@ -27,6 +27,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.hub import Hub
 from pxrs.producer.sending import SendingThread
 from pxrs.queue.listener import QueueListener
+from pxrs.scheduler import State
 from pxrs.testing.waiting import eventually
 
 BOUND_S = 30.0
@@ -153,7 +154,7 @@ def test_a_dropped_consumer_whose_member_has_failed_leaves_no_thread(hub: Hub) -
         inbox = hub.consumer("t", "g", lease_ttl=LONG_S, on_assigned=lambda partitions: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             inbox.poll(timeout=BOUND_S)
-        soon(lambda: not inbox._member._thread.is_alive())
+        soon(lambda: inbox._member._scheduled.state is State.ENDED)
 
     drop(lose_one, "Consumer of t")
     soon(lambda: not threads_named("pxrs-member-g"))

@@ -57,7 +57,6 @@ KNOWN_BACK_ARROWS: set[str] = set()
 """`<importing module> -> <imported module>`."""
 
 KNOWN_CYCLES = {
-    "cli",
     "group",
     "queue",
 }

@@ -32,6 +32,7 @@ from pxrs.registry.contract import Commit, Entry
 from pxrs.registry.lease import Lease
 from pxrs.registry.limit import seconds_left, time_limit
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
+from pxrs.scheduler import State
 from pxrs.testing.hooked import Place
 from pxrs.testing.waiting import aside, eventually
 
@@ -130,9 +131,8 @@ class Scene:
         given = {"commit_interval": 3_600.0, "lease_ttl": 3_600.0, **options}
         inbox = self.hub.consumer("t", "g", **given)  # type: ignore[arg-type]
         eventually(lambda: inbox.assignment == [0, 1], PATIENCE_S)
-        eventually(lambda: inbox._member._commits_at > 0.0, PATIENCE_S)
-        with inbox._member._mutex:  # the first turn, which ends with a commit of what is done by then, is over
-            pass
+        # No round of the member's work runs or is due: after a stall, only what the test calls asks the store.
+        eventually(lambda: inbox._member._scheduled.state is State.WAITING, PATIENCE_S)
         return inbox
 
     def read_one_of_each(self, inbox: Consumer) -> None:

@@ -14,6 +14,7 @@ import pytest
 from pxrs.errors import AppendFailed, BatchRefused
 from pxrs.log.memory import MemoryLog, MemoryTopic
 from pxrs.model import Topic
+from pxrs.publishing import manifest
 from pxrs.publishing.manifest import JOB, Publisher
 from pxrs.publishing.records import (
     ON_ARRIVAL,
@@ -144,3 +145,24 @@ def test_the_documents_draw_the_tables() -> None:
     assert sorted(arrows) == sorted((a.value, b.value, event.value) for (a, event), b in TRANSITIONS.items())
     rows = re.findall(r"^\| (absent|committed|published) \| (\w+) \| (.*) \|$", section, re.MULTILINE)
     assert rows == [(state.value, order.value, step.value) for (state, order), step in ON_ARRIVAL.items()]
+
+
+def test_a_driver_that_was_stopped_after_it_read_the_manifests_sweeps_nothing_staged_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on two days later. A manifest names the files by then, and is not published yet."""
+    staging, registry = DirectoryStaging(str(tmp_path)), MemoryRegistry()
+    publisher = Publisher(registry, MemoryTopic(Topic("t", "a" * 32, 1), MemoryLog()), staging)
+    now, swept = [1_000_000.0], []
+    scan = registry.scan
+
+    def stopped_after(prefix: str) -> list[Any]:
+        found = scan(prefix)
+        now[0] += 2 * 86_400
+        return found
+
+    monkeypatch.setattr(manifest.time, "time", lambda: now[0])
+    monkeypatch.setattr(registry, "scan", stopped_after)
+    monkeypatch.setattr(staging, "sweep", lambda topic, needed, now=None: swept.append(now))
+    publisher.finish_others()
+    assert swept == [1_000_000.0]

@@ -288,6 +288,21 @@ def test_a_process_that_may_not_write_is_not_elected(place: Place, monkeypatch: 
     assert place.registry().scan("upkeep/") == []
 
 
+def test_a_janitor_that_may_not_write_any_more_gives_the_claim_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as after its user was changed, or its mount made read-only: others may still write."""
+    first, second = place.election(), place.election()
+    assert first.stand().role is Role.ELECTED
+    denied = PermissionError(13, "Permission denied", str(place.folder))
+    with monkeypatch.context() as reader:
+        reader.setattr(disk, "write_refusal", lambda path: denied)
+        assert first.stand().role is Role.BARRED
+    assert second.stand().role is Role.ELECTED
+    assert first.stand().role is Role.CANDIDATE
+    second.resign()
+
+
 def test_without_a_registry_that_processes_share_nothing_is_written_and_plain_topics_are_retained(
     tmp_path: Path,
 ) -> None:
@@ -429,6 +444,74 @@ def test_a_deletion_that_was_cut_short_is_finished(place: Place, monkeypatch: py
     assert len(list(place.folder.glob("logs/*"))) == 1
 
 
+def keys_of_topics(place: Place) -> list[str]:
+    return [entry.key.rpartition("/")[2] for entry in place.registry().scan("topics/")]
+
+
+@pytest.mark.parametrize("way", ["the registry is away", "killed before", "killed after"])
+def test_keys_of_a_deleted_topic_are_removed_though_its_deletion_was_cut_short(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    registry = place.registry()
+    hub, other = place.hub(registry), place.hub()
+    for name in ("unread", "stays"):
+        hub.create_topic(name, partitions=1, retention=HOUR_S, keep_unread=True)
+        hub.consumer(name, f"of {name}".replace(" ", "-")).close()
+    assert keys_of_topics(place) == ["gate", "gate"]
+    with monkeypatch.context() as cut_short:
+        if way == "the registry is away":
+
+            def reach() -> None:
+                raise RegistryUnavailable("no answer")
+
+            registry.reach = reach
+            hub.delete_topic("unread")
+            registry.reach = lambda: None
+            assert "no answer" in caplog.text
+        else:
+            cut_short.setattr(
+                hub.log, "delete_topic" if way == "killed before" else "finish_deletions", lambda *_: 1 // 0
+            )
+            with pytest.raises(ZeroDivisionError):
+                hub.delete_topic("unread")
+    assert keys_of_topics(place) == ["gate", "gate"]
+    assert other.run_upkeep().errors == {}
+    if way == "killed before":
+        assert keys_of_topics(place) == ["gate", "gate"], "the topic is there: nothing of it may go"
+        other.delete_topic("unread")
+    assert keys_of_topics(place) == ["gate"], "that of the topic that stays"
+    assert list((place.folder / "deleted").iterdir()) == []
+
+
+def test_a_damaged_topic_that_is_deleted_leaves_no_keys(place: Place) -> None:
+    hub = place.hub()
+    hub.create_topic("unread", partitions=1, retention=HOUR_S, keep_unread=True)
+    hub.consumer("unread", "g2").close()
+    (place.folder / "topics" / "unread" / "topic.json").write_text("{}")
+    place.hub().delete_topic("unread")
+    assert keys_of_topics(place) == []
+
+
+def test_a_topic_is_deleted_though_the_registry_cannot_be_asked_for_its_manifests(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = place.registry()
+    hub = place.hub(registry)
+    identity = hub.topic("t").id
+    file = staged(place.folder, identity, 1, 60.0)
+    hub.registry.commit(put={f"spark/{identity}/query": json.dumps({"batch": 1, "files": [file.name]}).encode()})
+
+    def reach() -> None:
+        raise RegistryUnavailable("no answer")
+
+    registry.reach = reach
+    hub.delete_topic("t")
+    registry.reach = lambda: None
+    assert "no answer" in caplog.text
+    assert hub.topics() == []
+    assert file.exists(), "by it the janitor finds the manifests a day later"
+
+
 def staged(folder: Path, topic_id: str, batch: int, age_s: float) -> Path:
     file = folder / "staging" / topic_id / "query" / str(batch) / "00000-x.arrow"
     file.parent.mkdir(parents=True)
@@ -450,6 +533,33 @@ def test_staged_files_that_no_manifest_names_are_removed_after_a_day(place: Plac
     os.utime(gone.parents[1], (0, 0))
     assert hub.run_upkeep().errors == {}
     assert not gone.parents[2].exists(), "of a topic that was deleted"
+
+
+def test_staged_files_stay_while_it_is_not_on_record_which_registry_has_the_manifests(tmp_path: Path) -> None:
+    """A driver has committed its batch in a registry that this process does not know."""
+    place = Place(tmp_path / "data")
+    hub = place.hub()
+    hub.create_topic("t", partitions=1)
+    file = staged(place.folder, hub.topic("t").id, 1, 2 * DAY_S)
+    assert hub.run_upkeep().errors == {}
+    assert file.exists()
+    hub.consumer("t", "g").close()  # which records its registry
+    assert hub.run_upkeep().errors == {}
+    assert not file.exists()
+    place.close()
+
+
+def test_a_file_of_somebody_else_in_the_staging_folder_stops_nobody(place: Place) -> None:
+    hub = place.hub()
+    identity = hub.topic("t").id
+    old = staged(place.folder, identity, 1, 2 * DAY_S)
+    strange = [old.parents[2] / ".DS_Store", old.parents[1] / ".DS_Store", place.folder / "staging" / "README"]
+    for path in strange:
+        path.write_text("")
+    assert hub.run_upkeep().errors == {}
+    assert not old.exists()
+    DirectoryStaging(str(place.folder)).clear(identity, "query", 7)
+    assert all(path.exists() for path in strange)
 
 
 def test_a_janitor_that_was_frozen_after_it_read_the_manifests_removes_nothing_staged_since(tmp_path: Path) -> None:

@@ -169,7 +169,8 @@ class Consumer:
         return loops.messages(self._hand_out, self)
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
-        """Up to so many messages of one partition; none if the time is up. They are done when this thread calls again.
+        """Up to `max_messages` messages of one partition; none if the time is up. They are done when this thread calls
+        again.
 
         Until then, or until `commit`, other threads that ask for messages get ConsumerBusy; with ack="manual" threads
         may take turns. See docs/groups.md, "Threads"."""
@@ -192,11 +193,12 @@ class Consumer:
         return transactions(self._hand_out, engine, max_messages, self)
 
     def run(self, handler: Handler, threads: int = 1) -> None:
-        """Call the handler with every message: partitions in parallel on so many threads, each in order.
+        """Call the handler with every message: partitions in parallel on `threads` threads, the messages of each in
+        order.
 
         Returns when `stop` is called, or at the end with `until="end"`. Raises HandlerFailed if `on_error` says so, and
-        PartitionsPaused if the end is reached except where a message that could not be handled holds its partition
-        up."""
+        PartitionsPaused if all other partitions are read to their end and some are paused at a message that could not
+        be handled."""
         settling, stopping = self._settling, self._lifetime.stopping
         self._lifetime.check_usable()
         settling.check_possible(Event.RUN)

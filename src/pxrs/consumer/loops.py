@@ -82,7 +82,7 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
 
 
 def poll(hand_out: HandOut, max_messages: int, timeout: float | None) -> list[Message]:
-    """Up to so many messages of one partition; none if the time is up, or at the end with until="end"."""
+    """Up to `max_messages` messages of one partition; none if the time is up, or at the end with until="end"."""
     settling = hand_out.settling
     reading = Reading("`poll`")
     try:

@@ -34,11 +34,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+import pyarrow as pa
+
 from pxrs.consumer.changes import Changes
 from pxrs.consumer.lanes import Lanes
 from pxrs.errors import CheckpointOutOfRange, LogError, OffsetOutOfRange, OffsetTrimmed
 from pxrs.group.lane import Lane
-from pxrs.log.batch import Batch
+from pxrs.log.batch import NO_RECORDS, Batch
 from pxrs.log.contract import Fetched, Source
 from pxrs.waiting import Cancel
 
@@ -46,6 +48,7 @@ _logger = logging.getLogger(__name__)
 
 FILL_SHARE_BYTES_MIN: Final = 256 << 10
 """Lanes with a smaller share are read by `fetch` alone: to start a thread costs more than to read so little."""
+_NO_OFFSETS: Final = pa.array([], pa.int64())
 
 
 class _Ahead:
@@ -113,7 +116,8 @@ class ReadAhead:
 
     def take(self, lane: Lane) -> Batch | None:
         """The batch at the lane's position, from that position on, if it was read ahead; otherwise None. A batch
-        without records is a gap of the source. Raises CheckpointOutOfRange, and what the source raises."""
+        without records is a gap: the source has no messages there, or retention has removed them and
+        on_trimmed="skip" accepts that. Raises CheckpointOutOfRange, and what the source raises."""
         error: LogError | None = None
         with self._lanes.lock:
             ahead = self._ahead.get(lane)
@@ -137,7 +141,7 @@ class ReadAhead:
             is_first = is_wanted and not self._is_filling
             self._is_filling |= is_wanted
         if error is not None:
-            self._raise_or_skip(lane, ahead.next_offset, error)
+            return self._gap_of(lane, ahead.next_offset, error)
         if is_first:
             self._start_filling()
         if batch is None:
@@ -264,8 +268,11 @@ class ReadAhead:
 
     # Errors of one partition.
 
-    def _raise_or_skip(self, lane: Lane, position: int, error: LogError) -> None:
-        """Go on at the first message that is left, if `on_trimmed` says so; otherwise raise."""
+    def _gap_of(self, lane: Lane, position: int, error: LogError) -> Batch | None:
+        """The messages at `position` that retention has removed, as a gap, if `on_trimmed` says so; otherwise raises.
+        None if the lane is not at `position` any more, or is being released.
+
+        A gap, and not `Lane.seek`: messages before it may be in hand, and must not be counted as done."""
         if isinstance(error, OffsetOutOfRange):
             raise self._beyond_end(lane, position, error.end) from error
         if not isinstance(error, OffsetTrimmed):
@@ -277,9 +284,10 @@ class ReadAhead:
                 "on_trimmed='skip' to accept the loss"
             ) from error
         with self._lanes.lock:
-            if lane.position == position:  # otherwise it was sought meanwhile
-                self.skipped += error.first_offset - position
-                lane.seek(error.first_offset)
+            if lane.position != position or lane.is_stopping:
+                return None
+            self.skipped += error.first_offset - position
+        return Batch(position, NO_RECORDS, _NO_OFFSETS, error.first_offset)
 
     def _beyond_end(self, lane: Lane, position: int, end: int) -> CheckpointOutOfRange:
         return CheckpointOutOfRange(

@@ -237,7 +237,8 @@ class Settling:
             lane.retract(min(lane.handed, offset))
 
     def wake_if_drained(self, lanes: Iterable[Lane]) -> None:
-        """Have the member release the lanes that it is about to release and of which nothing is in hand any more."""
+        """Wake the member if one of these lanes is stopping and nothing of it is in hand any more, so that the member
+        releases it now."""
         if any(lane.is_stopping and lane.is_drained for lane in lanes):
             self._member.wake()
 

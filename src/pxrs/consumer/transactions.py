@@ -74,8 +74,8 @@ MAX_MESSAGES_DEFAULT: Final = 500
 _RETRY_S: Final = 0.05
 _NOT_KNOWN: Final = -1
 """As an expected version: no row has it, so that `lock_commit` finds the version and the comparison fails."""
-# For how long SQLite's one write lock is left free for others between two transactions, as a part of the time for which
-# it was held. Those who wait look again every few milliseconds, and among them are the renewals of leases.
+# For how long SQLite's one write lock is left free between two transactions, as a part of the time for which it was
+# held. Other connections try again every few milliseconds; renewals of leases are among them.
 _FREE_PART: Final = 0.25
 _FREE_S_MAX: Final = 0.01
 
@@ -202,7 +202,7 @@ class _Loop:
         return True
 
     def put_back(self, lane: Lane) -> None:
-        """Have the lane read again from its position."""
+        """Hand out the messages of the lane again from its position."""
         with self.hand_out.lanes.lock:
             self.hand_out.read_ahead.discard(lane)
         self.hand_out.changes.announce()
@@ -362,8 +362,8 @@ class _Taken:
                 key = write.checkpoint_key
                 if FencedWrite([write]).lost(conflict) or key not in commit.versions:
                     raise PartitionLost(loop.keys.group, [self._lane.partition]) from conflict
-                # The partition is still owned, so that an ordinary commit of this member was faster: it may have passed
-                # a gap. Both rows are locked now.
+                # The partition is still owned, so an ordinary commit of this member was made in between: it may have
+                # passed a gap. Both rows are locked now.
                 if self._locked_checkpoint(key).offset > self._start:
                     raise PartitionLost(loop.keys.group, [self._lane.partition]) from conflict
                 expected = commit.versions[key]

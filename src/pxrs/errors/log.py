@@ -143,7 +143,8 @@ class InvalidRecord(LogError, InvalidArgument):
 
 
 class SentRows(Protocol):
-    """What the receipt of a PartlySent can tell. It is a `pxrs.TableReceipt`."""
+    """The methods of `pxrs.TableReceipt`, which is the type of `PartlySent.receipt`. This module cannot import that
+    class."""
 
     @property
     def is_done(self) -> bool: ...

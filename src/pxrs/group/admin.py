@@ -42,11 +42,9 @@ from pxrs.group.projection import projection_of
 from pxrs.group.readables import Readables, Sources, Topics
 from pxrs.group.reader import GroupReader
 from pxrs.group.records import (
-    GROUP_NAME,
     Home,
     Keys,
     Leader,
-    Member,
     Paused,
     Pinned,
     SourceRead,
@@ -60,33 +58,6 @@ from pxrs.registry.contract import ABSENT, Registry
 
 ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
-
-
-def groups(registry: Registry) -> list[str]:
-    """The names of all groups that have members or checkpoints, in order."""
-    found = []
-    after = None
-    # From one group's first key straight to the next group's: '0' is what follows '/', and the keys of a group may be
-    # many.
-    while entries := registry.scan("groups/", after, 1):
-        name = entries[0].key.split("/")[1]
-        after = f"groups/{name}0"
-        if GROUP_NAME.fullmatch(name):
-            keys = Keys(name)
-            if registry.scan(keys.checkpoints, limit=1) or registry.scan(keys.members, limit=1):
-                found.append(name)
-    return sorted(found)
-
-
-def members_of(registry: Registry, topic: str) -> list[tuple[str, str]]:
-    """The members of all groups that read the topic or source with this id: (group, member's name)."""
-    found = []
-    for group in groups(registry):
-        for entry in registry.scan(Keys(group).members):
-            member = Member.load(entry.key, entry.value)
-            if member.topic == topic:
-                found.append((group, member.name))
-    return found
 
 
 class GroupHandle:
@@ -113,7 +84,7 @@ class GroupHandle:
         """The hub that made this handle. It closes its log and registry with its last reference, which is here."""
 
     def describe(self) -> GroupDescription:
-        """Who is there, who has what, how far it is. Raises UnknownGroup."""
+        """The members of the group, and the owner, checkpoint and lag of each partition. Raises UnknownGroup."""
         state = self._reader.read_there()
         leader = state.leader[0].incarnation if state.leader else None
         names, meant = self._reader.names(state), state.meant_for()
@@ -241,7 +212,7 @@ class GroupHandle:
         self._project()
 
     def retry(self, topic: str, partition: int) -> None:
-        """Have a paused partition try its message again. Raises GroupError if it is not paused."""
+        """Handle the message again that a partition is paused at. Raises GroupError if the partition is not paused."""
         for _ in range(ATTEMPTS_MAX):
             key, _, version = self._pause(topic, partition)
             try:
@@ -252,9 +223,10 @@ class GroupHandle:
         raise self._too_lively()
 
     def skip(self, topic: str, partition: int, offset: int | None = None) -> int:
-        """Have a paused partition go on behind its message, whose offset is returned.
+        """Go on behind the message that a partition is paused at, without handling it. Returns the offset of the
+        message.
 
-        offset: only if it is this message. Raises GroupError if it is another one, or if nothing is paused.
+        offset: skip only this message. Raises GroupError if the partition is paused at another one, or not paused.
         """
         offset = None if offset is None else arguments.whole(InvalidGroup, "offset", offset, 0)
         key, paused, version = self._pause(topic, partition)
@@ -379,7 +351,7 @@ class GroupHandle:
                 todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
             guard.take(state)
             writes = [write_of(self._keys, state, place, offset, by) for place, offset in todo.items()]
-            # Together at first; where somebody else was faster on one of them, each by itself.
+            # All keys in one commit first; if another commit has changed one of them, one commit for each key.
             for some in in_commits(writes, guard, self._registry.limits, None if attempt == 0 else 1):
                 if self._commit(some, guard):
                     written |= {write.partition: todo[write.partition] for write in some}

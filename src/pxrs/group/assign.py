@@ -35,7 +35,7 @@ def sticky(members: Sequence[str], partitions: int, before: Sequence[str | None]
     counts = Counter(targets)
     has = {member: counts[member] for member in members}
     base, more = divmod(partitions, len(members))
-    # Those who have most are given the larger shares: each of them then moves one partition less.
+    # Members with the most partitions get the larger shares, so that fewer partitions move.
     ranked = sorted(members, key=lambda member: -has[member])
     share = {member: base + (rank < more) for rank, member in enumerate(ranked)}
     for number in range(partitions - 1, -1, -1):

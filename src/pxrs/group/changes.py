@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
@@ -25,22 +25,35 @@ class Guard:
     """Of the keys of these."""
     owners: dict[TopicPartition, str | None] = field(default_factory=dict)
     """Who owns the partitions, as read."""
+    members: Collection[str] = ()
+    """The incarnations that were found. Those of an earlier version have no targets; they watch all owner keys."""
     targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
     """Of the members that are there: as the next commit writes them, and the version that it expects."""
     dumped: dict[str, bytes] = field(default_factory=dict)
     """The values of `targets`, as far as they were needed: that of a member with many partitions is large."""
 
     def take(self, state: GroupState) -> None:
-        """Note who has to be told if a partition is taken from it."""
+        """Note the members, the owners of partitions, and the targets of members: a commit that takes a partition from a
+        member raises `taken` in its target."""
+        self.members = frozenset(state.members)
         self.owners = {partition: owner.incarnation for partition, (owner, _) in state.owners.items()}
         there = {name: each for name, each in state.targets.items() if name in state.members}
         self.targets = {name: (_raised(target), version) for name, (target, version) in there.items()}
         self.dumped.clear()
 
     def merged(self, writes: Sequence[CheckpointWrite]) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
-        """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses, and tells the
-        members from whom it takes a partition."""
+        """What one commit of these checkpoints expects, puts and deletes. The commit also removes the pauses of the
+        partitions, and raises `taken` in the targets of the members that lose one.
+
+        An owner that was not found among the members must be gone: the commit expects that its key is absent, as a
+        claim does (G1). A scan is no picture of one moment (R1): the owner may have joined and claimed while the group
+        was read. Its target would not be raised, it would not look at its owner keys, and the partition would stay
+        without an owner."""
         expect, put = self.of(sorted({write.partition[0] for write in writes}))
+        for write in writes:
+            owner = self.owners.get(write.partition)
+            if owner is not None and owner not in self.members:
+                expect[self.keys.member(owner)] = ABSENT
         for name in self._owners_of(writes):
             target, expect[self.keys.target(name)] = self.targets[name]
             if name not in self.dumped:

@@ -69,8 +69,8 @@ class PartitionDescription:
     start: int | None
     end: int | None
     lag: int | None
-    """How many messages are there to be handled, or at most so many; None if the topic is not there or cannot be looked
-    at."""
+    """The lag: how many messages are yet to be handled, or an upper bound of that; None if the topic does not exist or
+    cannot be read."""
     is_lag_exact: bool
     """False if `lag` is an upper bound, or None. It is a bound of a table, where it counts the ids of other partitions
     too, and of a partition without a checkpoint, where it counts from the partition's start."""
@@ -108,8 +108,8 @@ class GroupDescription:
 
     @property
     def lag(self) -> int | None:
-        """How many messages are there to be handled, in all topics and sources together, or at most so many: see
-        `is_lag_exact`. None if that is not known of one of them: `lag_problem` says why."""
+        """The lag of all topics and sources together: exact or an upper bound, see `is_lag_exact`. None if it is not
+        known for one of them: `lag_problem` says why."""
         lags = [each.lag for each in self.topics]
         return None if None in lags else sum(lag for lag in lags if lag is not None)
 

@@ -17,7 +17,7 @@ from pxrs.group.lane import Lane
 from pxrs.group.records import Home, Keys, Member
 
 ATTEMPTS_MAX: Final = 100
-"""How often a commit is tried again because another one was faster."""
+"""How often a commit is tried again after a conflict with another one."""
 TAKEN: Final = "another member owns it, or the leader or an administrator has taken it from this member"
 LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
 RELEASED: Final = "this member released it before all that was handed out was done"

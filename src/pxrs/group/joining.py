@@ -134,11 +134,11 @@ class Joining(Incarnation):
             raise GroupActive(f"group {group} has the member {named}: stop it, use another group, or share the group")
 
     def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
-        """Whether the group is known to read this member's hub, and the version of the key that says so.
+        """Whether the group is recorded to read this member's hub, and the version of the key that says so.
 
-        A group that has neither members nor checkpoints is deleted, or was never there: any hub may take its name. That
-        is safe although they are looked at one after the other: who writes a checkpoint that was not there also writes
-        this key, and so refuses a commit that expects it as it was read before."""
+        A group that has neither members nor checkpoints was deleted, or never existed: any hub may use its name. It is
+        safe to read members and checkpoints one after the other: a commit that writes a checkpoint for the first time
+        also writes this key, so that it refuses a commit which expects the key as it was read before."""
         entry: Entry | None = yield Get(self.keys.home)
         home = Home() if entry is None else Home.load(entry.key, entry.value)
         if home.hub not in ("", ours.hub):

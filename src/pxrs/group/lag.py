@@ -30,7 +30,7 @@ class TopicLag:
     is_source: bool
     """It is no topic of the hub: somebody else's table."""
     lag: int | None
-    """How many messages are there to be handled, or at most so many; None if that is not known."""
+    """How many messages are yet to be handled, or an upper bound of that; None if it is not known."""
     is_exact: bool
     """False if `lag` is an upper bound or None."""
     problem: str | None = None

@@ -1,7 +1,9 @@
-"""A member of a group: the thread that keeps the lease's promises and performs what the protocol says.
+"""A member of a group: the recurring work that looks at the group, performs what the protocol says, and commits.
 
-One thread for each member wakes on any change of the group, looks, acts, and commits what is done now and then. User
-code runs elsewhere: it meets this thread only in the fields of its lanes, so a handler that runs long delays nobody.
+The work runs on any change of the group and at certain moments, on threads that all members of an open registry share
+(`Registry.scheduler`), never on two of them at once. "The member's thread" below is the one that runs it just then.
+Handlers run on other threads and share only the fields of their lanes with the member's thread, so a slow handler
+delays no member. A slow callback occupies one of the shared threads while it runs.
 
 Callbacks of the user's may call back into the member: `commit`, `close`, `seek`, `pause`. So none of them runs in the
 middle of a procedure of the protocol. The listener takes note of what happens at once, and calls the user's callbacks
@@ -29,7 +31,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -68,6 +70,8 @@ from pxrs.registry.lease import LEASE_TTL_MIN, Lease
 from pxrs.registry.limit import time_limit
 from pxrs.registry.steps import Steps, drive
 from pxrs.registry.watch import Watch
+from pxrs.scheduler import Next, Scheduled
+from pxrs.waiting import Subscription
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -181,6 +185,8 @@ class GroupMember:
         self._lease: Lease | None = None
         self._protocol: MemberProtocol | None = None
         self._watch: Watch | None = None
+        self._subscription: Subscription | None = None
+        """Has `wake` called when `_watch` tells of a change."""
         self._watched: frozenset[str] = frozenset()
         """The keys and folders that `_watch` covers."""
         self._fresh: list[Lane] = []
@@ -205,7 +211,10 @@ class GroupMember:
         """What has ended this member."""
         self._untold: BaseException | None = None
         """An error that was raised on the member's thread or in a callback, until `check` or `close` has raised it."""
-        self._thread = threading.Thread(target=self._run, name=f"pxrs-member-{group}", daemon=True)
+        self._scheduled: Scheduled | None = None
+        """The member's recurring work, on threads that all members of this registry share; None before `start`."""
+        self._retry_s = _RETRY_S[0]
+        """The pause after the next round of work that fails."""
 
     # For the consumer.
 
@@ -217,7 +226,7 @@ class GroupMember:
             try:
                 self._join()
                 self._commits_at = self._clock.now() + self.timings.commit_interval
-                self._thread.start()
+                self._scheduled = self._registry.scheduler.add(f"pxrs-member-{self.keys.group}", self._work)
             except BaseException as error:
                 self._closing.set()  # if it was the interrupt of a thread that runs already
                 if self._lease is not None:
@@ -233,8 +242,11 @@ class GroupMember:
         """Hold the mutex for procedures of the protocol, then call the callbacks that these have caused.
 
         timeout_s: how long to wait for the mutex. Raises RegistryUnavailable after it."""
-        if not self._mutex.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
-            raise _Busy("another call or a callback of this member was under way all the time")
+        if not self._mutex.acquire(blocking=False):
+            with self.blocking():  # the thread that has the mutex may be in a callback of the user
+                is_acquired = self._mutex.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+            if not is_acquired:
+                raise _Busy("another call or a callback of this member was under way all the time")
         try:
             try:
                 yield
@@ -242,6 +254,14 @@ class GroupMember:
                 self._listener.call_back()
         finally:
             self._mutex.release()
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Entered around what may take any time, such as a callback of the user: on a thread that members share, it
+        does not delay the others."""
+        scheduled = self._scheduled
+        with nullcontext() if scheduled is None else scheduled.blocking():
+            yield
 
     @property
     def deadline(self) -> float:
@@ -335,10 +355,11 @@ class GroupMember:
         self.wake()
 
     def wake(self) -> None:
-        """Have the member look: a lane is drained, or a handler has come back."""
-        watch = self._watch
-        if watch is not None:
-            watch.wake()
+        """Have the member look: something in its group may have changed, a lane is drained, or a handler has returned.
+        Calls nothing of the registry, and returns at once."""
+        scheduled = self._scheduled
+        if scheduled is not None:
+            scheduled.wake()
 
     def commit(self) -> None:
         """Write down what is done, now, within the registry's `timeout_s`.
@@ -442,15 +463,16 @@ class GroupMember:
         self._closing.set()
         self.wake()
         until = time.monotonic() + self._registry.timeout_s
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(self._registry.timeout_s)
+        if self._scheduled is not None:
+            self._scheduled.end(self._registry.timeout_s)
         try:
             with self.procedure(until - time.monotonic()):
                 self._end(until)
                 error, self._untold = self._untold, None
         except _Busy as busy:
             # The thread that has the mutex waits for the store. Whoever gets the mutex next finishes this.
-            threading.Thread(target=self._end_later, name=f"{self._thread.name}-end", daemon=True).start()
+            name = f"pxrs-member-{self.keys.group}-end"
+            threading.Thread(target=self._end_later, name=name, daemon=True).start()
             raise self._not_committed(busy, self._protocol, is_last=True) from busy
         if error is not None:
             raise error
@@ -481,48 +503,41 @@ class GroupMember:
                 self._projection.close()
             self._is_closed = True
 
-    # The member's thread.
+    # The member's recurring work.
 
-    def _run(self) -> None:
-        self._turn_until_closing()
+    def _work(self) -> Next | None:
+        """One round of work, called by the scheduler: never by two threads at once. None: the member has ended."""
+        following = None if self._closing.is_set() else self._round()
+        if following is not None and not self._closing.is_set():
+            return following
         if self._closes_itself:
             self._end_later()
+        return None
 
-    def _turn_until_closing(self) -> None:
-        pause, pause_max = _RETRY_S
-        while not self._closing.is_set():
-            try:
-                with self.procedure():
-                    next_duty_at = self._turn()
-                if next_duty_at is None:
-                    _logger.warning(
-                        "group %s, member %s: still not at rest after %d looks", self.keys.group, self.name, _LOOKS_MAX
-                    )
-                self._outage.worked()
-            except (RegistryUnavailable, OutcomeUnknown, LeaseExpired) as error:
-                self._outage.failed(error)
-                next_duty_at = None
-            except BaseException as error:  # noqa: BLE001 - raised in the user's thread by `check`
-                self._fail(error)
-                return
+    def _round(self) -> Next | None:
+        """Look, act, commit. When to look again; None if the member has ended."""
+        try:
+            if self._watch is not None:
+                self._watch.wait(0)  # raises Closed if the registry was closed
+            with self.procedure():
+                next_duty_at = self._turn()
             if next_duty_at is None:
-                # Not on the watch: what goes wrong may itself wake it, again and again.
-                self._closing.wait(pause)
-                pause = min(2 * pause, pause_max)
-                continue
-            pause = _RETRY_S[0]
-            watch = self._watch
-            try:
-                if next_duty_at <= self._clock.now():
-                    self._closing.wait(_TURN_S_MIN)
-                elif watch is None:
-                    self._clock.wait(self._closing, next_duty_at)
-                else:
-                    watch.wait_until(next_duty_at, self._clock)
-            except Closed as error:
-                if not self._closing.is_set():
-                    self._fail(error)
-                return
+                _logger.warning(
+                    "group %s, member %s: still not at rest after %d looks", self.keys.group, self.name, _LOOKS_MAX
+                )
+            self._outage.worked()
+        except (RegistryUnavailable, OutcomeUnknown, LeaseExpired) as error:
+            self._outage.failed(error)
+            next_duty_at = None
+        except BaseException as error:  # noqa: BLE001 - raised in the user's thread by `check`
+            if not (isinstance(error, Closed) and self._closing.is_set()):
+                self._fail(error)
+            return None
+        if next_duty_at is None:
+            pause_s, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_S[1])
+            return Next(pause_s=pause_s)  # changes do not shorten it: what goes wrong may itself cause them
+        self._retry_s = _RETRY_S[0]
+        return Next(pause_s=_TURN_S_MIN) if next_duty_at <= self._clock.now() else Next(at=next_duty_at)
 
     def _turn(self) -> float | None:
         """Look after everything once. The moment, on the registry's clock, of the next time if nothing happens; None if
@@ -667,9 +682,15 @@ class GroupMember:
         chosen = rearmed(self._watched, self._needed(protocol))
         if chosen is None and self._watch is not None:
             return
+        scheduled = self._scheduled
+        assert scheduled is not None
         needed = self._needed(protocol) if chosen is None else chosen
         old, self._watch = self._watch, self._registry.watch(*sorted(needed))
         self._watched = needed
+        if self._subscription is not None:
+            self._subscription.close()  # closing the old watch calls its callbacks
+        # Not `self.wake`: the registry keeps the watch, and would keep this member after its work has ended.
+        self._subscription = self._watch.subscribe(scheduled.wake)
         if old is not None:
             old.close()
 

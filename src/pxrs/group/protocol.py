@@ -134,7 +134,8 @@ class MemberProtocol(Joining, Committing):
         return state
 
     def _read_owners(self, state: GroupState) -> Steps[None]:
-        """Of what this member gains and loses; and which of the members that own it are there."""
+        """Read the owner keys of the partitions that this member gains or loses, and the member keys of their
+        owners."""
         me, topic = self._me(), self.member.topic
         target, _ = state.target(self.incarnation)
         numbers = moving(target, me)
@@ -277,8 +278,8 @@ class MemberProtocol(Joining, Committing):
             version = (yield Write({**leads, **expect}, {**put, key: target.dump()}))[key]
 
     def _claim(self, claims: Sequence[Claim]) -> Steps[None]:
-        """Claim several together; if somebody was faster on one of them, the others. Raises Conflict if the target of
-        this member has changed."""
+        """Claim several partitions in one commit. If another member has claimed one of them, claim the others. Raises
+        Conflict if the target of this member has changed."""
         assert self.snapshot is not None
         topic, target_key = self.member.topic, self.keys.target(self.incarnation)
         put, expect = {}, {target_key: self.snapshot.target(self.incarnation)[1]}

@@ -206,7 +206,7 @@ def assign_all(state: GroupState) -> dict[str, dict[str, list[int]]]:
         members = [member for member in members if there[member].is_alone][:1] or members
         partitions = max(there[member].partitions for member in members)
         places = [(topic, number) for number in range(partitions)]
-        # Whom it was meant for. If that member is gone: who owns it.
+        # The member that the partition was meant for; if it is gone, the member that owns it.
         before = [meant.get(place, state.owner(place)[0].incarnation) for place in places]
         named = [there[member].assignor for member in members if there[member].assignor]
         chosen = targets_of(named[0] if named else "sticky", members, partitions, before)

@@ -43,7 +43,7 @@ class DamagedTopic(NamedTuple):
 
 
 class Append(NamedTuple):
-    """An encoded batch for one partition, and who sends it. Two batches of the same origin are stored once (L4)."""
+    """An encoded batch for one partition, and its origin. Two batches with the same origin are stored once (L4)."""
 
     partition: int
     payload: Payload

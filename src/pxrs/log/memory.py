@@ -272,7 +272,7 @@ class MemoryLog(Log):
 
     def close(self) -> None:
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # in a forked child: the log belongs to the parent
         with self._lock:
             self._is_closed = True
             topics = list(self._topics.values())

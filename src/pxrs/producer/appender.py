@@ -12,6 +12,9 @@ and decides by the outcome of each batch (`pxrs.log.outcomes`):
 | forgotten this producer                         | goes under a new producer id, at once; else: has failed         |
 | anything else                                   | the partition has failed                                        |
 
+The error of a batch that has failed is that of its last try; but if an earlier try was MaybeStored, it is
+AppendUnknown: that the last try stored nothing does not mean that the batch is not in the log.
+
 A partition that has failed takes no more batches of this producer: to leave one out would break the order. One append
 has at most BATCHES_KEPT batches of a partition, as many as the log remembers, so that the resending of any of them is
 recognised. The other partitions of the append are acknowledged while one is resent.
@@ -92,6 +95,7 @@ class Appender:
             is_paused = False
             for partition, each in list(pending.items()):
                 mine = [next(outcomes) for _ in each.appends]
+                was_doubtful = each.may_be_stored
                 error = self._take_stored(each, mine, results)
                 if error is None:
                     del pending[partition]
@@ -101,7 +105,8 @@ class Appender:
                     is_paused = True
                 else:
                     self.broken[partition] = error
-                    results += [(batch, error) for batch in each.batches]
+                    final = _unknown(error) if was_doubtful else error
+                    results += [(batch, final) for batch in each.batches]
                     del pending[partition]
             if results:
                 yield results
@@ -186,3 +191,13 @@ class Appender:
         with suppress(Exception):  # the append that follows meets the same error, and reports it
             return self._log.end(partition)
         return None
+
+
+def _unknown(error: Exception) -> AppendUnknown:
+    """The error of a batch whose last try failed with `error`, and of which an earlier try may have been stored."""
+    if isinstance(error, AppendUnknown):
+        return error
+    return AppendUnknown(
+        f"an earlier try may have stored the batch, and the last one failed: {error}. Whether the messages are in the "
+        "log is not known: look for them before you send them again"
+    )

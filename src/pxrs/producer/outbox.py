@@ -29,8 +29,8 @@ from pxrs.producer.keyless import RUN_ROWS, KeylessSpread
 from pxrs.producer.receipts import WIDTH, RowReceipt, SentBatch, copy_of
 
 SMALL_BYTES: Final = 448
-"""A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size, so
-that the number of rows bounds the bytes of a chunk of such messages."""
+"""The size of a small message: its key and value have at most this number of bytes. It counts for SMALL_COUNTED_BYTES
+in the buffer, whatever its size, so that the number of rows bounds the bytes of a chunk of such messages."""
 SMALL_COUNTED_BYTES: Final = 512
 
 
@@ -47,7 +47,8 @@ class Limits(NamedTuple):
 class Outbox:
     """Threads share it."""
 
-    # Slots, because looking up an attribute of an object with so many of them is slow otherwise, and `send` needs two.
+    # With slots, because looking up an attribute of an object with this number of attributes is slow otherwise, and
+    # `send` needs two.
     __slots__ = (
         "_chunk_rows",
         "_hash",
@@ -83,9 +84,10 @@ class Outbox:
         self._partitions, self._hash = partitions, hash_of
         self.lock = threading.Lock()
         self.work = Condition()
-        """The background thread waits for it."""
+        """Notified when there may be work for the background thread."""
         self.done = Condition()
-        """Those wait for it who wait for the background thread: `flush`, `close`, receipts, senders without room."""
+        """Notified when the background thread has stored something or has ended. `flush`, `close`, receipts and senders
+        without room wait for it."""
         self.chunk = Chunk(self.done)
         """The open chunk. `send` reads it without the lock."""
         self._chunk_rows = max(1, min(limits.batch_rows, limits.buffer_bytes // 3 // SMALL_COUNTED_BYTES))
@@ -197,7 +199,8 @@ class Outbox:
         self.done.wait_for(lambda: self._settled != settled or self.is_closing, left)
 
     def press(self) -> int:
-        """Have everything taken at once. The caller holds the lock. Returns what `await_room` takes."""
+        """Make the background thread take everything at once. The caller holds the lock. Returns the argument for
+        `await_room`."""
         self.is_pressed = True
         self.work.notify_all()
         return self._settled

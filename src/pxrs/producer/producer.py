@@ -59,10 +59,10 @@ class Producer:
     ) -> None:
         """
         linger_s:       how long a batch that is not full waits for more messages.
-        batch_rows, batch_bytes: the most in one batch; when so much waits, of all partitions together, it is taken. A
-                        message larger than `batch_bytes` goes alone.
-        buffer_bytes:   how much may wait to be stored before `send` blocks; a message larger than that goes alone.
-                        A small message counts as 512.
+        batch_rows, batch_bytes: the most in one batch; when this amount waits, for all partitions together, it is sent.
+                        A message larger than `batch_bytes` is a batch by itself.
+        buffer_bytes:   how much may wait to be stored before `send` blocks; a larger message is accepted if nothing
+                        else waits. A small message counts as 512 bytes.
         buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried if the log answers with AppendFailed.
         """

@@ -100,7 +100,7 @@ class SendingThread:
                 is_open = outbox.take()
                 if is_open:
                     self._store(list(self._cut_in_hand()))
-        except BaseException as raised:  # noqa: BLE001 - whatever it is, those who wait must be told
+        except BaseException as raised:  # noqa: BLE001 - raised by `flush`, `close` and the receipts
             error = raised
         outbox.end(error)
         if self._is_dropped:

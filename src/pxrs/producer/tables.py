@@ -30,7 +30,8 @@ _PROBE_ROWS: Final = 64
 
 
 def cut(records: pa.RecordBatch, rows_max: int, bytes_max: int) -> Iterator[pa.RecordBatch]:
-    """Parts of at most so many rows and about so many bytes, in order, without a copy. A larger row goes alone."""
+    """Cut into parts of at most this number of rows and about this number of bytes, in order, without a copy. A larger
+    row is a part by itself."""
     for start in range(0, records.num_rows, rows_max):
         yield from _halve(records.slice(start, rows_max), bytes_max)
 
@@ -84,8 +85,8 @@ def read_table(table: pa.Table | pa.RecordBatch, partitions: int, row_bytes_max:
 
 
 def slices(rows: pa.Table, rows_max: int, bytes_max: int) -> Iterator[pa.Table]:
-    """The rows of `read_table` in order, cut without a copy: each part has at most so many rows, and so many bytes of
-    keys, values and headers. A row that is larger goes alone."""
+    """Cut the rows of `read_table`, in order and without a copy, into parts of at most this number of rows and of bytes
+    of keys, values and headers. A larger row is a part by itself."""
     sizes = pc.cumulative_sum(_row_bytes({name: rows.column(name) for name in SCHEMA.names}))
     sums = _int64_view(_combined(sizes)) if rows.num_rows else memoryview(b"")
     start = before = 0

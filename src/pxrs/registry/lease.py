@@ -59,6 +59,7 @@ RENEWAL_WAIT_S_MAX: Final = 5.0
 
 _SECRET_BYTES: Final = 32
 _ID_LENGTH: Final = 32
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
 
 
 class StoredLease(Protocol):
@@ -80,7 +81,7 @@ class Renewal(Protocol):
     """The renewals of one lease, as `Renewer.add` returns them."""
 
     def stop(self, wait_s: float) -> None:
-        """Make no further renewal, and wait for one that is under way, for at most so many seconds."""
+        """Make no further renewal. Waits for one that is under way for at most this number of seconds."""
 
 
 class Lease:
@@ -154,6 +155,7 @@ class Lease:
         if not self._renewing.acquire(timeout=seconds_left(RENEWAL_WAIT_S_MAX)):
             raise RegistryUnavailable(f"lease {self.id}: another renewal of it has been under way for too long")
         try:
+            self.check()  # again: the lease may have ended while this thread waited
             deadline = self.stored.renew()
         except LeaseExpired:
             self.expire()
@@ -240,6 +242,11 @@ def new_secret() -> str:
 def id_of(secret: str) -> str:
     """The id of the lease that has this secret: a hash, from which the secret cannot be found."""
     return hashlib.sha256(secret.encode()).hexdigest()[:_ID_LENGTH]
+
+
+def is_id(text: str) -> bool:
+    """Whether this has the form of what `id_of` returns. The ids of version 0.1 had the same form."""
+    return len(text) == _ID_LENGTH and set(text) <= _HEX_DIGITS
 
 
 def not_attached() -> LeaseExpired:

@@ -52,7 +52,7 @@ class Watch:
         return any(covers(prefix, key) for prefix in self.prefixes)
 
     def wake(self) -> None:
-        """Raise the flag and call the callbacks. The store's side calls it; so may anyone who wants the waiter to
+        """Set the flag and call the callbacks. Called by the store's thread, and by any thread that wants the waiter to
         look."""
         self._raised.set()
         if self._callbacks:

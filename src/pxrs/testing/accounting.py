@@ -222,7 +222,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
 
 
 def _tell_checkpoints(registry: Registry, keys: Keys, tell: Callable[[int, Checkpoint, float], None]) -> None:
-    """Have every checkpoint told that the registry has taken, from now on, and when it was sent."""
+    """Record every checkpoint that the registry accepts from now on, and when it was sent."""
     commit = registry.commit
     told: dict[str, bytes] = {}
 

@@ -1,4 +1,4 @@
-"""Several hubs on one store in memory, as so many processes would have them, and things that happen between their
+"""Several hubs on one store in memory, each as a process of its own would have it, and events that happen between their
 requests."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HookedRegistry(MemoryRegistry):
 
 
 class Place:
-    """A store in memory, and hubs on it as so many processes would have them."""
+    """A store in memory, and hubs on it, each as a process of its own would have it."""
 
     def __init__(self, stack: ExitStack, store: MemoryStore) -> None:
         self.store = store
@@ -74,7 +74,8 @@ def take_value(hub: Hub, queue: str, timeout: float | None = None) -> bytes | No
 
 @contextmanager
 def wall_time_shifted(clock: ManualClock, seconds: float) -> Iterator[None]:
-    """The time of day is set forward or back by so much, as that of a machine may be, and `clock.now()` is not."""
+    """Set the time of day forward or back by this number of seconds, as it may be set on a machine; `clock.now()` does
+    not change."""
     read = clock.wall_time_us
 
     def shifted() -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pxrs.errors import Closed, HubMoved, PxrsError, UnknownTopic
 from pxrs.hub_parts import HubParts
 from pxrs.model import Topic
-from pxrs.upkeep import retention
+from pxrs.upkeep import deleted_topics, retention
 from pxrs.upkeep.records import RoundReport
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class Round:
         """The subjects that were dealt with."""
 
     def run(self, topics: Sequence[Topic], *, with_others: bool, by: str = "") -> RoundReport:
-        """Apply the retention of these topics; with_others: and do the other duties. Raises Closed, HubMoved: the hub
-        cannot be used any more. by: who does it, for the report."""
+        """Apply the retention of these topics; with_others: do the other duties too. Raises Closed and HubMoved, after
+        which the hub cannot be used. by: the incarnation that does the round, for the report."""
         begun = time.monotonic()
         try:
             for topic in topics:
@@ -58,6 +58,7 @@ class Round:
             if with_others:
                 self._step("removing deleted topics", self._parts.log.finish_deletions)
                 if self._with_registry:
+                    self._step("removing keys of deleted topics", self._finish_deleted_topics)
                     self._step("sweeping staged files", self._sweep_staging)
                     self._step("writing the readable files of groups", self._project_groups)
         except Stopped:
@@ -93,10 +94,19 @@ class Round:
         if moved:
             self.removed[topic.name] = {str(number): start for number, start in sorted(moved.items())}
 
+    def _finish_deleted_topics(self) -> None:
+        if self._parts.log.folder is not None and (self._parts.log.folder / deleted_topics.FOLDER).is_dir():
+            deleted_topics.finish(self._parts, self._topic_ids())
+
     def _sweep_staging(self) -> None:
-        """Remove staged files that no manifest names, and what queries have left of topics that were deleted."""
-        folder = self._parts.log.folder
+        """Remove staged files that no manifest names, and what queries have left of topics that were deleted.
+
+        Only if a registry is on record for the hub, which then is the one that this process has: in another registry
+        there are no manifests of this hub, and the files of a batch that is committed would be removed."""
+        folder, belonging = self._parts.log.folder, self._parts.belonging
         if folder is None or not (folder / "staging").is_dir():
+            return
+        if belonging is None or not belonging.is_recorded():
             return
         from pxrs.publishing.manifest import forget_deleted_topics, needed_batches
         from pxrs.publishing.staging.directory import DirectoryStaging
@@ -124,7 +134,7 @@ class Round:
         registry, belonging = self._parts.registry.get(), self._parts.belonging
         if registry.folder is None or belonging is None:
             return  # no files of groups, or the topics are this process's own: others know the names of theirs
-        from pxrs.group.admin import groups
+        from pxrs.group.listing import groups
         from pxrs.group.projection import FOLDER, projection_of
         from pxrs.group.records import GROUP_NAME, Keys
 

@@ -99,6 +99,7 @@ class Election:
         if parts.log.folder is None:
             return Standing(Role.SOLE)
         if (refusal := disk.write_refusal(parts.log.folder)) is not None:
+            self.resign()  # the directory may have been writable when the claim was taken
             error = disk.log_error(refusal)
             return Standing(Role.BARRED, str(error), error)
         try:
@@ -151,7 +152,8 @@ class Election:
             versions = registry.commit(
                 expect, {keys.janitor: claim.dump()}, ephemeral={keys.alive(claim.incarnation): b""}, lease=lease
             )
-        except (Conflict, LeaseExpired):  # another hub was faster, or the store was too slow: the next call looks again
+        except (Conflict, LeaseExpired):
+            # Another hub was elected, or the store was too slow: the next call looks again.
             lease.close()
             return False
         except BaseException:

@@ -122,7 +122,8 @@ class Janitor:
         self._thread = thread
 
     def run_round(self) -> RoundReport:
-        """Do all duties now that this process may do, whoever is the janitor, and wait for the end of it."""
+        """Do all duties that this process may do, now, even if another process is the janitor. Returns when they are
+        done."""
         with self._round:
             try:
                 standing = self._look()

@@ -1,4 +1,4 @@
-"""A process that the demo starts: how it ends, and what it wrote last."""
+"""Ends a process of the demo, and reads the last line of its standard error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final
 
 KILLED_S_MAX: Final = 10.0
-"""How long to wait for the end of a killed process, and for the rest of its output."""
+"""How long to wait for a process that was killed, or for the end of its output."""
 
 
 def end(process: subprocess.Popen[bytes], reader: threading.Thread, wait_s: float) -> bool:
-    """Wait for a process that was asked to stop, and kill it after `wait_s`; whether it ended with exit code 0. Its
-    whole output has been read then."""
+    """Wait for a process that was asked to stop, and kill it if it does not. Returns whether it left gracefully. All
+    its output is read then."""
     try:
         process.wait(wait_s)
     except subprocess.TimeoutExpired:
@@ -26,7 +26,7 @@ def end(process: subprocess.Popen[bytes], reader: threading.Thread, wait_s: floa
 
 
 def last_words(errors: Path) -> str:
-    """The last line of its standard error."""
+    """The last line of the standard error of the process."""
     return (errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
 
 

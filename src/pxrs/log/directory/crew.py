@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Crew:
-    """Up to so many threads, hired when they are needed for the first time."""
+    """At most `helpers_max` threads, each started when it is first needed."""
 
     def __init__(self, helpers_max: int = HELPERS_MAX) -> None:
         self._helpers_max = helpers_max

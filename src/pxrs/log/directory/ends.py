@@ -92,7 +92,7 @@ class Ends:
         return Subscription(end)
 
     def close(self) -> None:
-        """End the watches, and have everyone who waits look: the topic tells them that it is closed."""
+        """End the watches and call all callbacks: the topic then raises Closed in the threads that wait."""
         self._tailer.forget(self)
         self._subscribers.wake_all()
 
@@ -146,5 +146,5 @@ class Ends:
             self._subscribers.wake(partitions)
 
     def wake_all(self) -> None:
-        """Have everyone who waits look, though no end has moved."""
+        """Call all callbacks, although no end has moved."""
         self._subscribers.wake_all()

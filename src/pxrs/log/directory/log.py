@@ -161,7 +161,7 @@ class DirectoryLog(Log):
                 raise UnknownTopic(name, [topic.name for topic in self.topics()])
             try:
                 identity = self._names.release(name)
-            except FileNotFoundError:  # another process was faster
+            except FileNotFoundError:  # another process has done it
                 raise UnknownTopic(name) from None
         with self._lock:
             if name in self._open and self._open[name].id == identity:

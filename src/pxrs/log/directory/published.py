@@ -104,7 +104,8 @@ class PublishedFile:
         return max(self._parse()[0], default=None)
 
     def is_of_this_boot(self) -> bool:
-        """Whether anything was published in it, as far as the file tells, a damaged slot among them."""
+        """Whether anything was published since the machine started. A damaged slot counts too, if its boot id can be
+        read."""
         data = self._bytes()
         return any(data[at : at + _SLOT.size].endswith(self._boot) for at in (0, _STRIDE))
 

@@ -26,8 +26,8 @@ class Sealed:
     """A sealed segment, mapped. Threads share it."""
 
     def __init__(self, path: str, base: int, end_offset: int, place: int) -> None:
-        """`end_offset` is the first offset of the next segment, `place` the partition's `place_id`. Raises
-        FileNotFoundError if retention was faster."""
+        """end_offset: the first offset of the next segment. place: the `place_id` of the partition. Raises
+        FileNotFoundError if retention has removed the segment."""
         self.path, self.base, self.end_offset, self._place = path, base, end_offset, place
         self._run: list[tuple[int, Header]] | None = None
         """The frames behind the damage that was met; None if none was met."""

@@ -362,7 +362,8 @@ class Journal:
         with self.prepared(encode_entry(step, self.synced)) as scratch:
             sealed = self.publish(scratch, step) is not None
         if not sealed:
-            with contextlib.suppress(FileNotFoundError):  # those who were first may have compacted it away already
+            # The process that published first may have compacted it away already.
+            with contextlib.suppress(FileNotFoundError):
                 os.rmdir(self.generations / step.successor)
         return sealed
 

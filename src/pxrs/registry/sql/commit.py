@@ -33,7 +33,7 @@ from pxrs.registry.sql.database import Row, TransactionAborted
 from pxrs.registry.sql.statements import ALIVE, Call, Statements
 
 PAYLOAD_BYTES_MAX = 2000
-"""PostgreSQL takes 8,000, and keeps all of them in a queue that every listener reads."""
+"""The size of a NOTIFY payload. PostgreSQL allows 8,000 bytes, but every listener reads all payloads from one queue."""
 
 
 VERSION_MAX = 2**63 - 1

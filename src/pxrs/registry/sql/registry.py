@@ -190,14 +190,9 @@ class SqlRegistry(Registry):
     def _commit(self, commit: Commit) -> dict[str, int]:
         self.database.check_writable()
         plan = self.plan(commit)
-        try:
-            versions = self._patiently(lambda deadline: self._try_commit(plan, deadline))
-            self._may_end_leases = True  # the refusal has passed, as that of a standby server that became the primary
-            return versions
-        except LeaseExpired:
-            if commit.lease is not None:
-                commit.lease.expire()
-            raise
+        versions = self._patiently(lambda deadline: self._try_commit(plan, deadline))
+        self._may_end_leases = True  # the refusal has passed, as that of a standby server that became the primary
+        return versions
 
     def _try_commit(self, plan: CommitPlan, deadline: float) -> dict[str, int]:
         with self.database.session(deadline) as session:

@@ -108,7 +108,7 @@ class Connections:
         self._free = threading.BoundedSemaphore(count_max)
 
     def take(self, wait_s: float) -> None:
-        """Raises RegistryUnavailable, which names the option, if there are too many for so many seconds."""
+        """Take one. Raises RegistryUnavailable, naming the option, if all stay in use for this number of seconds."""
         if not self._free.acquire(timeout=wait_s):
             raise RegistryUnavailable(
                 f"{self._url}: {self.count_max} sessions of leases are open, the most that this handle may have: close "

@@ -1,4 +1,4 @@
-"""Which ids are final, though ids are given out before the commit."""
+"""Computes up to which id all rows are final, although transactions draw ids before they commit."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ _PREPARED: Final = "-1/"
 
 
 class Settling:
-    """Which ids are final, by who was writing when they were seen. No I/O, no clock.
+    """Computes the settled end. Reads no clock and does no I/O: `observe` is told what the database shows.
 
-    Told the end of what is visible, and *after* that who holds a writer's lock on the table, it knows: whoever may
-    still commit a smaller id drew it before, within an INSERT, so that he held the lock by then and holds it until he
-    is done. When those have gone, everything below that end is final; later writers draw larger ids. Unlike the
-    oldest transaction id this also covers a writer who has drawn an id and has no transaction id yet, and writers of
-    other tables hold nothing up.
+    The caller reads the end of the visible ids, and *after that* the transactions that hold a writer's lock on the
+    table. A transaction that may still commit a smaller id has drawn it in an INSERT that began earlier, so it held the
+    lock by then, and holds it until it ends. Once all these transactions have ended, all ids before that end are final;
+    later transactions draw larger ids. Unlike the oldest transaction id, the lock also covers a transaction that has
+    drawn an id and has no transaction id yet, and transactions that write to other tables cause no delay.
 
-    A prepared transaction may keep its lock under another name: after a restart of the server, and on old ones at once.
-    So when the others are gone, the prepared ones of that moment are waited for.
+    A prepared transaction may hold its lock under another id: after a restart of the server, and on old servers from
+    the beginning. So once the other transactions have ended, the transactions that are prepared at that moment must end
+    too.
     """
 
     def __init__(self, settle_s: float = 0.0) -> None:
         self.end = 0
-        """Ids below it are final."""
+        """The settled end: all ids before it are final."""
         self.settle_s = settle_s
         self._next: int | None = None
         self._active: frozenset[str] = frozenset()
@@ -34,7 +35,7 @@ class Settling:
         return self._next is not None
 
     def observe(self, visible_end: int, holders: frozenset[str], now: float) -> None:
-        """What was visible, and who held a writer's lock afterwards, at this time in seconds."""
+        """Note the end of the visible ids, and which transactions held a writer's lock afterwards. now: in seconds."""
         prepared = frozenset(holder for holder in holders if holder.startswith(_PREPARED))
         if self._next is not None and self._is_over(holders, prepared, now):
             self.end, self._next = self._next, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,17 +55,6 @@ class Store:
 
     def actor(self) -> Actor:
         return self._stack.enter_context(Actor(self.url))
-
-
-def eventually(condition: Callable[[], T], timeout: float = 30.0) -> T:
-    """The condition's first true value; asks again and again, for stores that tell nothing."""
-    until = time.monotonic() + timeout
-    while True:
-        value = condition()
-        if value or time.monotonic() > until:
-            assert value, f"not within {timeout} s"
-            return value
-        time.sleep(0.005)
 
 
 def at_once(*actions: Callable[[], T]) -> list[T]:

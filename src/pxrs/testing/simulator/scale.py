@@ -95,7 +95,7 @@ class Share:
 
 
 class Crowd:
-    """A settled group with so many members and partitions."""
+    """A settled group with these numbers of members and partitions."""
 
     def __init__(self, members: int, partitions: int) -> None:
         self.partitions = partitions
@@ -131,7 +131,7 @@ class Crowd:
         return next(member for member in self.members if member.protocol.is_leading)
 
     def costs_of(self, change: Callable[[], CrowdMember]) -> list[Share]:
-        """What a change has cost, by who the members are."""
+        """The cost of a change, by the role of the members."""
         self.store.costs.clear()
         for member in self.members:
             member.gained = member.lost_count = 0

@@ -67,7 +67,7 @@ class SimulatedStore:
         self.writes = 0
         """How many writes were accepted, leases aside."""
         self.costs: defaultdict[str, Cost] = defaultdict(Cost)
-        """By who has sent the requests."""
+        """By the member that has sent the requests."""
         self.on_accepted: Accepted = lambda request, write: None
         """Told of a write before it is applied."""
         self.on_changed: Callable[[list[str], bool], None] = lambda keys, is_quiet: None
