@@ -38,7 +38,6 @@ KNOWN_CLASSES = {
     "hub.py: Hub",
     "queue/store.py: QueueStore",
     "queue/transaction.py: Transaction",
-    "sources/sql_table/source.py: SqlTable",
     "testing/proxy.py: Proxy",
     "testing/servers/process.py: Server",
 }
@@ -46,7 +45,6 @@ KNOWN_CLASSES = {
 
 KNOWN_FUNCTIONS = {
     "consumer/consumer.py: Consumer.__init__",
-    "sources/sql_table/__init__.py: sql_table",
     "testing/power.py: recorded",
 }
 """`<file>: <function>`, with the class or function that it is in."""
