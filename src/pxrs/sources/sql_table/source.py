@@ -79,17 +79,18 @@ class SqlTable(Source):
         # Held during each query: what one thread reads, the other threads find in the cache.
         self._lock = threading.RLock()
         self._looks = 0
-        """How many calls of `_look` have begun. Guarded by `_lock`."""
+        """How many calls of `_refresh` have begun. Guarded by `_lock`."""
         self._look_error: LogError | None = None
-        """The error of the last call of `_look`; None if it succeeded."""
-        self._ends = TableEnds(self._table, settle_s)
+        """The error of the last look; None if it succeeded."""
         self._rows = PartitionedRows(self._table, self.partitions, topic.partitioner, page_bytes, cache_bytes)
         self._passable = PassablePositions(self.partitions)
         self._subscribers = Subscribers()
         self._announced = (0, 0)
         """The settled end and the visible end as they were when the subscribers were last woken."""
         self._may_be_news = threading.Event()
-        """Set by a notification of the database, and by `close`: the polling thread looks at once."""
+        """Set by a notification of the database, by `close`, and by `_ends` when the polling thread must look more
+        often: it looks at once."""
+        self._ends = TableEnds(self._table, settle_s, on_waiting=self._may_be_news.set)
         self._closing = threading.Event()
         self._poller = BackgroundThread("pxrs-table-poller", self._poll, self._may_be_news.set)
         """The polling thread, which looks at the table for everyone who waits."""
@@ -139,7 +140,7 @@ class SqlTable(Source):
         batches: list[Batch] = []
         with self._lock:
             if offset >= self._ends.settled.end:
-                self._look()
+                self._ends.look()
                 if not self._ends.is_reachable(offset):
                     raise OffsetOutOfRange(f"{self.name}/{partition}", offset, self._ends.visible)
             position, size, may_ask = offset, 0, True
@@ -276,11 +277,6 @@ class SqlTable(Source):
     def __repr__(self) -> str:
         return f"<SqlTable {self.name} of {self._table.address} with {counted(self.partitions, 'partition')}>"
 
-    def _look(self) -> None:
-        """Query the ends. The caller holds `_lock`."""
-        if self._ends.look():
-            self._may_be_news.set()  # the polling thread may be in a long sleep, and must look more often from now on
-
     def _refresh(self) -> None:
         """Look, unless another thread has begun to look since this call began: then use the result of that look, or
         raise its error. So many threads that are woken at once make one or two queries."""
@@ -293,7 +289,7 @@ class SqlTable(Source):
             self._looks += 1
             self._look_error = None
             try:
-                self._look()
+                self._ends.look()
             except LogError as error:
                 self._look_error = error
                 raise
@@ -307,7 +303,7 @@ class SqlTable(Source):
         while True:
             self._check_usable()
             with self._lock:
-                self._look()
+                self._ends.look()
                 if self._ends.settled.end or not self._ends.settled.is_waiting:
                     return self._ends.settled.end
             if time.monotonic() > until:
