@@ -16,7 +16,7 @@ from pxrs.errors import (
 from pxrs.hashing import xxh64
 from pxrs.log.contract import wait_for_messages
 from pxrs.sources import sql_table
-from pxrs.sources.sql_table import Settling
+from pxrs.sources.sql_table import SettledEnd
 from pxrs.testing.waiting import PATIENCE_S, aside, eventually
 from tests.integration.sql_table.tables import Place, ids_of
 
@@ -69,7 +69,7 @@ class TestCommitsOutOfOrder:
         slow.execute("INSERT INTO orders (account) VALUES ('slow')")
         postgres.insert("fast")
         waiting = aside(lambda: wait_for_messages(source, dict.fromkeys(range(4), 2), PATIENCE_S))
-        eventually(lambda: source._settling.is_waiting)
+        eventually(lambda: source._ends.settled.is_waiting)
         slow.rollback()
         assert waiting.result() == {xxh64(b"fast") % 4}
         assert ids_of(source, 2) == [3]
@@ -207,44 +207,44 @@ class TestCommitsOutOfOrder:
         assert all(ids == sorted(ids) for ids in seen.values())
 
 
-class TestSettling:
+class TestSettledEnd:
     def test_nobody_writing_is_settled_at_once(self) -> None:
-        settling = Settling()
-        settling.observe(5, frozenset(), 0.0)
-        assert (settling.end, settling.is_waiting) == (5, False)
+        settled = SettledEnd()
+        settled.observe(5, frozenset(), 0.0)
+        assert (settled.end, settled.is_waiting) == (5, False)
 
     def test_only_those_of_the_time_are_waited_for(self) -> None:
-        settling = Settling()
-        settling.observe(5, frozenset({"1/1"}), 0.0)
-        settling.observe(9, frozenset({"1/1", "2/1"}), 1.0)
-        assert settling.end == 0
-        settling.observe(12, frozenset({"2/1"}), 2.0)
-        assert (settling.end, settling.is_waiting) == (5, True)
-        settling.observe(12, frozenset({"1/2"}), 3.0)
-        assert settling.end == 12
+        settled = SettledEnd()
+        settled.observe(5, frozenset({"1/1"}), 0.0)
+        settled.observe(9, frozenset({"1/1", "2/1"}), 1.0)
+        assert settled.end == 0
+        settled.observe(12, frozenset({"2/1"}), 2.0)
+        assert (settled.end, settled.is_waiting) == (5, True)
+        settled.observe(12, frozenset({"1/2"}), 3.0)
+        assert settled.end == 12
 
     def test_who_prepares_is_waited_for_under_the_new_name_and_later_ones_are_not(self) -> None:
-        settling = Settling()
-        settling.observe(5, frozenset({"1/1"}), 0.0)
-        settling.observe(5, frozenset({"-1/700"}), 1.0)
-        assert settling.end == 0
-        settling.observe(5, frozenset({"-1/700", "-1/701"}), 2.0)
-        assert settling.end == 0
-        settling.observe(5, frozenset({"-1/701"}), 3.0)
-        assert settling.end == 5
+        settled = SettledEnd()
+        settled.observe(5, frozenset({"1/1"}), 0.0)
+        settled.observe(5, frozenset({"-1/700"}), 1.0)
+        assert settled.end == 0
+        settled.observe(5, frozenset({"-1/700", "-1/701"}), 2.0)
+        assert settled.end == 0
+        settled.observe(5, frozenset({"-1/701"}), 3.0)
+        assert settled.end == 5
 
     def test_a_delay_holds_back_what_was_seen(self) -> None:
-        settling = Settling(2.0)
-        settling.observe(5, frozenset(), 0.0)
-        settling.observe(9, frozenset(), 1.9)
-        assert settling.end == 0
-        settling.observe(9, frozenset(), 2.0)
-        assert settling.end == 5
-        settling.observe(9, frozenset(), 4.0)
-        assert settling.end == 9
+        settled = SettledEnd(2.0)
+        settled.observe(5, frozenset(), 0.0)
+        settled.observe(9, frozenset(), 1.9)
+        assert settled.end == 0
+        settled.observe(9, frozenset(), 2.0)
+        assert settled.end == 5
+        settled.observe(9, frozenset(), 4.0)
+        assert settled.end == 9
 
     def test_the_end_never_goes_back(self) -> None:
-        settling = Settling()
-        settling.observe(5, frozenset(), 0.0)
-        settling.observe(0, frozenset({"1/1"}), 0.0)
-        assert (settling.end, settling.is_waiting) == (5, False)
+        settled = SettledEnd()
+        settled.observe(5, frozenset(), 0.0)
+        settled.observe(0, frozenset({"1/1"}), 0.0)
+        assert (settled.end, settled.is_waiting) == (5, False)

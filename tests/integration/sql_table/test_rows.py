@@ -104,7 +104,7 @@ class TestGaps:
         assert wait_for_messages(source, {0: 0}, 0) == set()
 
     def test_a_quiet_partition_gets_on(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys.modules["pxrs.sources.sql_table.source"], "SKIP_S", 600.0)
+        monkeypatch.setattr(sys.modules["pxrs.sources.sql_table.partitioned"], "SKIP_S", 600.0)
         source = place.open(page_bytes=2000, cache_bytes=1)
         place.insert(*["busy"] * 500)
         quiet = (xxh64(b"busy") % 4 + 1) % 4

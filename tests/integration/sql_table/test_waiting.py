@@ -156,7 +156,7 @@ class TestMemory:
                     seen += batch.records.num_rows
                     positions[partition] = batch.next_offset
             peak = max(peak, pa.total_allocated_bytes() - before)
-            assert source._pages.size <= cache_bytes
+            assert source._rows.cached_bytes <= cache_bytes
         assert seen == self.ROWS
         assert peak < 3 * cache_bytes, f"{peak:,} bytes for a table of {self.ROWS * self.BYTES:,}"
         pages = self.ROWS * self.BYTES / page_bytes
