@@ -296,7 +296,7 @@ class Consumer:
         After a `seek` back it is larger than `position`. If the reply to a commit was lost it may be older than what is
         in the registry, until the next commit."""
         self._lifetime.check_process()
-        checkpoints = self._member.checkpoints()
+        checkpoints = self._member.session.checkpoints()
         return {lane.partition: checkpoints[lane] for lane in self._lanes.owned() if lane in checkpoints}
 
     @property
