@@ -3,9 +3,6 @@
 Nothing is created by a mistyped name: a topic exists once `create_topic` has made it, and asking for another name is an
 error. `close` goes from the users of the log and the registry to those two: queues; consumers, which still write
 checkpoints; producers, which still append; upkeep; sources; the log; the registry.
-
-This file is longer than others because it is the reference of the public operations, each with its documentation. The
-work is done in the modules that it calls.
 """
 
 from __future__ import annotations
@@ -37,6 +34,8 @@ LEASE_TTL_DEFAULT: Final = 10.0
 RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 """A hundred years. Far more could not be subtracted from the time of a message."""
 
+# Over the limit: this file is the reference of the public operations, each with its documentation. The work is done in
+# the modules that it calls.
 if TYPE_CHECKING:
     # Imported by the methods that need them: a process of Spark that opens a hub starts in half the time without them.
     from pxrs.consumer.consumer import Consumer
@@ -104,9 +103,9 @@ class Hub:
     Close it, by `close` or a `with` block. A hub that is dropped without that closes itself, with a ResourceWarning,
     when neither it nor a consumer, producer, transaction or handle that it made is referenced any more."""
 
-    # Longer than other classes, because a user finds every operation here, with its documentation. Each method checks
-    # its arguments and calls the module that does the work: `topics`, `hub_sources`, `belonging`, `upkeep`,
-    # `group.admin`, `queue.store`. The rest is the life of the hub: what refers to it, and in which order it closes.
+    # Over the limit: a user finds every operation here, with its documentation. Each method checks its arguments and
+    # calls the module that does the work: `topics`, `hub_sources`, `belonging`, `upkeep`, `group.admin`, `queue.store`.
+    # The rest is the life of the hub: what refers to it, and in which order it closes.
 
     def __init__(
         self,

@@ -57,10 +57,7 @@ KNOWN_BACK_ARROWS: set[str] = set()
 """`<importing module> -> <imported module>`."""
 
 KNOWN_CYCLES = {
-    "cli",
-    "group",
     "queue",
-    "testing.simulator",
 }
 """Packages among whose modules there are cycles."""
 

@@ -49,7 +49,7 @@ def descriptors() -> int:
 
 
 def is_at_rest(inbox: Consumer) -> bool:
-    work = inbox._member._scheduled
+    work = inbox._member.session.scheduled
     return inbox.assignment == [0] and work is not None and work.state is State.WAITING
 
 

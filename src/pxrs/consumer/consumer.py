@@ -79,6 +79,9 @@ class Consumer:
                       this process may not join groups there. A hub gives its own.
     """
 
+    # Over the limit: users find every operation here, with its documentation. Each method checks its arguments and
+    # calls the part that does the work; the package's page says which part that is.
+
     _events_type: type[GroupEvents] = GroupEvents
     """The class that receives the events of the member. Tests that record assignments with their epochs override it."""
 
@@ -109,7 +112,7 @@ class Consumer:
         topic_names: Callable[[], Mapping[str, str]] | None = None,
         home: Callable[[], Home | None] | None = None,
     ) -> None:
-        # Longer than other functions: 27 lines are the signature, and the rest builds the parts in the order in which
+        # Over the limit: 27 lines are the signature, and the rest builds the parts in the order in which
         # they depend on each other. `ConsumerOptions` repeats the signature, and a test compares the two.
         check_choices(ack, until, on_trimmed, name, start)
         prefetch_bytes = arguments.whole(InvalidGroup, "prefetch_bytes", prefetch_bytes, 1, 1 << 40)
@@ -293,7 +296,7 @@ class Consumer:
         After a `seek` back it is larger than `position`. If the reply to a commit was lost it may be older than what is
         in the registry, until the next commit."""
         self._lifetime.check_process()
-        checkpoints = self._member.checkpoints()
+        checkpoints = self._member.session.checkpoints()
         return {lane.partition: checkpoints[lane] for lane in self._lanes.owned() if lane in checkpoints}
 
     @property

@@ -133,7 +133,7 @@ class GroupEvents:
             return
         self._calling = threading.get_ident()
         try:
-            with self._member.blocking():
+            with self._member.session.blocking():
                 call()
         except Exception as error:  # noqa: BLE001 - raised where the user reads
             self._member.fail_later(error)
@@ -142,7 +142,7 @@ class GroupEvents:
 
 
 class EventRelay:
-    """The `Listener` that a member is given. It passes events on to a `GroupEvents` as long as that is there.
+    """The `MemberEvents` that a member is given. It passes events on to a `GroupEvents` as long as that is there.
 
     The relay is made before the member, and connected before the member is started."""
 

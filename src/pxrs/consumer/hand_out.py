@@ -165,7 +165,7 @@ class HandOut:
         if not all(lane.is_failed for lane in short):
             return False
         others = [number for number in range(self.source.partitions) if number not in owned]
-        if not self.member.are_meant_for_others(others):
+        if not self.member.session.are_meant_for_others(others):
             return False
         if short:
             raise PartitionsPaused(self.group, sorted(lane.partition for lane in short))

@@ -9,8 +9,8 @@ from typing import Final, Literal
 from pxrs import arguments
 from pxrs.consumer.runner import ON_ERROR, ErrorPolicy
 from pxrs.errors import InvalidGroup
-from pxrs.group.member import Timings
 from pxrs.group.positions import check_start
+from pxrs.group.timings import Timings
 from pxrs.log.contract import Source
 from pxrs.model import microseconds_of
 from pxrs.producer.producer import Producer

@@ -265,7 +265,7 @@ class Settling:
         Raises PartitionLost also for partitions that were lost before: the member's thread may have noticed first. Not
         in a callback, because the thread that reads is to get it."""
         if not is_callback:
-            with time_limit(self._member.registry.timeout_s):
+            with time_limit(self._member.session.registry.timeout_s):
                 self.is_held()
             with self._lanes.lock:
                 moved = self._finish_all() if self._apply(Event.COMMIT) is InHand.DONE else []

@@ -171,7 +171,7 @@ class _Loop:
     def take(self, lane: Lane, batch: Batch, connection: Connection) -> _Taken | None:
         """Begin a transaction and take messages in hand; None if that is not possible now."""
         hand_out, borrowed = self.hand_out, BorrowedConnection(connection, self.registry)
-        holding = self.member.holding(lane)
+        holding = self.member.session.holding(lane)
         if holding is None or not self.begin(borrowed):
             self.put_back(lane)
             return None
@@ -217,7 +217,7 @@ class _Loop:
         """Whether the checkpoint of the lane is known, and the lane may be handed out. After a lost reply: wait until
         the transaction in doubt is over, learn from the checkpoint what became of it, and return False once."""
         with self.member.procedure():
-            holding = self.member.holding(lane)
+            holding = self.member.session.holding(lane)
             if holding is None:
                 return False
             if holding.checkpoint_version is not None:
@@ -237,7 +237,7 @@ class _Loop:
         return False
 
     def _check_kinds(self, engine: Engine) -> SqlRegistry:
-        registry = self.member.registry
+        registry = self.member.session.registry
         if fault := fault_of_engine(engine, registry):
             raise InvalidGroup(fault)
         assert isinstance(registry, SqlRegistry)

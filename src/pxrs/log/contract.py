@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -245,22 +245,6 @@ class Source(ABC):
         gap. False if the source counts anew, or is an older copy than the checkpoint."""
         return offset <= self.end(partition)
 
-    def wait(
-        self,
-        positions: Mapping[int, int],
-        timeout: float | None = None,
-        is_over: Callable[[], bool] | None = None,
-    ) -> set[int]:
-        """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up.
-
-        is_over: asked before this thread sleeps and whenever `wake` is called; if it is true, the wait ends, empty.
-        For consumers, until they use `fetch`."""
-        return wait_for_messages(self, positions, timeout, is_over)
-
-    def wake(self) -> None:
-        """Have every call of `wait` in this process call its `is_over`. Consumers use `fetch` instead of the two."""
-        raise NotImplementedError
-
     @abstractmethod
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
@@ -270,24 +254,26 @@ def wait_for_messages(
     source: Source,
     positions: Mapping[int, int],
     timeout: float | None = None,
-    is_over: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
 ) -> set[int]:
-    """Wait until any of these partitions has messages from its offset on, and read nothing; those that have. Empty: the
-    time is up, or `is_over`, which is called after each look, was true. Unlike `Source.fetch` this waits for offsets
-    beyond the end too."""
+    """Wait until any of these partitions has messages from its offset on, and read nothing. Returns those that have;
+    none if the time is up or `cancel` was set. Unlike `Source.fetch` this waits for offsets beyond the end too.
+
+    timeout: in seconds; None for no limit, 0 to look once"""
     ready: set[int] = set()
 
     def look() -> bool:
         nonlocal ready
         chosen = source.readable(positions)
         ready = {number for number in chosen if source.has_gaps or source.end(number) > positions[number]}
-        return bool(ready) or (is_over is not None and is_over())
+        return bool(ready)
 
     wait_for(
         look,
         lambda callback: source.subscribe(positions, callback),
         timeout,
-        look_again_s=lambda: source.look_again_s(positions),
+        cancel,
+        lambda: source.look_again_s(positions),
     )
     return ready
 

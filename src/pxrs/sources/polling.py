@@ -62,10 +62,6 @@ class PollingSource(Source):
 
         return Subscription(end)
 
-    def wake(self) -> None:
-        """Make every waiting thread look now. For a subclass that also learns of changes in another way."""
-        self._subscribers.wake_all()
-
     def close(self) -> None:
         """Threads that wait get Closed. Idempotent."""
         if os.getpid() != self._pid:

@@ -16,7 +16,7 @@ What a hub is, and what it may do:
 | ELECTED | it holds the claim, and its lease lives | all |
 | CANDIDATE | another hub holds the claim, and that one's lease lives | none |
 | APART | its registry is not shared with others, cannot be reached, or is not the hub's | those without registry |
-| BARRED | this process may not write to the directory | none |
+| BARRED | this process may not write to the directory, or a server keeps the log (W4) | none |
 
 The janitor key's version is the fence: what the janitor writes about its rounds expects it and names the lease.
 """
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pxrs import disk
-from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError
+from pxrs.errors import Closed, Conflict, LeaseExpired, LogNotWritable, OutcomeUnknown, PxrsError
 from pxrs.hub_parts import HubParts
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
@@ -96,6 +96,9 @@ class Election:
     def stand(self) -> Standing:
         """Keep the claim, or take it if the janitor is gone. Returns the role of this hub until the next call."""
         parts = self._parts
+        if parts.log.is_kept_by_server:
+            kept = LogNotWritable(parts.url, f"{parts.url}: its server does the upkeep, and no client may")
+            return Standing(Role.BARRED, str(kept), kept)
         if parts.log.folder is None:
             return Standing(Role.SOLE)
         if (refusal := disk.write_refusal(parts.log.folder)) is not None:

@@ -104,7 +104,9 @@ class Janitor:
         self._wake.set()
 
     def start(self) -> None:
-        """Start the thread, which looks at once."""
+        """Start the thread, which looks at once. A client of a server, which does the upkeep, has none."""
+        if self._parts.log.is_kept_by_server:
+            return
         with self._guard:
             self._look_by = self._clock.now()
             self._start()

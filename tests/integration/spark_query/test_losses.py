@@ -261,9 +261,9 @@ def test_alone_a_repeated_batch_is_read_whole_or_not_at_all(hub: Hub) -> None:
 
 def lose(query: Query, number: int) -> None:
     """As the member finds out that somebody has taken a partition."""
-    with query.membership.member._mutex:
-        assert query.membership.member._protocol is not None
-        query.membership.member._protocol.lose(number)
+    with query.membership.member.session.mutex:
+        assert query.membership.member.session.protocol is not None
+        query.membership.member.session.protocol.lose(number)
 
 
 def put_checkpoint(hub: Hub, number: int, offset: int) -> None:

@@ -19,6 +19,7 @@ from pxrs.errors import (
 from pxrs.group.lag import Seen
 from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.hashing import xxh64
+from pxrs.log.contract import wait_for_messages
 from pxrs.sources import SqlTable
 from pxrs.sources.sql_table.source import PASSABLE_MAX
 from pxrs.testing.waiting import PATIENCE_S, eventually
@@ -61,10 +62,10 @@ class TestLag:
         shop.insert("busy", "busy")
         with shop.table(poll_s=600.0) as table:
             quiet = (xxh64(b"busy") + 1) % PARTITIONS
-            assert table.wait({quiet: 1}, PATIENCE_S) == {quiet}
+            assert wait_for_messages(table, {quiet: 1}, PATIENCE_S) == {quiet}
             (batch,) = table.read(quiet, 1)
             assert (batch.records.num_rows, batch.next_offset) == (0, 3)
-            assert table.wait({quiet: 3}, 0) == set()
+            assert wait_for_messages(table, {quiet: 3}, 0) == set()
 
     def test_a_source_that_cannot_be_reached_has_an_unknown_lag_and_says_why(self, shop: Shop, hub: pxrs.Hub) -> None:
         shop.insert("a")
@@ -166,7 +167,7 @@ class TestLag:
             until = time.monotonic() + PATIENCE_S
             ready: set[int] = set()
             while not ready and time.monotonic() < until:
-                ready = table.wait({quiet: 1}, 0) & table.wait({quiet: 2}, 0.01)
+                ready = wait_for_messages(table, {quiet: 1}, 0) & wait_for_messages(table, {quiet: 2}, 0.01)
             assert ready == {quiet}
             for offset in range(2000):
                 table._has_been_passable(quiet, offset, 10_000)

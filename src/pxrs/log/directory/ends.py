@@ -149,7 +149,3 @@ class Ends:
             self._subscribers.wake_all()
         else:
             self._subscribers.wake(partitions)
-
-    def wake_all(self) -> None:
-        """Call all callbacks, although no end has moved."""
-        self._subscribers.wake_all()

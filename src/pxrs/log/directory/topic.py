@@ -226,9 +226,6 @@ class DirectoryTopic(TopicLog):
                 "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
             ) from error
 
-    def wake(self) -> None:
-        self._ends.wake_all()
-
     def _watched_path(self, partition: int) -> str:
         """The file that is modified when the partition's published end moves, for the kernel to watch. That file may be
         missing, if this process may not make it: then the folder that it will be in."""

@@ -39,6 +39,7 @@ from pxrs.errors import AccessDenied, Closed, RegistryError, RegistryUnavailable
 from pxrs.registry.etcd.connection import Connection, Metadata
 from pxrs.registry.etcd.faults import Fault, Proof, fault_of
 from pxrs.registry.etcd.link import PAUSE_S_MAX, PAUSE_S_MIN, Link
+from pxrs.waiting import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,7 @@ class Stream:
                     for each in ranges.values():
                         self._outbox.put(each)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._follow_always, name="pxrs-etcd-watch", daemon=True)
-                    self._thread.start()
+                    self._thread = start_thread(self._follow_always, "pxrs-etcd-watch")
                 self._hurry.set()
                 while not all(each.was_live for each in ranges.values()):
                     failures = [each.failure for each in ranges.values() if each.failure is not None]

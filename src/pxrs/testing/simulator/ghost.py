@@ -1,15 +1,16 @@
-"""An observer of a simulation that sees every event, and checks the rules of groups after each of them.
+"""What really happened, kept beside the registry by one who sees everything; and the rules, held against it.
 
-The `Ghost` is informed of every write that the store accepts, of every message that is handed out or finished, and of
-every lane that a member gets. It does not rely on keys and versions, only on the order of these events.
+The ghost is told of every write that the store accepts, of every message that is handed out or finished, and of every
+lane that a member is given. It trusts no key and no version, only the order of these events.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from pxrs.group.lane import Lane
 from pxrs.group.records import (
     BY_HAND,
     Checkpoint,
@@ -27,15 +28,10 @@ from pxrs.group.snapshot import NOBODY
 from pxrs.registry.steps import Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
-if TYPE_CHECKING:
-    from pxrs.group.lane import Lane
-    from pxrs.testing.simulator.member import SimulatedMember
-
-
 ADMIN: Final = "admin"
-"""The name of the administrator in requests."""
+"""Who resets checkpoints."""
 RETENTION: Final = "retention"
-"""The name of the retention in requests."""
+"""Who moves a topic's start."""
 
 
 class Violation(AssertionError):
@@ -55,19 +51,19 @@ class Ghost:
         """The checkpoint at the moment of each claim, by epoch; None if there was none."""
         self.leader: Leader | None = None
         self.targets: dict[str, Target] = {}
-        """The targets as the leader has last written them, by incarnation."""
+        """By incarnation, as the leader has written them last."""
         self.taken: set[tuple[TopicPartition, int]] = set()
         """Epochs that were taken from a living owner, by a fence or a reset: it may not know for a while."""
         self.start: dict[TopicPartition, int] = {}
-        """The first offset of each partition that retention has left: messages before it may be gone."""
+        """Where retention has left each partition: what lies before it may be gone."""
         self.end: dict[TopicPartition, int] = {}
         self.end_at_first_join: dict[TopicPartition, int] = {}
         self.finished: dict[TopicPartition, set[int]] = {}
         self.next_out: dict[tuple[TopicPartition, int], int] = {}
         self.failures: set[str] = set()
-        """The failures whose pause was written. An administrator may have removed it since."""
+        """Those whose pause was written. An admin may have removed it since."""
         self.is_calm = False
-        """Whether nothing fails and no member is slow: then nothing may be fenced."""
+        """Nobody is slow and nothing fails: then nothing is fenced."""
         self.claims = self.commits = self.fences = self.handed = self.moves = 0
 
     # What the store accepts.
@@ -122,7 +118,7 @@ class Ghost:
                 raise Violation("G6 pinned once", f"{place} had {before} and was pinned at {checkpoint.offset}")
             self._not_skipped(place, checkpoint.offset)
         elif request.incarnation == ADMIN:
-            # What lies behind the new checkpoint has to be handed out and finished once more.
+            # What is behind it has to be handed out and finished once more.
             finished = self.finished.setdefault(place, set())
             self.finished[place] = {offset for offset in finished if offset < checkpoint.offset}
         else:
@@ -158,7 +154,7 @@ class Ghost:
         if owner.incarnation is not None:
             self._claimed(request, place, before, owner)
         elif before.incarnation != request.incarnation or self.keys.checkpoint(*place) not in write.put:
-            self._fenced(request, write, place, before)  # the leader itself may be slow
+            self._fenced(request, write, place, before)  # a leader may be the slow one itself
         self.owners[place] = owner
 
     def _claimed(self, request: Request, place: TopicPartition, before: Owner, owner: Owner) -> None:
@@ -238,7 +234,7 @@ class Ghost:
     def assigned(self, place: TopicPartition, epoch: int, offset: int) -> None:
         at_claim = self.at_claim[place, epoch]
         if self.owners[place].epoch != epoch:
-            pass  # the member was slow to read the checkpoint, and has lost the partition already
+            pass  # it was slow to read the checkpoint, and has lost the partition already
         elif at_claim is None:
             self._not_skipped(place, offset)
         elif offset != at_claim:
@@ -257,13 +253,15 @@ class Ghost:
     def finish(self, place: TopicPartition, offset: int) -> None:
         self.finished.setdefault(place, set()).add(offset)
 
-    def check_owners(self, members: Iterable[SimulatedMember]) -> None:
-        """Check that at most one member acts as the owner of a partition, except members from which it was taken."""
-        seen: dict[TopicPartition, SimulatedMember] = {}
-        for member in members:
-            for place, lane in member.acting():
-                if (place, lane.epoch) in self.taken:
-                    continue
-                if place in seen:
-                    raise Violation("X3 one owner", f"{place}: {seen[place]} and {member} act as its owner")
-                seen[place] = member
+    def check_owners(self, acting: Iterable[tuple[object, TopicPartition, Lane]]) -> None:
+        """At most one member acts as the owner of a partition. A member from which the partition was taken does not
+        count: it may not know that yet, and its commits are fenced.
+
+        acting: which member acts as the owner of which partition."""
+        seen: dict[TopicPartition, object] = {}
+        for member, place, lane in acting:
+            if (place, lane.epoch) in self.taken:
+                continue
+            if place in seen:
+                raise Violation("X3 one owner", f"{place}: {seen[place]} and {member} act as its owner")
+            seen[place] = member
