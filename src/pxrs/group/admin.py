@@ -187,9 +187,9 @@ class GroupHandle:
         expects its owner's old version, a target its leader's, a claim and a start need a lease that lives, and
         what an administrator writes expects the owner too. A partition that nobody has owned gets its owner key now.
 
-        force: also while members are there. They are fenced, join again as new members and start anew; so does one
-        that joins at this moment. Raises UnknownGroup, GroupActive, and GroupError if the group does not read the
-        topic.
+        force: also while members are there. Their keys are deleted, so they join again as new members and start anew;
+        so does one that joins at this moment. Raises UnknownGroup, GroupActive, and GroupError if the group does not
+        read the topic.
         """
         arguments.flag(InvalidGroup, "force", force)
         state = self._reader.read_there()
@@ -201,7 +201,8 @@ class GroupHandle:
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
         self._change(lambda: Guard(self._keys), lambda _: gone, "delete", force=True)
         # In this order: a member that joins before `starts` is reset may assume that every partition has a checkpoint,
-        # and is then fenced; a member that joins later reads the checkpoints, which are all gone.
+        # but its key is deleted below, so that it joins anew; a member that joins later reads the checkpoints, which
+        # are all gone.
         for topic in sorted({topic for topic, _ in gone} | {member.topic for member in state.members.values()}):
             self._registry.commit(put={self._keys.starts(topic): Pinned().dump()})
         state = self._reader.read().only(ids)
