@@ -47,8 +47,8 @@ class HookedRegistry(MemoryRegistry):
         return versions
 
 
-class Place:
-    """A store in memory, and hubs on it, each as a process of its own would have it."""
+class SharedStore:
+    """A store in memory, and the hubs that share it, each as a process of its own would have it."""
 
     def __init__(self, stack: ExitStack, store: MemoryStore) -> None:
         self.store = store
