@@ -64,7 +64,6 @@ KNOWN_CYCLES = {
 KNOWN_UNDERSCORES = {
     "queue.combine",
     "queue.transaction",
-    "testing.hooked",
     "testing.queue_worker",
 }
 """Modules that use underscore names of other modules."""

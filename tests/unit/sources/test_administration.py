@@ -21,7 +21,7 @@ from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.hashing import xxh64
 from pxrs.log.contract import wait_for_messages
 from pxrs.sources import SqlTable
-from pxrs.sources.sql_table.source import PASSABLE_MAX
+from pxrs.sources.sql_table.partitioned import PASSABLE_MAX
 from pxrs.testing.waiting import PATIENCE_S, eventually
 from tests.unit.sources.shop import PARTITIONS, Shop, handle_all
 
@@ -170,8 +170,8 @@ class TestLag:
                 ready = wait_for_messages(table, {quiet: 1}, 0) & wait_for_messages(table, {quiet: 2}, 0.01)
             assert ready == {quiet}
             for offset in range(2000):
-                table._has_been_passable(quiet, offset, 10_000)
-            assert len(table._passable) <= PASSABLE_MAX
+                table._passable.has_been(quiet, offset, 10_000)
+            assert len(table._passable._since) <= PASSABLE_MAX
 
     def test_a_group_of_another_hub_has_no_lag_of_0(self, shop: Shop, tmp_path: Path) -> None:
         registry = f"sqlite:///{tmp_path}/registry.db"
