@@ -51,8 +51,8 @@ class PollingSource(Source):
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
         chosen = tuple(partitions)
         self.check_usable(chosen)
+        self._poller.need()  # first: it raises if no thread can be started
         added = self._subscribers.add(chosen, callback)
-        self._poller.need()
 
         def end() -> None:
             added.close()

@@ -82,8 +82,8 @@ class Ends:
             if not self._is_watched[number]:
                 with self._locks[number]:
                     self._watch(number)
+        self._tailer.thread.need()  # first: it raises if no thread can be started
         added = self._subscribers.add(chosen, callback)
-        self._tailer.thread.need()
 
         def end() -> None:
             added.close()

@@ -208,8 +208,8 @@ class SqlTable(Source):
             self._check_usable(partition)
         if self._listener is not None:
             self._listener.start()
+        self._poller.need()  # first: it raises if no thread can be started
         added = self._subscribers.add(chosen, callback)
-        self._poller.need()
 
         def end() -> None:
             added.close()
