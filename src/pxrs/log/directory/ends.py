@@ -84,10 +84,10 @@ class Ends:
             if not self._is_watched[number]:
                 with self._locks[number]:
                     self._watch(number)
-        added = self._subscribers.add(chosen, callback)
         if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
-            return added
-        self._tailer.thread.need()
+            return self._subscribers.add(chosen, callback)
+        self._tailer.thread.need()  # first: it raises if no thread can be started
+        added = self._subscribers.add(chosen, callback)
 
         def end() -> None:
             added.close()

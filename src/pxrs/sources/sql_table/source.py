@@ -196,10 +196,10 @@ class SqlTable(Source):
             self._check_usable(partition)
         if self._listener is not None:
             self._listener.start()
-        added = self._subscribers.add(chosen, callback)
         if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
-            return added
-        self._poller.need()
+            return self._subscribers.add(chosen, callback)
+        self._poller.need()  # first: it raises if no thread can be started
+        added = self._subscribers.add(chosen, callback)
 
         def end() -> None:
             added.close()
