@@ -39,6 +39,7 @@ from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.memory import MemoryLog
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher, fingerprint
+from pxrs.publishing.membership import Membership
 from pxrs.publishing.planning import Span, Spans
 from pxrs.publishing.query import Query
 from pxrs.publishing.staging.directory import DirectoryStaging
@@ -109,6 +110,40 @@ def test_a_query_keeps_its_hub_though_no_other_process_does(tmp_path: Path, monk
         until(lambda: hub.upkeep().janitor.endswith(f":{os.getpid()}"))
         stream.stop()
         assert hub.upkeep().janitor == ""
+
+
+def test_lanes_are_not_read_before_they_are_placed(hub: Hub) -> None:
+    """A lease was lost and the partitions claimed again: the new lanes are at the group's checkpoints, which may lie
+    before what Spark has finished."""
+    with join_query(hub, OPTIONS) as query:
+        membership = query.membership
+        end, _ = run_batch(query, {})
+        query.finish(end)
+        assert membership.placed_lanes() is not None
+        membership.lanes_assigned(list(membership.lanes.values()))
+        assert membership.placed_lanes() is None
+        assert len(membership.take_unplaced()) == 4
+        assert membership.placed_lanes() is not None
+
+
+@pytest.mark.parametrize("is_leased", [True, False])
+def test_checkpoints_that_cannot_be_written_end_a_query_only_while_its_lease_lives(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, is_leased: bool
+) -> None:
+    """Without a lease, the lanes are over anyway: the next ones are placed by what Spark has finished."""
+
+    def away() -> None:
+        raise RegistryUnavailable("away")
+
+    with join_query(hub, OPTIONS) as query, monkeypatch.context() as patch:
+        patch.setattr(Membership, "is_leased", property(lambda _: is_leased))
+        patch.setattr(query.membership, "lease_s", 0.0)
+        patch.setattr(query.membership.member, "commit", away)
+        if is_leased:
+            with pytest.raises(RegistryUnavailable, match="Start the query again"):
+                query.membership.commit()
+        else:
+            query.membership.commit()
 
 
 def test_s2_what_spark_has_finished_is_the_groups_checkpoint(hub: Hub) -> None:
