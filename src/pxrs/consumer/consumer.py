@@ -252,7 +252,7 @@ class Consumer:
         """How many partitions have messages that were handed out and are not done."""
         return self._settling.partitions_in_hand()
 
-    def hold_for(self, transaction: QueueTransaction) -> None:
+    def enlist_in(self, transaction: QueueTransaction) -> None:
         """Let a transaction decide about what was handed out so far: it is done when the transaction is committed, and
         handed out again if the transaction is rolled back. What is handed out later is not part of it."""
         self._lifetime.check_usable()
@@ -262,7 +262,7 @@ class Consumer:
         self._settling.hold(transaction)
 
     def commit_with(self, write: CommitMore) -> dict[str, int]:
-        """Write the checkpoint of what a transaction has (`hold_for`), in one commit with what `write` adds."""
+        """Write the checkpoint of what a transaction has (`enlist_in`), in one commit with what `write` adds."""
         self._lifetime.check_usable()
         self._settling.check_possible(Event.CHECKPOINT)
         if self._events.is_in_callback:

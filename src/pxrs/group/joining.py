@@ -209,11 +209,11 @@ class Joining(Incarnation):
             found = yield Scan(self.keys.checkpoints_of(topic))
             there = {partition_of(entry.key)[1] for entry in found}
             missing = [number for number in range(self.member.partitions) if number not in there]
-            is_told = True
+            is_named = True
             if self.foreign is not None:
-                is_told, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, found)
+                is_named, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, found)
                 put[self.foreign.key] = self.foreign.read.dump()
-            if not missing and is_told:
+            if not missing and is_named:
                 return
             try:
                 yield from self._pin_missing(missing, starts, expect, put)
