@@ -198,7 +198,7 @@ class BackgroundThread:
     def __init__(
         self, name: str, step: Callable[[], object], interrupt: Callback, on_end: Callback | None = None
     ) -> None:
-        """step:      waits for a change and tells of it; may return at any time, and must return after `interrupt`
+        """step:      waits for a change and reports it; may return at any time, and must return after `interrupt`
         on_end:    called once, when this is closed and the thread, if there is one, does not run any more"""
         self._name, self._step, self._interrupt, self._on_end = name, step, interrupt, on_end
         self._changed = threading.Condition(threading.Lock())

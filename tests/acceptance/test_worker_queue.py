@@ -281,7 +281,7 @@ GIVEN = {"on-error": "retry", "retries": "3", "start": "latest", "assignor": "ra
                 2,
                 f"--{name} is for topics and their groups: leave it out with --queue",
             )
-            for name in (option.replace("_", "-") for option in worker.OF_GROUPS)
+            for name in (option.replace("_", "-") for option in worker.GROUP_OPTIONS)
         ),
         ((), 2, "give --topic and --group, or --queue"),
         (("--topic", "t"), 2, "give --topic and --group, or --queue"),

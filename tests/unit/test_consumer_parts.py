@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from pxrs.group.lane import Lane
 from pxrs.hub import Hub
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Fetched
-from pxrs.testing.waiting import eventually
+from pxrs.testing.waiting import aside, eventually
 from pxrs.waiting import Cancel
 
 BOUND_S = 30.0
@@ -276,6 +277,27 @@ def test_every_announcement_reaches_who_took_the_change_before() -> None:
             thread.join(BOUND_S)
         assert change.is_set
         assert seen.is_set or seen is changes.next_change
+
+
+def test_two_announcements_at_once_exchange_different_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = Changes()
+    second: list[Future[None]] = []
+    seen: list[Cancel] = []
+
+    class Slow(Cancel):
+        """Made by the first announcement, which a second one tries to overtake."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            if not second:
+                second.append(aside(changes.announce))
+                wait(second, timeout=0.2)  # unless the lock keeps the second one waiting
+                seen.append(changes.next_change)
+
+    monkeypatch.setattr("pxrs.consumer.changes.Cancel", Slow)
+    changes.announce()
+    second[0].result(BOUND_S)
+    assert seen[0].is_set, "whoever has taken it would wait for ever"
 
 
 def test_readable_begins_with_another_lane_each_time_and_leaves_out_what_has_not_arrived() -> None:

@@ -612,6 +612,18 @@ def test_staged_files_that_no_manifest_names_are_removed_after_a_day(place: Plac
     assert not gone.parents[2].exists(), "of a topic that was deleted"
 
 
+def test_what_was_committed_for_a_deleted_topic_a_short_while_ago_stays(place: Place) -> None:
+    """The driver that has committed it may be about to finish it, and to tell that the topic is gone."""
+    hub = place.hub()
+    gone = staged(place.folder, "0" * 32, 1, 2 * DAY_S)
+    for path in (gone.parents[1], gone.parents[2]):
+        os.utime(path, (0, 0))
+    written = {"batch": 1, "files": [gone.name], "at": time.time()}
+    hub.registry.commit(put={f"spark/{'0' * 32}/query": json.dumps(written).encode()})
+    assert hub.run_upkeep().errors == {}
+    assert gone.exists()
+
+
 def test_staged_files_stay_while_it_is_not_on_record_which_registry_has_the_manifests(tmp_path: Path) -> None:
     """A driver has committed its batch in a registry that this process does not know."""
     place = Place(tmp_path / "data")

@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="SOURCE", help="The source's name.")]
 
 
-# Longer than other functions: Typer reads every option and its help from the signature.
+# Over the limit: Typer makes the options and their help from the signature, which is most of the function.
 @app.command()
 def add(
     name: Name,

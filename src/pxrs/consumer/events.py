@@ -1,4 +1,4 @@
-"""What the member tells a consumer, and the user's callbacks that follow from it.
+"""Events of the member, and the user's callbacks that follow from them.
 
 The member calls `GroupEvents` in the middle of its procedures, on the thread that holds the member's mutex (mostly the
 member's own). So each event only changes the lanes and queues a notice. The user's callbacks, which may call the

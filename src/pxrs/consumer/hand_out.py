@@ -98,8 +98,8 @@ class HandOut:
         self._check()
         if self.member.is_away and not any(lane.is_lost for lane in busy):
             self.member.come_back()
-        # By number: a partition that was lost and claimed again waits for the handler that has a message of the old
-        # lane.
+        # Compare the numbers: a partition that was lost and claimed again waits for the handler that has a message of
+        # the old lane.
         numbers = {lane.partition for lane in busy}
         lanes = [lane for lane in self.readable() if lane.partition not in numbers] if count > 0 else []
         found: list[tuple[Lane, Batch]] = []

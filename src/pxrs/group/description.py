@@ -71,24 +71,26 @@ class MemberDescription:
     pid: int
     topic: str
     since: float
-    """Wall-clock seconds of its own machine."""
+    """When the member joined, in wall-clock seconds of its own machine."""
     partitions: int
-    """How many it owns."""
+    """How many partitions the member owns."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionDescription:
     topic: str
-    """Its name, or its id if nobody knows the name any more."""
+    """The name of the topic, or its id if the name is not known any more."""
     topic_id: str
     partition: int
     owner: str | None
-    """The incarnation that has it; None if it is free."""
+    """The incarnation that owns the partition; None if it is free."""
     owner_name: str | None
     is_owner_there: bool
-    """False also if the owner is dead and nobody has claimed it since."""
+    """Whether the owner is there. False also if the owner is gone and no other member has claimed the partition
+    since."""
     target: str | None
-    """The incarnation that it is meant for; None if that is gone, and the leader has yet to choose another."""
+    """The incarnation that the partition is meant for; None if that is gone and the leader has not chosen another one
+    yet."""
     epoch: int
     checkpoint: int | None
     """The offset of the next message to read."""
@@ -122,17 +124,17 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    """What a group was doing while it was looked at; not one moment's picture (R1)."""
+    """A group as it was while it was read; not at one moment (R1)."""
 
     name: str
     generation: int
-    """Of the targets: it rises with every rebalance."""
+    """The generation of the targets. It rises with every rebalance."""
     leader: str | None
-    """An incarnation that is there."""
+    """The incarnation of the leader, if that is there."""
     members: tuple[MemberDescription, ...]
     partitions: tuple[PartitionDescription, ...]
     topics: tuple[TopicLag, ...]
-    """How far the group is behind in each topic and source that it reads."""
+    """The lag in each topic and source that the group reads."""
 
     @property
     def lag(self) -> int | None:
@@ -263,7 +265,7 @@ def place_text(row: PartitionDescription) -> str:
 
 
 def pause_text(row: PartitionDescription) -> str:
-    """At which message a paused partition stands, and what its handler raised."""
+    """The message at which a partition is paused, and what its handler raised."""
     assert row.paused is not None
     what = "is about to skip" if row.paused.skip else "is paused at"
     return f"{what} offset {row.paused.offset}: {printable(row.paused.error)}"

@@ -171,7 +171,7 @@ class Renewer:
     def _act(self, renewals: Renewals, lease: Lease, now: float) -> None:
         if not lease.alive:
             renewals.state = State.STOPPED
-            if lease.deadline > float("-inf"):  # else it was ended, and whoever ended it knows
+            if lease.deadline > float("-inf"):  # otherwise it was ended, and whoever ended it knows
                 self._hand_over(f"lease {lease.id} could not be renewed before its deadline")
             return
         if renewals.state is State.RUNNING or lease.is_abandoned:

@@ -45,8 +45,8 @@ class Feed(ABC):
 
     @abstractmethod
     def put(self, values: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Store these messages, each readable when this returns; the partition and offset of each. Sixteen messages,
-        stored by one call or by one call each, must come into several partitions."""
+        """Store these messages, each readable when this returns. Returns the partition and offset of each. Sixteen
+        messages, stored by one call or by one call each, must be spread over several partitions."""
 
     @abstractmethod
     def trim(self, partition: int, offset: int) -> None:
@@ -75,7 +75,8 @@ def ends_of(source: Source) -> dict[int, int]:
 def fetch_all(
     source: Source, positions: Mapping[int, int], count: int, max_bytes: int = READ_BYTES_DEFAULT
 ) -> dict[tuple[int, int], bytes]:
-    """So many messages from these positions on, by partition and offset. Checks that each comes once and in order."""
+    """Fetch this number of messages from these positions on, by partition and offset. Checks that each comes once and
+    in order."""
     places = dict(positions)
     found: dict[tuple[int, int], bytes] = {}
     until = time.monotonic() + PATIENCE_S

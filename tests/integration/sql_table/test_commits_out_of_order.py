@@ -14,8 +14,9 @@ from pxrs.errors import (
     ReadFailed,
 )
 from pxrs.hashing import xxh64
+from pxrs.log.contract import wait_for_messages
 from pxrs.sources import sql_table
-from pxrs.sources.sql_table import Settling
+from pxrs.sources.sql_table import SettledEnd
 from pxrs.testing.waiting import PATIENCE_S, aside, eventually
 from tests.integration.sql_table.tables import Place, ids_of
 
@@ -33,7 +34,7 @@ class TestCommitsOutOfOrder:
         fast.commit()
         assert postgres.ids() == [1, 3]
         assert (source.end(0), ids_of(source)) == (2, [1])
-        assert source.wait(dict.fromkeys(range(4), 2), 0.1) == set()
+        assert wait_for_messages(source, dict.fromkeys(range(4), 2), 0.1) == set()
         slow.commit()
         assert ids_of(source, 2) == [2, 3]
 
@@ -67,8 +68,8 @@ class TestCommitsOutOfOrder:
         slow = postgres.session()
         slow.execute("INSERT INTO orders (account) VALUES ('slow')")
         postgres.insert("fast")
-        waiting = aside(lambda: source.wait(dict.fromkeys(range(4), 2), PATIENCE_S))
-        eventually(lambda: source._settling.is_waiting)
+        waiting = aside(lambda: wait_for_messages(source, dict.fromkeys(range(4), 2), PATIENCE_S))
+        eventually(lambda: source._ends.settled.is_waiting)
         slow.rollback()
         assert waiting.result() == {xxh64(b"fast") % 4}
         assert ids_of(source, 2) == [3]
@@ -191,7 +192,7 @@ class TestCommitsOutOfOrder:
         def read() -> None:
             positions = dict.fromkeys(range(4), 0)
             while not (is_done.is_set() and all(positions[p] >= source.end(p) for p in positions)):
-                for partition in source.wait(positions, 0.05) or positions:
+                for partition in wait_for_messages(source, positions, 0.05) or positions:
                     for batch in source.read(partition, positions[partition]):
                         seen[partition] += batch.offsets.to_pylist()
                         positions[partition] = batch.next_offset
@@ -206,44 +207,44 @@ class TestCommitsOutOfOrder:
         assert all(ids == sorted(ids) for ids in seen.values())
 
 
-class TestSettling:
+class TestSettledEnd:
     def test_nobody_writing_is_settled_at_once(self) -> None:
-        settling = Settling()
-        settling.observe(5, frozenset(), 0.0)
-        assert (settling.end, settling.is_waiting) == (5, False)
+        settled = SettledEnd()
+        settled.observe(5, frozenset(), 0.0)
+        assert (settled.end, settled.is_waiting) == (5, False)
 
     def test_only_those_of_the_time_are_waited_for(self) -> None:
-        settling = Settling()
-        settling.observe(5, frozenset({"1/1"}), 0.0)
-        settling.observe(9, frozenset({"1/1", "2/1"}), 1.0)
-        assert settling.end == 0
-        settling.observe(12, frozenset({"2/1"}), 2.0)
-        assert (settling.end, settling.is_waiting) == (5, True)
-        settling.observe(12, frozenset({"1/2"}), 3.0)
-        assert settling.end == 12
+        settled = SettledEnd()
+        settled.observe(5, frozenset({"1/1"}), 0.0)
+        settled.observe(9, frozenset({"1/1", "2/1"}), 1.0)
+        assert settled.end == 0
+        settled.observe(12, frozenset({"2/1"}), 2.0)
+        assert (settled.end, settled.is_waiting) == (5, True)
+        settled.observe(12, frozenset({"1/2"}), 3.0)
+        assert settled.end == 12
 
     def test_who_prepares_is_waited_for_under_the_new_name_and_later_ones_are_not(self) -> None:
-        settling = Settling()
-        settling.observe(5, frozenset({"1/1"}), 0.0)
-        settling.observe(5, frozenset({"-1/700"}), 1.0)
-        assert settling.end == 0
-        settling.observe(5, frozenset({"-1/700", "-1/701"}), 2.0)
-        assert settling.end == 0
-        settling.observe(5, frozenset({"-1/701"}), 3.0)
-        assert settling.end == 5
+        settled = SettledEnd()
+        settled.observe(5, frozenset({"1/1"}), 0.0)
+        settled.observe(5, frozenset({"-1/700"}), 1.0)
+        assert settled.end == 0
+        settled.observe(5, frozenset({"-1/700", "-1/701"}), 2.0)
+        assert settled.end == 0
+        settled.observe(5, frozenset({"-1/701"}), 3.0)
+        assert settled.end == 5
 
     def test_a_delay_holds_back_what_was_seen(self) -> None:
-        settling = Settling(2.0)
-        settling.observe(5, frozenset(), 0.0)
-        settling.observe(9, frozenset(), 1.9)
-        assert settling.end == 0
-        settling.observe(9, frozenset(), 2.0)
-        assert settling.end == 5
-        settling.observe(9, frozenset(), 4.0)
-        assert settling.end == 9
+        settled = SettledEnd(2.0)
+        settled.observe(5, frozenset(), 0.0)
+        settled.observe(9, frozenset(), 1.9)
+        assert settled.end == 0
+        settled.observe(9, frozenset(), 2.0)
+        assert settled.end == 5
+        settled.observe(9, frozenset(), 4.0)
+        assert settled.end == 9
 
     def test_the_end_never_goes_back(self) -> None:
-        settling = Settling()
-        settling.observe(5, frozenset(), 0.0)
-        settling.observe(0, frozenset({"1/1"}), 0.0)
-        assert (settling.end, settling.is_waiting) == (5, False)
+        settled = SettledEnd()
+        settled.observe(5, frozenset(), 0.0)
+        settled.observe(0, frozenset({"1/1"}), 0.0)
+        assert (settled.end, settled.is_waiting) == (5, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -26,3 +28,14 @@ def end(process: subprocess.Popen[bytes], reader: threading.Thread, wait_s: floa
 def last_words(errors: Path) -> str:
     """The last line of the standard error of the process."""
     return (errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+
+
+def end_with_input() -> None:
+    """Have this process get SIGTERM when its standard input ends: the demo closes the pipe, or has died."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

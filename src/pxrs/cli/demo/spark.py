@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +35,8 @@ ARCHIVE: Final = "archive"
 CORES: Final = 2
 STOP_S: Final = 20.0
 _FILE: Final = "shop.py"
+_CODE: Final = "from pxrs.cli.app import main; from pxrs.cli.demo.child import end_with_input; end_with_input(); main()"
+"""What the process runs: the command line, which ends as by SIGTERM when the demo closes the pipe to it."""
 _SETTINGS: Final = {
     "spark.sql.shuffle.partitions": "1",
     # A short run gains more from code that is compiled soon than from code that is compiled well.
@@ -73,8 +74,7 @@ class Spark:
         self._hub, self._folder = hub, folder
         self._errors = folder / "spark.stderr"
         shutil.copyfile(Path(__file__).with_name("pipelines.py"), folder / _FILE)
-        code = "from pxrs.cli.demo.spark import main; main()"
-        self._command = [sys.executable, "-c", code, "pipeline", "run", _FILE, "--at", hub.url, "--json"]
+        self._command = [sys.executable, "-c", _CODE, "pipeline", "run", _FILE, "--at", hub.url, "--json"]
         self._command += ["--master", f"local[{CORES}]"]
         for setting in _SETTINGS.items():
             self._command += ["--conf", "=".join(setting)]
@@ -180,15 +180,3 @@ def committed_files(folder: Path) -> list[Path]:
         for line in log.read_text().splitlines()[1:]:
             found.add(Path(unquote(urlparse(json.loads(line)["path"]).path)))
     return sorted(found)
-
-
-def main() -> None:
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    from pxrs.cli.app import main as run
-
-    threading.Thread(target=watch, daemon=True).start()
-    run()

@@ -112,6 +112,8 @@ class Stream:
                     if failures:
                         raise failures[0]
                     self._check_open()
+                    if any(each.is_removed for each in ranges.values()):
+                        raise Closed("the watch was closed while it was made")
                     if not self._lock.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
                         raise self._failure or RegistryUnavailable("etcd did not confirm a watch in time")
         except BaseException:
@@ -151,6 +153,7 @@ class Stream:
             if self._ranges.get(key) is watched:
                 del self._ranges[key]
             watched.is_removed, watched.is_live = True, False
+            self._lock.notify_all()  # the thread that waits in `open` for this range
             if watched.id is not None:
                 self._by_id.pop(watched.id, None)
                 if self._outbox is not None:

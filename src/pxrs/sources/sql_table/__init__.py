@@ -7,7 +7,7 @@ The problem: a transaction draws an id before it commits. Row 6 may be visible w
 open, and a reader that goes on at 7 would never see row 5.
 
 Invariants:
-- Nothing at or behind the *settled end* is handed out; before it no new row can appear. `Settling` computes it from
+- Nothing at or behind the *settled end* is handed out; before it no new row can appear. `SettledEnd` computes it from
   what the database tells.
 - A range of ids is read once for all partitions and split by partition; these pages are kept in a cache of bounded
   size. A page has at most `page_bytes` and a few more rows.
@@ -29,14 +29,14 @@ from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
 from pxrs.model import PARTITIONS_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
 from pxrs.sources.sql_table.identity import Meaning, checked_id, has_misplaced_secret
 from pxrs.sources.sql_table.pages import Stretch
-from pxrs.sources.sql_table.settling import Settling
+from pxrs.sources.sql_table.settled_end import SettledEnd
 from pxrs.sources.sql_table.source import SqlTable
 from pxrs.sources.sql_table.table import Columns
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Engine
 
-__all__ = ["Settling", "SqlTable", "Stretch", "sql_table"]
+__all__ = ["SettledEnd", "SqlTable", "Stretch", "sql_table"]
 
 PAGE_BYTES_DEFAULT: Final = 4 << 20
 CACHE_BYTES_DEFAULT: Final = 32 << 20
@@ -45,6 +45,7 @@ CONNECT_S_MAX: Final = 10
 _DRIVERS: Final = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
 
 
+# Over the limit: two thirds are the settings of a table and what each of them means.
 def sql_table(
     url_or_engine: str | Engine,
     table: str,

@@ -7,22 +7,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
-import pyarrow as pa
-
 from pxrs.errors import Closed, InvalidRecord, InvalidTopic, LogError, OffsetOutOfRange, ReadFailed, UsedAfterFork
-from pxrs.hashing import hash_named
-from pxrs.log.batch import SCHEMA, Batch
+from pxrs.log.batch import Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, Source
 from pxrs.model import Topic
+from pxrs.sources.sql_table.ends import TableEnds
 from pxrs.sources.sql_table.identity import Meaning, identify, public_url
 from pxrs.sources.sql_table.listener import Listener
-from pxrs.sources.sql_table.pages import Page, Pages, Stretch, append, cut
-from pxrs.sources.sql_table.settling import Settling
-from pxrs.sources.sql_table.table import Columns, Row, Rows, Table
+from pxrs.sources.sql_table.pages import Stretch, append, cut
+from pxrs.sources.sql_table.partitioned import PartitionedRows, PassablePositions
+from pxrs.sources.sql_table.table import Columns, Table
 from pxrs.waiting import BackgroundThread, Callback, Subscribers, Subscription
 from pxrs.wording import counted
 
@@ -39,16 +37,8 @@ FIRST_END_S_MAX: Final = 10.0
 FIRST_LOOK_S: Final = 0.02
 SKIP_IDS: Final = 10_000
 """`readable` returns a partition without messages if its position can pass this number of ids of other partitions."""
-SKIP_S: Final = 1.0
-"""`readable` returns a partition without messages if its position could pass some ids of other partitions for this
-time. So the checkpoint of a partition without messages follows the others, and a group that has handled everything has
-no lag."""
-PASSABLE_MAX: Final = 1024
-"""How many positions are remembered to measure `SKIP_S`; if there are more, the oldest is forgotten and measured anew.
-"""
 CLOSE_S_MAX: Final = 5.0
 """How long `close` waits for a query of the polling thread."""
-_PAGE_OVERHEAD: Final = 1024
 
 
 class SqlTable(Source):
@@ -75,7 +65,6 @@ class SqlTable(Source):
     ) -> None:
         """topic: has the name, partition count and partitioner, and the id if the user gave one."""
         self.name, self.partitions = topic.name, topic.partitions
-        self._hash = hash_named(topic.partitioner)
         self._table = Table(engine, table, columns, self.name)
         tells_writers, resolved = self._table.check(settle_s)
         known = identify(engine.url, resolved, meaning, identity, topic.id or None)
@@ -90,22 +79,18 @@ class SqlTable(Source):
         # Held during each query: what one thread reads, the other threads find in the cache.
         self._lock = threading.RLock()
         self._looks = 0
-        """How many calls of `_look` have begun. Guarded by `_lock`."""
+        """How many calls of `_refresh` have begun. Guarded by `_lock`."""
         self._look_error: LogError | None = None
-        """The error of the last call of `_look`; None if it succeeded."""
-        self._settling = Settling(settle_s)
-        self._visible_end = 0
-        self._drawn_end: int | None = None
-        self._pages = Pages(cache_bytes)
-        self._empty: dict[int, tuple[int, int]] = {}
-        self._passable: dict[tuple[int, int], float] = {}
-        """Positions, as (partition, offset), that could pass ids of other partitions, and since when, on the monotonic
-        clock. Readers of one partition may be at different offsets. At most `PASSABLE_MAX`."""
+        """The error of the last look; None if it succeeded."""
+        self._rows = PartitionedRows(self._table, self.partitions, topic.partitioner, page_bytes, cache_bytes)
+        self._passable = PassablePositions(self.partitions)
         self._subscribers = Subscribers()
         self._announced = (0, 0)
         """The settled end and the visible end as they were when the subscribers were last woken."""
         self._may_be_news = threading.Event()
-        """Set by a notification of the database, and by `close`: the polling thread looks at once."""
+        """Set by a notification of the database, by `close`, and by `_ends` when the polling thread must look more
+        often: it looks at once."""
+        self._ends = TableEnds(self._table, settle_s, on_waiting=self._may_be_news.set)
         self._closing = threading.Event()
         self._poller = BackgroundThread("pxrs-table-poller", self._poll, self._may_be_news.set)
         """The polling thread, which looks at the table for everyone who waits."""
@@ -140,33 +125,33 @@ class SqlTable(Source):
         self._check_usable()
         with self._lock:
             first = self._table.first_id()
-            self._visible_end, self._drawn_end = self._table.visible_end(), None
-            return [(self._visible_end if first is None else first, self._visible_end)] * self.partitions
+            self._ends.look_at_visible()
+            return [(self._ends.visible if first is None else first, self._ends.visible)] * self.partitions
 
     def was_given_out(self, partition: int, offset: int) -> bool:
         self._check_usable(partition)
         with self._lock:
-            if offset > self._visible_end:  # the visible end at the last look
-                self._visible_end, self._drawn_end = self._table.visible_end(), None
-            return self._is_reachable(offset)
+            if offset > self._ends.visible:  # the visible end at the last look
+                self._ends.look_at_visible()
+            return self._ends.is_reachable(offset)
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         self._check_usable(partition)
         batches: list[Batch] = []
         with self._lock:
-            if offset >= self._settling.end:
-                self._look()
-                if not self._is_reachable(offset):
-                    raise OffsetOutOfRange(f"{self.name}/{partition}", offset, self._visible_end)
+            if offset >= self._ends.settled.end:
+                self._ends.look()
+                if not self._ends.is_reachable(offset):
+                    raise OffsetOutOfRange(f"{self.name}/{partition}", offset, self._ends.visible)
             position, size, may_ask = offset, 0, True
-            while position < self._settling.end and (not batches or size < max_bytes):
-                page = self._page_in_memory(partition, position)
+            while position < self._ends.settled.end and (not batches or size < max_bytes):
+                page = self._rows.in_memory(partition, position)
                 if page is None:
                     # Read at most one page from the database in each call, so that a caller does not block in a long
                     # empty range.
                     if not may_ask or size:
                         break
-                    page, may_ask = self._load(position), False
+                    page, may_ask = self._rows.load(position, self._ends.settled.end), False
                 batch = cut(page, partition, position, max_bytes - size)
                 append(batches, batch)
                 position, size = batch.next_offset, size + batch.records.nbytes
@@ -182,15 +167,14 @@ class SqlTable(Source):
         before `final_end`: it counts from the start again, or is an older copy."""
         self._check_usable()
         with self._lock:
-            self._visible_end, self._drawn_end = self._table.visible_end(), None
-            if not self._is_reachable(final_end):
-                raise OffsetOutOfRange(self.name, final_end, self._visible_end)
+            self._ends.look_at_visible()
+            if not self._ends.is_reachable(final_end):
+                raise OffsetOutOfRange(self.name, final_end, self._ends.visible)
         while start < end:
             self._check_usable()
             found = self._table.rows(start, end, self._page_bytes)
             if found.rows:
-                partitions = pa.array([self._partition_of(row) for row in found.rows], pa.int32())
-                yield Stretch(partitions, *_as_arrow(found.rows))
+                yield self._rows.stretch(found.rows)
             start = found.last + 1
 
     def readable(self, positions: Mapping[int, int]) -> list[int]:
@@ -212,10 +196,10 @@ class SqlTable(Source):
             self._check_usable(partition)
         if self._listener is not None:
             self._listener.start()
-        added = self._subscribers.add(chosen, callback)
         if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
-            return added
-        self._poller.need()
+            return self._subscribers.add(chosen, callback)
+        self._poller.need()  # first: it raises if no thread can be started
+        added = self._subscribers.add(chosen, callback)
 
         def end() -> None:
             added.close()
@@ -226,15 +210,13 @@ class SqlTable(Source):
     def look_again_s(self, positions: Mapping[int, int]) -> float | None:
         """The time until a position has been passable for `SKIP_S`, which no new row announces."""
         with self._lock:
-            dues = [self._passable[each] + SKIP_S for each in positions.items() if each in self._passable]
-        return max(0.01, min(dues) - time.monotonic()) if dues else None
-
-    def wake(self) -> None:
-        self._subscribers.wake_all()
+            return self._passable.due_s(positions.items())
 
     def _poll(self) -> None:
         """One step of the polling thread: sleep, look at the table, and wake the subscribers after a change."""
-        self._may_be_news.wait(self._pause_s())
+        # While a transaction is waited for, poll often: no notification says that it was rolled back or wrote nothing.
+        is_told = self._listener is not None and self._listener.is_listening and not self._ends.settled.is_waiting
+        self._may_be_news.wait(max(NOTIFIED_POLL_S, self._poll_s) if is_told else self._poll_s)
         self._may_be_news.clear()
         if self._is_closed:
             return
@@ -294,17 +276,6 @@ class SqlTable(Source):
     def __repr__(self) -> str:
         return f"<SqlTable {self.name} of {self._table.address} with {counted(self.partitions, 'partition')}>"
 
-    def _look(self) -> None:
-        """Query the visible end, and compute the settled end from it."""
-        self._visible_end, self._drawn_end = self._table.visible_end(), None
-        if self._visible_end > self._settling.end or self._settling.is_waiting:
-            # Query the holders after the visible end, in a statement of its own: `Settling` relies on this order.
-            was_waiting = self._settling.is_waiting
-            self._settling.observe(self._visible_end, self._table.holders(), time.monotonic())
-            if self._settling.is_waiting and not was_waiting:
-                # The polling thread may be in a long sleep, and must look more often from now on.
-                self._may_be_news.set()
-
     def _refresh(self) -> None:
         """Look, unless another thread has begun to look since this call began: then use the result of that look, or
         raise its error. So many threads that are woken at once make one or two queries."""
@@ -317,112 +288,53 @@ class SqlTable(Source):
             self._looks += 1
             self._look_error = None
             try:
-                self._look()
+                self._ends.look()
             except LogError as error:
                 self._look_error = error
                 raise
-            seen = self._settling.end, self._visible_end
+            seen = self._ends.settled.end, self._ends.visible
             has_changed, self._announced = seen != self._announced, seen
         if has_changed:
             self._subscribers.wake_all()
 
     def _settled_end(self) -> int:
-        until = time.monotonic() + self._settling.settle_s + FIRST_END_S_MAX
+        until = time.monotonic() + self._ends.settled.settle_s + FIRST_END_S_MAX
         while True:
             self._check_usable()
             with self._lock:
-                self._look()
-                if self._settling.end or not self._settling.is_waiting:
-                    return self._settling.end
+                self._ends.look()
+                if self._ends.settled.end or not self._ends.settled.is_waiting:
+                    return self._ends.settled.end
             if time.monotonic() > until:
                 raise ReadFailed(f"{self.name}: a transaction that writes to the table is open, and has been all along")
             self._closing.wait(min(self._poll_s, FIRST_LOOK_S))
-
-    def _is_reachable(self, offset: int) -> bool:
-        """Whether the table may have given out all ids before this one; their rows may be deleted."""
-        if offset <= self._visible_end:
-            return True
-        if self._drawn_end is None:
-            drawn = self._table.drawn_end(self._visible_end)
-            self._drawn_end = self._settling.end if drawn is None else drawn
-        return offset <= self._drawn_end
 
     def _ready(self, positions: Mapping[int, int]) -> tuple[set[int], bool]:
         """The partitions that have something to read, and whether the search is complete. Loads at most one page for
         each partition."""
         ready, is_complete = set(), True
         with self._lock:
-            end = self._settling.end
+            end = self._ends.settled.end
             for partition, offset in positions.items():
-                if offset >= end and not self._is_reachable(offset):
+                if offset >= end and not self._ends.is_reachable(offset):
                     ready.add(partition)  # `read` raises the error
                 position, may_ask = offset, True
-                is_passable = self._has_been_passable(partition, offset, end)
+                is_passable = self._passable.has_been(partition, offset, end)
                 while position < end and partition not in ready:
-                    page = self._page_in_memory(partition, position)
+                    page = self._rows.in_memory(partition, position)
                     if page is None and not may_ask:
                         is_complete = False
                         break
                     if page is None:
-                        page, may_ask = self._load(position), False
+                        page, may_ask = self._rows.load(position, self._ends.settled.end), False
                     if cut(page, partition, position, 1).records.num_rows:
                         ready.add(partition)
                         break
                     position = page.end
-                    self._note_empty(partition, offset, position)
+                    self._rows.note_empty(partition, offset, position)
                     if position - offset >= SKIP_IDS or is_passable:
                         ready.add(partition)
         return ready, is_complete
-
-    def _has_been_passable(self, partition: int, offset: int, end: int) -> bool:
-        """Whether the position could have passed ids of other partitions for `SKIP_S`. The caller holds `_lock`."""
-        if offset >= end:
-            self._passable.pop((partition, offset), None)
-            return False
-        now = time.monotonic()
-        since = self._passable.get((partition, offset))
-        if since is not None:
-            return now - since >= SKIP_S
-        while len(self._passable) >= max(PASSABLE_MAX, self.partitions):
-            del self._passable[next(iter(self._passable))]  # the oldest
-        self._passable[partition, offset] = now
-        return False
-
-    def _page_in_memory(self, partition: int, offset: int) -> Page | None:
-        start, end = self._empty.get(partition, (0, 0))
-        return Page(offset, end, {}, 0) if start <= offset < end else self._pages.at(offset)
-
-    def _load(self, offset: int) -> Page:
-        """Read the page that begins at this offset, for all partitions."""
-        until = self._pages.next_start(offset, self._settling.end)
-        page = self._split(offset, until, self._table.rows(offset, until, self._page_bytes))
-        self._pages.add(page)
-        return page
-
-    def _note_empty(self, partition: int, start: int, end: int) -> None:
-        """Remember that a partition has no rows in this range, so that it is not read again after its page has left the
-        cache."""
-        known = self._empty.get(partition)
-        if known is not None and known[0] <= start <= known[1]:
-            start, end = known[0], max(end, known[1])
-        self._empty[partition] = start, end
-
-    def _split(self, start: int, until: int, rows: Rows) -> Page:
-        lists: dict[int, list[Row]] = {}
-        for row in rows.rows:
-            lists.setdefault(self._partition_of(row), []).append(row)
-        parts = {partition: _as_arrow(chosen) for partition, chosen in lists.items()}
-        size = sum(ids.nbytes + records.nbytes + _PAGE_OVERHEAD for ids, records in parts.values()) + _PAGE_OVERHEAD
-        return Page(start, rows.last + 1 if rows.is_cut else until, parts, size)
-
-    def _partition_of(self, row: Row) -> int:
-        place = str(row[0]).encode() if row[1] is None else row[1]
-        return self._hash(place) % self.partitions
-
-    def _pause_s(self) -> float:
-        # While a transaction is waited for, poll often: no notification says that it was rolled back or wrote nothing.
-        is_told = self._listener is not None and self._listener.is_listening and not self._settling.is_waiting
-        return max(NOTIFIED_POLL_S, self._poll_s) if is_told else self._poll_s
 
     def _check_usable(self, partition: int = 0) -> None:
         # Before taking a lock: in a forked child, a thread that does not exist may hold it.
@@ -432,15 +344,3 @@ class SqlTable(Source):
             raise Closed(f"the source {self.name} was closed")
         if not 0 <= partition < self.partitions:
             raise InvalidRecord(f"{self.name} has no partition {partition}; it has 0 to {self.partitions - 1}")
-
-
-def _as_arrow(rows: Sequence[Row]) -> tuple[pa.Int64Array, pa.RecordBatch]:
-    """Rows as Arrow arrays: ids and records."""
-    ids, keys, values, times = zip(*rows, strict=True)
-    columns = [
-        pa.array(keys, SCHEMA.field("key").type),
-        pa.array(values, SCHEMA.field("value").type),
-        pa.array(times, pa.int64()).cast(SCHEMA.field("timestamp").type),
-        pa.nulls(len(ids), SCHEMA.field("headers").type),
-    ]
-    return pa.array(ids, pa.int64()), pa.RecordBatch.from_arrays(columns, schema=SCHEMA)

@@ -7,7 +7,7 @@ from typing import Final
 _PREPARED: Final = "-1/"
 
 
-class Settling:
+class SettledEnd:
     """Computes the settled end. Reads no clock and does no I/O: `observe` is told what the database shows.
 
     The caller reads the end of the visible ids, and *after that* the transactions that hold a writer's lock on the
