@@ -185,3 +185,53 @@ def test_random_wakes_never_run_work_twice_at_once_and_none_is_missed() -> None:
     eventually(lambda: seen == asked)
     assert all(each.end(LONG_S) for each in added)
     assert overlaps == []
+
+
+def test_a_moment_without_threads_loses_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have all the threads that it may have, for a moment."""
+    start, refused = threading.Thread.start, ""
+
+    def refuse(thread: threading.Thread) -> None:
+        if refused and thread.name.endswith(refused):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(scheduler_module, "IDLE_S", 0.01)
+    monkeypatch.setattr(scheduler_module, "RETRY_S", 0.01)
+    clock = ManualClock()
+    scheduler = Scheduler(clock, "pxrs-test-threads")
+    runs: list[str] = []
+
+    def work(name: str, wait_s: float) -> Callable[[], Next]:
+        def run() -> Next:
+            runs.append(name)
+            return Next(at=clock.now() + wait_s)
+
+        return run
+
+    refused = "-worker"
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            scheduler.add("a", work("a", 10.0))
+    refused = "-timer"
+    timed = scheduler.add("b", work("b", 10.0))
+    eventually(lambda: runs == ["b"])  # those that could not be added never run
+    refused = ""
+    clock.advance(20.0)  # the worker starts the timer later
+    eventually(lambda: runs == ["b", "b"])
+    timed.end(LONG_S)
+    runs.clear()
+    waiting = scheduler.add("c", work("c", 10.0))
+    later = scheduler.add("d", work("d", 100.0))
+    eventually(lambda: sorted(runs) == ["c", "d"])
+    eventually(lambda: scheduler._workers == 0)
+    refused = "-worker"
+    with pytest.raises(RuntimeError):
+        later.wake()
+    clock.advance(20.0)  # the timer makes it ready, and finds no worker
+    eventually(lambda: waiting.state is State.READY)
+    refused = ""
+    eventually(lambda: sorted(runs) == ["c", "c", "d", "d"])
+    for each in (waiting, later):
+        each.end(LONG_S)
