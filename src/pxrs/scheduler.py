@@ -43,7 +43,7 @@ THREADS_MAX: Final = 32
 
 
 class Next(NamedTuple):
-    """When the work is to run again. What comes first counts."""
+    """When the work is to run again. If there is a pause, `at` does not count."""
 
     at: float | None = None
     """A moment on the scheduler's clock. None: only when it is woken."""
