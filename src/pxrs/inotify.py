@@ -95,7 +95,9 @@ class Notifier:
             data, position = os.read(self._inotify, _READ_BYTES), 0
         except BlockingIOError:
             return News()
-        overflow, closed, removed, changed, ended = False, set(), set(), set(), set()
+        overflow, changed, ended = False, set(), set()
+        closed: set[str] = set()
+        removed: set[str] = set()
         while position < len(data):
             watch, mask, _, length = _EVENT.unpack_from(data, position)
             begin = position + _EVENT.size
