@@ -12,8 +12,6 @@ Promises:
 
 Failure: work that raises is logged and is not run again; a caller that can do better catches its own errors. If
 `threads_max` workers are busy, for example in callbacks of the user that block, work waits for one of them to return.
-If the process has as many threads as it may have, work waits for a worker that runs already; without any, `add` and
-`wake` raise RuntimeError, and the next `wake`, or the timer thread within `RETRY_S`, starts a worker.
 Nothing whose lateness does harm may depend on a scheduler: leases are renewed elsewhere.
 """
 
@@ -36,14 +34,12 @@ _logger = logging.getLogger(__name__)
 
 IDLE_S: Final = 5.0
 """How long a thread without work is kept."""
-RETRY_S: Final = 1.0
-"""How often the timer thread tries to start a worker if there is none and none could be started."""
 THREADS_MAX: Final = 32
 """How many pieces of work run at once by default."""
 
 
 class Next(NamedTuple):
-    """When the work is to run again. If there is a pause, `at` does not count."""
+    """When the work is to run again. What comes first counts."""
 
     at: float | None = None
     """A moment on the scheduler's clock. None: only when it is woken."""
@@ -151,14 +147,9 @@ class Scheduler:
         self._pid = os.getpid()
 
     def add(self, name: str, work: Callable[[], Next]) -> Scheduled:
-        """Run the work now, and then whenever it says. name: of the thread while it runs it. Raises RuntimeError, and
-        never runs the work, if there is no worker and none can be started."""
+        """Run the work now, and then whenever it says. name: of the thread while it runs it."""
         added = Scheduled(self, name, work)
-        try:
-            self.wake(added)
-        except RuntimeError:
-            self.end(added, None)
-            raise
+        self.wake(added)
         return added
 
     def wake(self, scheduled: Scheduled) -> None:
@@ -166,8 +157,6 @@ class Scheduler:
             return
         with self._lock:
             self._move(scheduled, "wake")
-            if not self._has_staff():
-                raise RuntimeError(f"{self._name}: no thread could be started to run {scheduled.name}")
 
     def end(self, scheduled: Scheduled, timeout: float | None) -> bool:
         if os.getpid() != self._pid:
@@ -184,19 +173,11 @@ class Scheduler:
             self._ready.append(scheduled)
             if self._workers_idle:
                 self._idle.notify()
-            self._has_staff()
+            if len(self._ready) > self._workers_idle and self._workers < self._threads_max:
+                self._workers += 1
+                threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
         elif scheduled.state is State.ENDED:
             self._returned.notify_all()
-
-    def _has_staff(self) -> bool:
-        """Start a worker if more work is ready than workers are idle. False if there is work and no worker."""
-        if len(self._ready) > self._workers_idle and self._workers < self._threads_max:
-            try:
-                threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
-            except RuntimeError:  # the process has as many threads as it may have, or is ending
-                return self._workers > 0
-            self._workers += 1
-        return True
 
     # The workers.
 
@@ -227,7 +208,7 @@ class Scheduler:
                 self._workers_idle += 1
                 is_notified = self._idle.wait(IDLE_S)
                 self._workers_idle -= 1
-                if not is_notified and not self._ready and self._has_timer_it_needs():
+                if not is_notified and not self._ready:
                     self._workers -= 1
                     return None
 
@@ -250,18 +231,9 @@ class Scheduler:
         heapq.heappush(heap, (moment, next(self._order), scheduled.wait, scheduled))
         if heap[0][3] is scheduled:
             self._timer_wake.set()
-        self._has_timer_it_needs()
-
-    def _has_timer_it_needs(self) -> bool:
-        """Start the timer thread if something waits for its moment. False if it could not be started: then a worker
-        stays, and tries again."""
-        if not self._has_timer and (self._at or self._pauses):
-            try:
-                threading.Thread(target=self._time, name=f"{self._name}-timer", daemon=True).start()
-            except RuntimeError:  # see `_has_staff`
-                return False
+        if not self._has_timer:
             self._has_timer = True
-        return True
+            threading.Thread(target=self._time, name=f"{self._name}-timer", daemon=True).start()
 
     def _time(self) -> None:
         """Make ready what is due. Ends when nothing has been due for `IDLE_S` and nothing is waited for."""
@@ -272,8 +244,6 @@ class Scheduler:
                 self._make_ready(self._pauses, time.monotonic())
                 until = self._at[0][0] if self._at else None
                 pause_s = self._pauses[0][0] - time.monotonic() if self._pauses else None
-                if not self._has_staff():
-                    pause_s = RETRY_S if pause_s is None else min(pause_s, RETRY_S)
             if until is None and pause_s is None:
                 self._timer_wake.wait(IDLE_S)
                 with self._lock:
