@@ -70,12 +70,14 @@ class Notifier:
             self._libc.inotify_rm_watch(self._inotify, watch)
 
     def wait(self, timeout: float | None) -> News:
-        """Sleep until there are events, `interrupt` is called, or so many seconds have passed; what has happened."""
+        """Sleep until there are events, `interrupt` is called, or this number of seconds has passed. Returns the
+        events."""
         self.sleep(timeout)
         return self.take()
 
     def sleep(self, timeout: float | None) -> None:
-        """As `wait`, and leave the events to be taken. Where there is no inotify, returns after 50 ms at the latest."""
+        """As `wait`, without reading the events: `take` returns them. Without inotify, returns after 50 ms at the
+        latest."""
         if self._inotify < 0:  # pragma: no cover - not Linux
             timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
         poll = select.poll()

@@ -99,7 +99,8 @@ class Subscribers:
         return len(self._all)
 
     def add(self, keys: Iterable[Hashable], callback: Callback) -> Subscription:
-        """Have `wake` call the callback for a change of any of these keys. With no key, only `wake_all` calls it."""
+        """Register a callback that `wake` calls for a change of any of these keys. With no key, only `wake_all` calls
+        it."""
         chosen = frozenset(keys)
         with self._lock:
             token = next(self._tokens)
@@ -197,7 +198,7 @@ class BackgroundThread:
     def __init__(
         self, name: str, step: Callable[[], object], interrupt: Callback, on_end: Callback | None = None
     ) -> None:
-        """step:      waits for a change and tells of it; may return at any time, and must return after `interrupt`
+        """step:      waits for a change and reports it; may return at any time, and must return after `interrupt`
         on_end:    called once, when this is closed and the thread, if there is one, does not run any more"""
         self._name, self._step, self._interrupt, self._on_end = name, step, interrupt, on_end
         self._changed = threading.Condition(threading.Lock())

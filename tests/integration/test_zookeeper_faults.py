@@ -31,8 +31,9 @@ from pxrs.registry.zookeeper.lease import LeaseSession
 from pxrs.testing.history import record
 from pxrs.testing.linearizability import check
 from pxrs.testing.proxy import Proxy
-from pxrs.testing.registry_contract import at_once, eventually, quieten
+from pxrs.testing.registry_contract import at_once, quieten
 from pxrs.testing.servers import Cluster, Server, ZooKeeperCluster, ZooKeeperServer, certificates
+from pxrs.testing.waiting import eventually
 
 TIMEOUT_S = 1.2
 SOAK = bool(os.environ.get("PXRS_SOAK"))

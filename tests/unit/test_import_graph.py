@@ -57,17 +57,13 @@ KNOWN_BACK_ARROWS: set[str] = set()
 """`<importing module> -> <imported module>`."""
 
 KNOWN_CYCLES = {
-    "cli",
-    "group",
     "queue",
-    "testing.simulator",
 }
 """Packages among whose modules there are cycles."""
 
 KNOWN_UNDERSCORES = {
     "queue.combine",
     "queue.transaction",
-    "testing.hooked",
     "testing.queue_worker",
 }
 """Modules that use underscore names of other modules."""

@@ -48,6 +48,7 @@ from pxrs.registry.limit import check_time
 from pxrs.registry.renewal import Renewer
 from pxrs.registry.values import ABSENT, Commit, Entry, Limits, check_commit, check_key, check_prefix
 from pxrs.registry.watch import PrefixWatch, SharedWatches, Watch
+from pxrs.scheduler import Scheduler
 
 __all__ = ["ABSENT", "Commit", "Entry", "Limits", "Registry"]
 
@@ -84,6 +85,11 @@ class Registry(ABC):
         self._unrenewed: weakref.WeakSet[Lease] = weakref.WeakSet()
         """The other leases that this handle has given out."""
         self._renewer = Renewer(clock)
+        self.scheduler = Scheduler(clock, "pxrs-group")
+        """Runs the recurring work of everything that is built on this handle, such as members of groups."""
+        self.housekeeping = Scheduler(clock, "pxrs-housekeeping", threads_max=1)
+        """Runs work that no caller waits for and that may be slow, one piece at a time, such as writing readable
+        files."""
         self._watches = SharedWatches()
 
     # The public face.
@@ -213,7 +219,7 @@ class Registry(ABC):
         """End the leases that this handle renews, wake the waiters, let go of the store. In this order: ending a lease
         needs the store. Leases that it does not renew stay in the store until they expire."""
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # in a forked child: the registry belongs to the parent
         with self._handles_lock:
             if self._closed:
                 return

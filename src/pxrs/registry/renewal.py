@@ -80,7 +80,7 @@ class Renewals:
         """The worker that renews the lease now."""
 
     def stop(self, wait_s: float) -> None:
-        """Make no further renewal, and wait for one that is under way, for at most so many seconds."""
+        """Make no further renewal. Waits for one that is under way for at most this number of seconds."""
         self._renewer.stop(self, wait_s)
 
 
@@ -171,7 +171,7 @@ class Renewer:
     def _act(self, renewals: Renewals, lease: Lease, now: float) -> None:
         if not lease.alive:
             renewals.state = State.STOPPED
-            if lease.deadline > float("-inf"):  # else it was ended, and whoever ended it knows
+            if lease.deadline > float("-inf"):  # otherwise it was ended, and whoever ended it knows
                 self._hand_over(f"lease {lease.id} could not be renewed before its deadline")
             return
         if renewals.state is State.RUNNING or lease.is_abandoned:

@@ -161,7 +161,8 @@ class Journal:
 
     def _follow(self, seal: Seal) -> bool:
         """Go on in the folder that the seal names; False if that is gone too and all was loaded anew."""
-        # Sync the seal before anything is written to the next folder: a power loss must not lose the seal alone.
+        # Sync the seal first, so that a power loss cannot keep an entry of the next generation and lose the seal before
+        # it.
         sealed = self.generation
         sealed.sync()
         try:
@@ -343,8 +344,8 @@ class Journal:
         except (OSError, RegistryReplaced) as error:
             raise OutcomeUnknown(f"{generation.path}: published, but then: {error}") from error
         if not in_place:
-            # Either other processes have sealed and moved the folder after this entry, or the link was made in a folder
-            # that was being removed. This process cannot tell which, so the outcome is unknown.
+            # Either other processes have sealed the generation and moved the folder behind this entry, or the link went
+            # into a folder that was being removed. Which of the two is not known, so the outcome is unknown.
             raise OutcomeUnknown(f"{generation.path} was compacted in the very moment of the commit")
         changed: list[str] = []
         if isinstance(step, Change):  # a seal is followed by reading it, as all others do
@@ -366,7 +367,8 @@ class Journal:
         with self.prepared(encode_entry(step, self.synced)) as scratch:
             sealed = self.publish(scratch, step) is not None
         if not sealed:
-            with contextlib.suppress(FileNotFoundError):  # those who were first may have compacted it away already
+            # The process that published first may have compacted it away already.
+            with contextlib.suppress(FileNotFoundError):
                 os.rmdir(self.generations / step.successor)
         return sealed
 

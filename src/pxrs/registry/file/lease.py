@@ -203,7 +203,7 @@ def expiry_of(path: str | os.PathLike[str]) -> float | None:
     try:
         if _read(descriptor).is_held:
             with contextlib.suppress(BlockingIOError):
-                # A shared lock: two who ask at once must not take each other for the holder.
+                # A shared lock: two processes that ask at the same time must not take each other for the holder.
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
         record = _read(descriptor)

@@ -68,7 +68,7 @@ class FileWatcher:
             raise
 
     def await_armed(self, timeout: float) -> None:
-        """Return when every later change causes an event. Raises RegistryUnavailable after so many seconds."""
+        """Return when every later change causes an event. Raises RegistryUnavailable after this number of seconds."""
         if not self._armed.wait(timeout):
             raise RegistryUnavailable(f"{self._url}: no watch could be set up: {self._trouble}")
 
@@ -77,7 +77,7 @@ class FileWatcher:
         self.notifier.interrupt()
 
     def stop(self, timeout: float) -> None:
-        """End the thread; wait for that no longer than so many seconds."""
+        """End the thread, and wait for its end for at most this number of seconds."""
         self._stopped.set()
         self.notifier.interrupt()
         self.thread.join(timeout)

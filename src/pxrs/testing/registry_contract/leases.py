@@ -17,7 +17,8 @@ from pxrs.errors import (
     LeaseExpired,
 )
 from pxrs.registry import ABSENT, Lease, Registry
-from pxrs.testing.registry_contract.store import Backend, Fixtures, Store, at_once, end_in_store, eventually
+from pxrs.testing.registry_contract.store import Backend, Fixtures, Store, at_once, end_in_store
+from pxrs.testing.waiting import eventually
 
 
 class Leases(Fixtures):
@@ -276,7 +277,7 @@ class Leases(Fixtures):
                 attached.end()
         assert registry.scan("m/") == []
 
-    # What renews the others.
+    # Renewals of other leases.
 
     def test_r6_a_renewal_that_hangs_does_not_expire_another_lease(
         self, store: Store, registry: Registry, ttl: float
@@ -332,7 +333,7 @@ class _Hanging:
 
 @contextmanager
 def hanging(lease: Lease) -> Iterator[None]:
-    """The renewals of the lease hang in this block."""
+    """Within the block, the renewals of the lease are not answered."""
     stored = lease.stored = _Hanging(lease)
     try:
         yield
