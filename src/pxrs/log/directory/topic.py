@@ -141,29 +141,33 @@ class DirectoryTopic(TopicLog):
 
     def append(self, appends: Sequence[Append]) -> list[Outcome]:
         by_partition: dict[int, list[Append]] = {}
+        self._check_usable()
         for append in appends:
             check_encoded(append.payload)
+            self._check_number(append.partition)
             by_partition.setdefault(append.partition, []).append(append)
-        partitions = {number: self._partition(number) for number in by_partition}
         try:
             self._make_name_durable()
         except AppendFailed as error:
             return [NotStored(self._reason(error))] * len(appends)
 
         def store(number: int) -> Iterator[Outcome]:
-            return iter(self._append(partitions[number], by_partition[number]))
+            return iter(self._append(number, by_partition[number]))
 
         # In parallel, so that the partitions wait for their syncs at the same time.
         stored = self._crew.run([functools.partial(store, number) for number in by_partition])
         outcomes = dict(zip(by_partition, stored, strict=True))
         return [next(outcomes[append.partition]) for append in appends]
 
-    def _append(self, partition: Partition, batches: list[Append]) -> list[Outcome]:
+    def _append(self, number: int, batches: list[Append]) -> list[Outcome]:
         """The outcomes of the batches of one partition; an error is the outcome of all of them."""
         try:
-            return partition.append(batches)
+            return self._opened(number).append(batches)
         except (UnknownProducer, SequenceGap) as error:
-            return [NotStored(named(error, partition.place))] * len(batches)
+            return [NotStored(named(error, f"{self.name}/{number}"))] * len(batches)
+        except OSError as error:  # of `_opened`, such as too many open files, or a disk without room for a new file
+            what = f"{disk.explain(error)}; nothing of it is in the log: try again"
+            return [NotStored(self._reason(AppendFailed(f"{self.name}/{number}: {what}")))] * len(batches)
         except AppendUnknown as error:
             return [MaybeStored(self._reason(error))] * len(batches)
         except (LogError, Closed) as error:
@@ -269,31 +273,37 @@ class DirectoryTopic(TopicLog):
 
     def _partition(self, number: int) -> Partition:
         self._check_usable()
-        if not 0 <= number < self.partitions:
-            raise InvalidRecord(f"{self.name} has partitions 0 to {self.partitions - 1}, and no {number}")
+        self._check_number(number)
+        try:
+            return self._opened(number)
+        except OSError as error:
+            if not self._folder.is_there():
+                raise self._folder.deleted() from error
+            raise disk.log_error(error, self.partition_folder(number), f"{self.name}/{number}: ") from error
+
+    def _opened(self, number: int) -> Partition:
+        """The handle of a partition, whose files are opened if they are not yet. Raises OSError."""
         found = self._open.get(number)
         if found is None:
             with self._lock:
                 self._check_usable()
                 found = self._open.get(number)
                 if found is None:
-                    folder = self.partition_folder(number)
-                    try:
-                        found = self._open[number] = Partition(
-                            folder,
-                            f"{self.name}/{number}",
-                            place_id(self.id, number),
-                            segment_bytes=self.topic.segment_bytes,
-                            timeout=self._timeout,
-                            is_synced=self.topic.durability == "disk",
-                            is_retained=self.topic.is_retained,
-                            segment_s=self.topic.segment_age_s,
-                        )
-                    except OSError as error:
-                        if not self._folder.is_there():
-                            raise self._folder.deleted() from error
-                        raise disk.log_error(error, folder, f"{self.name}/{number}: ") from error
+                    found = self._open[number] = Partition(
+                        self.partition_folder(number),
+                        f"{self.name}/{number}",
+                        place_id(self.id, number),
+                        segment_bytes=self.topic.segment_bytes,
+                        timeout=self._timeout,
+                        is_synced=self.topic.durability == "disk",
+                        is_retained=self.topic.is_retained,
+                        segment_s=self.topic.segment_age_s,
+                    )
         return found
+
+    def _check_number(self, number: int) -> None:
+        if not 0 <= number < self.partitions:
+            raise InvalidRecord(f"{self.name} has partitions 0 to {self.partitions - 1}, and no {number}")
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
