@@ -60,7 +60,9 @@ class DirectoryTopic(TopicLog):
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
         self._crew = Crew()
-        self._ends = Ends(tailer, topic.partitions, self.end, self._watched_path)
+        self._ends = Ends(
+            tailer, topic.partitions, self.end, lambda number: _watched_path(self._partition(number).folder)
+        )
         self._pid = os.getpid()
         self._is_closed = self._is_deleted = False
         _in_use.add(self)
@@ -141,10 +143,9 @@ class DirectoryTopic(TopicLog):
 
     def append(self, appends: Sequence[Append]) -> list[Outcome]:
         by_partition: dict[int, list[Append]] = {}
-        self._check_usable()
         for append in appends:
             check_encoded(append.payload)
-            self._check_number(append.partition)
+            self._check_usable(append.partition)
             by_partition.setdefault(append.partition, []).append(append)
         try:
             self._make_name_durable()
@@ -233,13 +234,6 @@ class DirectoryTopic(TopicLog):
     def wake(self) -> None:
         self._ends.wake_all()
 
-    def _watched_path(self, partition: int) -> str:
-        """The file that is modified when the partition's published end moves, for the kernel to watch. That file may be
-        missing, if this process may not make it: then the folder that it will be in."""
-        folder = self._partition(partition).folder
-        path = f"{folder}/{PUBLISHED}"
-        return path if os.path.exists(path) else folder
-
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
         plan = RetentionPlan({}, [])
         for number in range(self.partitions):
@@ -272,8 +266,7 @@ class DirectoryTopic(TopicLog):
         return moved
 
     def _partition(self, number: int) -> Partition:
-        self._check_usable()
-        self._check_number(number)
+        self._check_usable(number)
         try:
             return self._opened(number)
         except OSError as error:
@@ -301,17 +294,16 @@ class DirectoryTopic(TopicLog):
                     )
         return found
 
-    def _check_number(self, number: int) -> None:
-        if not 0 <= number < self.partitions:
-            raise InvalidRecord(f"{self.name} has partitions 0 to {self.partitions - 1}, and no {number}")
-
-    def _check_usable(self) -> None:
+    def _check_usable(self, partition: int | None = None) -> None:
+        """Raise if this process may not use the topic, or not any more; InvalidRecord if there is no such partition."""
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"topic {self.name} was opened before a fork: open it again in the child")
         if self._is_deleted:
             raise self._folder.deleted()
         if self._is_closed:
             raise Closed(f"topic {self.name} was closed")
+        if partition is not None and not 0 <= partition < self.partitions:
+            raise InvalidRecord(f"{self.name} has partitions 0 to {self.partitions - 1}, and no {partition}")
 
     def close(self, *, is_deleted: bool = False) -> None:
         with self._lock:
@@ -322,6 +314,13 @@ class DirectoryTopic(TopicLog):
             partition.close()
         self._ends.close()
         self._crew.close()
+
+
+def _watched_path(folder: str) -> str:
+    """The file that is modified when the end of the partition in this folder moves, for the kernel to watch. That file
+    may be missing, if this process may not make it: then the folder that it will be in."""
+    path = f"{folder}/{PUBLISHED}"
+    return path if os.path.exists(path) else folder
 
 
 _in_use: weakref.WeakSet[DirectoryTopic] = weakref.WeakSet()
