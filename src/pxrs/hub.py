@@ -74,7 +74,8 @@ def open(
                are no topics; what needs topics raises NoDirectory.
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
                kept with the messages.
-    lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
+    lease_ttl: how long after its last renewal the lease of this process ends; then other processes get the queue items
+               that it has taken.
     upkeep:    whether this hub may be elected to do the upkeep of its directory, such as retention: see `pxrs.upkeep`.
     """
     ttl = arguments.seconds(InvalidQueue, "lease_ttl", lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
@@ -221,7 +222,7 @@ class Hub:
         _check_topic_name(name)
         return self._handle(self.log.topic(name))
 
-    # Registered sources: somebody else's table, under a name.
+    # Registered sources: tables of other systems, under names.
 
     def add_source(
         self,
@@ -311,7 +312,7 @@ class Hub:
         self._sources.remove(name)
 
     def readable(self, name: str) -> Source:
-        """A topic, or else a registered source, as groups read it. Raises UnknownTopic, and what `source` raises."""
+        """The topic of this name; without one, the registered source. Raises UnknownTopic, and what `source` raises."""
         self.parts.check_usable()
         _check_topic_name(name)
         return self._sources.readable(name)
@@ -330,8 +331,8 @@ class Hub:
         return self.parts.check_registry()
 
     def join_registry(self) -> Home | None:
-        """As `check_registry`, before a member joins a group or a batch is published: if no registry is on record for
-        the hub, this one is from now on."""
+        """As `check_registry`, before a member joins a group or a batch is published: if no registry is recorded for
+        the hub, this one is recorded."""
         return None if self.parts.belonging is None else self.parts.belonging.join()
 
     def adopt_registry(self) -> tuple[str, str]:

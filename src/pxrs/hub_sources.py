@@ -71,7 +71,8 @@ class HubSources:
                     raise
 
     def readable(self, name: str) -> Source:
-        """The topic of this name, or else the registered source. Raises UnknownTopic, and what opening it raises."""
+        """The topic of this name; without one, the registered source. Raises UnknownTopic, and what opening it
+        raises."""
         try:
             return self._parts.log.topic(name)
         except (UnknownTopic, NoDirectory):

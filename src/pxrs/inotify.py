@@ -75,7 +75,8 @@ class Notifier:
         return self.take()
 
     def sleep(self, timeout: float | None) -> None:
-        """As `wait`, and leave the events to be taken. Where there is no inotify, returns after 50 ms at the latest."""
+        """As `wait`, without reading the events: `take` returns them. Without inotify, returns after 50 ms at the
+        latest."""
         if self._inotify < 0:  # pragma: no cover - not Linux
             timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
         poll = select.poll()

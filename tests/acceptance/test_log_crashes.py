@@ -22,7 +22,7 @@ import pytest
 
 from pxrs.errors import AppendFailed, DamagedFrame, LogBusy, LogError, OffsetTrimmed, UnknownProducer
 from pxrs.log.batch import SCHEMA, Batch, Origin
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, wait_for_messages
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog
@@ -93,7 +93,7 @@ def follow(path: Path, told: Path) -> None:
     out = os.open(told, os.O_WRONLY | os.O_APPEND)
     positions = {0: 0, 1: 0}
     while True:
-        for partition in topic.wait(positions, 5.0):
+        for partition in wait_for_messages(topic, positions, 5.0):
             for batch in topic.read(partition, positions[partition]):
                 seen = [v.decode() for v in batch.records.column("value").to_pylist()]
                 os.write(out, f"{json.dumps([partition, batch.base_offset, seen])}\n".encode())

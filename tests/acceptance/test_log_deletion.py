@@ -24,7 +24,7 @@ import pxrs
 from pxrs import disk
 from pxrs.errors import Closed, LogBusy, LogError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.batch import SCHEMA
-from pxrs.log.contract import Append, Log
+from pxrs.log.contract import Append, Log, wait_for_messages
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.directory.topic_names import TopicNames
@@ -72,7 +72,7 @@ OPERATIONS: dict[str, Callable[[DirectoryTopic], object]] = {
     "read the tail": lambda topic: topic.read(0, 4),
     "offset_at": lambda topic: topic.offset_at(0, 1),
     "append": lambda topic: offsets_of(topic.append(one())),
-    "wait": lambda topic: topic.wait({0: 4}, 0),
+    "wait": lambda topic: wait_for_messages(topic, {0: 4}, 0),
     "retain": lambda topic: topic.retain(0),
 }
 
@@ -253,7 +253,7 @@ def test_who_holds_a_topic_that_was_made_again_is_told_so_and_what_to_do(kind: s
     for act in (
         lambda: old.end(0),
         lambda: offsets_of(old.append(one())),
-        lambda: old.wait({0: 0}, 0),
+        lambda: wait_for_messages(old, {0: 0}, 0),
         lambda: old.read(0, 0),
     ):
         with pytest.raises(TopicDeleted, match=r"deleted and made again.*open it again") as error:

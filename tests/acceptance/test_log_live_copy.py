@@ -18,7 +18,7 @@ import pytest
 import pxrs
 from pxrs import disk
 from pxrs.errors import DamagedFrame, LogError
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, wait_for_messages
 from pxrs.log.directory.check import check
 from pxrs.log.directory.published import PublishedFile
 from pxrs.log.directory.segments.frames import frames
@@ -290,7 +290,7 @@ def test_reading_changes_nothing_so_that_missing_bytes_can_be_put_back(tmp_path:
     os.truncate(tail, len(whole) - 1000)
     late = opened(tmp_path)
     assert (len(read(late)), late.end(0)) == (8, 10)
-    assert late.wait({0: 10}, 0) == set()
+    assert wait_for_messages(late, {0: 10}, 0) == set()
     assert late.offset_at(0, 1 << 60) == 10
     assert findings(tmp_path) != [], "the checker tells as long as nobody has appended"
     tail.write_bytes(whole)

@@ -57,7 +57,6 @@ KNOWN_BACK_ARROWS: set[str] = set()
 """`<importing module> -> <imported module>`."""
 
 KNOWN_CYCLES = {
-    "group",
     "queue",
 }
 """Packages among whose modules there are cycles."""

@@ -217,7 +217,7 @@ def test_leases_are_renewed_by_the_next_thread_if_one_cannot_be_started(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusals = 2
-    start = renewal._start
+    start = renewal.start_thread
 
     def refuse(run: Callable[[], None], name: str) -> threading.Thread:
         nonlocal refusals
@@ -226,7 +226,7 @@ def test_leases_are_renewed_by_the_next_thread_if_one_cannot_be_started(
             raise RuntimeError("can't start new thread")
         return start(run, name)
 
-    monkeypatch.setattr(renewal, "_start", refuse)
+    monkeypatch.setattr(renewal, "start_thread", refuse)
     with place() as here, caplog.at_level(logging.WARNING):
         lease = here.lease()
         here.pass_time(TTL_S / 2)
@@ -235,7 +235,7 @@ def test_leases_are_renewed_by_the_next_thread_if_one_cannot_be_started(
         assert lease.alive
         eventually(lambda: "can't start new thread" in caplog.text)
         with monkeypatch.context() as patch:
-            patch.setattr(renewal, "_start", _no_thread)
+            patch.setattr(renewal, "start_thread", _no_thread)
             here.renewer.stop(lease.renewal, 30)  # type: ignore[arg-type]
             eventually(lambda: not here.threads())
             with pytest.raises(RuntimeError):

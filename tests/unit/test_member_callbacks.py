@@ -72,7 +72,7 @@ def have_members_look(hub: Hub) -> None:
 def settle(*consumers: Consumer) -> None:
     eventually(lambda: sorted(p for each in consumers for p in each.assignment) == list(range(PARTITIONS)), PATIENCE_S)
     for each in consumers:  # no round of its member's work runs or is due
-        eventually(lambda each=each: each._member._scheduled.state is State.WAITING, PATIENCE_S)  # type: ignore[misc]
+        eventually(lambda each=each: each._member.session.scheduled.state is State.WAITING, PATIENCE_S)  # type: ignore[misc]
 
 
 def finish_one_of_each(hub: Hub, inbox: Consumer) -> None:
@@ -229,8 +229,8 @@ def test_a_callback_may_call_its_consumer_whatever_the_member_is_at(
         eventually(lambda: {owner(hub, p).incarnation for p in range(PARTITIONS)} <= set(members(hub)), PATIENCE_S)
         assert "calls" in members(hub).values()
     assert calls.errors == []
-    assert inbox._member._error is None
-    assert inbox._member._untold is None
+    assert inbox._member._lifecycle.error is None
+    assert not inbox._member._lifecycle.has_unraised
 
 
 def test_a_commit_in_on_lost_that_loses_more_is_told_after_that_callback(hub: Hub) -> None:
@@ -242,7 +242,7 @@ def test_a_commit_in_on_lost_that_loses_more_is_told_after_that_callback(hub: Hu
     assert sorted(lost) == list(range(PARTITIONS)), "each once"
     assert calls.errors == []
     settle(calls.inbox)
-    assert calls.inbox._member._error is None
+    assert calls.inbox._member._lifecycle.error is None
 
 
 def test_in_on_lost_the_partition_is_gone_and_in_on_revoked_it_is_still_owned(hub: Hub) -> None:
@@ -303,7 +303,7 @@ def test_a_partition_that_stays_after_all_is_not_read_before_on_assigned_has_ret
 
 
 def wait_for_end(inbox: Consumer) -> None:
-    scheduled = inbox._member._scheduled
+    scheduled = inbox._member.session.scheduled
     assert scheduled is not None
     eventually(lambda: scheduled.state is State.ENDED, PATIENCE_S)
 

@@ -132,7 +132,7 @@ class Scene:
         inbox = self.hub.consumer("t", "g", **given)  # type: ignore[arg-type]
         eventually(lambda: inbox.assignment == [0, 1], PATIENCE_S)
         # No round of the member's work runs or is due: after a stall, only what the test calls asks the store.
-        eventually(lambda: inbox._member._scheduled.state is State.WAITING, PATIENCE_S)
+        eventually(lambda: inbox._member.session.scheduled.state is State.WAITING, PATIENCE_S)
         return inbox
 
     def read_one_of_each(self, inbox: Consumer) -> None:
@@ -257,7 +257,7 @@ def test_a_commit_that_waits_for_a_member_that_has_lost_everything_says_lost(sce
     scene.registry.timeout_s = PATIENCE_S
     lease = inbox._member.lease
     assert lease is not None
-    with inbox._member._mutex:
+    with inbox._member.session.mutex:
         scene.registry.stall()
         lease.expire()
     inbox._member.wake()
@@ -317,7 +317,7 @@ def test_close_after_the_lease_has_ended_names_what_is_not_written(scene: Scene)
     inbox = scene.consumer()
     scene.read_one_of_each(inbox)
     inbox.poll(1, timeout=PATIENCE_S)
-    with inbox._member._mutex:  # before the member's thread joins again
+    with inbox._member.session.mutex:  # before the member's thread joins again
         lease = inbox._member.lease
         assert lease is not None
         lease.expire()
@@ -392,7 +392,7 @@ def test_a_transactions_checkpoint_that_cannot_be_had_in_time_leaves_everything_
     held, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with inbox._member._mutex:
+        with inbox._member.session.mutex:
             held.set()
             leave.wait(PATIENCE_S)
 

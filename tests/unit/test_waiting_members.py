@@ -37,6 +37,45 @@ def hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         yield hub
 
 
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub whose members share two threads."""
+    monkeypatch.setattr(scheduler.Scheduler.__init__, "__defaults__", (2,))
+    with pxrs.open("memory:") as hub:
+        hub.create_topic("t", partitions=1)
+        yield hub
+
+
+def test_callbacks_that_block_do_not_delay_the_consumers_of_the_same_process(narrow: Hub) -> None:
+    entered, proceed = threading.Semaphore(0), threading.Event()
+
+    def block(partitions: object) -> None:
+        entered.release()
+        assert proceed.wait(60.0)
+
+    with ExitStack() as stack:
+        for number in range(4):
+            stack.enter_context(narrow.consumer("t", f"blocks{number}", on_assigned=block, **OPTIONS))
+        for _ in range(4):
+            assert entered.acquire(timeout=30.0)
+        free = stack.enter_context(narrow.consumer("t", "free", **OPTIONS))
+        eventually(lambda: is_at_rest(free))
+        proceed.set()
+
+
+def test_a_thread_of_the_user_that_holds_a_members_mutex_does_not_delay_other_members(narrow: Hub) -> None:
+    """As a callback does that runs in `commit`, on the thread that commits."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(narrow.consumer("t", f"held{number}", **OPTIONS)) for number in range(4)]
+        eventually(lambda: all(map(is_at_rest, held)))
+        with ExitStack() as mutexes:
+            for each in held:
+                mutexes.enter_context(each._member.session.mutex)
+                each._member.wake()
+            free = stack.enter_context(narrow.consumer("t", "free", **OPTIONS))
+            eventually(lambda: is_at_rest(free))
+
+
 def descriptors() -> int:
     """Without those of leases."""
     found = 0
@@ -49,7 +88,7 @@ def descriptors() -> int:
 
 
 def is_at_rest(inbox: Consumer) -> bool:
-    work = inbox._member._scheduled
+    work = inbox._member.session.scheduled
     return inbox.assignment == [0] and work is not None and work.state is State.WAITING
 
 

@@ -21,19 +21,19 @@ from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupHandle
-from pxrs.group.description import GroupDescription
-from pxrs.group.listing import groups
-from pxrs.group.positions import To
-from pxrs.group.records import Keys
-from pxrs.group.text import (
+from pxrs.group.description import (
     MEMBER_COLUMNS,
     PARTITION_COLUMNS,
     Columns,
+    GroupDescription,
     member_rows,
     partition_rows,
     pause_text,
     place_text,
 )
+from pxrs.group.listing import groups
+from pxrs.group.positions import To
+from pxrs.group.records import Keys
 from pxrs.wording import counted, printable
 
 app = typer.Typer(no_args_is_help=True)

@@ -56,8 +56,8 @@ from pxrs.cli.worker_process import (
     tell,
 )
 from pxrs.group.assign import assignor_named
-from pxrs.group.member import Timings
 from pxrs.group.records import Keys
+from pxrs.group.timings import Timings
 from pxrs.queue.records import check_name
 from pxrs.wording import counted
 

@@ -1,4 +1,4 @@
-"""What the member tells a consumer, and the user's callbacks that follow from it.
+"""Events of the member, and the user's callbacks that follow from them.
 
 The member calls `GroupEvents` in the middle of its procedures, on the thread that holds the member's mutex (mostly the
 member's own). So each event only changes the lanes and queues a notice. The user's callbacks, which may call the
@@ -133,7 +133,7 @@ class GroupEvents:
             return
         self._calling = threading.get_ident()
         try:
-            with self._member.blocking():
+            with self._member.session.blocking():
                 call()
         except Exception as error:  # noqa: BLE001 - raised where the user reads
             self._member.fail_later(error)
@@ -142,7 +142,7 @@ class GroupEvents:
 
 
 class EventRelay:
-    """The `Listener` that a member is given. It passes events on to a `GroupEvents` as long as that is there.
+    """The `MemberEvents` that a member is given. It passes events on to a `GroupEvents` as long as that is there.
 
     The relay is made before the member, and connected before the member is started."""
 

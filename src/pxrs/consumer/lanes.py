@@ -39,7 +39,7 @@ class Lanes:
     # Called for the member, mostly on its thread. These take the lock.
 
     def add(self, lanes: Iterable[Lane]) -> None:
-        """These partitions were claimed. They become readable by `arrived`."""
+        """Add the lanes of partitions that were claimed. They become readable by `arrived`."""
         with self.lock:
             for lane in lanes:
                 self._owned[lane.partition] = lane

@@ -9,7 +9,7 @@ from pxrs.errors import Closed, UsedAfterFork
 
 
 class Lifetime:
-    """From the constructor of a consumer to its `close`."""
+    """Whether one consumer is open, closed, or used in a forked child."""
 
     def __init__(self, topic: str, group: str) -> None:
         self._topic, self._group = topic, group

@@ -20,7 +20,8 @@ Invariants:
   may come between the two. `_fill` adds only to what was not discarded meanwhile.
 - A lane is read by one thread at a time: `fetch` leaves out the lanes that `_fill` reads (`_Ahead.is_filling`), and
   `_fill` announces a change when it is through with them.
-- An error of one partition is kept with its lane and raised by `take`, on the thread that reads, in the lane's turn.
+- An error of one partition is kept with its lane. `take` raises it on the thread that reads, when the lane is the next
+  one to be read.
 
 Threads: the thread that reads calls `take`, `fetch` and `put_back`. `discard` may come from any thread. `Lanes.lock`
 guards all fields; it is not held during a read of the source.

@@ -50,7 +50,7 @@ class QueueTransaction(Protocol):
     """Whether the reply to its commit was lost."""
 
     def outcome(self) -> str:
-        """Return "open", "committed" or "rolled back". Raises OutcomeLost if nobody can tell any more."""
+        """Return "open", "committed" or "rolled back". Raises OutcomeLost if that is not known any more."""
 
 
 class Covered(NamedTuple):
@@ -63,7 +63,7 @@ class Covered(NamedTuple):
 
 
 class Settling:
-    """What one consumer has in hand, and what becomes of it."""
+    """The messages that one consumer has in hand, and what becomes of them."""
 
     # Over the limit: each event of the table in `states.py` has its method here, and each fact that they ask for too.
 
@@ -107,7 +107,7 @@ class Settling:
             raise InvalidGroup(REFUSALS[event])
 
     def _apply(self, event: Event) -> InHand:
-        """Change the mode as the table says; what becomes of the messages in hand. The caller holds the lock.
+        """Change the mode as the table says. Returns what becomes of the messages in hand. The caller holds the lock.
 
         Raises InvalidGroup if the table does not have the event."""
         mode = self.mode
@@ -266,7 +266,7 @@ class Settling:
         Raises PartitionLost also for partitions that were lost before: the member's thread may have noticed first. Not
         in a callback, because the thread that reads is to get it."""
         if not is_callback:
-            with time_limit(self._member.registry.timeout_s):
+            with time_limit(self._member.session.registry.timeout_s):
                 self.is_held()
             with self._lanes.lock:
                 moved = self._finish_all() if self._apply(Event.COMMIT) is InHand.DONE else []
@@ -313,7 +313,7 @@ class Settling:
                     "committed; read on"
                 )
         with self._lanes.lock:
-            self._readings.check_alone(threading.current_thread())  # only the thread that reads can tell what is done
+            self._readings.check_alone(threading.current_thread())  # only the thread that reads knows what is done
             self._apply(Event.CHECKPOINT)
             self._covered = {lane: Covered(lane.handed, lane.seeks) for lane in self._lanes.all()}
             self.transaction = transaction
@@ -367,7 +367,7 @@ class Settling:
     # What the table says, applied to the lanes. The caller holds the lock, and calls `wake_if_drained` afterwards.
 
     def _finish_all(self) -> list[Lane]:
-        """Everything that was handed out is done, unless another thread reads: only that thread can tell."""
+        """Everything that was handed out is done, unless another thread reads: only that thread knows what is done."""
         if self._readings.of_another(threading.current_thread()) is not None:
             return []
         lanes = self._lanes.all()

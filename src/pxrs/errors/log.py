@@ -153,8 +153,8 @@ class SentRows(Protocol):
 
 
 class PartlySent(LogError):
-    """A part of a table was sent when the sending failed. `receipt`, a TableReceipt, tells of the rows that
-    were; send the others. It stays in its process: in a copy of this error in another one it is text."""
+    """A part of a table was sent when the sending failed. `receipt`, a TableReceipt, says which rows were sent; send
+    the others. The receipt works in its own process only: in a copy of this error in another process it is text."""
 
     code = "log.partly-sent"
 

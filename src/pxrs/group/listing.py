@@ -11,8 +11,8 @@ def groups(registry: Registry) -> list[str]:
     """The names of all groups that have members or checkpoints, in order."""
     found = []
     after = None
-    # From one group's first key straight to the next group's: '0' is what follows '/', and the keys of a group may be
-    # many.
+    # Skip from the first key of one group to the next group, because a group may have many keys: '0' is the character
+    # after '/'.
     while entries := registry.scan("groups/", after, 1):
         name = entries[0].key.split("/")[1]
         after = f"groups/{name}0"

@@ -130,9 +130,6 @@ class MemoryTopic(TopicLog):
             self._partition(partition)
         return self._subscribers.add(chosen, callback)
 
-    def wake(self) -> None:
-        self._subscribers.wake_all()
-
     def offset_at(self, partition: int, timestamp: int) -> int:
         place = self._partition(partition)
         with self._lock:

@@ -45,7 +45,7 @@ _BACKOFF_S: Final = (0.01, 1.0)
 
 @dataclass(slots=True)
 class _Identity:
-    """Under which id the producer appends to one partition."""
+    """The id under which the producer appends to one partition."""
 
     id: uuid.UUID
     since: int | None
@@ -118,7 +118,7 @@ class Appender:
             yield results
 
     def _prepare(self, batches: list[SentBatch]) -> tuple[dict[int, _Pending], list[Result]]:
-        """Encode the batches, by partition; and the results of those that have failed already."""
+        """Encode the batches. Returns them by partition, and the results of those that cannot be sent."""
         pending: dict[int, _Pending] = {}
         failed: list[Result] = []
         for batch in batches:
@@ -138,7 +138,7 @@ class Appender:
         return pending, failed
 
     def _append(self, appends: list[Append]) -> Iterator[Outcome]:
-        """One try. An error that the log raises is the outcome of every batch."""
+        """Make one try. An error that the log raises is the outcome of every batch."""
         try:
             return iter(self._log.append(appends))
         except AppendUnknown as error:
@@ -151,8 +151,8 @@ class Appender:
 
     @staticmethod
     def _take_stored(pending: _Pending, outcomes: list[Outcome], results: list[Result]) -> Exception | None:
-        """Move the batches that are stored from `pending` to `results`. The error of the others; None if all are
-        stored."""
+        """Move the batches that are stored from `pending` to `results`. Returns the error of the others; None if all
+        are stored."""
         error: Exception | None = None
         batches, appends = [], []
         for batch, append, outcome in zip(pending.batches, pending.appends, outcomes, strict=True):
@@ -188,7 +188,7 @@ class Appender:
         return Append(append.partition, append.payload, Origin(who.id, 0, who.batches - 1), since)
 
     def _end(self, partition: int) -> int | None:
-        with suppress(Exception):  # the append that follows meets the same error, and reports it
+        with suppress(Exception):  # the append that follows raises the same error, and reports it
             return self._log.end(partition)
         return None
 

@@ -84,8 +84,8 @@ PATIENCE_S: Final = 15.0
 _TRIES_MAX: Final = 20
 """How often a commit whose outcome is unknown is made again."""
 _LOOKS_MAX: Final = 100
-"""How often `publish` looks at the manifest again. Each time another driver of the same query has changed it, or this
-driver has finished what it found."""
+"""How often `publish` looks at the manifest again, because another driver of the same query has changed it, or because
+this driver has finished the batch that it found."""
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
 _TOGETHER_MAX: Final = 4

@@ -22,8 +22,9 @@ from typing import Final, TypeVar
 
 from pxrs.errors import GroupActive, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
-from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, GroupMember, Timings
+from pxrs.group.member import GroupMember
 from pxrs.group.records import Checkpoint, Home
+from pxrs.group.timings import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, Timings
 from pxrs.log.contract import Source
 from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.publishing.planning import Offsets
@@ -143,7 +144,7 @@ class Membership:
     def holding(self, lane: Lane) -> tuple[Checkpoint, int] | None:
         """The checkpoint of an owned partition and the version of its owner key, which is the fence. None if the lane's
         partition is no longer owned."""
-        return self.member.checkpoint(lane)
+        return self.member.session.checkpoint(lane)
 
     # The registry.
 
@@ -232,7 +233,7 @@ class Membership:
         has_all = self._options.is_shared or len(lanes) == self._source.partitions
         return lanes if is_placed and self.is_leased and has_all else None
 
-    # Called by the member, on its own thread (`pxrs.group.member.Listener`).
+    # Called by the member, on its own thread (`pxrs.group.events.MemberEvents`).
 
     def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
         with self._changed:

@@ -33,6 +33,7 @@ from pxrs.queue.records import TAKERS, Queue, Record, Turn, taker_in, time_in
 from pxrs.queue.taker import Leftovers, Taker
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.watch import Watch
+from pxrs.waiting import start_thread
 from pxrs.wording import counted
 
 if TYPE_CHECKING:
@@ -109,8 +110,7 @@ class Keeper:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._is_stopping:
-                self._thread = threading.Thread(target=self._run, name="pxrs-queue-keeper", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "pxrs-queue-keeper")
         self.wake()
 
     def wake(self) -> None:

@@ -89,7 +89,7 @@ class Inbox(Protocol):
 
     def commit_with(self, write: Write) -> dict[str, int]: ...
 
-    def hold_for(self, transaction: Transaction) -> None: ...
+    def enlist_in(self, transaction: Transaction) -> None: ...
 
     def partitions_in_hand(self) -> int: ...
 
@@ -338,7 +338,7 @@ class Transaction:
         queue with nothing lost and nothing doubled. The consumer must be of the same registry."""
         with self._lock:
             self._check_open()
-            if not hasattr(inbox, "hold_for"):
+            if not hasattr(inbox, "enlist_in"):
                 raise InvalidItem(f"{inbox!r} is no consumer")
             if inbox.registry is not self._registry:
                 raise InvalidItem("the consumer is of another hub: open it and the transaction from the same one")
@@ -346,7 +346,7 @@ class Transaction:
             more = count - self._inboxes.get(inbox, 0)
             if more > 0:
                 self._room(partitions=more)
-            inbox.hold_for(self)
+            inbox.enlist_in(self)
             self._inboxes[inbox] = count
 
     # The ends.

@@ -182,8 +182,9 @@ class Lease:
             self._on_closed(self)
 
     def close(self) -> None:
-        """Be done with this object. A lease that the registry renews ends in the store, with its keys; if the store
-        cannot be told, that is logged and happens at its expiry. Another lease stays in the store until its expiry."""
+        """Stop using this object. A lease that the registry renews ends in the store, with its keys; if the store
+        cannot be reached, that is logged, and the lease ends at its expiry. Another lease stays in the store until its
+        expiry."""
         if os.getpid() != self._pid or not self._begin_to_close():
             return  # the lease is the parent process's, or it was closed before
         self.expire()
@@ -200,7 +201,7 @@ class Lease:
 
     def expire(self) -> None:
         """Act as if the deadline had passed: the store has said that the lease has ended, or this object is closed."""
-        with self._guard:  # else a renewal that is returning could set a deadline again
+        with self._guard:  # otherwise a renewal that is returning could set a deadline again
             self.lost.set()
             self.deadline = float("-inf")
 

@@ -39,12 +39,12 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 from pxrs.clock import Clock
 from pxrs.errors import LeaseExpired
 from pxrs.registry.lease import RENEWALS_PER_TTL, Lease
+from pxrs.waiting import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Renewer:
                 return
             self._look_at(renewals, min(self._clock.now() + lease.ttl / RENEWALS_PER_TTL, lease.deadline))
             if self._scheduler is None:
-                self._scheduler = _start(self._schedule, "pxrs-renewals")
+                self._scheduler = start_thread(self._schedule, "pxrs-renewals")
 
     def stop(self, renewals: Renewals, wait_s: float) -> None:
         """See `Renewals.stop`."""
@@ -171,7 +171,7 @@ class Renewer:
     def _act(self, renewals: Renewals, lease: Lease, now: float) -> None:
         if not lease.alive:
             renewals.state = State.STOPPED
-            if lease.deadline > float("-inf"):  # else it was ended, and whoever ended it knows
+            if lease.deadline > float("-inf"):  # otherwise it was ended, and whoever ended it knows
                 self._hand_over(f"lease {lease.id} could not be renewed before its deadline")
             return
         if renewals.state is State.RUNNING or lease.is_abandoned:
@@ -197,7 +197,7 @@ class Renewer:
 
     def _add_worker(self) -> None:
         try:
-            self._workers.add(_start(self._work, "pxrs-renewal"))
+            self._workers.add(start_thread(self._work, "pxrs-renewal"))
         except RuntimeError as error:  # the process has as many threads as it may have, or is ending
             self._queue.append(f"no further thread could be started to renew leases: {error}")
 
@@ -262,9 +262,3 @@ class Renewer:
                 self._look_at(renewals, min(self._clock.now() + pause_s, lease.deadline))
             self._lock.notify_all()
         return line
-
-
-def _start(run: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread

@@ -51,18 +51,16 @@ class PollingSource(Source):
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
         chosen = tuple(partitions)
         self.check_usable(chosen)
+        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
+            return self._subscribers.add(chosen, callback)
+        self._poller.need()  # first: it raises if no thread can be started
         added = self._subscribers.add(chosen, callback)
-        self._poller.need()
 
         def end() -> None:
             added.close()
             self._poller.release()
 
         return Subscription(end)
-
-    def wake(self) -> None:
-        """Make every waiting thread look now. For a subclass that also learns of changes in another way."""
-        self._subscribers.wake_all()
 
     def close(self) -> None:
         """Threads that wait get Closed. Idempotent."""

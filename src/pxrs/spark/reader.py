@@ -22,8 +22,8 @@ from pyspark.sql.streaming.datasource import (
 import pxrs
 from pxrs.clock import boot_id
 from pxrs.errors import CheckpointOutOfRange, InvalidOption, TopicDeleted, UnknownTopic
-from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT
 from pxrs.group.records import Checkpoint, Keys, partition_of
+from pxrs.group.timings import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.feed import Feed

@@ -115,9 +115,8 @@ def _open(record: RegisteredSource, address: str | None) -> SqlTable:
 
 
 def _committed(hub: Hub, table: SqlTable, group: str, first: int) -> dict[int, int]:
-    """By partition, the group's checkpoint, or the first id if it has none. Raises CheckpointOutOfRange, and as a
-    member of the group does IdentityChanged or SourceChanged, because rows would otherwise be read twice or left
-    out."""
+    """The checkpoint of the group, by partition; the first id if it has none. Raises CheckpointOutOfRange, and, as for
+    a member of the group, IdentityChanged or SourceChanged, because rows would otherwise be read twice or left out."""
     keys, registry = Keys(group), hub.registry
     found = {
         partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value)

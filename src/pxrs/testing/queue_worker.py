@@ -67,7 +67,7 @@ class Attempt:
     """A transaction as its worker wrote it down."""
 
     taker: str = ""
-    """As which its worker took, as far as it knew."""
+    """The taker of the worker, as far as the worker knew."""
     taken: list[Delivery] = field(default_factory=list)
     is_sent: bool = False
     """The worker was about to commit."""
@@ -86,7 +86,7 @@ class Journal:
     left: set[str]
     """The takers of this worker that it ended itself, their leases being alive."""
     is_calm: bool = False
-    """It begins no more transactions."""
+    """Whether the worker begins no more transactions."""
 
 
 class QueueWorker:
@@ -104,12 +104,12 @@ class QueueWorker:
 
     @property
     def is_running(self) -> bool:
-        """It was started and has not ended; it may be stopped."""
+        """Whether the worker was started and has not ended; it may be stopped."""
         return self.process.poll() is None
 
     @property
     def is_ready(self) -> bool:
-        """It has begun to work: from now on it obeys signals."""
+        """Whether the worker has begun to work: from then on it obeys signals."""
         return self.journal.exists()
 
     @property
@@ -148,7 +148,7 @@ def read_journal(text: str) -> Journal:
                 found.attempts.append(Attempt(taker))
             case "taker":
                 taker = words[0]
-                if found.attempts and not found.attempts[-1].taken:  # else it is bound to the former one
+                if found.attempts and not found.attempts[-1].taken:  # otherwise it is bound to the former one
                     found.attempts[-1].taker = taker
             case "took":
                 queue, item, deliveries, value = words

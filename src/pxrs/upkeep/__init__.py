@@ -10,9 +10,9 @@ What a round does, and why a janitor that was frozen for an hour in the middle o
 | staged files that no manifest names | yes, on record | only files that were a day old before the manifests were read |
 | readable files of groups without a leader | yes | rendered under a file lock, from a scan that follows the lock |
 
-So the election (`election.py`) is not what makes upkeep safe. It spares the work of doing it in every process, and
-gives one place to look at: who is the janitor, when did the last round end, what failed (`Hub.upkeep`, `pxrs upkeep
-status`).
+So upkeep is safe without the election (`election.py`). The election saves the work of doing upkeep in every process,
+and gives one place to look at: who is the janitor, when did the last round end, what failed (`Hub.upkeep`, `pxrs
+upkeep status`).
 
 Who is elected: any open hub that has made a producer or a consumer of a topic with a retention, unless it was opened
 with `upkeep=False`; a streaming query of Spark; or a process that was started for it, `pxrs upkeep`. One thread for

@@ -22,7 +22,7 @@ from pxrs.errors import (
     UnknownProducer,
     UnknownTopic,
 )
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, wait_for_messages
 from pxrs.log.directory import partition as partition_module
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.topic import DirectoryTopic
@@ -268,7 +268,11 @@ def test_a_topic_that_was_deleted_is_unknown_in_the_same_process_too(tmp_path: P
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1))
     offsets_of(topic.append(one(b"a")))
     log.delete_topic("t")
-    for act in (lambda: topic.end(0), lambda: offsets_of(topic.append(one(b"b"))), lambda: topic.wait({0: 0}, 1.0)):
+    for act in (
+        lambda: topic.end(0),
+        lambda: offsets_of(topic.append(one(b"b"))),
+        lambda: wait_for_messages(topic, {0: 0}, 1.0),
+    ):
         with pytest.raises(UnknownTopic):
             act()
 

@@ -24,7 +24,7 @@ from pxrs.errors import (
     UnknownTopic,
 )
 from pxrs.inotify import Notifier
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, wait_for_messages
 from pxrs.log.directory import reading, tailing
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.sealed import Sealed
@@ -252,7 +252,7 @@ def test_x15_who_waits_without_a_bound_hears_of_the_end(
         original(self, timeout)
 
     monkeypatch.setattr(Notifier, "sleep", sleep)
-    waiting, told = in_a_thread(lambda: topic.wait({0: 1}, None))
+    waiting, told = in_a_thread(lambda: wait_for_messages(topic, {0: 1}, None))
     assert is_waiting.wait(BOUND_S)
     act(log, tmp_path)
     waiting.join(BOUND_S)
@@ -271,7 +271,7 @@ def test_x15_more_waiters_than_the_system_allows_get_an_error_of_the_log(
 
     monkeypatch.setattr(tailing, "Notifier", no_more)
     with pytest.raises(LogError):
-        topic.wait({0: 1}, BOUND_S)
+        wait_for_messages(topic, {0: 1}, BOUND_S)
     monkeypatch.undo()
-    assert topic.wait({0: 1}, 0.0) == set()
-    assert topic.wait({0: 0}, BOUND_S) == {0}
+    assert wait_for_messages(topic, {0: 1}, 0.0) == set()
+    assert wait_for_messages(topic, {0: 0}, BOUND_S) == {0}

@@ -28,6 +28,7 @@ from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryLog
 from pxrs.publishing.manifest import fingerprint
+from pxrs.publishing.membership import Membership
 from pxrs.publishing.query import Query
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
@@ -261,9 +262,9 @@ def test_alone_a_repeated_batch_is_read_whole_or_not_at_all(hub: Hub) -> None:
 
 def lose(query: Query, number: int) -> None:
     """As the member finds out that somebody has taken a partition."""
-    with query.membership.member._mutex:
-        assert query.membership.member._protocol is not None
-        query.membership.member._protocol.lose(number)
+    with query.membership.member.session.mutex:
+        assert query.membership.member.session.protocol is not None
+        query.membership.member.session.protocol.lose(number)
 
 
 def put_checkpoint(hub: Hub, number: int, offset: int) -> None:
@@ -347,3 +348,37 @@ def test_k3_what_was_lost_between_plan_and_batch_is_not_passed_over(single: Hub)
         eventually(lambda: query.membership.member.lease is not lease and query.membership.member.is_settled)
         assert read(query, {}, planned) == []
         assert read(query, planned, query.latest(planned, None, None)) == [(0, 100)]
+
+
+def test_lanes_are_not_read_before_they_are_placed(hub: Hub) -> None:
+    """A lease was lost and the partitions claimed again: the new lanes are at the group's checkpoints, which may lie
+    before what Spark has finished."""
+    with join_query(hub, OPTIONS) as query:
+        membership = query.membership
+        end, _ = run_batch(query, {})
+        query.finish(end)
+        assert membership.placed_lanes() is not None
+        membership.lanes_assigned(list(membership.lanes.values()))
+        assert membership.placed_lanes() is None
+        assert len(membership.take_unplaced()) == 4
+        assert membership.placed_lanes() is not None
+
+
+@pytest.mark.parametrize("is_leased", [True, False])
+def test_checkpoints_that_cannot_be_written_end_a_query_only_while_its_lease_lives(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, is_leased: bool
+) -> None:
+    """Without a lease, the lanes are over anyway: the next ones are placed by what Spark has finished."""
+
+    def away() -> None:
+        raise RegistryUnavailable("away")
+
+    with join_query(hub, OPTIONS) as query, monkeypatch.context() as patch:
+        patch.setattr(Membership, "is_leased", property(lambda _: is_leased))
+        patch.setattr(query.membership, "lease_s", 0.0)
+        patch.setattr(query.membership.member, "commit", away)
+        if is_leased:
+            with pytest.raises(RegistryUnavailable, match="Start the query again"):
+                query.membership.commit()
+        else:
+            query.membership.commit()

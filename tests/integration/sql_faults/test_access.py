@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,3 +187,45 @@ def test_tls_is_spoken_to_a_postgresql_that_has_it(tmp_path: Path) -> None:
             assert server.sql("SELECT count(*) FROM pg_stat_ssl WHERE ssl")[0][0] >= 1
         with pytest.raises((AccessDenied, RegistryUnavailable)):
             pxrs.registry.open(f"{server.url}?{tls}&timeout=5")
+
+
+@pytest.mark.parametrize("database", ["postgresql", "sqlite"])
+def test_r2_the_thread_that_wakes_watches_survives_what_it_does_not_expect(
+    server: PostgresServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    database: str,
+) -> None:
+    url = f"sqlite:///{tmp_path}/registry.db?poll=0.01" if database == "sqlite" else url_of(server)
+    start, is_full = threading.Thread.start, True
+
+    def refuse(thread: threading.Thread) -> None:
+        if is_full and thread.name.startswith("pxrs-sql-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with open_sql(url) as never_watched, pytest.raises(RuntimeError):
+        never_watched.watch("")
+    with open_sql(url) as registry, open_sql(f"{url}&timeout=9") as other:
+        with pytest.raises(RuntimeError):
+            registry.watch("")
+        is_full = False
+        with registry.watch("") as watch:
+            quieten(watch)
+            sweep, failures = registry.sweep, [ValueError("a mistake"), ValueError("and again")]
+
+            def fail() -> float | None:
+                if failures:
+                    raise failures.pop()
+                return sweep()
+
+            monkeypatch.setattr(registry, "sweep", fail)
+            other.commit(put={"k/sweep": b""}, ephemeral={"m": b""}, lease=other.lease(0.1, renewed=False))
+            eventually(lambda: not failures)
+            eventually(lambda: other.get("m") is None)
+            quieten(watch)
+            assert "a mistake" in caplog.text or "and again" in caplog.text
+            other.commit(put={"k/after": b""})
+            assert watch.wait(30), "the thread is dead"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import psycopg
+import pytest
 import sqlalchemy
 
 from pxrs.log.batch import SCHEMA
+from pxrs.log.contract import wait_for_messages
 from pxrs.sources import SqlTable, sql_table
+from pxrs.testing.waiting import PATIENCE_S, Aside, aside
+from pxrs.waiting import Cancel
 
 COLUMNS = {
     "sqlite": "id INTEGER PRIMARY KEY AUTOINCREMENT, account TEXT, number BIGINT, token BLOB, body TEXT, made TEXT",
@@ -79,3 +84,19 @@ def by_partition(source: SqlTable, offset: int = 0, **options: Any) -> dict[int,
 
 def ids_of(source: SqlTable, offset: int = 0, **options: Any) -> list[int]:
     return sorted(row["id"] for rows in by_partition(source, offset, **options).values() for row in rows)
+
+
+def wait_aside(source: SqlTable, positions: Mapping[int, int], cancel: Cancel | None = None) -> Aside[set[int]]:
+    """Wait for messages on another thread, without a limit of time; returns when that thread has found none yet."""
+    readable, has_looked = source.readable, threading.Event()
+
+    def noted(asked: Mapping[int, int]) -> list[int]:
+        found = readable(asked)
+        has_looked.set()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "readable", noted)
+        waiting = aside(lambda: wait_for_messages(source, positions, None, cancel))
+        assert has_looked.wait(PATIENCE_S)
+    return waiting

@@ -14,6 +14,7 @@ from pxrs.errors import (
     ReadFailed,
 )
 from pxrs.hashing import xxh64
+from pxrs.log.contract import wait_for_messages
 from pxrs.sources import sql_table
 from pxrs.sources.sql_table import SettledEnd
 from pxrs.testing.waiting import PATIENCE_S, aside, eventually
@@ -33,7 +34,7 @@ class TestCommitsOutOfOrder:
         fast.commit()
         assert postgres.ids() == [1, 3]
         assert (source.end(0), ids_of(source)) == (2, [1])
-        assert source.wait(dict.fromkeys(range(4), 2), 0.1) == set()
+        assert wait_for_messages(source, dict.fromkeys(range(4), 2), 0.1) == set()
         slow.commit()
         assert ids_of(source, 2) == [2, 3]
 
@@ -67,7 +68,7 @@ class TestCommitsOutOfOrder:
         slow = postgres.session()
         slow.execute("INSERT INTO orders (account) VALUES ('slow')")
         postgres.insert("fast")
-        waiting = aside(lambda: source.wait(dict.fromkeys(range(4), 2), PATIENCE_S))
+        waiting = aside(lambda: wait_for_messages(source, dict.fromkeys(range(4), 2), PATIENCE_S))
         eventually(lambda: source._ends.settled.is_waiting)
         slow.rollback()
         assert waiting.result() == {xxh64(b"fast") % 4}
@@ -191,7 +192,7 @@ class TestCommitsOutOfOrder:
         def read() -> None:
             positions = dict.fromkeys(range(4), 0)
             while not (is_done.is_set() and all(positions[p] >= source.end(p) for p in positions)):
-                for partition in source.wait(positions, 0.05) or positions:
+                for partition in wait_for_messages(source, positions, 0.05) or positions:
                     for batch in source.read(partition, positions[partition]):
                         seen[partition] += batch.offsets.to_pylist()
                         positions[partition] = batch.next_offset

@@ -14,6 +14,7 @@ from pxrs.errors import (
     OffsetOutOfRange,
 )
 from pxrs.hashing import murmur2, xxh64
+from pxrs.log.contract import wait_for_messages
 from pxrs.sources import sql_table
 from pxrs.testing.servers import PostgresServer
 from pxrs.testing.waiting import PATIENCE_S
@@ -100,14 +101,14 @@ class TestGaps:
     def test_an_empty_table_has_nothing(self, place: Place) -> None:
         source = place.open()
         assert (source.start(0), source.end(0), source.read(0, 0)) == (0, 0, [])
-        assert source.wait({0: 0}, 0) == set()
+        assert wait_for_messages(source, {0: 0}, 0) == set()
 
     def test_a_quiet_partition_gets_on(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys.modules["pxrs.sources.sql_table.partitioned"], "SKIP_S", 600.0)
         source = place.open(page_bytes=2000, cache_bytes=1)
         place.insert(*["busy"] * 500)
         quiet = (xxh64(b"busy") % 4 + 1) % 4
-        assert source.wait({quiet: 0}, 0.5) == set(), "no message, and not far behind"
+        assert wait_for_messages(source, {quiet: 0}, 0.5) == set(), "no message, and not far behind"
         offset, calls = 0, 0
         while offset < source.end(quiet):
             (batch,) = source.read(quiet, offset)
@@ -122,17 +123,17 @@ class TestGaps:
         place.do("INSERT INTO orders (id, account) VALUES (20000, 'busy')")
         quiet = (xxh64(b"busy") % 4 + 1) % 4
         source = place.open()
-        assert source.wait({quiet: 0}, PATIENCE_S) == {quiet}
+        assert wait_for_messages(source, {quiet: 0}, PATIENCE_S) == {quiet}
         (batch,) = source.read(quiet, 0)
         assert (batch.records.num_rows, batch.next_offset) == (0, 20001)
-        assert source.wait({quiet: 20001}, 0) == set()
+        assert wait_for_messages(source, {quiet: 20001}, 0) == set()
 
     def test_an_emptied_table_keeps_its_place(self, place: Place) -> None:
         place.insert("a", "b", "c")
         place.do("DELETE FROM orders")
         source = place.open()
         assert source.read(0, 4) == []
-        assert source.wait(dict.fromkeys(range(4), 4), 0) == set()
+        assert wait_for_messages(source, dict.fromkeys(range(4), 4), 0) == set()
         place.insert("d")
         assert ids_of(source, 4) == [4]
 
@@ -147,7 +148,7 @@ class TestGaps:
             place.do("TRUNCATE orders RESTART IDENTITY")
         place.insert("d")
         for source in (running, place.open()):
-            assert source.wait({0: 4}, PATIENCE_S) == {0}
+            assert wait_for_messages(source, {0: 4}, PATIENCE_S) == {0}
             with pytest.raises(OffsetOutOfRange):
                 source.read(0, 4)
 
@@ -164,7 +165,12 @@ class TestGaps:
 
     def test_a_partition_that_is_not_there_is_an_error(self, place: Place) -> None:
         source = place.open()
-        for call in (source.start, source.end, lambda p: source.read(p, 0), lambda p: source.wait({p: 0}, 0)):
+        for call in (
+            source.start,
+            source.end,
+            lambda p: source.read(p, 0),
+            lambda p: wait_for_messages(source, {p: 0}, 0),
+        ):
             with pytest.raises(InvalidRecord, match="0 to 3"):
                 call(4)
 

@@ -23,45 +23,37 @@ from pxrs.errors import (
     UsedAfterFork,
 )
 from pxrs.hashing import xxh64
+from pxrs.log.contract import wait_for_messages
 from pxrs.sources import sql_table
 from pxrs.sources import sql_table as the_function
 from pxrs.testing.servers import PostgresServer
 from pxrs.testing.waiting import PATIENCE_S, aside, eventually
-from tests.integration.sql_table.tables import Place, by_partition, ids_of
+from pxrs.waiting import Cancel
+from tests.integration.sql_table.tables import Place, by_partition, ids_of, wait_aside
 
 
 class TestWaiting:
     def test_a_new_row_ends_a_wait(self, place: Place) -> None:
         source = place.open()
-        waiting = aside(lambda: source.wait(dict.fromkeys(range(4), 0), PATIENCE_S))
+        waiting = aside(lambda: wait_for_messages(source, dict.fromkeys(range(4), 0), PATIENCE_S))
         place.insert("a")
         assert waiting.result() == {xxh64(b"a") % 4}
 
     def test_time_is_kept(self, place: Place) -> None:
         source = place.open(poll_s=60.0)
         begun = time.monotonic()
-        assert source.wait({0: 0}, 0.1) == set()
+        assert wait_for_messages(source, {0: 0}, 0.1) == set()
         assert 0.1 <= time.monotonic() - begun < 10
 
-    def test_wake_lets_a_wait_see_that_it_is_over(self, place: Place) -> None:
-        source = place.open(poll_s=600.0)
-        is_over, asked = threading.Event(), threading.Event()
-
-        def ask() -> bool:
-            asked.set()
-            return is_over.is_set()
-
-        waiting = aside(lambda: source.wait({0: 0}, None, ask))
-        assert asked.wait(PATIENCE_S)
-        is_over.set()
-        source.wake()
+    def test_a_cancelled_wait_ends_and_finds_nothing(self, place: Place) -> None:
+        source, cancel = place.open(poll_s=600.0), Cancel()
+        waiting = wait_aside(source, {0: 0}, cancel)
+        cancel.set()
         assert waiting.result() == set()
 
     def test_close_ends_a_wait(self, place: Place) -> None:
         source = place.open(poll_s=600.0)
-        asked = threading.Event()
-        waiting = aside(lambda: source.wait({0: 0}, None, lambda: bool(asked.set())))
-        assert asked.wait(PATIENCE_S)
+        waiting = wait_aside(source, {0: 0})
         source.close()
         source.close()
         assert isinstance(waiting.exception(), Closed)
@@ -81,9 +73,7 @@ class TestWaiting:
         source = announced.open(poll_s=600.0, notify_channel='New "orders"')
         positions = dict.fromkeys(range(4), 0)
         for i in range(1, 6):
-            asked = threading.Event()
-            waiting = aside(lambda: source.wait(positions, None, lambda asked=asked: bool(asked.set())))  # noqa: B023
-            assert asked.wait(PATIENCE_S)
+            waiting = wait_aside(source, positions)
             announced.insert("a")
             assert waiting.result() == {xxh64(b"a") % 4}
             positions = dict.fromkeys(range(4), i + 1)
@@ -100,9 +90,7 @@ class TestWaiting:
             return visible_end()
 
         monkeypatch.setattr(source._table, "visible_end", counted_visible_end)
-        asked = threading.Event()
-        waiting = aside(lambda: source.wait(dict.fromkeys(range(4), 0), None, lambda: bool(asked.set())))
-        assert asked.wait(PATIENCE_S)
+        waiting = wait_aside(source, dict.fromkeys(range(4), 0))
         announced.do(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE query LIKE 'LISTEN%' AND datname = current_database()"
@@ -122,10 +110,8 @@ class TestWaiting:
         slow.execute("INSERT INTO orders (account) VALUES ('slow')")
         announced.insert("fast")
         positions = dict.fromkeys(range(4), 2)
-        assert source.wait(positions, 0.5) == set()  # so that what was announced so far has been heard
-        asked = threading.Event()
-        waiting = aside(lambda: source.wait(positions, None, lambda: bool(asked.set())))
-        assert asked.wait(PATIENCE_S)
+        assert wait_for_messages(source, positions, 0.5) == set()  # so that what was announced so far has been heard
+        waiting = wait_aside(source, positions)
         slow.rollback()
         assert waiting.result() == {xxh64(b"fast") % 4}
 
@@ -164,7 +150,7 @@ class TestMemory:
         )
         before, peak, seen = pa.total_allocated_bytes(), 0, 0
         positions = dict.fromkeys(range(8), 0)
-        while ready := source.wait(positions, 0):
+        while ready := wait_for_messages(source, positions, 0):
             for partition in ready:
                 for batch in source.read(partition, positions[partition], 1 << 16):
                     seen += batch.records.num_rows
@@ -180,7 +166,7 @@ class TestMemory:
         source = large.open(page_bytes=1 << 16, cache_bytes=1 << 17)
         positions = {0: 10_000, 1: 1}
         for _ in range(20):
-            assert source.wait(positions, 0) == {0, 1}
+            assert wait_for_messages(source, positions, 0) == {0, 1}
             positions[0] = source.read(0, positions[0])[-1].next_offset
 
 
@@ -292,7 +278,7 @@ class TestErrors:
         place.insert("a")
         source = place.open(settle_s=600.0)
         assert source.read(xxh64(b"a") % 4, 0) == []
-        assert source.wait(dict.fromkeys(range(4), 0), 0.1) == set()
+        assert wait_for_messages(source, dict.fromkeys(range(4), 0), 0.1) == set()
 
     def test_negative_ids_are_an_error(self, place: Place) -> None:
         place.do("INSERT INTO orders (id) VALUES (-5)")
@@ -310,7 +296,11 @@ class TestErrors:
     def test_a_forked_child_is_told(self, sqlite: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         source = sqlite.open()
         monkeypatch.setattr(source, "_pid", -1)
-        calls: list[Callable[[], Any]] = [lambda: source.end(0), lambda: source.read(0, 0), lambda: source.wait({0: 0})]
+        calls: list[Callable[[], Any]] = [
+            lambda: source.end(0),
+            lambda: source.read(0, 0),
+            lambda: wait_for_messages(source, {0: 0}),
+        ]
         for call in calls:
             with pytest.raises(UsedAfterFork):
                 call()
@@ -319,6 +309,6 @@ class TestErrors:
         source = postgres.open()
         postgres.engine.dispose()
         postgres.do("DROP TABLE orders")
-        for call in (lambda: source.start(0), lambda: source.end(0), lambda: source.wait({0: 0}, 0)):
+        for call in (lambda: source.start(0), lambda: source.end(0), lambda: wait_for_messages(source, {0: 0}, 0)):
             with pytest.raises(PxrsError):
                 call()

@@ -208,7 +208,7 @@ class TestFence:
             db.execute(text("INSERT INTO done VALUES (0, :place, 'zombie')"), values)
         lease, member = zombie._member.lease, zombie._member
         assert lease is not None
-        with member._mutex:  # a process that is stopped does not look after its membership either
+        with member.session.mutex:  # a process that is stopped does not look after its membership either
             lease.abandon()
             with pxrs.open(place.folder / "data", registry=place.registry) as hub:
                 heir = hub.consumer("t", "g", until="end", name="heir")

@@ -112,7 +112,7 @@ class TestSqlite:
         has_mutex = threading.Event()
 
         def write_as_the_member() -> None:
-            with inbox._member._mutex:
+            with inbox._member.session.mutex:
                 has_mutex.set()
                 place.hub.registry.commit(put={"x": b""})
 

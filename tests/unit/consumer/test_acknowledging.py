@@ -167,7 +167,7 @@ def test_a_commit_in_the_middle_of_a_hand_out_that_is_refused_does_not_count_it(
                 return float("-inf")
             return float(self._lease.deadline)
 
-    monkeypatch.setattr(GroupMember, "lease", property(lambda member: Asked(member._lease)))
+    monkeypatch.setattr(GroupMember, "lease", property(lambda member: Asked(member.session.lease)))
     with hub.consumer("t", "g") as inbox:
         messages = iter(inbox)
         take(messages, 1)

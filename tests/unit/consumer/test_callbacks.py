@@ -223,7 +223,7 @@ def test_a_callback_may_close_its_consumer(hub: Hub, what: str) -> None:
     for other in others:
         settle(other, partitions=4)
     in_time(inbox.close)
-    assert inbox._member._error is None
+    assert inbox._member._lifecycle.error is None
 
 
 def test_a_seek_in_a_callback_comes_before_the_first_message(hub: Hub) -> None:

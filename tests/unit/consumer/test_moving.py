@@ -237,8 +237,8 @@ def test_until_end_with_two_members_that_read_one_after_the_other(hub: Hub) -> N
         eventually(lambda: len(first.assignment) == len(second.assignment) == 2)
         assert len(in_time(lambda: list(first))) == 50
         eventually(lambda: second._member.is_settled)
-        version = second._member._protocol.snapshot  # type: ignore[union-attr]
-        eventually(lambda: second._member._protocol.snapshot is not version)  # type: ignore[union-attr]
+        version = second._member.session.protocol.snapshot  # type: ignore[union-attr]
+        eventually(lambda: second._member.session.protocol.snapshot is not version)  # type: ignore[union-attr]
         assert len(in_time(lambda: list(second))) == 50
 
 

@@ -93,7 +93,7 @@ def test_a_close_that_was_interrupted_is_finished_by_the_next(hub: Hub, monkeypa
     end, interrupts = Scheduled.end, [KeyboardInterrupt]
 
     def interrupted(scheduled: Scheduled, timeout: float | None = None) -> bool:
-        if interrupts and scheduled is inbox._member._scheduled and not scheduled.is_here:
+        if interrupts and scheduled is inbox._member.session.scheduled and not scheduled.is_here:
             raise interrupts.pop()
         return end(scheduled, timeout)
 

@@ -116,6 +116,21 @@ def test_a_lost_reply_stays_an_unknown_outcome_whatever_later_tries_answer(singl
     assert not isinstance(refused.value, AppendUnknown)
 
 
+def test_l4_a_batch_gets_one_other_name_and_no_third(single: tuple[Fickle, Producer]) -> None:
+    """A log that forgets every producer at once must not be asked again without end."""
+    topic, out = single
+
+    def forget(appends: Sequence[Append]) -> None:
+        if len(topic.calls) > 20:
+            topic.refusals = {}
+
+    topic.refusals, topic.before = {0: UnknownProducer("nothing is known of it")}, forget
+    out.send(b"0")
+    with pytest.raises(UnknownProducer):
+        out.flush()
+    assert len({append.origin.producer for call in topic.calls for append in call}) == len(topic.calls) == 2
+
+
 def test_w1_only_a_partition_whose_reply_was_lost_is_resent_and_under_the_same_origin(topic: Fickle) -> None:
     topic.lost_replies = {1: 2}
     with Producer(topic, linger_s=60, batch_rows=1) as out:

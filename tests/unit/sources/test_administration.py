@@ -19,8 +19,9 @@ from pxrs.errors import (
 from pxrs.group.lag import Seen
 from pxrs.group.records import Checkpoint, Keys, Member, Paused
 from pxrs.hashing import xxh64
+from pxrs.log.contract import wait_for_messages
 from pxrs.sources import SqlTable
-from pxrs.sources.sql_table.source import PASSABLE_MAX
+from pxrs.sources.sql_table.partitioned import PASSABLE_MAX
 from pxrs.testing.waiting import PATIENCE_S, eventually
 from tests.unit.sources.shop import PARTITIONS, Shop, handle_all
 
@@ -61,10 +62,10 @@ class TestLag:
         shop.insert("busy", "busy")
         with shop.table(poll_s=600.0) as table:
             quiet = (xxh64(b"busy") + 1) % PARTITIONS
-            assert table.wait({quiet: 1}, PATIENCE_S) == {quiet}
+            assert wait_for_messages(table, {quiet: 1}, PATIENCE_S) == {quiet}
             (batch,) = table.read(quiet, 1)
             assert (batch.records.num_rows, batch.next_offset) == (0, 3)
-            assert table.wait({quiet: 3}, 0) == set()
+            assert wait_for_messages(table, {quiet: 3}, 0) == set()
 
     def test_a_source_that_cannot_be_reached_has_an_unknown_lag_and_says_why(self, shop: Shop, hub: pxrs.Hub) -> None:
         shop.insert("a")
@@ -166,11 +167,11 @@ class TestLag:
             until = time.monotonic() + PATIENCE_S
             ready: set[int] = set()
             while not ready and time.monotonic() < until:
-                ready = table.wait({quiet: 1}, 0) & table.wait({quiet: 2}, 0.01)
+                ready = wait_for_messages(table, {quiet: 1}, 0) & wait_for_messages(table, {quiet: 2}, 0.01)
             assert ready == {quiet}
             for offset in range(2000):
-                table._has_been_passable(quiet, offset, 10_000)
-            assert len(table._passable) <= PASSABLE_MAX
+                table._passable.has_been(quiet, offset, 10_000)
+            assert len(table._passable._since) <= PASSABLE_MAX
 
     def test_a_group_of_another_hub_has_no_lag_of_0(self, shop: Shop, tmp_path: Path) -> None:
         registry = f"sqlite:///{tmp_path}/registry.db"

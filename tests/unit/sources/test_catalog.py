@@ -156,9 +156,9 @@ class TestCatalog:
             return []
 
         with monkeypatch.context() as patched:
-            real = pxrs.group.admin.members_of
+            real = pxrs.group.listing.members_of
             looking = iter([look, real])
-            patched.setattr("pxrs.group.admin.members_of", lambda *args: next(looking, look)(*args))
+            patched.setattr("pxrs.group.listing.members_of", lambda *args: next(looking, look)(*args))
             with pytest.raises(GroupActive):
                 hub.remove_source("events")
         assert [each.partitions for each in hub.sources()] == [8]

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pxrs.cli.demo.orders import Order, Totals
 from pxrs.cli.demo.orders import totals as totals_of
 from pxrs.cli.demo.sender import Place
-from pxrs.group.text import lag_text
+from pxrs.group.description import lag_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from pxrs.errors import LogBusy
 
 _logger: Final = logging.getLogger(__name__)
 _PAUSE_S: Final = 0.005
-"""Between two tries to take the lock of the folder `topics`."""
+"""The pause between two tries to take the lock of the folder `topics`."""
 
 
 class TopicNames:
@@ -44,14 +44,14 @@ class TopicNames:
         os.symlink(_target(topic_id), link)
 
     def may_be_claimed(self, name: str, topic_id: str) -> bool:
-        """Whether the name's link leads to this topic. True, and logged, if that cannot be told."""
+        """Whether the link of this name points to this topic. True, and logged, if that is not known."""
         path = self.links / name
         try:
             return os.readlink(path) == _target(topic_id)
         except FileNotFoundError:
             return False
         except OSError as error:
-            if error.errno == errno.EINVAL:  # it is no link
+            if error.errno == errno.EINVAL:  # not a link
                 return False
             what = disk.explain(error, path)
             _logger.warning("%s: what was prepared for a topic is kept, since it may be in use", what)

@@ -78,7 +78,7 @@ class CommitPlan:
         return {key: found[key] for key in self._commit.written}
 
     def _notification(self, changed: list[str]) -> list[Call]:
-        """What tells the listeners, if there are any and they are to be told."""
+        """The notification for the listeners, if the commit sends one."""
         commit, statements = self._commit, self._statements
         if statements.notify is None or not self._channel or commit.quiet:
             return []
@@ -198,7 +198,8 @@ class CommitPlan:
         if key in self._commit.expect:
             return self._commit.expect[key] == ABSENT
         if key in self._commit.delete:
-            # Nothing else hangs on a deletion that stands alone. With others, nobody may make the key meanwhile.
+            # A deletion of one key alone needs no row to lock. With other keys in the commit, no other process may
+            # create the key meanwhile.
             return len(self._keys) > 1
         return key in self._commit.put or key in self._commit.ephemeral
 

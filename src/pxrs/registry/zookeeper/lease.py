@@ -62,7 +62,7 @@ SESSIONS_MAX: Final = 256
 """How many connections of leases a handle may have, unless the option `sessions` says otherwise."""
 
 SESSION_S_MIN: Final = 1.0
-"""kazoo also takes what it asks for as its time to connect, and less than this would not do on a busy machine."""
+"""The shortest session time-out to ask for. kazoo also takes it as its time limit to connect."""
 
 MARGIN: Final = 0.05
 """The part of the granted time that the holder does without."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pxrs.errors import InvalidTopic, ReadFailed
 from pxrs.sources.sql_table.table import Table
+from pxrs.waiting import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,7 @@ class Listener:
     def start(self) -> None:
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
-                self._thread = threading.Thread(target=self._run, name="pxrs-table-listener", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "pxrs-table-listener")
 
     def close(self) -> None:
         with self._lock:

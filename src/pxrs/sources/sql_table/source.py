@@ -196,8 +196,10 @@ class SqlTable(Source):
             self._check_usable(partition)
         if self._listener is not None:
             self._listener.start()
+        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
+            return self._subscribers.add(chosen, callback)
+        self._poller.need()  # first: it raises if no thread can be started
         added = self._subscribers.add(chosen, callback)
-        self._poller.need()
 
         def end() -> None:
             added.close()
@@ -209,9 +211,6 @@ class SqlTable(Source):
         """The time until a position has been passable for `SKIP_S`, which no new row announces."""
         with self._lock:
             return self._passable.due_s(positions.items())
-
-    def wake(self) -> None:
-        self._subscribers.wake_all()
 
     def _poll(self) -> None:
         """One step of the polling thread: sleep, look at the table, and wake the subscribers after a change."""

@@ -333,7 +333,7 @@ class _Hanging:
 
 @contextmanager
 def hanging(lease: Lease) -> Iterator[None]:
-    """The renewals of the lease hang in this block."""
+    """Within the block, the renewals of the lease are not answered."""
     stored = lease.stored = _Hanging(lease)
     try:
         yield

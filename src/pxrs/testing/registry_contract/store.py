@@ -1,4 +1,4 @@
-"""How the suite reaches the store under test, and what its tests share."""
+"""The access to the store under test, and functions that the tests share."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def at_once(*actions: Callable[[], T]) -> list[T]:
 
 
 def end_in_store(lease: Lease) -> None:
-    """End a lease in the store while its holder still believes in it, as an expiry that it has not noticed."""
+    """End a lease in the store without its holder noticing, as after an expiry."""
     lease.abandon()
     lease.stored.end()
 
@@ -91,6 +91,6 @@ class Fixtures:
 
 
 def quieten(watch: registries_module.Watch) -> None:
-    """Take the wakes that are under way, so that the next one is of the next change."""
+    """Consume the wakes that are under way, so that the next one belongs to the next change."""
     while watch.wait(0.1):
         continue

@@ -1,10 +1,11 @@
 """What a rebalance costs a large group: registry calls, keys and bytes for each member, counted on a simulated store.
 
 Nothing fails here, and a procedure is not interrupted: the schedules of `simulation.py` are for that. Members are woken
-by exactly the keys that they watch, so a member that a change does not concern costs nothing, and is seen to.
+by exactly the keys that they watch, so the counts show that a change costs nothing for members that it does not
+concern.
 
     crowd = Crowd(1_000, 10_000)
-    crowd.costs_of(crowd.join)      # by who they are: the leader, the joiner, those that lose a partition, all others
+    crowd.costs_of(crowd.join)      # by role: the leader, the joiner, those that lose a partition, all others
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KEYS_MAX = 127
 
 
 class CrowdMember:
-    """A member without messages, that does all that is to be done at once when it is woken."""
+    """A member without messages that does everything at once when it is woken."""
 
     def __init__(self, crowd: Crowd, number: int) -> None:
         self.crowd, self.incarnation = crowd, f"member-{number:06d}"
@@ -91,7 +92,7 @@ class Share:
     moved_max: int
     """How many partitions one of them has gained or lost, at most."""
     most: Cost
-    """Of the one with the most calls, and of the one with the most bytes, if that is another."""
+    """The cost of the member with the most calls, and of the member with the most bytes, if that is another one."""
 
 
 class Crowd:
@@ -120,7 +121,7 @@ class Crowd:
         return member
 
     def die(self) -> CrowdMember:
-        """One that does not lead dies: its lease ends. Returns it."""
+        """A member that does not lead dies: its lease ends. Returns it."""
         return self._end(next(member for member in reversed(self.members) if not member.protocol.is_leading))
 
     def die_leading(self) -> CrowdMember:
