@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pxrs.consumer.consumer import Consumer
-from pxrs.errors import Conflict, RegistryUnavailable
+from pxrs.errors import Closed, Conflict, RegistryUnavailable
 from pxrs.group.records import Keys, Pinned
 from pxrs.hub import Hub
 from pxrs.model import Message
@@ -253,6 +253,21 @@ def test_x8_an_owner_that_needs_time_is_given_it_though_the_leader_is_hurried(pl
         shared.owns.ack(message)
     eventually(lambda: shared.has_moved, PATIENCE_S)
     assert shared.lost == []
+
+
+def test_a_member_is_woken_by_a_change_of_its_group_and_by_the_end_of_its_registry(place: Place) -> None:
+    """Nothing else is due for an hour."""
+    hub, registry = with_topic(place, 2)
+    first = hub.consumer("t", "g", **QUIET)
+    eventually(lambda: first.assignment == [0, 1], PATIENCE_S)
+    hub_2, _ = another(place, hub)
+    second = hub_2.consumer("t", "g", **QUIET)
+    eventually(lambda: len(first.assignment) == len(second.assignment) == 1, PATIENCE_S)
+    second.close()
+    eventually(lambda: first.assignment == [0, 1], PATIENCE_S)
+    registry.close()
+    with pytest.raises(Closed):
+        aside(lambda: list(first)).result(PATIENCE_S)
 
 
 def test_x8_a_leader_wakes_when_the_time_of_an_owner_is_over(place: Place) -> None:

@@ -220,6 +220,41 @@ def test_work_that_blocks_in_code_of_the_user_does_not_delay_other_work(monkeypa
     assert scheduler._workers == 0, "as many are counted as there are"
 
 
+def test_workers_beyond_the_limit_end_when_nothing_blocks_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "IDLE_S", 3_600.0)
+    scheduler = Scheduler(SYSTEM, "surplus", threads_max=2)
+    entered, proceed = threading.Semaphore(0), threading.Event()
+    added: list[Scheduled] = []
+    is_added = threading.Event()
+
+    def work_of(number: int) -> Callable[[], Next | None]:
+        def work() -> Next | None:
+            assert is_added.wait(LONG_S)
+            with added[number].blocking():
+                entered.release()
+                assert proceed.wait(LONG_S)
+            return None
+
+        return work
+
+    added += [scheduler.add("work", work_of(number)) for number in range(6)]
+    is_added.set()
+    for _ in range(6):
+        assert entered.acquire(timeout=LONG_S)
+    proceed.set()
+    eventually(lambda: all(each.state is State.ENDED for each in added))
+    eventually(lambda: len(threads_named("surplus")) <= 2)
+    monkeypatch.setattr(scheduler_module, "IDLE_S", 0.01)
+    meet = threading.Barrier(2)
+
+    def meet_once() -> None:
+        meet.wait(LONG_S)
+
+    for _ in range(2):  # each of the two workers takes one, and waits for the short time after it
+        scheduler.add("last", meet_once)
+    eventually(lambda: not threads_named("surplus"))
+
+
 def test_blocking_on_another_thread_has_no_effect() -> None:
     scheduler = Scheduler(SYSTEM, "s")
     added = scheduler.add("work", Next)
