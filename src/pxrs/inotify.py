@@ -25,8 +25,9 @@ class News:
     overflow: bool = False
     """The kernel dropped events: anything that is watched may have changed."""
     closed: frozenset[str] = field(default_factory=frozenset)
-    """Names of files that were removed from a watched folder, or closed by a process that had them open for writing,
-    also because that process ended."""
+    """Names of files that were closed by a process that had them open for writing, also because it ended."""
+    removed: frozenset[str] = field(default_factory=frozenset)
+    """Names of files that were removed from a folder that is watched for DELETE."""
     changed: frozenset[int] = field(default_factory=frozenset)
     """Numbers of the watches, as `Notifier.add` returned them, that have any event."""
     ended: frozenset[int] = field(default_factory=frozenset)
@@ -96,7 +97,9 @@ class Notifier:
             data, position = os.read(self._inotify, _READ_BYTES), 0
         except BlockingIOError:
             return News()
-        overflow, closed, changed, ended = False, set(), set(), set()
+        overflow, changed, ended = False, set(), set()
+        closed: set[str] = set()
+        removed: set[str] = set()
         while position < len(data):
             watch, mask, _, length = _EVENT.unpack_from(data, position)
             begin = position + _EVENT.size
@@ -106,8 +109,9 @@ class Notifier:
             if mask & IGNORED:
                 ended.add(watch)
             if mask & (CLOSE_WRITE | DELETE):
-                closed.add(os.fsdecode(data[begin:position].rstrip(b"\0")))
-        return News(overflow, frozenset(closed), frozenset(changed), frozenset(ended))
+                names = closed if mask & CLOSE_WRITE else removed
+                names.add(os.fsdecode(data[begin:position].rstrip(b"\0")))
+        return News(overflow, frozenset(closed), frozenset(removed), frozenset(changed), frozenset(ended))
 
     def interrupt(self) -> None:
         """Make the waiting thread return at once. After `close` this does nothing."""

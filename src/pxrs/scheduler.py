@@ -59,7 +59,7 @@ Work = Callable[[], Next | None]
 """Does what there is to do. Returns when to run it again; None: never again."""
 
 
-class State(Enum):
+class ScheduledState(Enum):
     """What a `Scheduled` is doing. `_AFTER` has all transitions."""
 
     WAITING = auto()
@@ -76,33 +76,33 @@ class State(Enum):
     ENDED = auto()
 
 
-_AFTER: Final[dict[tuple[State, str], State]] = {
-    (State.WAITING, "wake"): State.READY,
-    (State.WAITING, "due"): State.READY,
-    (State.WAITING, "end"): State.ENDED,
-    (State.PAUSING, "wake"): State.PAUSING,
-    (State.PAUSING, "due"): State.READY,
-    (State.PAUSING, "end"): State.ENDED,
-    (State.READY, "wake"): State.READY,
-    (State.READY, "due"): State.READY,
-    (State.READY, "run"): State.RUNNING,
-    (State.READY, "end"): State.ENDED,
-    (State.RUNNING, "wake"): State.WOKEN,
-    (State.RUNNING, "return"): State.WAITING,
-    (State.RUNNING, "pause"): State.PAUSING,
-    (State.RUNNING, "end"): State.ENDING,
-    (State.WOKEN, "wake"): State.WOKEN,
-    (State.WOKEN, "return"): State.READY,
-    (State.WOKEN, "pause"): State.PAUSING,
-    (State.WOKEN, "end"): State.ENDING,
-    (State.ENDING, "wake"): State.ENDING,
-    (State.ENDING, "end"): State.ENDING,
-    (State.ENDING, "return"): State.ENDED,
-    (State.ENDING, "pause"): State.ENDED,
-    (State.ENDED, "wake"): State.ENDED,
-    (State.ENDED, "end"): State.ENDED,
-    (State.ENDED, "due"): State.ENDED,
-    (State.ENDED, "run"): State.ENDED,
+_AFTER: Final[dict[tuple[ScheduledState, str], ScheduledState]] = {
+    (ScheduledState.WAITING, "wake"): ScheduledState.READY,
+    (ScheduledState.WAITING, "due"): ScheduledState.READY,
+    (ScheduledState.WAITING, "end"): ScheduledState.ENDED,
+    (ScheduledState.PAUSING, "wake"): ScheduledState.PAUSING,
+    (ScheduledState.PAUSING, "due"): ScheduledState.READY,
+    (ScheduledState.PAUSING, "end"): ScheduledState.ENDED,
+    (ScheduledState.READY, "wake"): ScheduledState.READY,
+    (ScheduledState.READY, "due"): ScheduledState.READY,
+    (ScheduledState.READY, "run"): ScheduledState.RUNNING,
+    (ScheduledState.READY, "end"): ScheduledState.ENDED,
+    (ScheduledState.RUNNING, "wake"): ScheduledState.WOKEN,
+    (ScheduledState.RUNNING, "return"): ScheduledState.WAITING,
+    (ScheduledState.RUNNING, "pause"): ScheduledState.PAUSING,
+    (ScheduledState.RUNNING, "end"): ScheduledState.ENDING,
+    (ScheduledState.WOKEN, "wake"): ScheduledState.WOKEN,
+    (ScheduledState.WOKEN, "return"): ScheduledState.READY,
+    (ScheduledState.WOKEN, "pause"): ScheduledState.PAUSING,
+    (ScheduledState.WOKEN, "end"): ScheduledState.ENDING,
+    (ScheduledState.ENDING, "wake"): ScheduledState.ENDING,
+    (ScheduledState.ENDING, "end"): ScheduledState.ENDING,
+    (ScheduledState.ENDING, "return"): ScheduledState.ENDED,
+    (ScheduledState.ENDING, "pause"): ScheduledState.ENDED,
+    (ScheduledState.ENDED, "wake"): ScheduledState.ENDED,
+    (ScheduledState.ENDED, "end"): ScheduledState.ENDED,
+    (ScheduledState.ENDED, "due"): ScheduledState.ENDED,
+    (ScheduledState.ENDED, "run"): ScheduledState.ENDED,
 }
 
 
@@ -111,7 +111,7 @@ class Scheduled:
 
     def __init__(self, scheduler: Scheduler, name: str, work: Work) -> None:
         self.name, self.work = name, work
-        self.state = State.WAITING
+        self.state = ScheduledState.WAITING
         """Read and written under the scheduler's lock."""
         self.wait = 0
         """Number of the current wait. A timer that names another number is out of date."""
@@ -209,7 +209,7 @@ class Scheduler:
             self._move(scheduled, "end")
             if scheduled.is_here:
                 return False
-            return self._returned.wait_for(lambda: scheduled.state is State.ENDED, timeout)
+            return self._returned.wait_for(lambda: scheduled.state is ScheduledState.ENDED, timeout)
 
     def set_blocking(self, scheduled: Scheduled, is_blocking: bool) -> None:
         """For `Scheduled.blocking`."""
@@ -230,12 +230,12 @@ class Scheduler:
 
     def _move(self, scheduled: Scheduled, event: str) -> None:
         scheduled.state = _AFTER[scheduled.state, event]
-        if scheduled.state is State.READY:
+        if scheduled.state is ScheduledState.READY:
             # Also if it was READY before: an interrupt of the main thread (KeyboardInterrupt) may have come in between.
             self._ready[scheduled] = None
             if event != "return":  # then the worker that returns is the next one to look at `_ready`
                 self._call_worker()
-        elif scheduled.state is State.ENDED:
+        elif scheduled.state is ScheduledState.ENDED:
             scheduled.work = Next  # a timer may refer to it for long, and must not keep what the work refers to
             self._ready.pop(scheduled, None)
             self._returned.notify_all()
@@ -305,7 +305,7 @@ class Scheduler:
                 while self._ready:
                     scheduled, _ = self._ready.popitem(last=False)
                     self._move(scheduled, "run")
-                    if scheduled.state is State.RUNNING:
+                    if scheduled.state is ScheduledState.RUNNING:
                         scheduled.thread = thread
                         return scheduled
                 self._idle.append(called)
@@ -326,9 +326,9 @@ class Scheduler:
                 following = Next()
             scheduled.wait += 1
             self._move(scheduled, "return" if following.pause_s is None else "pause")
-            if scheduled.state is State.PAUSING and following.pause_s is not None:
+            if scheduled.state is ScheduledState.PAUSING and following.pause_s is not None:
                 self._set_timer(self._pauses, time.monotonic() + following.pause_s, scheduled)
-            elif scheduled.state is State.WAITING and following.at is not None:
+            elif scheduled.state is ScheduledState.WAITING and following.at is not None:
                 self._set_timer(self._at, following.at, scheduled)
 
     # The timer.
@@ -386,4 +386,4 @@ class Scheduler:
     def _counts(entry: tuple[float, int, int, Scheduled]) -> bool:
         """Whether the wait that this timer was set for is not over yet."""
         _, _, wait, scheduled = entry
-        return wait == scheduled.wait and scheduled.state in (State.WAITING, State.PAUSING)
+        return wait == scheduled.wait and scheduled.state in (ScheduledState.WAITING, ScheduledState.PAUSING)

@@ -317,14 +317,14 @@ def test_a_thread_that_appends_while_another_one_deletes_is_told_of_the_deletion
     offsets_of(topic.append(one()))
     assert isinstance(topic, DirectoryTopic)
     may_go_on, is_waiting = threading.Event(), threading.Event()
-    partition = topic._partition(0)
+    partition = topic._opened(0)
 
     def held(number: int) -> Any:
         is_waiting.set()
         assert may_go_on.wait(BOUND_S)
         return partition
 
-    monkeypatch.setattr(topic, "_partition", held)
+    monkeypatch.setattr(topic, "_opened", held)
     told: list[BaseException] = []
 
     def work(act: Callable[[], object]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pxrs.errors import AppendFailed, AppendUnknown
+from pxrs.errors import AppendFailed, AppendUnknown, InvalidRecord
 from pxrs.log.batch import Header, Origin
 from pxrs.log.contract import Append, Log, TopicLog
 from pxrs.log.directory.log import DirectoryLog
@@ -87,6 +87,30 @@ def test_w1_a_batch_that_could_not_be_written_and_was_cut_off_is_not_stored(
     assert not isinstance(refused.error, AppendUnknown)
     assert stored == StoredAt(0)
     assert offsets_of(topic.append(appends)) == [0, 0]
+
+
+def test_a_partition_whose_files_cannot_be_opened_now_is_tried_again_and_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = DirectoryLog(tmp_path).create_topic(new_topic())
+    opened = os.open
+
+    def too_many(path: Any, *arguments: Any, **named: Any) -> int:
+        if "/partition-1/" in str(path):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return opened(path, *arguments, **named)
+
+    appends = two(uuid.uuid4())
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", too_many)
+        stored, refused = topic.append(appends)
+    assert stored == StoredAt(0)
+    assert isinstance(refused, NotStored)
+    assert isinstance(refused.error, AppendFailed), "which a producer tries again"
+    assert f"{topic.name}/1: " in str(refused.error)
+    assert topic.append(appends) == [StoredAt(0, is_duplicate=True), StoredAt(0)]
+    with pytest.raises(InvalidRecord, match="and no 7"):
+        topic.append([*appends, appends[0]._replace(partition=7)])
 
 
 def test_a_defect_in_one_partition_hides_nothing_about_the_others(

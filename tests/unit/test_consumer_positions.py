@@ -16,7 +16,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.group.records import Keys, Owner
 from pxrs.hub import Hub
-from pxrs.scheduler import State
+from pxrs.scheduler import ScheduledState
 from pxrs.testing.waiting import aside, eventually
 
 PARTITIONS = 2
@@ -44,7 +44,7 @@ def send(hub: Hub, *partitions: int, count: int = 1) -> None:
 def settle(inbox: Consumer, *partitions: int) -> None:
     """Wait until it owns these, and no round of its member's work runs or is due."""
     eventually(lambda: inbox.assignment == list(partitions), BOUND_S)
-    eventually(lambda: inbox._member.session.scheduled.state is State.WAITING, BOUND_S)
+    eventually(lambda: inbox._member.session.scheduled.state is ScheduledState.WAITING, BOUND_S)
 
 
 def read(inbox: Consumer, partition: int, count: int) -> None:

@@ -27,7 +27,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.hub import Hub
 from pxrs.producer.sending import SendingThread
 from pxrs.queue.listener import QueueListener
-from pxrs.scheduler import State
+from pxrs.scheduler import ScheduledState
 from pxrs.testing.waiting import eventually
 
 BOUND_S = 30.0
@@ -154,7 +154,7 @@ def test_a_dropped_consumer_whose_member_has_failed_leaves_no_thread(hub: Hub) -
         inbox = hub.consumer("t", "g", lease_ttl=LONG_S, on_assigned=lambda partitions: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             inbox.poll(timeout=BOUND_S)
-        soon(lambda: inbox._member.session.scheduled.state is State.ENDED)
+        soon(lambda: inbox._member.session.scheduled.state is ScheduledState.ENDED)
 
     drop(lose_one, "Consumer of t")
     soon(lambda: not threads_named("pxrs-member-g"))

@@ -177,7 +177,9 @@ def test_r3_a_process_that_is_killed_while_it_ends_a_lease_leaves_no_holder_that
         assert lease.lost.is_set()
 
 
-def test_a_lease_whose_file_is_removed_is_ended_at_once_by_a_process_that_watches(tmp_path: Path) -> None:
+def test_a_lease_whose_file_is_removed_is_ended_long_before_its_expiry_by_a_process_that_watches(
+    tmp_path: Path,
+) -> None:
     with registry.open(tmp_path) as holder, registry.open(tmp_path) as other, other.watch("m/") as watch:
         lease = holder.lease(TTL_S)
         holder.commit(ephemeral={"m/1": b""}, lease=lease)

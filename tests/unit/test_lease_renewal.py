@@ -15,7 +15,7 @@ from pxrs.errors import LeaseExpired, RegistryUnavailable
 from pxrs.registry import renewal
 from pxrs.registry.lease import Lease
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
-from pxrs.registry.renewal import Renewals, Renewer, State
+from pxrs.registry.renewal import Renewals, RenewalState, Renewer
 from pxrs.testing.waiting import aside, eventually
 
 TTL_S = 8.0
@@ -96,7 +96,7 @@ class Place:
             return (
                 all(due > self.clock.now() for due, _, each in self.renewer._heap if each.due == due)
                 and not any(each.stored.may_answer.is_set() for each in running)  # type: ignore[attr-defined]
-                and (State.QUEUED not in states or len(running) + self.blocked == len(self.renewer._workers))
+                and (RenewalState.QUEUED not in states or len(running) + self.blocked == len(self.renewer._workers))
             )
 
 
@@ -197,7 +197,7 @@ def test_a_renewal_that_is_queued_is_not_made_after_stop() -> None:
         queued = here.lease()
         here.pass_time(TTL_S / 4)
         assert isinstance(queued.renewal, Renewals)
-        assert queued.renewal.state is State.QUEUED
+        assert queued.renewal.state is RenewalState.QUEUED
         queued.renewal.stop(0.0)
         here.stored[0].may_answer.set()
         here.settle()

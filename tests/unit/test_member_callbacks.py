@@ -18,7 +18,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.group.records import Checkpoint, Keys, Member, Owner, Target
 from pxrs.hub import Hub
-from pxrs.scheduler import State
+from pxrs.scheduler import ScheduledState
 from pxrs.testing.waiting import aside, eventually
 
 PARTITIONS = 4
@@ -72,7 +72,7 @@ def have_members_look(hub: Hub) -> None:
 def settle(*consumers: Consumer) -> None:
     eventually(lambda: sorted(p for each in consumers for p in each.assignment) == list(range(PARTITIONS)), PATIENCE_S)
     for each in consumers:  # no round of its member's work runs or is due
-        eventually(lambda each=each: each._member.session.scheduled.state is State.WAITING, PATIENCE_S)  # type: ignore[misc]
+        eventually(lambda each=each: each._member.session.scheduled.state is ScheduledState.WAITING, PATIENCE_S)  # type: ignore[misc]
 
 
 def finish_one_of_each(hub: Hub, inbox: Consumer) -> None:
@@ -305,7 +305,7 @@ def test_a_partition_that_stays_after_all_is_not_read_before_on_assigned_has_ret
 def wait_for_end(inbox: Consumer) -> None:
     scheduled = inbox._member.session.scheduled
     assert scheduled is not None
-    eventually(lambda: scheduled.state is State.ENDED, PATIENCE_S)
+    eventually(lambda: scheduled.state is ScheduledState.ENDED, PATIENCE_S)
 
 
 def test_what_a_callback_raised_is_raised_by_close_if_nobody_has_read_since(hub: Hub) -> None:

@@ -32,7 +32,7 @@ from pxrs.registry.contract import Commit, Entry
 from pxrs.registry.lease import Lease
 from pxrs.registry.limit import seconds_left, time_limit
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
-from pxrs.scheduler import State
+from pxrs.scheduler import ScheduledState
 from pxrs.testing.hooked import Place
 from pxrs.testing.waiting import aside, eventually
 
@@ -132,7 +132,7 @@ class Scene:
         inbox = self.hub.consumer("t", "g", **given)  # type: ignore[arg-type]
         eventually(lambda: inbox.assignment == [0, 1], PATIENCE_S)
         # No round of the member's work runs or is due: after a stall, only what the test calls asks the store.
-        eventually(lambda: inbox._member.session.scheduled.state is State.WAITING, PATIENCE_S)
+        eventually(lambda: inbox._member.session.scheduled.state is ScheduledState.WAITING, PATIENCE_S)
         return inbox
 
     def read_one_of_each(self, inbox: Consumer) -> None:

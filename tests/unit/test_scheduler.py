@@ -13,7 +13,7 @@ import pytest
 
 from pxrs import scheduler as scheduler_module
 from pxrs.clock import SYSTEM, ManualClock
-from pxrs.scheduler import Next, Scheduled, Scheduler, State
+from pxrs.scheduler import Next, Scheduled, ScheduledState, Scheduler
 from pxrs.testing.waiting import eventually
 
 LONG_S = 30
@@ -33,10 +33,10 @@ def test_work_runs_at_once_when_woken_and_at_its_moment() -> None:
 
     added = Scheduler(clock, "s").add("work", work)
     eventually(lambda: len(runs) == 1)
-    eventually(lambda: added.state is State.WAITING)
+    eventually(lambda: added.state is ScheduledState.WAITING)
     clock.advance(10)
     eventually(lambda: len(runs) == 2)
-    eventually(lambda: added.state is State.WAITING)
+    eventually(lambda: added.state is ScheduledState.WAITING)
     added.wake()
     eventually(lambda: len(runs) == 3)
     assert added.end(LONG_S)
@@ -60,7 +60,7 @@ def test_a_wake_while_the_work_runs_makes_it_run_once_more() -> None:
     proceed.release()
     assert entered.acquire(timeout=LONG_S), "the two wakes are one more run"
     proceed.release()
-    eventually(lambda: added.state is State.WAITING)
+    eventually(lambda: added.state is ScheduledState.WAITING)
     assert not entered.acquire(blocking=False)
     assert added.end(LONG_S)
 
@@ -114,7 +114,7 @@ def test_work_can_end_itself() -> None:
 
     added = Scheduler(SYSTEM, "s").add("work", work)
     is_added.set()
-    eventually(lambda: added.state is State.ENDED)
+    eventually(lambda: added.state is ScheduledState.ENDED)
     assert found == [True, False]
     assert not added.is_here
 
@@ -152,11 +152,11 @@ def test_work_that_raises_is_logged_and_not_run_again(caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.ERROR, "pxrs.scheduler"):
         added = Scheduler(SYSTEM, "s").add("the work", work)
-        eventually(lambda: added.state is State.ENDED)
+        eventually(lambda: added.state is ScheduledState.ENDED)
     assert "the work has failed" in caplog.text
     assert "broken" in caplog.text
     added.wake()
-    assert added.state is State.ENDED
+    assert added.state is ScheduledState.ENDED
 
 
 def test_random_wakes_never_run_work_twice_at_once_and_none_is_missed() -> None:
@@ -212,10 +212,10 @@ def test_work_that_blocks_in_code_of_the_user_does_not_delay_other_work(monkeypa
     last = scheduler.add("last", lambda: ran.set() or Next())  # type: ignore[func-returns-value]
     assert ran.wait(LONG_S)
     proceed.set()
-    eventually(lambda: all(each.state is State.WAITING for each in added))
+    eventually(lambda: all(each.state is ScheduledState.WAITING for each in added))
     for each in [*added, last]:
         each.wake()
-    eventually(lambda: all(each.state is State.WAITING for each in added))
+    eventually(lambda: all(each.state is ScheduledState.WAITING for each in added))
     eventually(lambda: not threads_named("blocked"))
     assert scheduler._workers == 0, "as many are counted as there are"
 
@@ -258,7 +258,7 @@ def test_workers_beyond_the_limit_end_when_nothing_blocks_any_more(monkeypatch: 
 def test_blocking_on_another_thread_has_no_effect() -> None:
     scheduler = Scheduler(SYSTEM, "s")
     added = scheduler.add("work", Next)
-    eventually(lambda: added.state is State.WAITING)
+    eventually(lambda: added.state is ScheduledState.WAITING)
     with added.blocking():
         assert not added.is_blocking
     assert added.end(LONG_S)
@@ -302,7 +302,7 @@ def test_work_whose_worker_cannot_be_started_is_refused_when_added_and_runs_late
     with caplog.at_level(logging.WARNING, "pxrs.scheduler"):
         added.wake()
         eventually(lambda: "a thread of few could not be started: can't start new thread" in caplog.text)
-    assert added.state is State.READY
+    assert added.state is ScheduledState.READY
     refusing.refuses = ()
     eventually(lambda: len(runs) == 2)
     assert added.end(LONG_S)
@@ -319,7 +319,7 @@ def test_a_timer_that_cannot_be_started_is_started_later_by_the_worker(monkeypat
         return Next(pause_s=0.01)
 
     added = Scheduler(SYSTEM, "few").add("work", work)
-    eventually(lambda: added.state is State.PAUSING)
+    eventually(lambda: added.state is ScheduledState.PAUSING)
     refusing.refuses = ()
     eventually(lambda: len(runs) > 2)
     assert added.end(LONG_S)
@@ -347,16 +347,16 @@ def test_timers_of_work_that_is_woken_before_its_moment_are_removed() -> None:
 
 def test_work_that_returns_none_is_not_run_again() -> None:
     added = Scheduler(SYSTEM, "s").add("work", lambda: None)
-    eventually(lambda: added.state is State.ENDED)
+    eventually(lambda: added.state is ScheduledState.ENDED)
 
 
 def test_an_interrupt_while_work_is_made_ready_does_not_lose_it(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(SYSTEM, "s")
     runs: list[int] = []
     added = scheduler.add("work", lambda: runs.append(1) or Next())  # type: ignore[func-returns-value]
-    eventually(lambda: added.state is State.WAITING)
+    eventually(lambda: added.state is ScheduledState.WAITING)
     with scheduler._lock:
-        added.state = State.READY  # the interrupt came here: it is in no queue
+        added.state = ScheduledState.READY  # the interrupt came here: it is in no queue
     added.wake()
     eventually(lambda: len(runs) == 2)
     assert added.end(LONG_S)

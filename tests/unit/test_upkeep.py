@@ -557,7 +557,9 @@ def test_keys_of_a_deleted_topic_are_removed_though_its_deletion_was_cut_short(
         assert keys_of_topics(place) == ["gate", "gate"], "the topic is there: nothing of it may go"
         other.delete_topic("unread")
     assert keys_of_topics(place) == ["gate"], "that of the topic that stays"
-    assert list((place.folder / "deleted").iterdir()) == []
+    (place.folder / "deleted" / "READ ME").write_text("")
+    assert other.run_upkeep().errors == {}
+    assert [path.name for path in (place.folder / "deleted").iterdir()] == ["READ ME"]
 
 
 def test_a_damaged_topic_that_is_deleted_leaves_no_keys(place: Place) -> None:
@@ -636,6 +638,23 @@ def test_staged_files_stay_while_it_is_not_on_record_which_registry_has_the_mani
     assert hub.run_upkeep().errors == {}
     assert not file.exists()
     place.close()
+
+
+def test_staged_files_stay_if_the_hub_was_given_to_another_registry_since_the_round_began(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, other = place.hub(), Place(place.folder)
+    file = staged(place.folder, hub.topic("t").id, 1, 2 * DAY_S)
+    finish = hub.log.finish_deletions
+
+    def adopted_meanwhile() -> None:
+        finish()
+        other.hub().adopt_registry()
+
+    monkeypatch.setattr(hub.log, "finish_deletions", adopted_meanwhile)
+    assert "sweeping staged files" in hub.run_upkeep().errors
+    assert file.exists()
+    other.close()
 
 
 def test_a_file_of_somebody_else_in_the_staging_folder_stops_nobody(place: Place) -> None:

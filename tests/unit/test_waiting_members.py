@@ -19,7 +19,7 @@ from pxrs import scheduler, waiting
 from pxrs.consumer.consumer import Consumer
 from pxrs.group import projection
 from pxrs.hub import Hub
-from pxrs.scheduler import State
+from pxrs.scheduler import ScheduledState
 from pxrs.testing.waiting import eventually
 
 FEW, MANY = 5, 50
@@ -89,7 +89,7 @@ def descriptors() -> int:
 
 def is_at_rest(inbox: Consumer) -> bool:
     work = inbox._member.session.scheduled
-    return inbox.assignment == [0] and work is not None and work.state is State.WAITING
+    return inbox.assignment == [0] and work is not None and work.state is ScheduledState.WAITING
 
 
 def is_worker(thread: threading.Thread) -> bool:

@@ -72,6 +72,7 @@ class Settling:
     ) -> None:
         """is_manual: ack="manual"."""
         self._group, self._lanes, self._read_ahead, self._member = group, lanes, read_ahead, member
+        self._lock, self._lane_of = lanes.lock, lanes.get  # for `ack`, which is called for each message
         self.mode = Mode.MANUAL if is_manual else Mode.AUTO
         self._readings = Readings(group)
         self._polled: Lane | None = None
@@ -246,12 +247,12 @@ class Settling:
 
     def ack(self, message: Message) -> None:
         """Count one message as done. Raises InvalidGroup without ack="manual", and PartitionLost."""
-        with self._lanes.lock:
+        with self._lock:
             if _ACK not in TRANSITIONS[self.mode]:  # `check_possible` in line: this is called for each message
                 raise InvalidGroup(REFUSALS[_ACK])
             if not isinstance(message, Message):
                 raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
-            lane = self._lanes.get(message.partition)
+            lane = self._lane_of(message.partition)
             if lane is None or lane.epoch != message.epoch:
                 raise PartitionLost(self._group, [message.partition])
             lane.ack(message.offset)

@@ -56,7 +56,7 @@ JOIN_S_MAX: Final = 1.0
 """How long `close` waits for the scheduling thread, which calls no store."""
 
 
-class State(enum.Enum):
+class RenewalState(enum.Enum):
     """See the table above."""
 
     WAITING = enum.auto()
@@ -73,7 +73,7 @@ class Renewals:
     def __init__(self, renewer: Renewer, lease: Lease) -> None:
         self._renewer = renewer
         self.lease = weakref.ref(lease)
-        self.state = State.WAITING
+        self.state = RenewalState.WAITING
         self.due = 0.0
         """When the scheduling thread looks at this lease next. An entry of the heap with another time is void."""
         self.thread: threading.Thread | None = None
@@ -110,7 +110,7 @@ class Renewer:
         lease.renewal = renewals
         with self._lock:
             if self._is_closed:
-                renewals.state = State.STOPPED
+                renewals.state = RenewalState.STOPPED
                 return
             self._look_at(renewals, min(self._clock.now() + lease.ttl / RENEWALS_PER_TTL, lease.deadline))
             if self._scheduler is None:
@@ -119,7 +119,7 @@ class Renewer:
     def stop(self, renewals: Renewals, wait_s: float) -> None:
         """See `Renewals.stop`."""
         with self._lock:
-            renewals.state = State.STOPPED
+            renewals.state = RenewalState.STOPPED
             self._wake.set()  # the scheduling thread ends if this was the last lease
             if renewals.thread is not threading.current_thread():
                 self._lock.wait_for(lambda: renewals.thread is None, wait_s)
@@ -129,7 +129,7 @@ class Renewer:
         with self._lock:
             self._is_closed = True
             for _, _, renewals in self._heap:
-                renewals.state = State.STOPPED
+                renewals.state = RenewalState.STOPPED
             self._heap.clear()
             self._queue.clear()
             self._lock.notify_all()
@@ -154,7 +154,7 @@ class Renewer:
             now = self._clock.now()
             while self._heap:
                 due, _, renewals = self._heap[0]
-                is_void = renewals.state is State.STOPPED or renewals.due != due
+                is_void = renewals.state is RenewalState.STOPPED or renewals.due != due
                 if not is_void and due > now:
                     return due
                 heapq.heappop(self._heap)
@@ -163,22 +163,22 @@ class Renewer:
                     seen.append(lease)
                     self._act(renewals, lease, now)
                 elif not is_void:
-                    renewals.state = State.STOPPED
+                    renewals.state = RenewalState.STOPPED
             self._scheduler = None
             self._lock.notify_all()  # the idle worker ends too
             return None
 
     def _act(self, renewals: Renewals, lease: Lease, now: float) -> None:
         if not lease.alive:
-            renewals.state = State.STOPPED
+            renewals.state = RenewalState.STOPPED
             if lease.deadline > float("-inf"):  # otherwise it was ended, and whoever ended it knows
                 self._hand_over(f"lease {lease.id} could not be renewed before its deadline")
             return
-        if renewals.state is State.RUNNING or lease.is_abandoned:
+        if renewals.state is RenewalState.RUNNING or lease.is_abandoned:
             self._look_at(renewals, lease.deadline)
             return
-        if renewals.state is State.WAITING:
-            renewals.state = State.QUEUED
+        if renewals.state is RenewalState.WAITING:
+            renewals.state = RenewalState.QUEUED
             self._hand_over(renewals)
         elif len(self._workers) < self._workers_max:
             self._add_worker()
@@ -223,8 +223,8 @@ class Renewer:
                     work = self._queue.popleft()
                     if isinstance(work, str):
                         return work
-                    if work.state is State.QUEUED:
-                        work.state, work.thread = State.RUNNING, me
+                    if work.state is RenewalState.QUEUED:
+                        work.state, work.thread = RenewalState.RUNNING, me
                         return work
                 if self._scheduler is None or self._is_closed or self._idle_count:
                     self._workers.discard(me)  # here, so that `_hand_over` does not count on this worker
@@ -255,10 +255,10 @@ class Renewer:
         with self._lock:
             renewals.thread = None
             if pause_s is None or lease is None:
-                renewals.state = State.STOPPED
+                renewals.state = RenewalState.STOPPED
                 self._wake.set()
-            elif renewals.state is State.RUNNING:
-                renewals.state = State.WAITING
+            elif renewals.state is RenewalState.RUNNING:
+                renewals.state = RenewalState.WAITING
                 self._look_at(renewals, min(self._clock.now() + pause_s, lease.deadline))
             self._lock.notify_all()
         return line

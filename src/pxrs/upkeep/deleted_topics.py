@@ -38,8 +38,10 @@ FOLDER: Final = "deleted"
 
 def note(parts: HubParts, topic: str) -> None:
     """Record, before the topic with this id is deleted, that its keys are to be removed from the registry."""
+    from pxrs.group.readables import is_topic_id
+
     folder = _folder(parts)
-    if folder is None:
+    if folder is None or not is_topic_id(topic):  # the link of a damaged topic may lead anywhere
         return
     try:
         disk.make_folders(folder)
@@ -76,11 +78,13 @@ def finish(parts: HubParts, topics: Collection[str]) -> None:
     """Remove the keys of topics whose deletion was cut short.
 
     topics: the ids of the topics that exist now. Raises PxrsError."""
+    from pxrs.group.readables import is_topic_id
+
     folder = _folder(parts)
     if folder is None or not folder.is_dir():
         return
     for name in sorted(os.listdir(folder)):
-        if name not in topics and not name.startswith("."):
+        if name not in topics and is_topic_id(name):  # another name is that of somebody else's file
             _forget(parts, name)
 
 

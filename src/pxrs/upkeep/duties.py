@@ -101,12 +101,13 @@ class Round:
     def _sweep_staging(self) -> None:
         """Remove staged files that no manifest names, and what was staged and committed for topics that were deleted.
 
-        Only if a registry is recorded for the hub, which then is the one that this process has: another registry has no
-        manifests of this hub, and the files of a batch that is committed would be removed."""
+        Only if the registry of this process is recorded as the hub's: another registry has no manifests of this hub,
+        and the files of a batch that is committed would be removed. Raises WrongRegistry if the hub was given to another
+        registry since this round began."""
         folder, belonging = self._parts.log.folder, self._parts.belonging
         if folder is None or not (folder / "staging").is_dir():
             return
-        if belonging is None or not belonging.is_recorded():
+        if belonging is None or belonging.check() is None or not belonging.is_recorded():
             return
         from pxrs.publishing.manifest import forget_deleted_topics, needed_batches
         from pxrs.publishing.staging.directory import DirectoryStaging

@@ -60,7 +60,9 @@ class DirectoryTopic(TopicLog):
         self._lock = threading.Lock()
         self._open: dict[int, Partition] = {}
         self._crew = Crew()
-        self._ends = Ends(tailer, topic.partitions, self.end, self._watched_path)
+        self._ends = Ends(
+            tailer, topic.partitions, self.end, lambda number: _watched_path(self._partition(number).folder)
+        )
         self._pid = os.getpid()
         self._is_closed = self._is_deleted = False
         _in_use.add(self)
@@ -143,27 +145,30 @@ class DirectoryTopic(TopicLog):
         by_partition: dict[int, list[Append]] = {}
         for append in appends:
             check_encoded(append.payload)
+            self._check_usable(append.partition)
             by_partition.setdefault(append.partition, []).append(append)
-        partitions = {number: self._partition(number) for number in by_partition}
         try:
             self._make_name_durable()
         except AppendFailed as error:
             return [NotStored(self._reason(error))] * len(appends)
 
         def store(number: int) -> Iterator[Outcome]:
-            return iter(self._append(partitions[number], by_partition[number]))
+            return iter(self._append(number, by_partition[number]))
 
         # In parallel, so that the partitions wait for their syncs at the same time.
         stored = self._crew.run([functools.partial(store, number) for number in by_partition])
         outcomes = dict(zip(by_partition, stored, strict=True))
         return [next(outcomes[append.partition]) for append in appends]
 
-    def _append(self, partition: Partition, batches: list[Append]) -> list[Outcome]:
+    def _append(self, number: int, batches: list[Append]) -> list[Outcome]:
         """The outcomes of the batches of one partition; an error is the outcome of all of them."""
         try:
-            return partition.append(batches)
+            return self._opened(number).append(batches)
         except (UnknownProducer, SequenceGap) as error:
-            return [NotStored(named(error, partition.place))] * len(batches)
+            return [NotStored(named(error, f"{self.name}/{number}"))] * len(batches)
+        except OSError as error:  # of `_opened`, such as too many open files, or a disk without room for a new file
+            what = f"{disk.explain(error)}; nothing of it is in the log: try again"
+            return [NotStored(self._reason(AppendFailed(f"{self.name}/{number}: {what}")))] * len(batches)
         except AppendUnknown as error:
             return [MaybeStored(self._reason(error))] * len(batches)
         except (LogError, Closed) as error:
@@ -226,12 +231,6 @@ class DirectoryTopic(TopicLog):
                 "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
             ) from error
 
-    def _watched_path(self, partition: int) -> str:
-        """The file that is modified when the partition's published end moves, for the kernel to watch. That file may be
-        missing, if this process may not make it: then the folder that it will be in."""
-        folder = self._partition(partition).folder
-        path = f"{folder}/{PUBLISHED}"
-        return path if os.path.exists(path) else folder
 
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
         plan = RetentionPlan({}, [])
@@ -265,40 +264,44 @@ class DirectoryTopic(TopicLog):
         return moved
 
     def _partition(self, number: int) -> Partition:
-        self._check_usable()
-        if not 0 <= number < self.partitions:
-            raise InvalidRecord(f"{self.name} has partitions 0 to {self.partitions - 1}, and no {number}")
+        self._check_usable(number)
+        try:
+            return self._opened(number)
+        except OSError as error:
+            if not self._folder.is_there():
+                raise self._folder.deleted() from error
+            raise disk.log_error(error, self.partition_folder(number), f"{self.name}/{number}: ") from error
+
+    def _opened(self, number: int) -> Partition:
+        """The handle of a partition, whose files are opened if they are not yet. Raises OSError."""
         found = self._open.get(number)
         if found is None:
             with self._lock:
                 self._check_usable()
                 found = self._open.get(number)
                 if found is None:
-                    folder = self.partition_folder(number)
-                    try:
-                        found = self._open[number] = Partition(
-                            folder,
-                            f"{self.name}/{number}",
-                            place_id(self.id, number),
-                            segment_bytes=self.topic.segment_bytes,
-                            timeout=self._timeout,
-                            is_synced=self.topic.durability == "disk",
-                            is_retained=self.topic.is_retained,
-                            segment_s=self.topic.segment_age_s,
-                        )
-                    except OSError as error:
-                        if not self._folder.is_there():
-                            raise self._folder.deleted() from error
-                        raise disk.log_error(error, folder, f"{self.name}/{number}: ") from error
+                    found = self._open[number] = Partition(
+                        self.partition_folder(number),
+                        f"{self.name}/{number}",
+                        place_id(self.id, number),
+                        segment_bytes=self.topic.segment_bytes,
+                        timeout=self._timeout,
+                        is_synced=self.topic.durability == "disk",
+                        is_retained=self.topic.is_retained,
+                        segment_s=self.topic.segment_age_s,
+                    )
         return found
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, partition: int | None = None) -> None:
+        """Raise if this process may not use the topic, or not any more; InvalidRecord if there is no such partition."""
         if os.getpid() != self._pid:
             raise UsedAfterFork(f"topic {self.name} was opened before a fork: open it again in the child")
         if self._is_deleted:
             raise self._folder.deleted()
         if self._is_closed:
             raise Closed(f"topic {self.name} was closed")
+        if partition is not None and not 0 <= partition < self.partitions:
+            raise InvalidRecord(f"{self.name} has partitions 0 to {self.partitions - 1}, and no {partition}")
 
     def close(self, *, is_deleted: bool = False) -> None:
         with self._lock:
@@ -309,6 +312,13 @@ class DirectoryTopic(TopicLog):
             partition.close()
         self._ends.close()
         self._crew.close()
+
+
+def _watched_path(folder: str) -> str:
+    """The file that is modified when the end of the partition in this folder moves, for the kernel to watch. That file
+    may be missing, if this process may not make it: then the folder that it will be in."""
+    path = f"{folder}/{PUBLISHED}"
+    return path if os.path.exists(path) else folder
 
 
 _in_use: weakref.WeakSet[DirectoryTopic] = weakref.WeakSet()

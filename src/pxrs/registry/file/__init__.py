@@ -4,9 +4,10 @@ There is no server and no lock that a stopped process could keep from others. A 
 next number of a journal by `link(2)`; that system call is the commit point (R9). Network file systems are refused,
 because their locks are not safe.
 
-Where to start reading: `registry.py` (the class `FileRegistry`), `journal.py` (how a commit is published and read),
-`lease.py` (how it is decided that a lease is over). `layout.py` lists the folders and files, `codec.py` their bytes,
-`folder.py` notices when a folder is moved or replaced while it is open.
+Where to start reading: `registry.py` (the class `FileRegistry`), `commit.py` (reads and commits of a handle, under its
+lock), `journal.py` (how a commit is published and read), `lease.py` (when a lease is over), `watch.py` (the thread that
+wakes watches). `layout.py` lists the folders and files, `codec.py` their bytes. `folder.py` notices when a folder is
+moved or replaced while it is open.
 """
 
 from __future__ import annotations

@@ -8,32 +8,35 @@ number (R9).
 
 The folders are described in `layout.py`.
 
-Compaction: the last entry of a generation is a *seal* that names the folder where history goes on. A process that has
-read up to the seal just goes on there; whoever sealed then publishes a snapshot in the new folder, for those who open
-the registry later, and moves the old folders away. Each step is one system call that either takes effect or fails
-because another process was first, and a folder's name is never used again: a process that was stopped during a
-compaction gets `ENOENT`, never an entry of another generation under the number that it expects.
+Compaction: the last entry of a generation is a *seal* that names the folder in which the next entries are. A process
+that has read up to the seal continues in that folder. The process that published the seal then publishes a snapshot in
+the new folder, for processes that open the registry later, and moves the old folders away. Each step is one system call
+that takes effect or fails because another process was first, and no folder name is used twice: a process that was
+stopped during a compaction gets `ENOENT`, never an entry of another generation under the number that it expects.
 
-Durable before acknowledged: the scratch file is synced before the link, the folder after it; whoever follows a seal
-syncs the folder that holds it before writing behind it. A failure after the link is an unknown outcome.
+Durable before acknowledged: a process syncs the scratch file before the link, and the folder after it. A process that
+follows a seal syncs the folder of the seal before it writes to the next folder. A failure after the link is an unknown
+outcome.
 
-A missing entry has one of two causes, which are distinguished:
-- A power loss may keep an entry and lose the one before it, if neither was synced. Then neither was acknowledged, and
-  whoever opens the registry next publishes a seal in the place of the missing entry: it cuts off what lies behind.
+A missing entry has one of two causes:
+- A power loss may keep an entry and lose the one before it, if neither was synced. Then neither was acknowledged. The
+  process that opens the registry next publishes a seal under the number of the missing entry, so that the entries with
+  higher numbers no longer count.
 - Something other than pxrs removed the file. Each entry records up to which number its author had synced, and entries
-  of the next generation are written only after the seal was synced: if a missing entry was synced, opening raises
-  RegistryCorrupt.
-No power loss happens while a handle is open, so an open handle raises RegistryCorrupt for any missing entry. It looks
-for its own last entry and for the one after the next before it publishes, and compares the whole folder with what it
-has read before its first use after `INSPECT_S`. So it never writes into a hole that one removed file has left, and into
-a larger one only if all of it was published and removed within the last second.
+  of the next generation are written only after the seal was synced. If these records show that a missing entry was
+  synced, opening raises RegistryCorrupt.
+No power loss happens while a handle is open, so an open handle raises RegistryCorrupt for any missing entry. Before it
+publishes, the handle checks that the last entry that it has read is there, and that the one after the next is not.
+At its first use after `INSPECT_S` it compares the whole folder with what it has read. So a handle never publishes under
+the number of a single removed entry. It does so in a gap of several entries only if all of them were published and
+removed within the last second.
 
 A process that may not write reads in the same way. It publishes neither the seal that cuts off what a power loss left
 behind a missing entry, nor a snapshot: it shows the state up to the missing entry, and follows the seal once a process
 that may write has published it.
 
-Only `prepared` and `finish_compaction` may be called without the lock of `FileRegistry`. A call that is interrupted in
-the middle, by an error or by a signal, leaves the state `torn`: it is loaded anew before it is used again.
+Only `prepared` and `finish_compaction` may be called without the lock of `SharedJournal`. A call that is interrupted in
+the middle, by an error or by a signal, leaves the field `torn` set: the state is loaded anew before it is used again.
 """
 
 from __future__ import annotations
@@ -181,7 +184,7 @@ class Journal:
         return True
 
     def _load(self) -> None:
-        """Start from the newest snapshot."""
+        """Set `state`, `number` and `generation` from the newest snapshot."""
         self._check_same_registry()
         self._inspect_at = 0.0
         for _ in range(OPEN_TRIES):
@@ -192,7 +195,7 @@ class Journal:
                 self._check_made()
             data = None if folder is None else read_file(f"{folder}/snapshot")
             if folder is None or data is None:
-                continue  # it was compacted away while we looked
+                continue  # another process has compacted it away meanwhile
             state, number = decode_snapshot(data, f"{folder}/snapshot")
             with contextlib.suppress(FileNotFoundError):
                 self.generation = Generation(folder)
@@ -265,8 +268,9 @@ class Journal:
         raise self._removed(self.number + 1, f"entry {self.number + 2} is there")
 
     def _settle_end(self) -> None:
-        """At opening: if entries lie behind one that is missing, seal the generation there, unless it was synced.
-        Whoever may not write ignores them until somebody else has done so."""
+        """At opening: if an entry is missing and there are later ones, publish a seal under the number of the missing
+        one, unless that one was synced. A process that may not write ignores the later ones until another process has
+        published the seal."""
         for _ in range(OPEN_TRIES):
             numbers, later = self.generation.numbers(), self._layout.entry_after(self.generation)
             behind = [] if numbers is None else sorted(n for n in numbers if n > self.number + 1)
@@ -275,7 +279,7 @@ class Journal:
             before = self.generation, self.number
             self.catch_up()
             if (self.generation, self.number) != before:
-                continue  # somebody published the missing one just now
+                continue  # another process has published the missing entry just now
             self._check_never_synced(behind, later)
             if not self._may_write:
                 self._cut_off = self.generation.path, self.number, behind[-1]

@@ -1,9 +1,9 @@
 """The thread that wakes the watches of a file registry: `FileWatcher`.
 
 inotify tells the thread of two kinds of events: a new entry in the folder of the journal's generation, which the thread
-reads, and a lease file that was closed or removed, because its holder has ended or has renewed it. The thread also
-waits for the nearest expiry of a lease. It ends the leases that are over, so that their keys vanish although no process
-reads them.
+reads, and a lease file that was closed or removed: its holder has died or has renewed the lease, or a process is ending
+the lease. The thread also waits for the nearest expiry of a lease. It ends the leases that are over, so that their keys
+vanish although no process reads them.
 
 Invariants:
 - The thread adds a folder to inotify before it reads the folder, so an entry is read or causes an event (R2).
@@ -36,6 +36,10 @@ T = TypeVar("T")
 DEATH_LOOKS_S: Final = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.5, 2.0)
 """The pauses between looks at a lease whose file was closed. When a process dies, the kernel closes its files, which
 causes the event, shortly before it releases their locks: at the first look the lease may still seem to be held."""
+REMOVED_S: Final = 0.5
+"""How long after a lease's file was removed the thread looks at the lease. A process that ends a lease removes the file
+and then publishes the end. The thread publishes the end only if that process has not, because it was killed: otherwise
+every watching process would publish it at the same time."""
 WATCH_RETRY_S: Final = 0.5
 
 
@@ -56,8 +60,7 @@ class FileWatcher:
         self._due: dict[str, float] = {}
         """The expiry of each living lease, on the machine's clock, as its file had it when it was last read."""
         self._suspects: dict[str, int] = {}
-        """Leases whose file was removed, or was closed, perhaps because their holder is dying; and how often the thread
-        has looked at each."""
+        """Leases whose file was closed, perhaps because their holder is dying, and how often each was looked at."""
         try:
             self.thread = start_thread(self._run, "pxrs-file-watch")
         except BaseException:
@@ -114,6 +117,9 @@ class FileWatcher:
             self._with_journal(_doubt)
             self._suspects.update(dict.fromkeys(self._due, 0))
         self._suspects.update(dict.fromkeys(news.closed, 0))
+        look_at = SYSTEM.now() + REMOVED_S
+        for lease in news.removed & self._due.keys():
+            self._due[lease] = min(self._due[lease], look_at)
 
     def _look(self, journal: SharedJournal) -> float | None:
         """Arm inotify, read new entries, end the leases that are over. Returns after how many seconds to look again if
