@@ -242,7 +242,7 @@ def test_workers_beyond_the_limit_end_when_nothing_blocks_any_more(monkeypatch: 
     for _ in range(6):
         assert entered.acquire(timeout=LONG_S)
     proceed.set()
-    eventually(lambda: all(each.state is State.ENDED for each in added))
+    eventually(lambda: all(each.state is ScheduledState.ENDED for each in added))
     eventually(lambda: len(threads_named("surplus")) <= 2)
     monkeypatch.setattr(scheduler_module, "IDLE_S", 0.01)
     meet = threading.Barrier(2)
@@ -339,7 +339,7 @@ def test_timers_of_work_that_is_woken_before_its_moment_are_removed() -> None:
         eventually(lambda count=count: runs[0] >= count)  # type: ignore[misc]
         added.wake()
     assert len(scheduler._at) < 200
-    eventually(lambda: added.state is State.WAITING)
+    eventually(lambda: added.state is ScheduledState.WAITING)
     still = {entry[3] for entry in scheduler._at}
     assert still >= {added, *others}, "those that count are kept"
     assert all(each.end(LONG_S) for each in [added, *others])
