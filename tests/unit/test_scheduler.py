@@ -242,7 +242,7 @@ def test_workers_beyond_the_limit_end_when_nothing_blocks_any_more(monkeypatch: 
     for _ in range(6):
         assert entered.acquire(timeout=LONG_S)
     proceed.set()
-    eventually(lambda: all(each.state is State.ENDED for each in added))
+    eventually(lambda: all(each.state is ScheduledState.ENDED for each in added))
     eventually(lambda: len(threads_named("surplus")) <= 2)
     monkeypatch.setattr(scheduler_module, "IDLE_S", 0.01)
     meet = threading.Barrier(2)

@@ -231,7 +231,6 @@ class DirectoryTopic(TopicLog):
                 "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
             ) from error
 
-
     def plan_retention(self, now: int, unread: Mapping[int, int] | None = None) -> RetentionPlan:
         plan = RetentionPlan({}, [])
         for number in range(self.partitions):
