@@ -102,8 +102,8 @@ class Round:
         """Remove staged files that no manifest names, and what was staged and committed for topics that were deleted.
 
         Only if the registry of this process is recorded as the hub's: another registry has no manifests of this hub,
-        and the files of a batch that is committed would be removed. Raises WrongRegistry if the hub was given to another
-        registry since this round began."""
+        and the files of a batch that is committed would be removed. Raises WrongRegistry if the hub was given to
+        another registry since this round began."""
         folder, belonging = self._parts.log.folder, self._parts.belonging
         if folder is None or not (folder / "staging").is_dir():
             return
