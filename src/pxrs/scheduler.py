@@ -39,6 +39,8 @@ IDLE_S: Final = 5.0
 """How long a thread without work is kept."""
 THREADS_MAX: Final = 32
 """How many pieces of work run at once by default."""
+TIMERS_MIN: Final = 64
+"""A heap of timers with at most as many entries is not searched for entries that are out of date."""
 START_RETRY_S: Final = 1.0
 """How often the start of a thread that the system has refused is tried again."""
 
@@ -172,6 +174,9 @@ class Scheduler:
         """Heap of moments on the clock: moment, order, number of the wait, whose."""
         self._pauses: list[tuple[float, int, int, Scheduled]] = []
         """The same for the ends of pauses, on `time.monotonic`."""
+        self._timers_max = TIMERS_MIN
+        """How many entries a heap may have before those that are out of date are removed: about twice as many as there
+        are `Scheduled` that wait for a moment."""
         self._timer_wake = threading.Event()
         self._has_timer = False
         self._refusal: RuntimeError | None = None
@@ -330,6 +335,10 @@ class Scheduler:
 
     def _set_timer(self, heap: list[tuple[float, int, int, Scheduled]], moment: float, scheduled: Scheduled) -> None:
         heapq.heappush(heap, (moment, next(self._order), scheduled.wait, scheduled))
+        if len(heap) > self._timers_max:  # work that is woken before its moment leaves an entry each time
+            heap[:] = [entry for entry in heap if self._counts(entry)]
+            heapq.heapify(heap)
+            self._timers_max = 2 * (len(self._at) + len(self._pauses)) + TIMERS_MIN
         if heap[0][3] is scheduled:
             self._timer_wake.set()
         self._ensure_timer()

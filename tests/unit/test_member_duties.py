@@ -20,7 +20,7 @@ from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
-from pxrs.testing.hooked import HookedRegistry, Place
+from pxrs.testing.hooked import HookedRegistry, SharedStore
 from pxrs.testing.waiting import aside, eventually
 
 PATIENCE_S = 30.0
@@ -31,9 +31,9 @@ QUIET = {"commit_interval": 3_600.0, "lease_ttl": 3_600.0}
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place() -> Iterator[SharedStore]:
     with ExitStack() as stack:
-        yield Place(stack, MemoryStore())
+        yield SharedStore(stack, MemoryStore())
 
 
 class Calls:
@@ -56,7 +56,7 @@ def counted(registry: HookedRegistry) -> Calls:
     return calls
 
 
-def with_topic(place: Place, partitions: int) -> tuple[Hub, HookedRegistry]:
+def with_topic(place: SharedStore, partitions: int) -> tuple[Hub, HookedRegistry]:
     hub, registry = place.hooked()
     hub.create_topic("t", partitions=partitions)
     send(hub, partitions, 3)
@@ -70,7 +70,7 @@ def send(hub: Hub, partitions: int, count: int) -> None:
                 out.send(b"x", partition=partition)
 
 
-def another(place: Place, hub: Hub) -> tuple[Hub, HookedRegistry]:
+def another(place: SharedStore, hub: Hub) -> tuple[Hub, HookedRegistry]:
     """A hub with the same topic, and a registry handle of its own."""
     registry = HookedRegistry(place.store)
     return place.open(registry, hub.log), registry  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def take_all_in_hand(inbox: Consumer, partitions: int) -> list[Message]:
     return list(found.values())
 
 
-def test_x8_members_that_do_not_lead_wait_quietly_for_a_hand_over_that_is_overdue(place: Place) -> None:
+def test_x8_members_that_do_not_lead_wait_quietly_for_a_hand_over_that_is_overdue(place: SharedStore) -> None:
     hub, _ = with_topic(place, 2)
     slow = hub.consumer("t", "g", ack="manual", handover_timeout=3_600, **QUIET)
     take_all_in_hand(slow, 2)
@@ -103,7 +103,7 @@ def test_x8_members_that_do_not_lead_wait_quietly_for_a_hand_over_that_is_overdu
     assert waits.assignment == []
 
 
-def test_x8_a_leader_whose_fence_is_refused_again_and_again_pauses_between_its_tries(place: Place) -> None:
+def test_x8_a_leader_whose_fence_is_refused_again_and_again_pauses_between_its_tries(place: SharedStore) -> None:
     hub, registry = with_topic(place, 2)
     leads = hub.consumer("t", "g", ack="manual", handover_timeout=0.02, **QUIET)
     take_all_in_hand(leads, 2)
@@ -127,7 +127,7 @@ def test_x8_a_leader_whose_fence_is_refused_again_and_again_pauses_between_its_t
 
 @pytest.mark.parametrize("is_woken", [False, True])
 def test_a_store_that_is_away_is_asked_with_pauses_however_often_the_member_is_woken(
-    place: Place, is_woken: bool
+    place: SharedStore, is_woken: bool
 ) -> None:
     hub, registry = with_topic(place, 1)
     inbox = hub.consumer("t", "g", **QUIET)
@@ -163,7 +163,7 @@ def run_to_the_end(inbox: Consumer, seen: list[Message]) -> None:
 
 @pytest.mark.parametrize("read", [read_to_the_end, run_to_the_end])
 def test_until_end_waits_quietly_for_the_rest_while_the_topic_grows(
-    place: Place, monkeypatch: pytest.MonkeyPatch, read: Callable[[Consumer, list[Message]], None]
+    place: SharedStore, monkeypatch: pytest.MonkeyPatch, read: Callable[[Consumer, list[Message]], None]
 ) -> None:
     hub, _ = with_topic(place, 2)
     with hub.consumer("t", "g", until="end") as inbox:
@@ -194,7 +194,7 @@ def noting(monkeypatch: pytest.MonkeyPatch, thing: Any, name: str, calls: Calls)
     monkeypatch.setattr(thing, name, noted)
 
 
-def test_until_end_goes_on_where_a_seek_has_led_back(place: Place) -> None:
+def test_until_end_goes_on_where_a_seek_has_led_back(place: SharedStore) -> None:
     hub, _ = with_topic(place, 2)
     with hub.consumer("t", "g", until="end") as inbox:
         eventually(lambda: inbox.assignment == [0, 1], PATIENCE_S)
@@ -216,7 +216,7 @@ class Shared:
     """Four partitions: a leader that has nothing in hand, and an owner with a message of each of its two in hand. Then
     two others join, and each of the first two has to give one away."""
 
-    def __init__(self, place: Place, leader_s: float, owner_s: float) -> None:
+    def __init__(self, place: SharedStore, leader_s: float, owner_s: float) -> None:
         self.lost: list[int] = []
         hub, _ = with_topic(place, 4)
         self.leads = hub.consumer("t", "g", handover_timeout=leader_s, **QUIET)
@@ -233,14 +233,14 @@ class Shared:
         return all(each.assignment for each in self.others)
 
 
-def test_x8_an_owner_that_needs_no_time_is_not_given_that_of_the_leader(place: Place) -> None:
+def test_x8_an_owner_that_needs_no_time_is_not_given_that_of_the_leader(place: SharedStore) -> None:
     shared = Shared(place, leader_s=3_600, owner_s=0.05)
     eventually(lambda: shared.has_moved, PATIENCE_S)
     eventually(lambda: len(shared.lost) == 1, PATIENCE_S)
     assert len(shared.owns.assignment) == 1
 
 
-def test_x8_an_owner_that_needs_time_is_given_it_though_the_leader_is_hurried(place: Place) -> None:
+def test_x8_an_owner_that_needs_time_is_given_it_though_the_leader_is_hurried(place: SharedStore) -> None:
     shared = Shared(place, leader_s=0.02, owner_s=3_600)
     protocol = shared.leads._member.session.protocol
     assert protocol is not None
@@ -255,7 +255,7 @@ def test_x8_an_owner_that_needs_time_is_given_it_though_the_leader_is_hurried(pl
     assert shared.lost == []
 
 
-def test_a_member_is_woken_by_a_change_of_its_group_and_by_the_end_of_its_registry(place: Place) -> None:
+def test_a_member_is_woken_by_a_change_of_its_group_and_by_the_end_of_its_registry(place: SharedStore) -> None:
     """Nothing else is due for an hour."""
     hub, registry = with_topic(place, 2)
     first = hub.consumer("t", "g", **QUIET)
@@ -270,7 +270,7 @@ def test_a_member_is_woken_by_a_change_of_its_group_and_by_the_end_of_its_regist
         aside(lambda: list(first)).result(PATIENCE_S)
 
 
-def test_x8_a_leader_wakes_when_the_time_of_an_owner_is_over(place: Place) -> None:
+def test_x8_a_leader_wakes_when_the_time_of_an_owner_is_over(place: SharedStore) -> None:
     """Its next duty is then, neither at its own time nor at the next checkpoint."""
     shared = Shared(place, leader_s=0.02, owner_s=300)
     member = shared.leads._member
@@ -285,7 +285,7 @@ def test_x8_a_leader_wakes_when_the_time_of_an_owner_is_over(place: Place) -> No
         assert followed.fence_at == float("inf")
 
 
-def test_g6_a_member_that_could_not_finish_its_join_joins_anew(place: Place) -> None:
+def test_g6_a_member_that_could_not_finish_its_join_joins_anew(place: SharedStore) -> None:
     """Else the members that wait for it to write the starts would wait until their time is over."""
     hub, registry = with_topic(place, 2)
     inbox = hub.consumer("t", "g", **QUIET)

@@ -33,7 +33,7 @@ from pxrs.registry.lease import Lease
 from pxrs.registry.limit import seconds_left, time_limit
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.scheduler import ScheduledState
-from pxrs.testing.hooked import Place
+from pxrs.testing.hooked import SharedStore
 from pxrs.testing.waiting import aside, eventually
 
 PATIENCE_S = 30.0
@@ -112,7 +112,7 @@ class Stalling(MemoryRegistry):
 
 
 class Scene:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SharedStore) -> None:
         self.place = place
         self.registry = Stalling(place.store)
         self.hub: Hub = place.open(self.registry)
@@ -151,7 +151,7 @@ class Scene:
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     with ExitStack() as stack:
-        scene = Scene(Place(stack, MemoryStore()))
+        scene = Scene(SharedStore(stack, MemoryStore()))
         yield scene
         scene.registry.slowness_s, scene.registry.calls_left = 0.0, None
         scene.registry.replies.set()

@@ -18,7 +18,7 @@ from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
-from pxrs.testing.hooked import Place
+from pxrs.testing.hooked import SharedStore
 from pxrs.testing.waiting import aside, eventually
 
 PATIENCE_S = 30.0
@@ -29,7 +29,7 @@ COUNT = 5
 class Scene:
     """A worker whose handler cannot handle offset 2 the first time, and an administrator on another handle."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SharedStore) -> None:
         self.hub, self.registry = place.hooked()
         self.hub.create_topic("t", partitions=1)
         with self.hub.producer("t") as out:
@@ -81,7 +81,7 @@ class Scene:
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     with ExitStack() as stack:
-        yield Scene(Place(stack, MemoryStore()))
+        yield Scene(SharedStore(stack, MemoryStore()))
 
 
 def retry(scene: Scene) -> None:

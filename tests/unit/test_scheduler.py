@@ -325,6 +325,26 @@ def test_a_timer_that_cannot_be_started_is_started_later_by_the_worker(monkeypat
     assert added.end(LONG_S)
 
 
+def test_timers_of_work_that_is_woken_before_its_moment_are_removed() -> None:
+    scheduler = Scheduler(SYSTEM, "s")
+    runs = [0]
+
+    def work() -> Next:
+        runs[0] += 1
+        return Next(at=SYSTEM.now() + 3_600)
+
+    others = [scheduler.add("work", lambda: Next(at=SYSTEM.now() + 1_800)) for _ in range(10)]
+    added = scheduler.add("work", work)
+    for count in range(1, 500):
+        eventually(lambda count=count: runs[0] >= count)  # type: ignore[misc]
+        added.wake()
+    assert len(scheduler._at) < 200
+    eventually(lambda: added.state is ScheduledState.WAITING)
+    still = {entry[3] for entry in scheduler._at}
+    assert still >= {added, *others}, "those that count are kept"
+    assert all(each.end(LONG_S) for each in [added, *others])
+
+
 def test_work_that_returns_none_is_not_run_again() -> None:
     added = Scheduler(SYSTEM, "s").add("work", lambda: None)
     eventually(lambda: added.state is ScheduledState.ENDED)

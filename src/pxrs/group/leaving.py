@@ -1,4 +1,4 @@
-"""How a member leaves its group, and what users are told of commits that were not confirmed.
+"""How a member leaves its group, and the errors of commits that were not confirmed.
 
 The order of leaving: stop handing out; call `on_revoked`; write the last checkpoints and the releases in one commit
 (G5), under the lease; end the lease, and with it the member's key. If the commit fails, the lease is ended
@@ -91,7 +91,7 @@ def not_committed(
     *,
     is_last: bool = False,
 ) -> GroupError:
-    """What the user is told of a commit that was not confirmed. is_last: it was the last one, which releases too."""
+    """The error for a commit that was not confirmed. is_last: it was the last one, which releases too."""
     group, name = session.settings.keys.group, session.settings.name
     partitions: list[int] = []
     if protocol is not None:

@@ -199,7 +199,7 @@ class GroupMember:
 
     def check_home(self) -> None:
         """Raise WrongRegistry, HubMoved or DamagedFrame if no checkpoint may be written from here any more, and
-        RegistryUnavailable if that cannot be told now."""
+        RegistryUnavailable if that is not known now."""
         self.session.settings.home()
 
     def commit(self) -> None:
@@ -289,7 +289,7 @@ class GroupMember:
                 self._end(until)
                 error = lifecycle.take_unraised()
         except Busy as busy:
-            # The thread that has the mutex waits for the store. Whoever gets the mutex next leaves the group.
+            # The thread that has the mutex waits for the store. A thread that gets the mutex after it leaves the group.
             name = f"pxrs-member-{self.keys.group}-end"
             threading.Thread(target=self._end_later, name=name, daemon=True).start()
             raise not_committed(session, busy, session.protocol, is_last=True) from busy
@@ -306,7 +306,7 @@ class GroupMember:
         with self.procedure():
             try:
                 self._end()
-            except Exception as error:  # noqa: BLE001 - raised by `close`, if somebody calls it again
+            except Exception as error:  # noqa: BLE001 - raised by the next call of `close`
                 self.fail_later(error)
 
     def _end(self, until: float | None = None) -> None:

@@ -68,7 +68,7 @@ class MemberSettings:
 
     def home(self) -> Home | None:
         """The identity of the hub. Raises what says that its groups may not be joined from here (WrongRegistry,
-        HubMoved, a damaged record). Raises RegistryUnavailable if that cannot be told now, as with too many open files
+        HubMoved, a damaged record). Raises RegistryUnavailable if that is not known now, as with too many open files
         or a file server that does not answer: then nothing may be written, but nothing is lost either."""
         try:
             return self.find_home()
@@ -213,7 +213,7 @@ class Session:
 
     def needed_keys(self, protocol: MemberProtocol) -> frozenset[str]:
         """What this member has to watch: what the protocol says, and the pauses of its partitions that a failed message
-        holds up, on which an administrator decides. Commits of checkpoints wake nobody."""
+        holds up, on which an administrator decides. Commits of checkpoints wake no watch."""
         holdings = protocol.held.items()
         failed = [number for number, holding in holdings if holding.lane.is_failed]
         pauses = [protocol.keys.pause(protocol.member.topic, number) for number in failed]
