@@ -30,6 +30,8 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+READ_THE_SOURCE = {"tests/unit/test_code_limits.py", "tests/unit/test_import_graph.py"}
+"""Files whose tests parse all of `src/pxrs` (`tests/unit/source_code.py`)."""
 USES_SPARK = {"tests/acceptance/test_examples.py", "tests/integration/test_spark_source.py"}
 """Files whose tests use the fixture `spark`."""
 SHARE_SERVERS = ("tests/integration/sql_faults/", "tests/integration/sql_table/", "tests/integration/transactions/")
@@ -40,7 +42,7 @@ SHARE_SERVERS = ("tests/integration/sql_faults/", "tests/integration/sql_table/"
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile`, one process runs all files in `USES_SPARK`, so that a run starts one Spark session for
     them. Starting a session and running a first query in it takes about 25 s of CPU. Likewise one process runs all
-    files of a folder in `SHARE_SERVERS`."""
+    files of a folder in `SHARE_SERVERS`, and one those in `READ_THE_SOURCE`."""
     from xdist.scheduler import LoadFileScheduling
 
     class SharedFixtures(LoadFileScheduling):
@@ -48,15 +50,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file: str = super()._split_scope(nodeid)
             if file in USES_SPARK:
                 return "spark"
+            if file in READ_THE_SOURCE:
+                return "source"
             return next((folder for folder in SHARE_SERVERS if file.startswith(folder)), file)
 
     return SharedFixtures(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+# Nothing that is imported and collected is garbage before the tests begin: see `pytest_collection_finish`.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays until the end: the garbage collector need not look at it again."""
+    """What has been imported and collected stays until the end: the garbage collector need not look at it again. It
+    also looks less often than Python's default, because tests make far more objects that live than cycles. A test that
+    needs a collection calls `gc.collect`."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "pxrs"
+from tests.unit.source_code import SOURCE, paths, trees
+
 FILE_LINES_MAX = 450
 CLASS_METHODS_MAX = 25
 FUNCTION_LINES_MAX = 60
@@ -50,13 +49,13 @@ class Found(NamedTuple):
 @cache
 def files() -> dict[str, list[str]]:
     """The lines of each file, by its path below `src/pxrs`."""
-    return {str(path.relative_to(SOURCE)): path.read_text().splitlines() for path in sorted(SOURCE.rglob("*.py"))}
+    return {str(path.relative_to(SOURCE)): path.read_text().splitlines() for path in paths()}
 
 
 @cache
 def definitions(file: str) -> list[tuple[str, ast.ClassDef | Function]]:
     """The classes and functions of a file, each with its name and the names around it."""
-    return list(_definitions(ast.parse("\n".join(files()[file])), ""))
+    return list(_definitions(trees()[SOURCE / file], ""))
 
 
 def _definitions(node: ast.AST, above: str) -> Iterator[tuple[str, ast.ClassDef | Function]]:

@@ -37,6 +37,14 @@ LONG_S = 3_600.0
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_older_objects() -> None:
+    """Have the collections that these tests ask for look only at what these tests make: that of a process that has run
+    a thousand tests before takes a third of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=["memory", "file"])
 def hub(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hub]:
     with pxrs.open("memory:" if request.param == "memory" else tmp_path / "data") as hub:

@@ -24,8 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "pxrs"
+from tests.unit.source_code import ROOT, SOURCE, paths, trees
 
 BASE = (
     *("errors", "model", "clock", "arguments", "wording", "disk", "dropped", "failures", "handler", "hashing"),
@@ -86,7 +85,7 @@ class Import(NamedTuple):
 def modules() -> dict[str, Path]:
     """The path of each module by its dotted name without `pxrs.`: `log` for a package, `__init__` for the root."""
     found = {}
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in paths():
         parts = list(path.relative_to(SOURCE).with_suffix("").parts)
         if parts[-1] == "__init__" and len(parts) > 1:
             parts.pop()
@@ -97,7 +96,7 @@ def modules() -> dict[str, Path]:
 @cache
 def nodes(module: str) -> tuple[ast.AST, ...]:
     """All of a module's syntax tree."""
-    return tuple(ast.walk(ast.parse(modules()[module].read_text())))
+    return tuple(ast.walk(trees()[modules()[module]]))
 
 
 def place(module: str, line: int) -> str:
