@@ -28,7 +28,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 KNOWN_FILES = {
     "group/member.py",
     "hub.py",
-    "queue/transaction.py",
     "testing/linearizability.py",
     "testing/simulator/simulation.py",
 }
@@ -37,8 +36,6 @@ KNOWN_CLASSES = {
     "consumer/consumer.py: Consumer",
     "group/member.py: GroupMember",
     "hub.py: Hub",
-    "queue/store.py: QueueStore",
-    "queue/transaction.py: Transaction",
     "sources/sql_table/source.py: SqlTable",
     "testing/proxy.py: Proxy",
     "testing/servers/process.py: Server",

@@ -59,14 +59,11 @@ KNOWN_BACK_ARROWS: set[str] = set()
 KNOWN_CYCLES = {
     "cli",
     "group",
-    "queue",
     "testing.simulator",
 }
 """Packages among whose modules there are cycles."""
 
 KNOWN_UNDERSCORES = {
-    "queue.combine",
-    "queue.transaction",
     "testing.hooked",
     "testing.queue_worker",
 }

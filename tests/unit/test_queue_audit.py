@@ -34,15 +34,15 @@ from pxrs.errors import (
 )
 from pxrs.hub import Hub
 from pxrs.model import Message
-from pxrs.queue import taker as taker_module
 from pxrs.queue.combine import Combiner
 from pxrs.queue.handle import QueueHandle
 from pxrs.queue.moves import Changes
+from pxrs.queue.outcomes import OutcomeSweep, Slot, dump_outcome, resolve
 from pxrs.queue.records import OUTCOMES, QUEUES
-from pxrs.queue.taker import Leftovers, Slot, settle
 from pxrs.queue.transaction import Outcome, Transaction
 from pxrs.registry.contract import ABSENT, Commit, Entry
 from pxrs.registry.memory import LIMITS, MemoryStore
+from pxrs.registry.steps import drive
 from pxrs.testing import waiting
 from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value, wall_time_shifted
 from pxrs.testing.waiting import aside
@@ -437,7 +437,9 @@ def test_r5_an_interrupt_as_a_commit_begins_keeps_no_item(place: Place, monkeypa
 
 
 def test_r5_a_slot_that_was_never_sent_is_settled_however_old_the_machine(place: Place) -> None:
-    assert not settle(place.open().registry, Slot(f"{OUTCOMES}taker-1"), "transaction")
+    registry = place.open().registry
+    steps = resolve(Slot(f"{OUTCOMES}taker-1"), "transaction", registry.clock.now, time.time())
+    assert not drive(steps, registry)
 
 
 def test_z2_items_whose_choice_was_interrupted_are_taken_by_this_process(place: Place) -> None:
@@ -842,10 +844,10 @@ def test_r5_slots_of_the_long_gone_are_removed_by_sweepers_that_live_shortly(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = place.open().registry
-    registry.commit(put={f"{OUTCOMES}gone-0": taker_module._outcome("t", "committed")})
-    Leftovers(registry).sweep(set())
+    registry.commit(put={f"{OUTCOMES}gone-0": dump_outcome("t", "committed", time.time())})
+    drive(OutcomeSweep().sweep(set(), registry.clock.now(), time.time()), registry)
     assert registry.scan(OUTCOMES)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 8 * 86_400)
-    Leftovers(registry).sweep(set())
+    drive(OutcomeSweep().sweep(set(), registry.clock.now(), time.time()), registry)
     assert not registry.scan(OUTCOMES)

@@ -40,11 +40,12 @@ from pxrs.log.memory import MemoryLog
 from pxrs.model import Message
 from pxrs.queue.combine import Combiner
 from pxrs.queue.moves import Changes
+from pxrs.queue.outcomes import OutcomeSweep
 from pxrs.queue.records import OUTCOMES
-from pxrs.queue.taker import Leftovers
 from pxrs.registry.contract import Commit, Entry
 from pxrs.registry.memory import LIMITS, MemoryStore
 from pxrs.registry.state import Change
+from pxrs.registry.steps import drive
 from pxrs.testing import waiting
 from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value, wall_time_shifted
 from pxrs.testing.waiting import aside
@@ -186,7 +187,7 @@ def test_z6_a_listener_closes_though_its_queue_was_made_again(place: Place) -> N
     handle = other.queue("q")
     mine.delete_queue("q")
     mine.create_queue("q")
-    store_of(other)._known.clear()  # a second later
+    store_of(other).catalog._known.clear()  # a second later
     listener = QueueListener(handle, lambda tx, item: None).start()
     eventually(lambda: is_waiting(other, "q"))
     aside(listener.close).result(PATIENCE_S)
@@ -210,7 +211,7 @@ def test_z2_what_is_put_into_a_queue_that_was_made_again_is_not_lost(place: Plac
     tx.put("target", item.value)
     mine.delete_queue("target")
     mine.create_queue("target")
-    store_of(other)._known.clear()  # a second later
+    store_of(other).catalog._known.clear()  # a second later
     with pytest.raises(UnknownQueue):
         tx.commit()
     assert tx.outcome() == "rolled back"
@@ -226,11 +227,12 @@ def test_deleted_queues_leave_nothing_behind_in_the_store_or_in_a_process(place:
         assert take_value(other, "q", timeout=PATIENCE_S) == b"x"
         assert take_value(mine, "q", timeout=0) is None
         mine.delete_queue("q")
-        store_of(other)._known = {name: (queue, 0.0) for name, (queue, _) in store_of(other)._known.items()}
+        catalog = store_of(other).catalog
+        catalog._known = {name: (queue, 0.0) for name, (queue, _) in catalog._known.items()}
     with pytest.raises(UnknownQueue):
         other.queue("q")
     for store in (store_of(mine), store_of(other)):
-        eventually(lambda store=store: not (store._heads or store._sequences or store.keeper._queues))  # type: ignore[misc]
+        eventually(lambda store=store: store.versions.is_empty and not (store._heads or store.keeper._queues))  # type: ignore[misc]
     eventually(lambda: not mine.registry.scan("items/"))
 
 
@@ -585,11 +587,15 @@ def test_r5_an_outcome_that_is_not_on_record_any_more_is_not_made_up(place: Plac
     with pytest.raises(OutcomeUnknown):
         tx.commit()
     store_of(hub)._taker.lease.abandon()
-    leftovers = Leftovers(observer.registry)
+    outcomes = OutcomeSweep()
+
+    def sweep() -> None:
+        drive(outcomes.sweep(set(), observer.registry.clock.now(), time.time()), observer.registry)
+
     for _ in range(2):  # as another process's sweeper does by then
-        leftovers.sweep(set())
+        sweep()
         place.clock.advance(3_700)
-    leftovers.sweep(set())
+    sweep()
     assert not observer.registry.scan(OUTCOMES)
     registry.reach = lambda: None
     with pytest.raises(OutcomeUnknown, match="not on record"):
@@ -797,7 +803,7 @@ def test_z2_an_interrupt_at_any_call_loses_nothing_and_locks_nothing(place: Plac
     assert check_interrupts(place, INTERRUPT_EACH) > 40
 
 
-@pytest.mark.parametrize("caller", ["Head.enter", "Transaction._note_taken", "Combiner.commit"])
+@pytest.mark.parametrize("caller", ["Head.enter", "TransactionProtocol._note_taken", "Combiner.commit"])
 def test_z2_an_interrupt_at_a_delicate_call_loses_nothing_and_locks_nothing(place: Place, caller: str) -> None:
     assert check_interrupts(place, 1, caller) > 0
 

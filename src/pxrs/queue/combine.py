@@ -1,31 +1,33 @@
-"""Commits of several threads that come together are made together.
+"""Merges the commits that several threads of a process want to make at the same time into one.
 
 The problem: each take and each transaction is a commit of its own, and a durable commit costs the store about the same
 for one item as for twenty. With many threads in a process most of them wait for the store.
 
-So one thread at a time commits, and takes along what the others have brought meanwhile. Alone, a thread waits for
-nobody. They share no keys but such as all of them only expect, in the same version, or are not put together; so all of
-them together happen exactly when each of them may.
+So one thread at a time commits, and merges into its commit what the other threads have requested meanwhile. A thread
+that is alone waits for nobody. Two requests are merged only if neither changes a key that the other one names, and
+their expectations of shared keys agree. So the merged commit succeeds exactly if each of its requests would.
 
-On failure: those that a conflict names are refused, and the rest is tried again without them. An unknown outcome is
-unknown for all that were in it. What else the store says is said to each."""
+On failure: the requests that a conflict names are refused, and the rest is committed without them. If the outcome of
+the merged commit is unknown, it is unknown for each request in it. Any other error is raised by each of them."""
 
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections import deque
 from typing import Final
 
-from pxrs.errors import Conflict, OutcomeUnknown
+from pxrs.errors import Conflict, OutcomeUnknown, UsedAfterFork
 from pxrs.queue.moves import Changes
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
+from pxrs.registry.steps import Write
 
 TOGETHER_MAX: Final = 64
 _LOOK_S: Final = 1.0
 _BYTES_MAX: Final = 1 << 20
-"""More at once would keep the small ones waiting for the large."""
+"""Of a merged commit, so that small requests do not wait for many large ones."""
 
 
 class _Request:
@@ -53,10 +55,19 @@ class Combiner:
         self._changed = threading.Condition()
         self._waiting: deque[_Request] = deque()
         self._leader: _Request | None = None
+        """The request whose thread commits now."""
+        self._pid = os.getpid()
+
+    def write(self, write: Write, lease: Lease | None) -> dict[str, int]:
+        """Make a procedure's write (`drive`): see `commit`. lease: of the taker that runs the procedure."""
+        assert not write.ephemeral
+        changes = Changes(dict(write.expect), dict(write.put), list(write.delete))
+        return self.commit(changes, lease if write.is_leased else None, quiet=write.is_quiet)
 
     def commit(self, changes: Changes, lease: Lease | None = None, *, quiet: bool = False) -> dict[str, int]:
         """As `Registry.commit`."""
-        self._registry._check_usable()  # a forked child: the leader is the parent's
+        if os.getpid() != self._pid:  # a thread of the parent may be the leader, and is not in this process
+            raise UsedAfterFork(f"the registry {self._registry.url} was opened before a fork: open it in the child")
         request = _Request(changes, lease, quiet)
         together: list[_Request] = []
         try:
@@ -65,7 +76,9 @@ class Combiner:
             while not request.is_done:
                 with self._changed:
                     while self._leader is not None and not request.is_done:
-                        self._changed.wait(_LOOK_S)  # an interrupt may have kept the leader from telling
+                        self._changed.wait(
+                            _LOOK_S
+                        )  # bounded: a KeyboardInterrupt may have kept the leader from notifying
                     if request.is_done:
                         break
                     self._leader = request
@@ -86,7 +99,7 @@ class Combiner:
         return request.versions
 
     def _next(self) -> list[_Request]:
-        """The first that waits, and those behind it that go well with it. Others keep their places."""
+        """The first waiting request, and those behind it that can be merged with it. The others keep their places."""
         limits = self._registry.limits
         waiting = list(self._waiting)
         first, *behind = waiting
@@ -110,7 +123,7 @@ class Combiner:
                 size += request.size
             else:
                 others.append(request)
-        self._waiting = deque(others)  # last, and at once: an interrupt leaves all where they are
+        self._waiting = deque(others)  # in one step, and last: an interrupt before it leaves all requests waiting
         return together
 
     def _perform(self, together: list[_Request]) -> None:
@@ -125,12 +138,12 @@ class Combiner:
                     request.versions = {key: versions[key] for key in request.changes.put}
                     request.end()
                 return
-        except Exception as error:  # noqa: BLE001 - each raises it in its own thread
+        except Exception as error:  # noqa: BLE001 - each request raises it in its own thread
             for request in together:
                 told = copy.copy(error)
                 told.__cause__ = error
                 request.end(told)
-        except BaseException:  # an interrupt of this thread: the others only know that they do not know
+        except BaseException:  # an interrupt of this thread: nobody knows whether the commit was sent
             for request in together:
                 request.end(OutcomeUnknown(f"{self._registry.url}: the thread that committed was interrupted"))
             raise
@@ -148,12 +161,12 @@ class Combiner:
 
 
 def _refuse(together: list[_Request], conflict: Conflict) -> list[_Request]:
-    """Refuse those that the conflict names; the others."""
+    """Refuse the requests that the conflict names. Returns the others."""
     differing = set(conflict.keys)
     rest = [request for request in together if request.keys.isdisjoint(differing)]
     for request in together:
         if mine := [key for key in conflict.keys if key in request.keys]:
             request.end(Conflict(mine))
-    if len(rest) == len(together):  # it names nothing of theirs, which cannot be
+    if len(rest) == len(together):  # it names none of their keys: an error of the store
         raise conflict
     return rest

@@ -18,7 +18,7 @@ What the operation raises is raised in the generator, at its `yield`: the proced
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from pxrs.registry.contract import Registry
@@ -58,15 +58,26 @@ Steps = Generator[Operation, Any, T]
 """A procedure that returns a T."""
 
 
-def drive(steps: Steps[T], registry: Registry, lease: Lease | None = None) -> T:
+def drive(
+    steps: Steps[T],
+    registry: Registry,
+    lease: Lease | None = None,
+    *,
+    commit: Callable[[Write], dict[str, int]] | None = None,
+) -> T:
     """Run a procedure to its end on a registry.
 
-    lease: named by the writes with `is_leased` or with ephemeral keys."""
+    lease:  named by the writes with `is_leased` or with ephemeral keys.
+    commit: makes the writes in place of `Registry.commit`, such as a function that merges the writes of several
+            threads into one commit."""
     try:
         operation = next(steps)
         while True:
             try:
-                result = perform(operation, registry, lease)
+                if commit is not None and isinstance(operation, Write):
+                    result = commit(operation)
+                else:
+                    result = perform(operation, registry, lease)
             except Exception as error:  # noqa: BLE001 - raised in the procedure, which decides what the error means
                 operation = steps.throw(error)
             else:
