@@ -30,6 +30,8 @@ class Capacity:
         self._targets: set[str] = set()
         """The ids of the queues that it puts into: each has an existence key."""
         self._put_bytes = 0
+        self._partitions = 0
+        """How many partitions the transaction's checkpoints have."""
 
     def note_taken(self, queue: Queue) -> None:
         if queue.is_fifo:
@@ -41,14 +43,18 @@ class Capacity:
         self._targets.add(put.queue.id)
         self._put_bytes += put.size
 
+    def note_partitions(self, count: int) -> None:
+        self._partitions = count
+
     def check(self, queue: Queue | None = None, *, put: Put | None = None, partitions: int = 0) -> int:
         """How many items of this queue the transaction may take besides what it has.
 
         put:        an item that is to be put into the queue.
-        partitions: how many partitions the transaction's checkpoints have.
+        partitions: how many partitions a checkpoint is to have besides.
         Raises TransactionTooLarge if no item may be taken, or if the put or the partitions are too much."""
         limits, taken, puts = self._limits, len(self._protocol.taken), len(self._protocol.puts)
         fifo, targets = len(self._fifo), len(self._targets)
+        partitions += self._partitions
         if queue is not None:
             fifo += queue.is_fifo and queue.id not in self._fifo
             targets += put is not None and queue.id not in self._targets

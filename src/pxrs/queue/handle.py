@@ -185,7 +185,7 @@ class DeadLetters:
     def retry(self, ids: Iterable[str] | None = None) -> int:
         """Put those with these ids, or all, back into the queue, as if never delivered; how many that were.
 
-        In a strict queue they come last. It may be called again if it was interrupted."""
+        In a FIFO queue they come last. It may be called again if it was interrupted."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         done = 0
         for page in self._chosen(queue, chosen):

@@ -182,6 +182,9 @@ class TransactionProtocol:
     have been applied, or may yet be. Then the caller has to call `put_aside`."""
     unresolved: list[PendingTake] = field(default_factory=list)
     """See `InHand`."""
+    put_aside_count: int = 0
+    """How many pending takes were put aside. It is part of the keys of items that are taken later: if the same item is
+    taken again, whoever resolves the pending take must not mistake that key for the key of the pending take."""
 
     def plan(self, queue: Queue, entries: Iterable[Entry], taker: str) -> tuple[list[Take], list[Entry]]:
         """As many of the items as one commit can take, and the entries that are damaged. A damaged item of a FIFO queue
@@ -189,7 +192,7 @@ class TransactionProtocol:
         planned, damaged = [], []
         for entry in entries:
             try:
-                planned.append(moves.take(queue, entry, taker, self.id[:12]))
+                planned.append(moves.take(queue, entry, taker, self._name))
             except RegistryCorrupt as error:
                 if queue.is_fifo:
                     raise
@@ -197,6 +200,11 @@ class TransactionProtocol:
                 _logger.error("queue %s: %s; it is left where it is", queue.name, error)
         parts = in_parts([each.move for each in planned], self.limits)
         return planned[: len(next(parts, []))], damaged
+
+    @property
+    def _name(self) -> str:
+        """What stands for this transaction in the keys of the items that it takes."""
+        return f"{self.id[:12]}.{self.put_aside_count}" if self.put_aside_count else self.id[:12]
 
     def take(self, queue: Queue, taker: str, planned: list[Take], turn: TurnRead | None) -> Steps[list[Taken]]:
         """Take those of the items that nobody else was faster on; of a FIFO queue all or none.
@@ -256,10 +264,16 @@ class TransactionProtocol:
         """The pending take, if `take` has left one. The caller has to run `return_pending` until that returns. A take
         from a FIFO queue whose turn this transaction has is kept here, and None is returned: see `unresolved`."""
         pending, self.pending = self.pending, None
+        self.put_aside_count += pending is not None
         if pending is not None and pending.queue.id in self.turns:
             self.unresolved.append(pending)
             return None
         return pending
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was taken or put, or may have been taken."""
+        return bool(self.taken or self.puts or self.unresolved)
 
     @property
     def in_hand(self) -> InHand:

@@ -137,7 +137,7 @@ class Transaction:
             while True:
                 with self._lock:  # and not during the wait
                     self._check_open()
-                    room = self._capacity.check(queue, partitions=self._partitions)
+                    room = self._capacity.check(queue)
                     taker = self._present()
                     try:
                         taken, retry = self._taking.attempt(queue, head, taker, min(count, room))
@@ -181,7 +181,7 @@ class Transaction:
             found = self._store.catalog.queue(_name_of(queue))
             now, bytes_max = self._store.wall_time(), self._registry.limits.value_bytes_max
             new = check_put(found, value, priority, delay, key, now, bytes_max)
-            self._capacity.check(found, put=new, partitions=self._partitions)
+            self._capacity.check(found, put=new)
             self._capacity.note_put(new)
             self._protocol.puts.append(new)
             return new.record.id
@@ -198,9 +198,10 @@ class Transaction:
             count = inbox.partitions_in_hand()
             more = count - self._inboxes.get(inbox, 0)
             if more > 0:
-                self._capacity.check(partitions=self._partitions + more)
+                self._capacity.check(partitions=more)
             inbox.settle_with(self)
             self._inboxes[inbox] = count
+            self._capacity.note_partitions(sum(self._inboxes.values()))
 
     # The ends.
 
@@ -209,7 +210,7 @@ class Transaction:
         reply was; after another error nothing has happened, and it may be tried again."""
         with self._lock:
             self._check_open()
-            if not self._is_used:
+            if not self._protocol.is_used and not self._inboxes:
                 self._end(TransactionEvent.COMMITTED)
                 return
             try:
@@ -224,12 +225,11 @@ class Transaction:
                 self._give_back(Failure(str(error)))
                 self._end(TransactionEvent.ROLLED_BACK)
                 raise
-            except Exception:
-                raise  # nothing was written
-            except BaseException:  # an interrupt: nobody knows whether the commit was sent, unless there is no slot yet
-                if self._slot is not None:
+            except BaseException as error:
+                # After an interrupt nobody knows whether the commit was sent, unless there is no slot yet.
+                if not isinstance(error, Exception) and self._slot is not None:
                     self._doubt()
-                raise
+                raise  # after another error nothing was written
             self._end(TransactionEvent.COMMITTED)
 
     def _commit(self) -> None:
@@ -275,7 +275,7 @@ class Transaction:
 
     def _doubt(self) -> None:
         """The reply to the commit was lost: if nobody asks for the outcome, the keeper resolves it."""
-        self._apply(TransactionEvent.REPLY_LOST)
+        self._state = transaction_after(self._state, TransactionEvent.REPLY_LOST)
         self.was_doubted = True
         taker = self._taker
 
@@ -354,23 +354,16 @@ class Transaction:
         if not self._lock.acquire(timeout=1 if gives_back else 0):
             return  # a call of another thread is under way; what was taken is returned when the lease has ended
         try:
-            if self._state != TransactionState.OPEN:
-                return
-            self._was_abandoned = True
-            if gives_back:
-                self.rollback()
-            else:
-                self._end(TransactionEvent.ROLLED_BACK)
+            if self._state == TransactionState.OPEN:
+                self._was_abandoned = True
+                self.rollback() if gives_back else self._end(TransactionEvent.ROLLED_BACK)
         except PxrsError as error:
             _logger.debug("%r: %s; what was taken is returned when the lease has ended", self, error)
         finally:
             self._lock.release()
 
-    def _apply(self, event: TransactionEvent) -> None:
-        self._state = transaction_after(self._state, event)
-
     def _end(self, event: TransactionEvent) -> None:
-        self._apply(event)
+        self._state = transaction_after(self._state, event)
         if self._slot is not None and self._taker is not None:
             self._taker.free(self._slot)
             self._slot = None
@@ -379,15 +372,6 @@ class Transaction:
         self._store.ended(self)
 
     # What is checked.
-
-    @property
-    def _partitions(self) -> int:
-        """How many partitions the checkpoints of this transaction have."""
-        return sum(self._inboxes.values())
-
-    @property
-    def _is_used(self) -> bool:
-        return bool(self._protocol.taken or self._protocol.puts or self._inboxes or self._protocol.unresolved)
 
     def _check_open(self) -> None:
         self._store.check_usable()
@@ -434,7 +418,8 @@ class Transaction:
             raise
 
     def __del__(self) -> None:
-        if getattr(self, "_state", None) != TransactionState.OPEN or not self._is_used:
+        is_open = getattr(self, "_state", None) == TransactionState.OPEN
+        if not is_open or not (self._protocol.is_used or self._inboxes):
             return
         warnings.warn(f"{self!r} was neither committed nor rolled back", ResourceWarning, stacklevel=2, source=self)
         job = self._giving_back(Failure("the transaction was dropped"))

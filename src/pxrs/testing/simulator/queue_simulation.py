@@ -1,0 +1,249 @@
+"""One schedule of queues, by a seed: which process takes the next step, what fails, when time passes.
+
+First the storm: processes take, put, commit and roll back; they crash, are stopped past their lease and go on where
+they were; replies are lost, writes are applied late, several processes sweep at once. `QueueGhost` checks every write
+that the store accepts. Then the calm: nothing fails any more, and every item must be finished or dead in the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pxrs.queue.items import Put
+from pxrs.queue.outcomes import OutcomeSweep, Slot, resolve
+from pxrs.queue.policy import AtLeastOnce, ConsumeOnce, ConsumeTimes, FixedBackoff
+from pxrs.queue.protocol import InHand, Reason, TransactionProtocol, give_back, read_head
+from pxrs.queue.puts import PutVersions, put
+from pxrs.queue.records import Queue, Record
+from pxrs.queue.sweeping import Sweeping
+from pxrs.registry.contract import ABSENT, Entry, Limits
+from pxrs.registry.steps import Operation, Steps, Write
+from pxrs.testing.simulator.ghost import Violation
+from pxrs.testing.simulator.queue_ghost import QueueGhost
+from pxrs.testing.simulator.queue_process import QueueProcess
+from pxrs.testing.simulator.store import Request, SimulatedStore
+
+CALM_STEPS_MAX: Final = 30_000
+"""More than queues of this size need to come to rest."""
+LONG_S: Final = 4_000.0
+"""Longer than the outcomes of a taker that is gone are kept."""
+
+Alter = Callable[[Operation, QueueProcess, SimulatedStore], Operation]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDefects:
+    """What a test puts in place of the sound parts, to see that the simulator notices."""
+
+    protocol: type[TransactionProtocol] = TransactionProtocol
+    sweeping: type[Sweeping] = Sweeping
+    outcomes: type[OutcomeSweep] = OutcomeSweep
+    read_head: Callable[[Queue, int], Steps[list[Entry]]] = read_head
+    resolve: Callable[[Slot, str, Callable[[], float], float], Steps[bool]] = resolve
+    give_back: Callable[[InHand, Reason, Limits], Steps[None]] = give_back
+    alter: Alter | None = None
+    """Changes an operation as it is sent."""
+    counts_anew: bool | None = None
+
+
+SOUND_QUEUES: Final = QueueDefects()
+
+
+class QueueSimulation:
+    def __init__(self, seed: int, defects: QueueDefects = SOUND_QUEUES, *, steps: int = 300, trace: int = 0) -> None:
+        """`trace` is how many of the last events are kept, to be shown."""
+        self.seed, self.defects, self.steps_max = seed, defects, steps
+        self.rng = rng = random.Random(f"queues {seed}")
+        self.now = 0.0
+        self.ttl = 10.0
+        self.is_calm = False
+        self.limits = Limits(rng.choice((6, 8, 64)), 1_000_000, 100_000)
+        self.slow = rng.choice((0.0, 0.2, 0.5))
+        self.lost = rng.choice((0.0, 0.05, 0.15))
+        self.unavailable = rng.choice((0.0, 0.03))
+        self.event = rng.choice((0.01, 0.03))
+        self.late_rate = rng.choice((0.02, 0.1, 0.3))
+        counts_anew = rng.random() < 0.3 if defects.counts_anew is None else defects.counts_anew
+        self.store = SimulatedStore(rng, counts_anew=counts_anew, scans_in_two_moments=rng.random() < 0.5)
+        backoff = rng.choice((None, FixedBackoff(3.0)))
+        plain = rng.choice((AtLeastOnce(), ConsumeTimes(2), ConsumeOnce()))
+        fifo = rng.choice((AtLeastOnce(), AtLeastOnce(), ConsumeTimes(3)))
+        self.queues = [
+            Queue("plain", "q1", plain, False, backoff, 0.0),
+            Queue("line", "q2", fifo, True, backoff, 0.0),
+        ]
+        self.ghost = QueueGhost(self.store, self.queues)
+        self.store.on_accepted = self.ghost.accepted
+        self.sweeping = defects.sweeping(self.limits, lambda: self.now, rng.random)
+        self.late: list[Request] = []
+        self.serial = self.names = 0
+        self.steps = 0
+        self.forgotten = 0
+        """How many outcomes could not be told any more."""
+        self.events: deque[str] = deque(maxlen=trace or 1)
+        self.is_tracing = trace > 0
+        self.processes: list[QueueProcess] = []
+        self._create_queues()
+        for _ in range(rng.randint(2, 3)):
+            self._start()
+
+    def _create_queues(self) -> None:
+        for queue in self.queues:
+            expect = {queue.key: ABSENT, queue.existence: ABSENT}
+            self.store.apply(Request(Write(expect, {queue.key: queue.dump(), queue.existence: b""}), "admin", None))
+            for _ in range(self.rng.randint(2, 6)):
+                record = Record("5000", f"i{self.next_serial():06d}", 0, b"", self.now)
+                self._run(put([Put(queue, record, 0.0)], PutVersions(), self.now))
+
+    def _run(self, steps: Steps[Any]) -> None:
+        """A procedure of somebody else, at once."""
+        result = None
+        try:
+            while True:
+                request = Request(steps.send(result), "admin", None)
+                while not request.is_applied:
+                    self.store.apply(request)
+                result = request.result
+        except StopIteration:
+            return
+
+    # What processes use.
+
+    def next_serial(self) -> int:
+        self.serial += 1
+        return self.serial
+
+    def strikes(self, rate: float) -> bool:
+        return rate > 0.0 and not self.is_calm and self.rng.random() < rate
+
+    def altered(self, operation: Operation, process: QueueProcess) -> Operation:
+        return operation if self.defects.alter is None else self.defects.alter(operation, process, self.store)
+
+    def apply(self, request: Request) -> None:
+        self.ghost.now = self.now
+        self.store.apply(request)
+        self.note(
+            request.incarnation, request.operation, "->", type(request.error).__name__ if request.error else "done"
+        )
+
+    def note(self, *what: object) -> None:
+        if self.is_tracing:
+            self.events.append(f"{self.steps:5d} {self.now:8.2f}s  {' '.join(map(str, what))}")
+
+    # The storm.
+
+    def run(self) -> QueueSimulation:
+        """Raises Violation."""
+        while self.steps < self.steps_max:
+            self._step()
+        self._come_to_rest()
+        return self
+
+    def _step(self) -> None:
+        self.steps += 1
+        roll = self.rng.random()
+        if roll < self.event:
+            self._happen()
+        elif roll < 0.1:
+            self._pass(self.rng.expovariate(1.5))
+        elif self.late and self.rng.random() < self.late_rate:
+            self._land_late()
+        else:
+            running = [process for process in self.processes if self.now >= process.stopped_until]
+            if not running:
+                self._pass(self.ttl / 4)
+                return
+            process = self.rng.choice(running)
+            process.renew()
+            for _ in range(self.rng.randint(1, 6)):
+                process.step()
+
+    def _start(self) -> None:
+        self.names += 1
+        self.processes.append(QueueProcess(self, f"p{self.names}"))
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        for lease in self.store.expired(self.now):
+            if self.rng.random() < 0.5 or self.store.expiry[lease] + self.ttl < self.now:
+                self.note(lease, "expires")
+                self.store.end_lease(lease)
+
+    def _land_late(self) -> None:
+        request = self.late.pop(self.rng.randrange(len(self.late)))
+        if self.rng.random() < 0.8:
+            self.note("late:")
+            self.apply(request)
+
+    def _happen(self) -> None:
+        # What happens to a process that does not know an outcome matters most.
+        doubting = [process for process in self.processes if process.is_doubting]
+        process = self.rng.choice(doubting if doubting and self.rng.random() < 0.5 else self.processes)
+        kind = self.rng.choice(("crash", "crash", "stop", "stop", "stop", "renewals fail", "expire", "long"))
+        self.note(process, kind)
+        match kind:
+            case "crash":
+                process.crash()
+                self.processes.remove(process)
+                self._start()
+            case "stop":
+                process.stopped_until = self.now + self.rng.uniform(0.5, 3.0) * self.ttl
+            case "renewals fail":
+                process.renewals_fail_until = self.now + self.rng.uniform(0.5, 2.0) * self.ttl
+            case "expire":
+                self.store.end_lease(process.lease)  # the store ends it before its time, as after a restart
+            case "long" if self.rng.random() < 0.3 and not self._is_resolving(process):
+                self._pass_long(process)
+
+    def _is_resolving(self, stopped: QueueProcess) -> bool:
+        """Whether another process has a commit whose outcome it does not know. A process that lives resolves it long
+        before an hour has passed."""
+        return any(process.is_doubting for process in self.processes if process is not stopped)
+
+    def _pass_long(self, stopped: QueueProcess) -> None:
+        """One process is stopped for more than an hour; the others go on."""
+        stopped.stopped_until = self.now + LONG_S
+        self.now += LONG_S - 1.0
+        for process in self.processes:
+            if process is not stopped and process.lease in self.store.expiry:
+                self.store.expiry[process.lease] = process.deadline = self.now + self.ttl
+        self._pass(0.0)
+
+    # The calm.
+
+    def _come_to_rest(self) -> None:
+        self.note("calm")
+        self.is_calm = True
+        for process in self.processes:
+            process.stopped_until = process.renewals_fail_until = 0.0
+        while self.late:
+            self._land_late()
+        for _ in range(CALM_STEPS_MAX):
+            self.steps += 1
+            if self.rng.random() < 0.1:
+                self._pass(self.rng.expovariate(1.0))
+            process = self.rng.choice(self.processes)
+            for each in self.processes:
+                each.renew()
+            process.step()
+            if self._is_at_rest():
+                break
+        self.ghost.check_rest()
+
+    def _is_at_rest(self) -> bool:
+        if any("/dead/" not in stored.key for stored in self.ghost.items.values()):
+            return False
+        return not any(process.jobs for process in self.processes)
+
+
+def simulate_queues(seed: int, defects: QueueDefects = SOUND_QUEUES, *, steps: int = 300) -> QueueSimulation:
+    """Run one schedule. A Violation says how to replay it."""
+    try:
+        return QueueSimulation(seed, defects, steps=steps).run()
+    except Violation as violation:
+        violation.add_note(f"SEED={seed}  replay: QueueSimulation({seed}, trace=100_000).run()")
+        raise
