@@ -33,7 +33,7 @@ _BYTES_MAX: Final = 1 << 20
 class _Request:
     __slots__ = ("changed", "changes", "error", "is_done", "is_quiet", "keys", "lease", "size", "versions")
 
-    def __init__(self, changes: Changes, lease: Lease | None, is_quiet: bool) -> None:
+    def __init__(self, changes: Changes | Write, lease: Lease | None, is_quiet: bool) -> None:
         self.changes, self.lease, self.is_quiet = changes, lease, is_quiet
         self.changed = {*changes.put, *changes.delete}
         self.keys = {*changes.expect, *self.changed}
@@ -61,10 +61,9 @@ class Combiner:
     def write(self, write: Write, lease: Lease | None) -> dict[str, int]:
         """Make a procedure's write (`drive`): see `commit`. lease: of the taker that runs the procedure."""
         assert not write.ephemeral
-        changes = Changes(dict(write.expect), dict(write.put), list(write.delete))
-        return self.commit(changes, lease if write.is_leased else None, quiet=write.is_quiet)
+        return self.commit(write, lease if write.is_leased else None, quiet=write.is_quiet)
 
-    def commit(self, changes: Changes, lease: Lease | None = None, *, quiet: bool = False) -> dict[str, int]:
+    def commit(self, changes: Changes | Write, lease: Lease | None = None, *, quiet: bool = False) -> dict[str, int]:
         """As `Registry.commit`."""
         if os.getpid() != self._pid:  # a thread of the parent may be the leader, and is not in this process
             raise UsedAfterFork(f"the registry {self._registry.url} was opened before a fork: open it in the child")

@@ -53,6 +53,8 @@ class ItemState(enum.Enum):
     DEAD = "dead"
     """It is a dead letter: nobody takes it until a person decides."""
 
+    __hash__ = object.__hash__  # of C, and not Enum's: the table is looked up for every move
+
 
 class ItemEvent(enum.Enum):
     PUT = "put"
@@ -65,6 +67,8 @@ class ItemEvent(enum.Enum):
     COME_DUE = "come due"
     RETRY = "retry"
     PURGE = "purge"
+
+    __hash__ = object.__hash__
 
 
 ITEM_TRANSITIONS: Final[Mapping[tuple[ItemState | None, ItemEvent], ItemState | None]] = MappingProxyType(
