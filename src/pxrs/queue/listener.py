@@ -14,7 +14,7 @@ raised is logged with its traceback, a few times a minute for each exception cla
 counted. The item is this process's for as long as its lease is renewed, however long the handler takes.
 
 On failure: while the store cannot be reached the threads try again, ever less often. A commit whose reply was lost is
-settled before the next item is taken. A handler that fails time and again slows its thread down, so that an item that
+resolved before the next item is taken. A handler that fails time and again slows its thread down, so that an item that
 comes back at once does not keep the machine busy. What ends a listener, such as the end of its queue, is raised by
 `run`, by `close` and at the end of a `with` block; the end of another queue, which a handler puts into, is a failure
 of the item."""
