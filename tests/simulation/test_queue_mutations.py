@@ -16,7 +16,7 @@ import pytest
 
 from pxrs.errors import Conflict
 from pxrs.queue.outcomes import OutcomeSweep, Slot, load_outcome
-from pxrs.queue.protocol import InHand, PendingTake, Reason, TransactionProtocol, TurnRead, give_back
+from pxrs.queue.protocol import InHand, PendingTake, Reason, TransactionProtocol, TurnRead, give_back, read_turn
 from pxrs.queue.records import OUTCOMES, TAKERS, Queue, Record, Turn
 from pxrs.queue.sweeping import InFlight, Sweeping, read_takers
 from pxrs.registry.contract import ABSENT, Entry, Limits
@@ -117,6 +117,13 @@ class FreesTheTurnFirst(TransactionProtocol):
         pending, self.pending = self.pending, None
         self.put_aside_count += pending is not None
         return pending
+
+
+class TakesPastUnresolvedTakes(TransactionProtocol):
+    """A take from a FIFO queue does not wait until an earlier take of its transaction is resolved."""
+
+    def begin_fifo_take(self, queue: Queue, reason: Reason) -> Steps[TurnRead | None]:
+        return None if queue.id in self.turns else (yield from read_turn(queue))
 
 
 class TakesWithoutTurn(TransactionProtocol):
@@ -272,6 +279,7 @@ MUTATIONS = [
         "pending take read, not resolved", QueueDefects(protocol=ReadsPendingTakes), (*STUCK, *FIFO), first_seed=17
     ),
     Mutation("pending take left when the turn is freed", QueueDefects(protocol=FreesTheTurnFirst), FIFO, first_seed=70),
+    Mutation("FIFO take past an unresolved one", QueueDefects(protocol=TakesPastUnresolvedTakes), FIFO, first_seed=450),
     Mutation("FIFO take without the turn", QueueDefects(protocol=TakesWithoutTurn), FIFO),
     Mutation("FIFO head read by one scan", QueueDefects(read_head=one_scan), FIFO, first_seed=526),
     Mutation("turn freed before the items are back", QueueDefects(give_back=frees_the_turn_apart), FIFO),

@@ -36,13 +36,12 @@ from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.queue.combine import Combiner
 from pxrs.queue.handle import QueueHandle
-from pxrs.queue.moves import Changes
 from pxrs.queue.outcomes import OutcomeSweep, Slot, dump_outcome, resolve
 from pxrs.queue.records import OUTCOMES, QUEUES
 from pxrs.queue.transaction import Outcome, Transaction
 from pxrs.registry.contract import ABSENT, Commit, Entry
 from pxrs.registry.memory import LIMITS, MemoryStore
-from pxrs.registry.steps import drive
+from pxrs.registry.steps import Write, drive
 from pxrs.testing import waiting
 from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value, wall_time_shifted
 from pxrs.testing.waiting import aside
@@ -204,7 +203,7 @@ def test_z8_puts_into_one_queue_are_committed_together(place: Place) -> None:
     registry.before = pause
 
     def put(key: str, expected: int) -> Future[dict[str, int]]:
-        return aside(lambda: combiner.commit(Changes({"there": expected, key: ABSENT}, {key: b""}, [])))
+        return aside(lambda: combiner.commit(Write({"there": expected, key: ABSENT}, {key: b""})))
 
     first = put("a", version)
     assert inside.wait(PATIENCE_S)
@@ -212,7 +211,7 @@ def test_z8_puts_into_one_queue_are_committed_together(place: Place) -> None:
     eventually(lambda: len(combiner._waiting) == 2)
     stale = put("d", version + 1)
     eventually(lambda: len(combiner._waiting) == 3)
-    changes = aside(lambda: combiner.commit(Changes({"there": version}, {"there": b"x"}, [])))
+    changes = aside(lambda: combiner.commit(Write({"there": version}, {"there": b"x"})))
     eventually(lambda: len(combiner._waiting) == 4)
     gate.set()
     for each in (first, *others, changes):

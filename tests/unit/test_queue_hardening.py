@@ -39,13 +39,12 @@ from pxrs.hub import Hub
 from pxrs.log.memory import MemoryLog
 from pxrs.model import Message
 from pxrs.queue.combine import Combiner
-from pxrs.queue.moves import Changes
 from pxrs.queue.outcomes import OutcomeSweep
 from pxrs.queue.records import OUTCOMES
 from pxrs.registry.contract import Commit, Entry
 from pxrs.registry.memory import LIMITS, MemoryStore
 from pxrs.registry.state import Change
-from pxrs.registry.steps import drive
+from pxrs.registry.steps import Write, drive
 from pxrs.testing import waiting
 from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value, wall_time_shifted
 from pxrs.testing.waiting import aside
@@ -836,7 +835,7 @@ def test_z8_an_interrupted_leader_takes_none_of_its_followers_along(
     registry.before = once(lambda commit: True, pause)
 
     def put(key: str) -> Future[dict[str, int]]:
-        return aside(lambda: combiner.commit(Changes({}, {key: b""}, [])))
+        return aside(lambda: combiner.commit(Write({}, {key: b""})))
 
     first = put("a")
     assert inside.wait(PATIENCE_S)

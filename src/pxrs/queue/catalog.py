@@ -135,11 +135,12 @@ class QueueCatalog:
         if self.queue(queue.name).id != queue.id:
             raise self.unknown(queue.name)
 
-    def retry(self, targets: Sequence[Queue], owned: Collection[str], attempt: Callable[[], T]) -> T:
+    def retry(self, targets: Sequence[Queue], owned: Callable[[], Collection[str]], attempt: Callable[[], T]) -> T:
         """Make a commit that puts items into the queues `targets`, again and again while it is refused because of keys
         that others change at any time: the last number of a FIFO queue, a queue's existence, or a checkpoint of this
-        consumer that was applied late. Raises the Conflict if it names one of the keys `owned`, which nobody else may
-        change. What is remembered of the targets is read again after each refusal."""
+        consumer that was applied late. What is remembered of the targets is read again after each refusal.
+
+        owned: returns the keys that nobody else may change. A Conflict that names one of them is raised."""
         for count in range(ATTEMPTS_MAX):
             try:
                 return attempt()
@@ -148,7 +149,7 @@ class QueueCatalog:
                     self._versions.forget_number(queue)
                     if isinstance(error, Conflict) and queue.existence in error.keys:
                         self._expire(queue)
-                if not isinstance(error, Conflict) or not set(error.keys).isdisjoint(owned):
+                if not isinstance(error, Conflict) or not set(error.keys).isdisjoint(owned()):
                     raise
             time.sleep(random.random() * min(0.001 * 2**count, _PAUSE_S_MAX))
         raise RegistryUnavailable(f"{self._registry.url}: others were first {ATTEMPTS_MAX} times; try again")

@@ -19,7 +19,6 @@ from collections import deque
 from typing import Final
 
 from pxrs.errors import Conflict, OutcomeUnknown, UsedAfterFork
-from pxrs.queue.moves import Changes
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
 from pxrs.registry.steps import Write
@@ -31,16 +30,25 @@ _BYTES_MAX: Final = 1 << 20
 
 
 class _Request:
-    __slots__ = ("changed", "changes", "error", "is_done", "is_quiet", "keys", "lease", "size", "versions")
+    __slots__ = ("changed", "changes", "error", "is_done", "keys", "lease", "size", "versions")
 
-    def __init__(self, changes: Changes | Write, lease: Lease | None, is_quiet: bool) -> None:
-        self.changes, self.lease, self.is_quiet = changes, lease, is_quiet
-        self.changed = {*changes.put, *changes.delete}
-        self.keys = {*changes.expect, *self.changed}
-        self.size = sum(map(len, self.keys)) + sum(map(len, changes.put.values()))
+    def __init__(self, changes: Write, lease: Lease | None) -> None:
+        self.changes, self.lease = changes, lease
+        self.size = -1
+        """Of its keys and values, in bytes; -1 before `measure` was called."""
         self.is_done = False
         self.versions: dict[str, int] = {}
         self.error: BaseException | None = None
+
+    def measure(self) -> None:
+        """Set `changed`, `keys` and `size`, which decide whether the request can be merged with others. A request that
+        is alone needs none of them."""
+        if self.size >= 0:
+            return
+        changes = self.changes
+        self.changed = {*changes.put, *changes.delete}
+        self.keys = {*changes.expect, *self.changed}
+        self.size = sum(map(len, self.keys)) + sum(map(len, changes.put.values()))
 
     def end(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -58,16 +66,14 @@ class Combiner:
         """The request whose thread commits now."""
         self._pid = os.getpid()
 
-    def write(self, write: Write, lease: Lease | None) -> dict[str, int]:
-        """Make a procedure's write (`drive`): see `commit`. lease: of the taker that runs the procedure."""
-        assert not write.ephemeral
-        return self.commit(write, lease if write.is_leased else None, quiet=write.is_quiet)
-
-    def commit(self, changes: Changes | Write, lease: Lease | None = None, *, quiet: bool = False) -> dict[str, int]:
-        """As `Registry.commit`."""
+    def commit(self, write: Write, lease: Lease | None = None) -> dict[str, int]:
+        """As `Registry.commit`, without ephemeral keys. lease: named by the commit if the write `is_leased`."""
         if os.getpid() != self._pid:  # a thread of the parent may be the leader, and is not in this process
             raise UsedAfterFork(f"the registry {self._registry.url} was opened before a fork: open it in the child")
-        request = _Request(changes, lease, quiet)
+        assert not write.ephemeral
+        request = _Request(write, lease if write.is_leased else None)
+        if self._leader is not None:
+            request.measure()  # here, and not under the lock
         together: list[_Request] = []
         try:
             with self._changed:
@@ -75,9 +81,8 @@ class Combiner:
             while not request.is_done:
                 with self._changed:
                     while self._leader is not None and not request.is_done:
-                        self._changed.wait(
-                            _LOOK_S
-                        )  # bounded: a KeyboardInterrupt may have kept the leader from notifying
+                        # For a bounded time: a KeyboardInterrupt may have kept the leader from notifying.
+                        self._changed.wait(_LOOK_S)
                     if request.is_done:
                         break
                     self._leader = request
@@ -99,9 +104,13 @@ class Combiner:
 
     def _next(self) -> list[_Request]:
         """The first waiting request, and those behind it that can be merged with it. The others keep their places."""
+        first, *behind = self._waiting
+        if not behind:
+            self._waiting = deque()
+            return [first]
         limits = self._registry.limits
-        waiting = list(self._waiting)
-        first, *behind = waiting
+        for request in self._waiting:
+            request.measure()
         together, others = [first], []
         keys, changed, expect, size = set(first.keys), set(first.changed), dict(first.changes.expect), first.size
         bytes_max = min(limits.commit_bytes_max, _BYTES_MAX)
@@ -134,7 +143,8 @@ class Combiner:
                     together = _refuse(together, conflict)
                     continue
                 for request in together:
-                    request.versions = {key: versions[key] for key in request.changes.put}
+                    is_alone = len(together) == 1
+                    request.versions = versions if is_alone else {key: versions[key] for key in request.changes.put}
                     request.end()
                 return
         except Exception as error:  # noqa: BLE001 - each request raises it in its own thread
@@ -148,6 +158,12 @@ class Combiner:
             raise
 
     def _commit(self, together: list[_Request]) -> dict[str, int]:
+        first = together[0]
+        if len(together) == 1:
+            write = first.changes
+            return self._registry.commit(
+                write.expect, write.put, lease=first.lease, delete=write.delete, quiet=write.is_quiet
+            )
         expect: dict[str, int] = {}
         put: dict[str, bytes] = {}
         delete: list[str] = []
@@ -155,12 +171,15 @@ class Combiner:
             expect |= request.changes.expect
             put |= request.changes.put
             delete += request.changes.delete
-        is_quiet = all(request.is_quiet for request in together)
-        return self._registry.commit(expect, put, lease=together[0].lease, delete=delete, quiet=is_quiet)
+        is_quiet = all(request.changes.is_quiet for request in together)
+        return self._registry.commit(expect, put, lease=first.lease, delete=delete, quiet=is_quiet)
 
 
 def _refuse(together: list[_Request], conflict: Conflict) -> list[_Request]:
     """Refuse the requests that the conflict names. Returns the others."""
+    if len(together) == 1:
+        together[0].end(Conflict(conflict.keys))
+        return []
     differing = set(conflict.keys)
     rest = [request for request in together if request.keys.isdisjoint(differing)]
     for request in together:

@@ -20,7 +20,6 @@ from pxrs.queue.policy import Backoff, Policy
 from pxrs.queue.protocol import move_all
 from pxrs.queue.puts import put as put_steps
 from pxrs.queue.records import Queue, Record, time_in
-from pxrs.queue.states import ItemEvent
 from pxrs.queue.store import QueueStore
 from pxrs.registry.contract import Entry
 from pxrs.registry.steps import drive
@@ -139,7 +138,7 @@ class QueueHandle:
             queues[:] = [queue]
             _put(self.store, [placed_in(queue, put) for put in puts])
 
-        self.store.catalog.retry(queues, (), attempt)
+        self.store.catalog.retry(queues, lambda: (), attempt)
 
     def peek(self, max_items: int = 1) -> list[Item]:
         """The items at the head, without taking them."""
@@ -203,7 +202,7 @@ class DeadLetters:
             _put(self._store, [Put(queue, record, 0.0)], [Move(entry.key, entry.version, None)])
 
         try:
-            self._store.catalog.retry([queue], [entry.key], attempt)
+            self._store.catalog.retry([queue], lambda: [entry.key], attempt)
         except Conflict:
             return 0  # somebody else was faster
         return 1
@@ -211,10 +210,7 @@ class DeadLetters:
     def purge(self, ids: Iterable[str] | None = None) -> int:
         """Remove those with these ids, or all, for good; how many that were."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
-        return sum(
-            self._move([moves.remove(entry.key, entry.version, ItemEvent.PURGE) for entry in page])
-            for page in self._chosen(queue, chosen)
-        )
+        return sum(self._move([moves.purge(entry) for entry in page]) for page in self._chosen(queue, chosen))
 
     def _move(self, planned: Sequence[Move]) -> int:
         return drive(move_all(planned, self._store.registry.limits), self._store.registry)
@@ -236,7 +232,7 @@ class DeadLetters:
 def _put(store: QueueStore, puts: Sequence[Put], removed: Sequence[Move] = ()) -> None:
     """Put items in one commit, which removes what `removed` says."""
     steps = put_steps(puts, store.versions, store.wall_time(), removed)
-    drive(steps, store.registry, commit=lambda write: store.combiner.write(write, None))
+    drive(steps, store.registry, commit=store.combiner.commit)
 
 
 def _whole(queue: Queue, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Record]]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from pxrs.failures import Failure
+from pxrs.queue.items import Taken
 from pxrs.queue.records import Queue, Record, Turn, key_of
-from pxrs.queue.states import ItemEvent, ItemState, item_after, state_in
+from pxrs.queue.states import ItemEvent, ItemState, folder_after, item_after, state_in
 from pxrs.registry.contract import ABSENT, Entry, Limits
 
 DELIVERIES_MANY: Final = 1_000_000
@@ -46,14 +47,16 @@ class Changes:
 
     @classmethod
     def of(cls, moves: Iterable[Move]) -> Changes:
-        changes = cls({}, {}, [])
+        expect: dict[str, int] = {}
+        put: dict[str, bytes] = {}
+        delete: list[str] = []
         for source, version, target, value in moves:
-            changes.expect[source] = version
-            changes.delete.append(source)
+            expect[source] = version
+            delete.append(source)
             if target is not None:
-                changes.expect[target] = ABSENT
-                changes.put[target] = value
-        return changes
+                expect[target] = ABSENT
+                put[target] = value
+        return cls(expect, put, delete)
 
 
 class Take(NamedTuple):
@@ -71,21 +74,31 @@ class Take(NamedTuple):
 Held = tuple[str, int, Record]
 """The key of an item in flight, its version, and the item."""
 
+# Takes and finishes are made for every item. Their transitions are looked up once, here.
+_TAKEN: Final = folder_after(ItemState.READY, ItemEvent.TAKE)
+_FINISHED: Final = item_after(ItemState.IN_FLIGHT, ItemEvent.FINISH)
+assert _FINISHED is None
+
 
 def take(queue: Queue, entry: Entry, taker: str, transaction: str) -> Take:
-    """The commit that moves the item also counts the delivery (Q1). Raises RegistryCorrupt."""
+    """The move of a ready item into flight, which also counts the delivery (Q1). Raises RegistryCorrupt."""
     record = Record.load(entry.key, entry.value).taken()
-    after = item_after(state_in(entry.key), ItemEvent.TAKE)
-    assert after is not None
-    target = f"{queue.folder(after)}{record.name}~{transaction}~{taker}"
+    target = f"{queue.root}{_TAKEN}/{record.name}~{transaction}~{taker}"
     return Take(Move(entry.key, entry.version, target, record.dump()), target, record, entry.value)
 
 
-def remove(key: str, version: int, event: ItemEvent) -> Move:
-    """An item leaves its queue: FINISH or PURGE."""
-    target = item_after(state_in(key), event)
+def finish(taken: Iterable[Taken]) -> Changes:
+    """Items that a transaction has taken leave their queues when it commits. Each is expected in the version that the
+    take wrote (Q2)."""
+    expect = {each.key: each.version for each in taken}
+    return Changes(expect, {}, list(expect))
+
+
+def purge(entry: Entry) -> Move:
+    """A dead letter leaves its queue."""
+    target = item_after(state_in(entry.key), ItemEvent.PURGE)
     assert target is None
-    return Move(key, version, None)
+    return Move(entry.key, entry.version, None)
 
 
 def give_back(

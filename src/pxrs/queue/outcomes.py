@@ -51,8 +51,8 @@ class Slot:
 
 
 def dump_outcome(transaction: str, outcome: str, at: float) -> bytes:
-    """A slot's value. at: seconds since 1970."""
-    return json.dumps({"transaction": transaction, "outcome": outcome, "at": at}).encode()
+    """A slot's value, in JSON. at: seconds since 1970. The two texts hold nothing that JSON would have to escape."""
+    return f'{{"transaction": "{transaction}", "outcome": "{outcome}", "at": {at!r}}}'.encode()
 
 
 def load_outcome(key: str, value: bytes) -> tuple[str, str]:

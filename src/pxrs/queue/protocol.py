@@ -33,7 +33,6 @@ from pxrs.queue.moves import Changes, Move, Take, in_parts
 from pxrs.queue.outcomes import RESOLVE_ATTEMPTS, Slot, dump_outcome
 from pxrs.queue.puts import PutVersions, add_puts
 from pxrs.queue.records import Queue, Turn
-from pxrs.queue.states import ItemEvent
 from pxrs.registry.contract import ABSENT, Entry, Limits
 from pxrs.registry.steps import Get, Scan, Steps, Write
 
@@ -198,18 +197,29 @@ class TransactionProtocol:
                     raise
                 damaged.append(entry)
                 _logger.error("queue %s: %s; it is left where it is", queue.name, error)
-        parts = in_parts([each.move for each in planned], self.limits)
-        return planned[: len(next(parts, []))], damaged
+        if len(planned) > 1:
+            parts = in_parts([each.move for each in planned], self.limits)
+            planned = planned[: len(next(parts, []))]
+        return planned, damaged
 
     @property
     def _name(self) -> str:
         """What stands for this transaction in the keys of the items that it takes."""
         return f"{self.id[:12]}.{self.put_aside_count}" if self.put_aside_count else self.id[:12]
 
+    def begin_fifo_take(self, queue: Queue, reason: Reason) -> Steps[TurnRead | None]:
+        """What has to be done before the head of a FIFO queue is read for a take: return what earlier takes of this
+        transaction have taken whose replies were lost, and read the turn. None: this transaction has the turn.
+
+        The items of such a take are in flight, and so they are not at the head. Without this, the next take would take
+        a later item, and the transaction would finish that item first."""
+        yield from self.return_unresolved(reason)
+        return None if queue.id in self.turns else (yield from read_turn(queue))
+
     def take(self, queue: Queue, taker: str, planned: list[Take], turn: TurnRead | None) -> Steps[list[Taken]]:
         """Take those of the items that nobody else was faster on; of a FIFO queue all or none.
 
-        turn: as it was read, if this is the transaction's first take from a FIFO queue.
+        turn: of a FIFO queue, what `begin_fifo_take` returned.
         Raises LeaseExpired, and RegistryUnavailable if nothing was taken; OutcomeUnknown with `pending` set."""
         while planned:
             changes = Changes.of(each.move for each in planned)
@@ -280,8 +290,8 @@ class TransactionProtocol:
         return InHand(self.taken, self.turns, self.unresolved)
 
     def return_unresolved(self, reason: Reason) -> Steps[None]:
-        """Before a commit, which frees the turns: return what unresolved takes have taken. Raises RegistryUnavailable
-        if that cannot be found out: then nothing was committed."""
+        """Return what unresolved takes have taken: before a commit, which frees the turns, and before the next take.
+        Raises RegistryUnavailable if that cannot be found out: then nothing was committed or taken."""
         while self.unresolved:
             try:
                 yield from return_pending(self.unresolved[0], reason, self.limits)
@@ -300,17 +310,18 @@ class TransactionProtocol:
 
         now: seconds since 1970, on the clock by which delays are counted. sent_at: seconds since 1970.
         Raises Conflict, LeaseExpired, RegistryUnavailable: nothing was written; and OutcomeUnknown: see `outcomes`."""
-        changes = Changes.of(moves.remove(each.key, each.version, ItemEvent.FINISH) for each in self.taken)
+        changes = moves.finish(self.taken)
         changes.expect[slot.key] = slot.version
         changes.put[slot.key] = dump_outcome(self.id, "committed", sent_at)
         for queue, version in self.turns.values():
             changes.expect[queue.turn] = version
             changes.put[queue.turn] = Turn().dump()
-        numbers = yield from add_puts(self.puts, self.versions, changes, now)
+        numbers = (yield from add_puts(self.puts, self.versions, changes, now)) if self.puts else {}
         is_quiet = not self.puts and not self.turns
         written = yield Write(changes.expect, changes.put, is_quiet=is_quiet, delete=changes.delete)
         slot.version = written[slot.key]
-        self.versions.note(numbers, written)
+        if numbers:
+            self.versions.note(numbers, written)
 
     def clear(self) -> None:
         """The transaction has ended."""

@@ -130,6 +130,13 @@ def item_after(state: ItemState | None, event: ItemEvent) -> ItemState | None:
         raise ImpossibleEvent(f"an item that is {state} cannot {event.value}") from None
 
 
+def folder_after(state: ItemState | None, event: ItemEvent) -> str:
+    """The folder of an item's key after an event that leaves the item in its queue. Raises ImpossibleEvent."""
+    after = item_after(state, event)
+    assert after is not None
+    return after.value
+
+
 def transaction_after(state: TransactionState, event: TransactionEvent) -> TransactionState:
     """The state of a transaction after an event. Raises ImpossibleEvent."""
     try:

@@ -10,7 +10,7 @@ from pxrs.failures import Failure
 from pxrs.queue import moves
 from pxrs.queue.head import Head
 from pxrs.queue.items import Taken
-from pxrs.queue.protocol import TransactionProtocol, TurnRead, read_turn, return_pending
+from pxrs.queue.protocol import TransactionProtocol, TurnRead, return_pending
 from pxrs.queue.records import Queue
 from pxrs.queue.store import QueueStore
 from pxrs.queue.taker import Taker
@@ -25,6 +25,9 @@ _RECHECK_S: Final = 1.0
 """How often a wait for a time of day is checked, because the clock may be set meanwhile."""
 
 
+_REPLY_LOST: Final = Failure("the reply to the take was lost")
+
+
 class Retry(NamedTuple):
     """When a take that found nothing tries again although no key changes: at the earlier one of two moments."""
 
@@ -37,6 +40,8 @@ class Retry(NamedTuple):
 class Taking:
     """Takes items for one transaction. The transaction's lock is held during each call."""
 
+    __slots__ = ("_protocol", "_registry", "_store")
+
     def __init__(self, store: QueueStore, protocol: TransactionProtocol) -> None:
         self._store, self._protocol = store, protocol
         self._registry = store.registry
@@ -46,11 +51,10 @@ class Taking:
 
         Raises LeaseExpired if the taker's lease has ended and the transaction has taken items with it; otherwise that
         lease is marked as ended, and nothing is returned."""
-        turn: TurnRead | None = None
-        if queue.is_fifo and queue.id not in self._protocol.turns:
-            turn = drive(read_turn(queue), self._registry)
+        turn = self._begin_fifo_take(queue) if queue.is_fifo else None
+        if turn is not None:
             if turn.turn.holder:
-                return [], None  # its end changes the key
+                return [], None  # the end of the holder's transaction changes the key of the turn, which is watched
             now = self._registry.clock.now()  # before the time of day: a clock that moves between the two ends the wait
             wait_s = turn.turn.not_before - self._store.wall_time()
             if 0 < wait_s <= moves.longest_s(queue) + _CLOCKS_APART_S:
@@ -71,6 +75,9 @@ class Taking:
                 return [], Retry(None, _RETRY_S)
         return [], None
 
+    def _begin_fifo_take(self, queue: Queue) -> TurnRead | None:
+        return drive(self._protocol.begin_fifo_take(queue, self._store.reason(_REPLY_LOST)), self._registry)
+
     def _take(self, queue: Queue, head: Head, entries: list[Entry], taker: Taker, turn: TurnRead | None) -> list[Taken]:
         protocol = self._protocol
         planned, damaged = protocol.plan(queue, entries, taker.id)
@@ -80,7 +87,7 @@ class Taking:
 
         def commit(write: Write) -> dict[str, int]:
             if write.is_leased:
-                return combiner.write(write, lease)
+                return combiner.commit(write, lease)
             return perform(write, self._registry)  # type: ignore[no-any-return]
 
         try:
@@ -107,7 +114,6 @@ class Taking:
         store = self._store
 
         def give_back() -> None:
-            reason = store.reason(Failure("the reply to the take was lost"))
-            drive(return_pending(pending, reason, store.registry.limits), store.registry)
+            drive(return_pending(pending, store.reason(_REPLY_LOST), store.registry.limits), store.registry)
 
         store.keeper.finish(give_back)

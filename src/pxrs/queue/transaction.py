@@ -57,13 +57,13 @@ from pxrs.queue.store import QueueStore
 from pxrs.queue.taker import Taker
 from pxrs.queue.taking import Taking
 from pxrs.registry.contract import Registry
-from pxrs.registry.steps import Write as WriteStep
-from pxrs.registry.steps import drive
+from pxrs.registry.steps import Write, drive
 
 _logger = logging.getLogger(__name__)
 
 Outcome = Literal["open", "committed", "rolled back"]
-Write = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
+CommitWith = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
+"""Makes a commit with these expectations and puts added; returns the versions of the keys that it wrote."""
 
 
 class Inbox(Protocol):
@@ -72,7 +72,7 @@ class Inbox(Protocol):
     @property
     def registry(self) -> Registry: ...
 
-    def commit_with(self, write: Write) -> dict[str, int]: ...
+    def commit_with(self, write: CommitWith) -> dict[str, int]: ...
 
     def settle_with(self, transaction: Transaction) -> None: ...
 
@@ -250,15 +250,20 @@ class Transaction:
         self._slot = slot  # last: after an interrupt before this line, nothing was sent
         targets = list({put.queue.id: put.queue for put in self._protocol.puts}.values())
 
+        def write(step: Write) -> dict[str, int]:
+            if self._inboxes:
+                return self._write_with_checkpoints(step, taker)
+            return self._store.combiner.commit(step, taker.lease)
+
         def attempt() -> None:
             for queue in targets:
                 self._store.catalog.check_same(queue)
             steps = self._protocol.commit(slot, now=self._store.wall_time(), sent_at=time.time())
-            drive(steps, self._registry, commit=lambda write: self._write(write, taker))
+            drive(steps, self._registry, commit=write)
 
-        self._store.catalog.retry(targets, {slot.key, *self._protocol.owned_keys}, attempt)
+        self._store.catalog.retry(targets, lambda: {slot.key, *self._protocol.owned_keys}, attempt)
 
-    def _write(self, write: WriteStep, taker: Taker) -> dict[str, int]:
+    def _write_with_checkpoints(self, write: Write, taker: Taker) -> dict[str, int]:
         """Make the commit, with the checkpoints of the consumers. Each consumer calls `add` while it holds its member's
         lock; the consumers are called in one order, so that two transactions cannot wait for each other."""
         inboxes = sorted(self._inboxes, key=id)
@@ -269,7 +274,7 @@ class Transaction:
             written.update(put)
             if inboxes:
                 return inboxes.pop().commit_with(add)
-            return self._store.combiner.write(write._replace(expect=expected, put=written), taker.lease)
+            return self._store.combiner.commit(write._replace(expect=expected, put=written), taker.lease)
 
         return add({}, {})
 

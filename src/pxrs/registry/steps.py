@@ -88,11 +88,10 @@ def drive(
 
 def perform(operation: Operation, registry: Registry, lease: Lease | None = None) -> Any:
     """Make the one call of the registry that the operation stands for, and return what the call returned."""
-    match operation:
-        case Get(key):
-            return registry.get(key)
-        case Scan(prefix, after, limit):
-            return registry.scan(prefix, after, limit)
-        case Write(expect, put, ephemeral, is_leased, is_quiet, delete):
-            named = lease if is_leased or ephemeral else None
-            return registry.commit(expect, put, ephemeral, named, delete=delete, quiet=is_quiet)
+    if isinstance(operation, Write):
+        expect, put, ephemeral, is_leased, is_quiet, delete = operation
+        named = lease if is_leased or ephemeral else None
+        return registry.commit(expect, put, ephemeral, named, delete=delete, quiet=is_quiet)
+    if isinstance(operation, Get):
+        return registry.get(operation.key)
+    return registry.scan(operation.prefix, operation.after, operation.limit)

@@ -14,7 +14,7 @@ from pxrs.errors import Conflict, LeaseExpired, OutcomeLost, OutcomeUnknown, Pxr
 from pxrs.failures import Failure
 from pxrs.queue.items import Put, Taken
 from pxrs.queue.outcomes import OutcomeSweep, Slot
-from pxrs.queue.protocol import Reason, TransactionProtocol, read_turn, return_pending
+from pxrs.queue.protocol import Reason, TransactionProtocol, return_pending
 from pxrs.queue.puts import PutVersions
 from pxrs.queue.records import OUTCOMES, TAKERS, Queue, Record
 from pxrs.queue.states import TransactionEvent, TransactionState, transaction_after
@@ -126,7 +126,8 @@ class SimulatedTransaction:
         self.taker = ""
         self.slot: Slot | None = None
         takes = [rng.choice(simulation.queues) for _ in range(rng.randint(1, 3))]
-        puts = [] if simulation.is_calm else [rng.choice(simulation.queues) for _ in range(rng.randint(0, 3))]
+        targets = simulation.queues if rng.random() < 0.5 else [rng.choice(simulation.queues)]
+        puts = [] if simulation.is_calm else [rng.choice(targets) for _ in range(rng.randint(0, 3))]
         self.plan: list[tuple[str, Queue | None]] = [("take", queue) for queue in takes]
         self.plan += [("put", queue) for queue in puts]
         if simulation.is_calm or rng.random() < 0.7:
@@ -257,11 +258,9 @@ class QueueProcess:
 
     def _take(self, transaction: SimulatedTransaction, queue: Queue) -> Steps[list[Taken]]:
         simulation, protocol = self.simulation, transaction.protocol
-        turn = None
-        if queue.is_fifo and queue.id not in protocol.turns:
-            turn = yield from read_turn(queue)
-            if turn.turn.holder or turn.turn.not_before > simulation.now:
-                return []
+        turn = (yield from protocol.begin_fifo_take(queue, self.reason)) if queue.is_fifo else None
+        if turn is not None and (turn.turn.holder or turn.turn.not_before > simulation.now):
+            return []
         count = simulation.rng.randint(1, 2)
         entries = yield from simulation.defects.read_head(queue, count if queue.is_fifo else 4)
         if not queue.is_fifo and len(entries) > count:
