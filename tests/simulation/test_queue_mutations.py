@@ -16,7 +16,15 @@ import pytest
 
 from pxrs.errors import Conflict
 from pxrs.queue.outcomes import OutcomeSweep, Slot, load_outcome
-from pxrs.queue.protocol import InHand, PendingTake, Reason, TransactionProtocol, TurnRead, give_back, read_turn
+from pxrs.queue.protocol import (
+    InHand,
+    PendingTake,
+    Reason,
+    TransactionProtocol,
+    TurnRead,
+    give_back,
+    read_turn,
+)
 from pxrs.queue.records import OUTCOMES, TAKERS, Queue, Record, Turn
 from pxrs.queue.sweeping import InFlight, Sweeping, read_takers
 from pxrs.registry.contract import ABSENT, Entry, Limits
@@ -45,6 +53,15 @@ def is_commit(operation: Operation) -> bool:
 def is_return(operation: Operation) -> bool:
     return (
         isinstance(operation, Write) and not is_commit(operation) and any("/inflight/" in k for k in operation.delete)
+    )
+
+
+def frees_a_turn(operation: Operation) -> bool:
+    """By a roll back or a sweep."""
+    return (
+        isinstance(operation, Write)
+        and not is_commit(operation)
+        and any(key.endswith("/turn") and not Turn.load(key, value).holder for key, value in operation.put.items())
     )
 
 
@@ -117,6 +134,14 @@ class FreesTheTurnFirst(TransactionProtocol):
         pending, self.pending = self.pending, None
         self.put_aside_count += pending is not None
         return pending
+
+
+class KeepsItsName(TransactionProtocol):
+    """An item that is taken again after a lost reply gets the key that the first take may write yet."""
+
+    @property
+    def _name(self) -> str:
+        return self.id[:12]
 
 
 class TakesPastUnresolvedTakes(TransactionProtocol):
@@ -245,6 +270,11 @@ MUTATIONS = [
         ("R3 no zombie takes",),
     ),
     Mutation(
+        "commit does not expect its items",
+        altered(is_commit, lambda write: write._replace(expect=without(write.expect, "/inflight/"))),
+        ("Z2 all or nothing",),
+    ),
+    Mutation(
         # With the lease alone, or the items alone, a zombie's commit is refused as well.
         "commit expects neither the items nor the lease",
         altered(is_commit, lambda write: write._replace(expect=without(write.expect, "/inflight/"), is_leased=False)),
@@ -266,34 +296,56 @@ MUTATIONS = [
         altered(is_commit, lambda write: write._replace(expect=without(write.expect, "/sequence"))),
         ("Q3 numbers",),
     ),
+    Mutation(
+        "put does not expect its queue",
+        altered(is_commit, lambda write: write._replace(expect=without(write.expect, "standing/"))),
+        ("Z2 puts need their queue",),
+    ),
     Mutation("outcome is read, not resolved", QueueDefects(resolve=reads_the_outcome), ("R5 told once",)),
     Mutation("aborted over everything", QueueDefects(resolve=aborts_over_everything), ("R5 told the truth",)),
     Mutation(
         "outcomes swept at once",
         QueueDefects(outcomes=SweepsOutcomesAtOnce),
         ("R5 told the truth", "R5 told once", *STUCK),
-        first_seed=156,
+        first_seed=154,
     ),
     Mutation("pending take forgotten", QueueDefects(protocol=ForgetsPendingTakes), (*STUCK, *FIFO)),
+    Mutation("pending take read, not resolved", QueueDefects(protocol=ReadsPendingTakes), (*STUCK, *FIFO)),
     Mutation(
-        "pending take read, not resolved", QueueDefects(protocol=ReadsPendingTakes), (*STUCK, *FIFO), first_seed=17
+        "item taken again under the key of a pending take",
+        QueueDefects(protocol=KeepsItsName),
+        ("Q1 the living keep their items", *FIFO, *STUCK),
+        seeds_max=1_000,
+        first_seed=914,
     ),
-    Mutation("pending take left when the turn is freed", QueueDefects(protocol=FreesTheTurnFirst), FIFO, first_seed=70),
-    Mutation("FIFO take past an unresolved one", QueueDefects(protocol=TakesPastUnresolvedTakes), FIFO, first_seed=450),
+    Mutation(
+        "pending take left when the turn is freed", QueueDefects(protocol=FreesTheTurnFirst), FIFO, first_seed=219
+    ),
+    Mutation("FIFO take past an unresolved one", QueueDefects(protocol=TakesPastUnresolvedTakes), FIFO, first_seed=451),
     Mutation("FIFO take without the turn", QueueDefects(protocol=TakesWithoutTurn), FIFO),
-    Mutation("FIFO head read by one scan", QueueDefects(read_head=one_scan), FIFO, first_seed=526),
+    Mutation("FIFO head read by one scan", QueueDefects(read_head=one_scan), FIFO, first_seed=26),
     Mutation("turn freed before the items are back", QueueDefects(give_back=frees_the_turn_apart), FIFO),
     Mutation(
         "items come back under their old names", altered(is_return, keeps_names, counts_anew=True), ("R4 new names",)
     ),
     Mutation(
-        "sweeper reads takers first, and does not expect them gone",
-        QueueDefects(sweeping=SweepsTheLiving, alter=change(is_return, expects_no_taker)),
-        ("Q1 the living keep their items",),
-        first_seed=73,
+        "return does not expect the item",
+        altered(is_return, lambda write: write._replace(expect=without(write.expect, "/inflight/"))),
+        ("Q1 one state", "Q1 transitions", "Z2 puts need their queue", *FIFO),
     ),
     Mutation(
-        "FIFO sweeper reads what is in flight once", QueueDefects(sweeping=ReadsInFlightOnce), FIFO, first_seed=347
+        "turn freed without expecting it",
+        altered(frees_a_turn, lambda write: write._replace(expect=without(write.expect, "/turn"))),
+        FIFO,
+    ),
+    Mutation(
+        "sweeper reads takers first, and does not expect them gone",
+        QueueDefects(sweeping=SweepsTheLiving, alter=change(is_return, expects_no_taker)),
+        ("Q1 the living keep their items", *FIFO),
+        first_seed=213,
+    ),
+    Mutation(
+        "FIFO sweeper reads what is in flight once", QueueDefects(sweeping=ReadsInFlightOnce), FIFO, first_seed=464
     ),
     Mutation("delays end early", QueueDefects(sweeping=WakesEarly), ("Q1 delays",)),
 ]

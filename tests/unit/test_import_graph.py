@@ -63,10 +63,7 @@ KNOWN_CYCLES = {
 }
 """Packages among whose modules there are cycles."""
 
-KNOWN_UNDERSCORES = {
-    "testing.hooked",
-    "testing.queue_worker",
-}
+KNOWN_UNDERSCORES: set[str] = set()
 """Modules that use underscore names of other modules."""
 
 DOCUMENTED = {

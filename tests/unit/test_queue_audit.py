@@ -168,9 +168,14 @@ def test_z7_an_item_with_a_priority_is_refused_by_a_queue_that_was_made_again_as
     assert values(mine, "q") == []
 
 
-def test_z5_a_dead_letter_is_not_tried_again_in_a_strict_queue_that_was_just_deleted(place: Place) -> None:
+@pytest.mark.parametrize("has_put", [False, True], ids=["reads its existence", "has read its existence"])
+def test_z5_a_dead_letter_is_not_tried_again_in_a_strict_queue_that_was_just_deleted(
+    place: Place, has_put: bool
+) -> None:
     mine, other = place.open(), place.open()
     mine.create_queue("q", policy=ConsumeOnce(), fifo=True).put("x")
+    if has_put:
+        other.queue("q").put("y")
     tx = other.transaction()
     assert tx.take("q", timeout=PATIENCE_S) is not None
     tx.rollback("bad")

@@ -15,11 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, TypeVar
 
 from pxrs.errors import Conflict, QueueDiffers, QueueExists, RegistryCorrupt, RegistryUnavailable, UnknownQueue
-from pxrs.queue.moves import Move
+from pxrs.queue.deleting import clear_deleted, delete_queue
 from pxrs.queue.policy import Backoff, Policy
-from pxrs.queue.protocol import move_all
 from pxrs.queue.puts import PutVersions
-from pxrs.queue.records import DELETED, QUEUES, Queue, check_name, root_of
+from pxrs.queue.records import DELETED, QUEUES, Queue, check_name
 from pxrs.registry.contract import ABSENT, Registry
 from pxrs.registry.steps import drive
 
@@ -28,7 +27,6 @@ _logger = logging.getLogger(__name__)
 SETTINGS_AGE_S: Final = 1.0
 """How old remembered settings may be."""
 ATTEMPTS_MAX: Final = 200
-SCAN_ITEMS: Final = 500
 _PAUSE_S_MAX: Final = 0.02
 
 T = TypeVar("T")
@@ -164,13 +162,8 @@ class QueueCatalog:
             if name not in self.clear_deleted():
                 raise self.unknown(name)
             return
-        queue = Queue.load(entry.key, entry.value)
         try:
-            # Expecting the settings alone is not enough: on a store where a key that is created again has its old
-            # version (R4), they may be those of another queue.
-            existence = drive(self._versions.existence(queue), self._registry)
-            expect = {entry.key: entry.version, queue.existence: existence}
-            self._registry.commit(expect, {queue.deleted: name.encode()}, delete=list(expect))
+            queue = drive(delete_queue(entry, self._versions), self._registry)
         except Conflict:
             raise self.unknown(name) from None
         except RegistryUnavailable as error:
@@ -184,17 +177,9 @@ class QueueCatalog:
     def clear_deleted(self) -> set[str]:
         """Remove the keys that are left of deleted queues. The names of these queues."""
         names = set()
-        limits = self._registry.limits
-        for record in self._registry.scan(DELETED):
-            root = root_of(record.key[len(DELETED) :])
-            empty = 0
-            while empty < 2:  # an item that is moved during a scan may be missing in it (R1)
-                entries = self._registry.scan(root, limit=SCAN_ITEMS)
-                removals = [Move(entry.key, entry.version, None) for entry in entries]
-                drive(move_all(removals, limits), self._registry)
-                empty = 0 if entries else empty + 1
-            drive(move_all([Move(record.key, record.version, None)], limits), self._registry)
-            names.add(record.value.decode(errors="replace"))
+        for deleted in self._registry.scan(DELETED):
+            drive(clear_deleted(deleted, self._registry.limits), self._registry)
+            names.add(deleted.value.decode(errors="replace"))
         return names
 
     def _expire(self, queue: Queue) -> None:

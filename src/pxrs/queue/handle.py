@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 from pxrs import arguments
 from pxrs.errors import Conflict, InvalidItem, MissingDependency, RegistryCorrupt
 from pxrs.queue import moves
-from pxrs.queue.catalog import SCAN_ITEMS
 from pxrs.queue.items import BYTES_PER_KEY, Item, Put, check_put, placed_in
 from pxrs.queue.moves import Move
 from pxrs.queue.policy import Backoff, Policy
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 PEEK_MAX: Final = 10_000
+SCAN_ITEMS: Final = 500
+"""How many keys are read at a time."""
 _KEYS_BESIDE: Final = 2
 """Of a put, beside those of the items: that the queue is there, and its last number."""
 
@@ -204,7 +205,8 @@ class DeadLetters:
         try:
             self._store.catalog.retry([queue], lambda: [entry.key], attempt)
         except Conflict:
-            return 0  # somebody else was faster
+            self._store.catalog.check_same(queue)  # the conflict may also name the existence key of a deleted queue
+            return 0  # somebody else has retried or removed the dead letter
         return 1
 
     def purge(self, ids: Iterable[str] | None = None) -> int:

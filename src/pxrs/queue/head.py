@@ -95,9 +95,8 @@ class Head:
         began = time.monotonic()
         with self._lock:
             self._tried = {key: since for key, since in self._tried.items() if began - since < TRIED_S_MAX}
-            tried = (
-                self._tried.keys() | self._hidden
-            )  # an item that is taken meanwhile may still be in what the scan finds
+            # An item that is taken during the scan may still be in what the scan finds.
+            tried = self._tried.keys() | self._hidden
         limit = max(self._look_items, min(count, self._look_items_max)) + len(tried)
         found = drive(read_head(self.queue, limit), self._registry)
         with self._lock:
@@ -173,6 +172,11 @@ class Head:
                 watch.wait_until(until_at, self._registry.clock, left_s)
         finally:
             self._waiting.release()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a thread waits in the registry."""
+        return self._waiting.locked()
 
     def leave(self) -> None:
         """Stop waiting. Another waiting thread is woken, in case that this one was woken and has not looked."""

@@ -4,13 +4,15 @@ The procedures are generators (`pxrs.registry.steps`): no thread, no registry, n
 them on a registry; the simulator (`pxrs.testing.simulator`) runs them on a simulated one, stops them between any two
 operations, loses replies and applies writes late. What a sweeper does is in `sweeping`.
 
-Rules, each with a mutation that the simulator catches (tests/simulation/test_queue_mutations.py):
+Rules, each with a mutation that the simulator catches (tests/simulation/test_queue_mutations.py), or, where the
+schedule is too rare for it, a test of that schedule (tests/unit/test_queue_protocol.py):
 - A take moves the item and counts the delivery in one commit, under the taker's lease, expecting the item's key in the
   version that was read (Q1).
 - A transaction's commit deletes the keys of all items that it took, expecting each in the version that the take wrote
   (Q2), writes all items that it puts, and puts "committed" into its slot: one commit, under the taker's lease.
 - After a lost reply to a take, the first of its items is written again in its place: then the take, which expects that
-  key as it was, can be applied no more. If that write is refused, the take was applied or another one was (R5).
+  key as it was, can be applied no more. If that write is refused, the take was applied or another one was (R5): then
+  the turn is read, and after it the items.
 - An item that comes back gets a name that no key had before (R4): see `records`.
 - FIFO queues: a transaction's first take expects the turn free and writes its taker into it, and its later takes expect
   it as written. The end of the transaction frees the turn, with the commit that removes or returns the last item, and
@@ -329,8 +331,8 @@ class TransactionProtocol:
 
 
 def resolve_take(pending: PendingTake) -> Steps[dict[str, int]]:
-    """After a lost reply to a take: the versions of the keys that it wrote, empty if it was not applied; then it cannot
-    be applied any more (R5)."""
+    """After a lost reply to a take: the versions of the keys that the take wrote and that are still there. Empty: the
+    take was not applied and cannot be applied any more (R5), or all of its items were returned already."""
     queue, planned, writes_turn = pending
     first, before = planned[0].move, planned[0].before
     try:
@@ -339,15 +341,17 @@ def resolve_take(pending: PendingTake) -> Steps[dict[str, int]]:
         return {}
     except Conflict:
         pass  # the take was applied, or somebody else has moved the item: then the take is refused as well
-    keys = [each.target for each in planned]
-    if writes_turn:
-        keys.append(queue.turn)
-    found: list[Entry | None] = []
-    for key in keys:
-        found.append((yield Get(key)))
-    if found[0] is None:
-        return {}
-    return {each.key: each.version for each in found if each is not None}
+    # The turn is read before the items. If one of the items is in flight after that, the turn was still this take's at
+    # the moment of the read, because it is freed with the last item. Read later, it might be another transaction's.
+    turn: Entry | None = (yield Get(queue.turn)) if writes_turn else None
+    found: dict[str, int] = {}
+    for each in planned:
+        entry: Entry | None = yield Get(each.target)
+        if entry is not None:
+            found[each.target] = entry.version
+    if found and turn is not None:
+        found[queue.turn] = turn.version
+    return found
 
 
 def _taken(queue: Queue, planned: Iterable[Take], written: Mapping[str, int]) -> list[Taken]:

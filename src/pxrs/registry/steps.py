@@ -91,7 +91,7 @@ def perform(operation: Operation, registry: Registry, lease: Lease | None = None
     if isinstance(operation, Write):
         expect, put, ephemeral, is_leased, is_quiet, delete = operation
         named = lease if is_leased or ephemeral else None
-        return registry.commit(expect, put, ephemeral, named, delete=delete, quiet=is_quiet)
+        return registry.commit(expect, put, ephemeral=ephemeral, lease=named, delete=delete, quiet=is_quiet)
     if isinstance(operation, Get):
         return registry.get(operation.key)
     return registry.scan(operation.prefix, operation.after, operation.limit)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 from pxrs.clock import ManualClock
 from pxrs.hub import Hub
 from pxrs.log.memory import MemoryLog
+from pxrs.queue.store import QueueStore
 from pxrs.registry.contract import Commit, Entry
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
 
@@ -84,10 +84,10 @@ def wall_time_shifted(clock: ManualClock, seconds: float) -> Iterator[None]:
         yield
 
 
-def store_of(hub: Hub) -> Any:
+def store_of(hub: Hub) -> QueueStore:
     return hub.parts.queue_store()
 
 
 def is_waiting(hub: Hub, queue: str) -> bool:
     """Whether a thread of this process has looked in vain and waits for items."""
-    return any(head.queue.name == queue and head._waiting.locked() for head in store_of(hub)._heads.values())
+    return store_of(hub).is_waiting_for(queue)

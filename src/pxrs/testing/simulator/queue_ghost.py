@@ -51,6 +51,8 @@ class QueueGhost:
         self.transactions: dict[str, TransactionFacts] = {}
         self.now = 0.0
         """The time, which the simulation sets before each write."""
+        self.deleted: set[str] = set()
+        """The ids of the queues that were deleted."""
         self.last_numbers = dict.fromkeys(self.queues, 0)
         """By FIFO queue: the number of the last item that was put."""
         self.last_finished: dict[str, str] = {}
@@ -64,6 +66,7 @@ class QueueGhost:
     # What the store accepts.
 
     def accepted(self, request: Request, write: Write) -> None:
+        self.deleted |= {queue.id for queue in self.queues.values() if queue.existence in write.delete}
         removed = self._removed(write)
         added = self._added(write)
         committed = self._committed(request, write)
@@ -161,6 +164,8 @@ class QueueGhost:
                 raise Violation("Q1 delays", f"{old.key} was made ready at {self.now}")
 
     def _put(self, queue: Queue, new: Stored) -> None:
+        if queue.id in self.deleted:
+            raise Violation("Z2 puts need their queue", f"{new.key} was put after its queue was deleted")
         if not queue.is_fifo:
             return
         number = int(new.record.order, 16)
@@ -209,6 +214,8 @@ class QueueGhost:
         return request.incarnation.partition("-")[0] == taker.partition("-")[0]
 
     def _finished(self, committed: TransactionFacts | None, old: Stored) -> None:
+        if committed is None and old.key.split("/")[1] in self.deleted:
+            return
         if committed is None or state_in(old.key) is not ItemState.IN_FLIGHT:
             raise Violation("Z2 nothing lost", f"{old.key} was deleted by no commit of a transaction")
         if self.transaction(old.key) is not committed:

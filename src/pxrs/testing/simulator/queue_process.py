@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from pxrs.errors import Conflict, LeaseExpired, OutcomeLost, OutcomeUnknown, PxrsError, RegistryUnavailable
 from pxrs.failures import Failure
+from pxrs.queue.deleting import clear_deleted
 from pxrs.queue.items import Put, Taken
 from pxrs.queue.outcomes import OutcomeSweep, Slot
 from pxrs.queue.protocol import Reason, TransactionProtocol, return_pending
 from pxrs.queue.puts import PutVersions
-from pxrs.queue.records import OUTCOMES, TAKERS, Queue, Record
+from pxrs.queue.records import DELETED, OUTCOMES, TAKERS, Queue, Record
 from pxrs.queue.states import TransactionEvent, TransactionState, transaction_after
 from pxrs.queue.sweeping import claim_sweeper, read_takers
-from pxrs.registry.contract import ABSENT
-from pxrs.registry.steps import Operation, Steps, Write
+from pxrs.registry.contract import ABSENT, Entry
+from pxrs.registry.steps import Operation, Scan, Steps, Write
 from pxrs.testing.simulator.queue_ghost import TransactionFacts
 from pxrs.testing.simulator.store import Request
 
@@ -125,7 +126,8 @@ class SimulatedTransaction:
         self.state = TransactionState.OPEN
         self.taker = ""
         self.slot: Slot | None = None
-        takes = [rng.choice(simulation.queues) for _ in range(rng.randint(1, 3))]
+        chosen = simulation.queues if simulation.is_calm else simulation.chosen
+        takes = [rng.choice(chosen) for _ in range(rng.randint(1, 4))]
         targets = simulation.queues if rng.random() < 0.5 else [rng.choice(simulation.queues)]
         puts = [] if simulation.is_calm else [rng.choice(targets) for _ in range(rng.randint(0, 3))]
         self.plan: list[tuple[str, Queue | None]] = [("take", queue) for queue in takes]
@@ -311,6 +313,8 @@ class QueueProcess:
             case Conflict() if set(error.keys).isdisjoint({slot.key, *protocol.owned_keys}):
                 for put in protocol.puts:
                     self.versions.forget_number(put.queue)
+                    if put.queue.existence in error.keys:  # the queue was deleted
+                        transaction.plan = [("roll back", None)]
             case LeaseExpired() if not protocol.taken:
                 self.deadline, transaction.slot = 0.0, None
             case RegistryUnavailable():
@@ -371,6 +375,9 @@ class QueueProcess:
             job = self.jobs[0]
             self.keeper.begin(job(), lambda _, error: self.jobs.remove(job) if error is None else None)
             return
+        if rng.random() < 0.1:
+            self.keeper.begin(self._clear_deleted(), lambda result, error: None)
+            return
         queue = rng.choice(simulation.queues)
         # Any process may sweep at any time, as `QueueListener.handle_next` does; in the calm the sweeper alone.
         may_sweep = queue.id in self.swept or (not simulation.is_calm and rng.random() < 0.5)
@@ -385,6 +392,11 @@ class QueueProcess:
             self.keeper.begin(simulation.sweeping.end_delays(queue), lambda result, error: None)
         else:
             self.keeper.begin(self._sweep_outcomes(), lambda result, error: None)
+
+    def _clear_deleted(self) -> Steps[None]:
+        found: list[Entry] = yield Scan(DELETED)
+        for deleted in found:
+            yield from clear_deleted(deleted, self.simulation.limits)
 
     def _sweep_outcomes(self) -> Steps[None]:
         alive = yield from read_takers()

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from pxrs.queue.deleting import delete_queue
 from pxrs.queue.items import Put
 from pxrs.queue.outcomes import OutcomeSweep, Slot, resolve
 from pxrs.queue.policy import AtLeastOnce, ConsumeOnce, ConsumeTimes, FixedBackoff
 from pxrs.queue.protocol import InHand, Reason, TransactionProtocol, give_back, read_head
 from pxrs.queue.puts import PutVersions, put
-from pxrs.queue.records import Queue, Record
+from pxrs.queue.records import DELETED, Queue, Record
 from pxrs.queue.sweeping import Sweeping
 from pxrs.registry.contract import ABSENT, Entry, Limits
 from pxrs.registry.steps import Operation, Steps, Write
@@ -63,7 +64,7 @@ class QueueSimulation:
         self.is_calm = False
         self.limits = Limits(rng.choice((6, 8, 64)), 1_000_000, 100_000)
         self.slow = rng.choice((0.0, 0.2, 0.5))
-        self.lost = rng.choice((0.0, 0.05, 0.15))
+        self.lost = rng.choice((0.0, 0.05, 0.15, 0.3))
         self.unavailable = rng.choice((0.0, 0.03))
         self.event = rng.choice((0.01, 0.03))
         self.late_rate = rng.choice((0.02, 0.1, 0.3))
@@ -75,7 +76,11 @@ class QueueSimulation:
         self.queues = [
             Queue("plain", "q1", plain, False, backoff, 0.0),
             Queue("line", "q2", fifo, True, backoff, 0.0),
+            Queue("doomed", "q3", AtLeastOnce(), False, backoff, 0.0),
         ]
+        """The last one is deleted at some moment of the storm (`_delete`), or at its end."""
+        self.chosen = rng.choice((self.queues, self.queues, self.queues[1:2]))
+        """The queues that transactions take from: all of them, or the FIFO queue alone, which has the most rules."""
         self.ghost = QueueGhost(self.store, self.queues)
         self.store.on_accepted = self.ghost.accepted
         self.sweeping = defects.sweeping(self.limits, lambda: self.now, rng.random)
@@ -101,15 +106,21 @@ class QueueSimulation:
 
     def _run(self, steps: Steps[Any]) -> None:
         """A procedure of somebody else, at once."""
-        result = None
+        result, error = None, None
         try:
             while True:
-                request = Request(steps.send(result), "admin", None)
+                request = Request(steps.send(result) if error is None else steps.throw(error), "admin", None)
                 while not request.is_applied:
-                    self.store.apply(request)
-                result = request.result
+                    self.apply(request)
+                result, error = request.result, request.error
         except StopIteration:
             return
+
+    def _delete(self) -> None:
+        """Somebody deletes a queue; the processes remove its items."""
+        settings = self.store.state.get(self.queues[-1].key)
+        if settings is not None:
+            self._run(delete_queue(settings, PutVersions()))
 
     # What processes use.
 
@@ -183,7 +194,7 @@ class QueueSimulation:
         # What happens to a process that does not know an outcome matters most.
         doubting = [process for process in self.processes if process.is_doubting]
         process = self.rng.choice(doubting if doubting and self.rng.random() < 0.5 else self.processes)
-        kind = self.rng.choice(("crash", "crash", "stop", "stop", "stop", "renewals fail", "expire", "long"))
+        kind = self.rng.choice(("crash", "crash", "stop", "stop", "stop", "renewals fail", "expire", "long", "delete"))
         self.note(process, kind)
         match kind:
             case "crash":
@@ -196,6 +207,8 @@ class QueueSimulation:
                 process.renewals_fail_until = self.now + self.rng.uniform(0.5, 2.0) * self.ttl
             case "expire":
                 self.store.end_lease(process.lease)  # the store ends it before its time, as after a restart
+            case "delete" if self.rng.random() < 0.3:
+                self._delete()
             case "long" if self.rng.random() < 0.3 and not self._is_resolving(process):
                 self._pass_long(process)
 
@@ -218,6 +231,7 @@ class QueueSimulation:
     def _come_to_rest(self) -> None:
         self.note("calm")
         self.is_calm = True
+        self._delete()
         for process in self.processes:
             process.stopped_until = process.renewals_fail_until = 0.0
         while self.late:
@@ -236,6 +250,8 @@ class QueueSimulation:
 
     def _is_at_rest(self) -> bool:
         if any("/dead/" not in stored.key for stored in self.ghost.items.values()):
+            return False
+        if self.store.state.scan(DELETED, None, None):
             return False
         return not any(process.jobs for process in self.processes)
 
