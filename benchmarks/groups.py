@@ -24,8 +24,9 @@ from benchmarks.groups_scale import topic_of
 from benchmarks.measure import compare
 from pxrs import registry as registries
 from pxrs.group.lane import Lane
-from pxrs.group.member import GroupMember, Timings
+from pxrs.group.member import GroupMember
 from pxrs.group.records import Keys, Owner
+from pxrs.group.timings import Timings
 from pxrs.registry import Registry
 from pxrs.testing.accounting import Worker, read_journals
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer

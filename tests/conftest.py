@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import typer.main
 
+# A failed `assert` of a module that lies beside the tests shows its values, as one of a test does.
+pytest.register_assert_rewrite("tests.acceptance", "tests.integration", "tests.unit")
+
 # Tests start many a JVM for a short time: they compile quickly rather than well.
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 # pyarrow imports numpy where it is installed, and numpy starts threads for linear algebra, which nothing here uses.
@@ -29,20 +32,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 USES_SPARK = {"tests/acceptance/test_examples.py", "tests/integration/test_spark_source.py"}
 """Files whose tests use the fixture `spark`."""
+SHARE_SERVERS = ("tests/integration/sql_faults/", "tests/integration/sql_table/", "tests/integration/transactions/")
+"""Folders whose files use one server: the session fixture `server` of the folder's `conftest.py`."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile`, one process runs all files in `USES_SPARK`, so that a run starts one Spark session for
-    them. Starting a session and running a first query in it takes about 25 s of CPU."""
+    them. Starting a session and running a first query in it takes about 25 s of CPU. Likewise one process runs all
+    files of a folder in `SHARE_SERVERS`."""
     from xdist.scheduler import LoadFileScheduling
 
-    class OneSparkSession(LoadFileScheduling):
+    class SharedFixtures(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "spark" if file in USES_SPARK else file
+            if file in USES_SPARK:
+                return "spark"
+            return next((folder for folder in SHARE_SERVERS if file.startswith(folder)), file)
 
-    return OneSparkSession(config, log) if config.getvalue("dist") == "loadfile" else None
+    return SharedFixtures(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,7 @@ import pxrs
 from benchmarks.log.workload import Row, records
 from benchmarks.measure import Figure, Work
 from pxrs.log.batch import encode
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, wait_for_messages
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.outcomes import offsets_of
 
@@ -83,7 +83,7 @@ def _read(path: Path, writer: Connection, readable: Connection) -> None:
     while (how := writer.recv()) != "end":
         writer.send("ready")
         if how == "log":
-            assert topic.wait({0: offset}, 10) == {0}
+            assert wait_for_messages(topic, {0: offset}, 10) == {0}
         else:
             os.read(readable.fileno(), 1)
         awake = time.monotonic()

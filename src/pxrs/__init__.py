@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pxrs.group.admin import GroupHandle
     from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
-    from pxrs.group.member import Timings
     from pxrs.group.records import Home, Paused
+    from pxrs.group.timings import Timings
     from pxrs.options import ConsumerOptions, ProducerOptions
     from pxrs.producer.producer import Producer
     from pxrs.producer.receipts import Receipt, Stored, TableReceipt
@@ -136,7 +136,7 @@ _LAZY: Final = {
     "RegisteredSource": "pxrs.sources.catalog",
     "Stored": "pxrs.producer.receipts",
     "TableReceipt": "pxrs.producer.receipts",
-    "Timings": "pxrs.group.member",
+    "Timings": "pxrs.group.timings",
     "TopicLag": "pxrs.group.lag",
     "Transaction": "pxrs.queue.transaction",
 }

@@ -110,7 +110,7 @@ class LazyRegistry:
 
     @property
     def is_in_memory(self) -> bool:
-        """It belongs to this process alone and ends with it."""
+        """Whether the registry is in the memory of this process, and ends with it."""
         return self.address.scheme == "memory"
 
     @property
@@ -120,7 +120,8 @@ class LazyRegistry:
 
     @property
     def is_missing(self) -> bool:
-        """It is not open, and to open it would create an empty one: see `is_missing` of this module."""
+        """Whether the registry is not open, and opening it would create an empty one: see `is_missing` of this
+        module."""
         return self._registry is None and is_missing(self.address)
 
     def get(self) -> Registry:

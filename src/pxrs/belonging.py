@@ -6,16 +6,17 @@
 | retention of a topic without `keep_unread` | yes | yes | yes |
 | retention of a topic with `keep_unread` | yes | WrongRegistry | RetentionPostponed |
 | join a group (consumers, workers, streaming queries) | yes | WrongRegistry | yes, and records its registry |
-| reset, import, delete, retry, skip; queues; Spark's sink | yes | WrongRegistry | yes |
+| publish batches (Spark's sink) | yes | WrongRegistry | yes, and records its registry |
+| reset, import, delete, retry, skip; queues | yes | WrongRegistry | yes |
 | look at groups | yes | yes, at those of that registry | yes |
 
-A registry in memory is one process's own and ends with it. It is never recorded: with it a process may do all this in a
-hub that has no registry on record, except for retention with `keep_unread`. A hub in memory is its process's own as
-well, and has no record.
+A registry in memory belongs to one process and ends with it, so it is never recorded. In a hub without a recorded
+registry, a process with a registry in memory may do all of the above except retention with `keep_unread`. A hub in
+memory belongs to one process as well, and has no record.
 
-A hub that was opened without a directory has no record either: there is none to compare its registry with. It may use
-the queues of that registry and the groups of sources that are no topics. It changes no group of topics, whose directory
-alone can tell whether this is their registry.
+A hub that was opened without a directory has no record to compare its registry with. It may use the queues of that
+registry and the groups of sources that are no topics. It may not change a group of topics: only the record in the
+topics' directory says whether this is their registry.
 """
 
 from __future__ import annotations
@@ -61,8 +62,14 @@ class Belonging:
         self._check_place()
         return self._checked(self.record.read())
 
+    def is_recorded(self) -> bool:
+        """Whether the directory records which registry the hub belongs to. Raises DamagedFrame."""
+        record = self.record.read()
+        return record is not None and bool(record.registry)
+
     def join(self) -> Home | None:
-        """As `check`, for a member of a group: the hub belongs to its registry from now on, if it belonged to none."""
+        """As `check`, for a member of a group, and for a process that publishes batches: what they write counts only in
+        this registry. If no registry is recorded for the hub, record this one."""
         self._check_place()
         record = self.record.read()
         if (record is None or not record.registry) and not self._registry.is_in_memory:
@@ -71,8 +78,8 @@ class Belonging:
         return self._checked(record)
 
     def begin(self, *, keeps_unread: bool) -> None:
-        """Before a topic is made: give a new directory its record. If the topic keeps what is unread, also record the
-        registry, unless the directory is one of version 0.1: its groups may be in another one."""
+        """Before a topic is created: write the record of a new directory. If the topic has `keep_unread`, also record
+        the registry, unless the directory was made by version 0.1: its groups may be in another registry."""
         self._check_place()
         try:
             disk.make_folders(self.record.folder)
@@ -85,11 +92,11 @@ class Belonging:
             self.record.claim(fingerprint(self._registry.get()), self.shown)
 
     def adopt(self, topics: Iterable[str]) -> tuple[str, str]:
-        """Make the hub belong to the registry that it was opened with, whatever it belonged to before; the addresses
-        of both, the former empty if it is not known.
+        """Record the registry that the hub was opened with, whatever was recorded before. Returns the addresses of
+        both, the former one empty if it is not known.
 
-        topics: the ids of the hub's topics. Groups of this registry that have checkpoints of one of them are this
-                hub's, whatever id the hub had when they were written."""
+        topics: the ids of the hub's topics. Groups of this registry with checkpoints of one of them are this hub's,
+        whatever id the hub had when the checkpoints were written."""
         if self._registry.is_in_memory:
             raise InvalidUrl(f"the registry {self.shown} ends with this process: a hub cannot belong to it")
         self._check_place()
@@ -101,8 +108,7 @@ class Belonging:
         return "" if before is None else before.address, after.address
 
     def check_retention(self, topic: str) -> None:
-        """Raise why retention of a topic that keeps what is unread must remove nothing: RetentionPostponed,
-        WrongRegistry."""
+        """Raise RetentionPostponed or WrongRegistry if retention of a topic with `keep_unread` must remove nothing."""
         self._check_place()
         record = self.record.read()
         if record is None or not record.registry:
@@ -124,7 +130,7 @@ class Belonging:
         return Home(record.hub, f"{socket.gethostname()}:{self._url} (hub {record.hub[:8]})")
 
     def _own_id(self) -> str | None:
-        """None if the registry has no id yet, or is missing: to look at it must not create an empty one."""
+        """The id of the registry; None if it has none yet, or is missing: looking must not create an empty registry."""
         if self._id is None:
             if self._registry.is_missing:
                 return None
@@ -133,7 +139,7 @@ class Belonging:
 
 
 def _take_groups(registry: Registry, topics: set[str], home: Home) -> None:
-    from pxrs.group.admin import groups
+    from pxrs.group.listing import groups
 
     for name in groups(registry):
         keys = Keys(name)

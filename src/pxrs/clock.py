@@ -95,7 +95,8 @@ class ManualClock:
             return self._wall_us_at_zero + round(self._now * 1_000_000) + self._readings
 
     def advance(self, seconds: float | timedelta) -> None:
-        """Let so much time pass. Raises InvalidArgument for a negative number: this clock never goes back."""
+        """Move the clock forward by these seconds. Raises InvalidArgument for a negative number: this clock never goes
+        back."""
         passed = arguments.seconds(InvalidArgument, "seconds", seconds, 0, _ADVANCE_S_MAX)
         with self._lock:
             self._now += passed

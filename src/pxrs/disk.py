@@ -98,7 +98,8 @@ def denied(error: OSError, path: str | os.PathLike[str] | None = None) -> Denied
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return None
     named = [each for each in (error.filename, error.filename2, path) if isinstance(each, str | bytes | os.PathLike)]
-    # The error of a rename or a link has both names. Creating a file needs permission on its folder.
+    # An error of `rename` or `link` names two paths. For a path that does not exist, the permission of its folder
+    # counts.
     places = [_nearest(os.fsdecode(each)) for each in named]
     place = next((each for each in places if not may(each, os.W_OK)), places[0] if places else "")
     is_write = error.errno == errno.EROFS or not place or may(place, os.R_OK)

@@ -1,6 +1,8 @@
-"""What can be a handler: one check, for who gives a function and for who names one.
+"""Checks that something can be a handler, whether a program passes the function or a command names it.
 
-A function that only returns work, as an async one does, would have every message and every item counted as done."""
+An async function or a generator function does nothing when it is called: it returns an object that would have to be
+run. If such a function were accepted, every message and every item would count as done although nothing has handled it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from typing import Any, Final
 
 OF_A_MESSAGE: Final = ("one message",)
 OF_AN_ITEM: Final = ("a transaction", "an item")
-"""What handlers are called with."""
+"""The arguments that handlers get, as error messages name them."""
 _PLAIN: Final = "give a plain function, neither async nor a generator"
 
 
 def fault_of(name: str, handler: Any, of: Sequence[str]) -> str:
-    """Why it cannot be called with these, to be told to people; empty if it can. name: what they call it."""
+    """For an error message: why `handler` cannot be called with these arguments; empty if it can.
+
+    name: what the message calls the handler.
+    of:   names of the arguments, such as OF_A_MESSAGE."""
     words = " and ".join(of)
     if not callable(handler):
         return f"{name} is {type(handler).__name__}, and not a function of {words}"
@@ -23,7 +28,7 @@ def fault_of(name: str, handler: Any, of: Sequence[str]) -> str:
         return f"{name} does nothing when it is called: {_PLAIN}"
     try:
         signature = inspect.signature(handler)
-    except ValueError:  # of C code, which may have none
+    except ValueError:  # a function in C, which may have no signature
         return ""
     try:
         signature.bind(*(None for _ in of))
@@ -33,7 +38,8 @@ def fault_of(name: str, handler: Any, of: Sequence[str]) -> str:
 
 
 def check_result(result: object) -> None:
-    """Raise TypeError if a handler has done nothing and returned what would: seen only when it is called."""
+    """Raise TypeError if a handler has returned a coroutine or a generator, and so has done nothing. `fault_of` cannot
+    always see that, for example if the handler is a wrapper."""
     if inspect.iscoroutine(result) or inspect.isgenerator(result):
         result.close()
         raise TypeError(f"the handler has done nothing, and returned a {type(result).__name__}: {_PLAIN}")

@@ -42,7 +42,7 @@ def murmur2_signed(key: bytes) -> int:
 
 
 def murmur2(key: bytes) -> int:
-    """As Kafka's Java clients hash a key: the sign bit is dropped, not negated."""
+    """The hash of a key as Kafka's Java clients compute it: the sign bit is dropped, not negated."""
     return murmur2_signed(key) & 0x7FFFFFFF
 
 

@@ -3,9 +3,6 @@
 Nothing is created by a mistyped name: a topic exists once `create_topic` has made it, and asking for another name is an
 error. `close` goes from the users of the log and the registry to those two: queues; consumers, which still write
 checkpoints; producers, which still append; upkeep; sources; the log; the registry.
-
-This file is longer than others because it is the reference of the public operations, each with its documentation. The
-work is done in the modules that it calls.
 """
 
 from __future__ import annotations
@@ -37,8 +34,10 @@ LEASE_TTL_DEFAULT: Final = 10.0
 RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 """A hundred years. Far more could not be subtracted from the time of a message."""
 
+# Over the limit: this file is the reference of the public operations, each with its documentation. The work is done in
+# the modules that it calls.
 if TYPE_CHECKING:
-    # Imported by those who ask for one: a process of Spark's that opens a hub starts in half the time without them.
+    # Imported by the methods that need them: a process of Spark that opens a hub starts in half the time without them.
     from pxrs.consumer.consumer import Consumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
@@ -75,7 +74,8 @@ def open(
                are no topics; what needs topics raises NoDirectory.
     registry:  the address of the store that keeps the coordination, as `pxrs.registry.open` takes it. By default it is
                kept with the messages.
-    lease_ttl: how long after its last sign of life the queue items that this process has taken go to others.
+    lease_ttl: how long after its last renewal the lease of this process ends; then other processes get the queue items
+               that it has taken.
     upkeep:    whether this hub may be elected to do the upkeep of its directory, such as retention: see `pxrs.upkeep`.
     """
     ttl = arguments.seconds(InvalidQueue, "lease_ttl", lease_ttl, LEASE_TTL_MIN, arguments.DAY_S)
@@ -103,9 +103,9 @@ class Hub:
     Close it, by `close` or a `with` block. A hub that is dropped without that closes itself, with a ResourceWarning,
     when neither it nor a consumer, producer, transaction or handle that it made is referenced any more."""
 
-    # Longer than other classes, because a user finds every operation here, with its documentation. Each method checks
-    # its arguments and calls the module that does the work: `topics`, `hub_sources`, `belonging`, `upkeep`,
-    # `group.admin`, `queue.store`. The rest is the life of the hub: what refers to it, and in which order it closes.
+    # Over the limit: a user finds every operation here, with its documentation. Each method checks its arguments and
+    # calls the module that does the work: `topics`, `hub_sources`, `belonging`, `upkeep`, `group.admin`, `queue.store`.
+    # The rest is the life of the hub: what refers to it, and in which order it closes.
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Hub:
         _check_topic_name(name)
         return self._handle(self.log.topic(name))
 
-    # Registered sources: somebody else's table, under a name.
+    # Registered sources: tables of other systems, under names.
 
     def add_source(
         self,
@@ -312,13 +312,14 @@ class Hub:
         self._sources.remove(name)
 
     def readable(self, name: str) -> Source:
-        """A topic, or else a registered source, as groups read it. Raises UnknownTopic, and what `source` raises."""
+        """The topic of this name; without one, the registered source. Raises UnknownTopic, and what `source` raises."""
         self.parts.check_usable()
         _check_topic_name(name)
         return self._sources.readable(name)
 
     def _keep(self, made: M) -> M:
-        """Have what this hub made refer to the hub, which closes its log and registry when nothing refers to it."""
+        """Make an object that this hub made refer to the hub, because a hub that nothing refers to closes its log and
+        registry."""
         made.hub = self
         return made
 
@@ -330,8 +331,8 @@ class Hub:
         return self.parts.check_registry()
 
     def join_registry(self) -> Home | None:
-        """As `check_registry`, before a member joins a group: if no registry is on record for the hub, this one is from
-        now on."""
+        """As `check_registry`, before a member joins a group or a batch is published: if no registry is recorded for
+        the hub, this one is recorded."""
         return None if self.parts.belonging is None else self.parts.belonging.join()
 
     def adopt_registry(self) -> tuple[str, str]:
@@ -440,7 +441,7 @@ class Hub:
 
     def groups(self) -> list[str]:
         """The names of all groups."""
-        from pxrs.group.admin import groups
+        from pxrs.group.listing import groups
 
         self.parts.check_usable()
         return groups(self.registry)
@@ -527,7 +528,7 @@ class Hub:
 
         Raises the first error, when all are closed."""
         if os.getpid() != self.parts.pid:
-            return  # it is the parent's
+            return  # in a forked child: the hub belongs to the parent
         with self._lock:
             self.parts.is_closed = True  # what follows is done again if an interrupt ended it the first time
             closing: list[Callable[[], None]] = [self.parts.close_queues]

@@ -1,20 +1,21 @@
-"""The hub's own record in its directory: its id, and the registry that it belongs to.
+"""The record in a hub's directory: the id of the hub, and the registry that the hub belongs to.
 
     hub.record    one line of JSON with its checksum: {"hub": ID, "registry": ID, "address": SHOWN}
     hub.lock      held while the record is written, and while retention removes what the registry has allowed
 
-Retention of a topic with `keep_unread` asks the groups of a registry what they have read. Asked of another registry
-than the one in which the groups are, it would remove messages that nobody has read. So the hub's directory says which
-registry that is, by the id that the registry keeps in itself, and a process with another one is refused.
+Retention of a topic with `keep_unread` asks a registry what its groups have read. If it asked another registry than the
+one that has the groups, it would remove messages that nobody has read. So the directory records which registry has the
+groups, by the id that the registry keeps in itself, and a process with another registry is refused.
 
-Who writes it:
-- the first `create_topic` of a new directory: the hub's id, and no registry yet, so that no server is needed;
-- the first `create_topic` of a topic that keeps what is unread, in a directory that has a record: the registry too;
-- the first member of a group that joins: both, also in a directory of version 0.1, which has no record;
-- `pxrs registry adopt`: whatever was there before.
+Who writes the record:
+- the first `create_topic` in a new directory: the hub's id, and no registry yet, so that no server is needed;
+- the first `create_topic` of a topic with `keep_unread`, in a directory that has a record: the registry too;
+- the first member of a group that joins, and the first Spark driver that publishes a batch: both, also in a directory
+  of version 0.1, which has no record;
+- `pxrs registry adopt`: both, whatever the record said before.
 
-The file is replaced as a whole and synced, so a crash leaves the old record or the new one. A record that is damaged is
-an error for whoever needs it, until an operator has run `pxrs registry adopt`.
+The file is replaced as a whole and synced, so a crash leaves the old record or the new one. A damaged record raises
+DamagedFrame for every call that needs it, until an operator runs `pxrs registry adopt`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PAUSE_S_MAX: Final = 0.05
 @dataclass(frozen=True, slots=True)
 class HubRecord:
     hub: str
-    """The hub's id, for good."""
+    """The id of the hub. It never changes."""
     registry: str = ""
     """The id of the registry that the hub belongs to, as `registry.identity.fingerprint` gives it; empty if it is not
     known yet."""
@@ -51,7 +52,7 @@ class HubRecord:
 
 
 class HubRecordFile:
-    """The record of one directory. Threads share it; what it has read is read again when the file has changed."""
+    """The record of one directory. Threads share it. `read` reads the file again only if it has changed."""
 
     def __init__(self, folder: Path, timeout: float = TIMEOUT_S) -> None:
         self.folder, self.timeout = folder, timeout
@@ -60,7 +61,7 @@ class HubRecordFile:
         """The record as it was read last, and the device, inode, time and size that its file had then."""
 
     def read(self) -> HubRecord | None:
-        """None if there is none. Raises DamagedFrame."""
+        """The record; None if the directory has none. Raises DamagedFrame."""
         try:
             status = os.stat(self._path)
         except (FileNotFoundError, NotADirectoryError):
@@ -87,7 +88,8 @@ class HubRecordFile:
             raise disk.log_error(refusal)
 
     def begin(self) -> None:
-        """Give a new hub its id. A directory that has topics and no record is one of version 0.1, and left as it is."""
+        """Write the record of a new hub, with a new id. A directory that has topics and no record was made by version
+        0.1 and stays without one."""
         if self.read() is None and not self._has_topics():
             with self.locked():
                 if self.read() is None and not self._has_topics():
@@ -100,7 +102,7 @@ class HubRecordFile:
             return False
 
     def claim(self, registry: str, address: str) -> HubRecord:
-        """Make the hub belong to this registry, unless it belongs to one. The record as it is then."""
+        """Record this registry, unless the record names a registry already. Returns the record as it is then."""
         with self.locked():
             record = self.read()
             if record is None or not record.registry:
@@ -109,20 +111,20 @@ class HubRecordFile:
             return record
 
     def adopt(self, registry: str, address: str) -> tuple[HubRecord | None, HubRecord]:
-        """Make the hub belong to this registry. The record as it was, None if there was none or it was damaged, and as
-        it is now. Waits for a retention that is removing something."""
+        """Record this registry, whatever the record named before. Returns the record as it was, None if there was none
+        or it was damaged, and as it is now. Waits while a retention holds the lock."""
         with self.locked():
             try:
                 before = self.read()
-            except DamagedFrame:  # what it said is lost; the caller finds the groups of this hub by their topics
+            except DamagedFrame:  # its content is lost; the caller finds the hub's groups by the ids of their topics
                 before = None
             after = HubRecord(uuid.uuid4().hex) if before is None else before
             return before, self._write(replace(after, registry=registry, address=address))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock against other threads and processes. Raises LogBusy when the time is up."""
-        import fcntl  # not on every system, and a hub in memory needs none
+        """Hold the lock file against other threads and processes. Raises LogBusy if it is not free in time."""
+        import fcntl  # not available on every system, and a hub in memory needs no lock
 
         path = self.folder / LOCK
         try:
@@ -133,7 +135,8 @@ class HubRecordFile:
             self._wait(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), str(path))
             yield
         finally:
-            # Not by closing alone: a child that was forked meanwhile has the same open file, and would keep the lock.
+            # Closing the file would not suffice: a child that was forked meanwhile has the same open file, and would
+            # keep the lock.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
@@ -168,6 +171,6 @@ def _parse(path: str, text: str | None) -> HubRecord:
         raise DamagedFrame(
             path,
             0,
-            "it is no hub's record, so which registry the hub belongs to is not known; say it with "
+            "it is not the record of a hub, so the registry of the hub is not known; record it with "
             f"`pxrs registry adopt --at {os.path.dirname(path)} --registry URL`",
         ) from error

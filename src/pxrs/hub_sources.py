@@ -55,7 +55,7 @@ class HubSources:
 
     def remove(self, name: str) -> None:
         """Forget the source. Raises UnknownSource, and GroupActive while a group has members that read it."""
-        from pxrs.group.admin import members_of
+        from pxrs.group.listing import members_of
 
         catalog = self.catalog()
         for attempt in range(REMOVE_ATTEMPTS_MAX):
@@ -71,7 +71,8 @@ class HubSources:
                     raise
 
     def readable(self, name: str) -> Source:
-        """The topic of this name, or else the registered source. Raises UnknownTopic, and what opening it raises."""
+        """The topic of this name; without one, the registered source. Raises UnknownTopic, and what opening it
+        raises."""
         try:
             return self._parts.log.topic(name)
         except (UnknownTopic, NoDirectory):

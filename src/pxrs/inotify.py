@@ -25,7 +25,8 @@ class News:
     overflow: bool = False
     """The kernel dropped events: anything that is watched may have changed."""
     closed: frozenset[str] = field(default_factory=frozenset)
-    """Names of files that were closed by a process that had them open for writing, also because it ended."""
+    """Names of files that were removed from a watched folder, or closed by a process that had them open for writing,
+    also because that process ended."""
     changed: frozenset[int] = field(default_factory=frozenset)
     """Numbers of the watches, as `Notifier.add` returned them, that have any event."""
     ended: frozenset[int] = field(default_factory=frozenset)
@@ -68,12 +69,14 @@ class Notifier:
             self._libc.inotify_rm_watch(self._inotify, watch)
 
     def wait(self, timeout: float | None) -> News:
-        """Sleep until there are events, `interrupt` is called, or so many seconds have passed; what has happened."""
+        """Sleep until there are events, `interrupt` is called, or this number of seconds has passed. Returns the
+        events."""
         self.sleep(timeout)
         return self.take()
 
     def sleep(self, timeout: float | None) -> None:
-        """As `wait`, and leave the events to be taken. Where there is no inotify, returns after 50 ms at the latest."""
+        """As `wait`, without reading the events: `take` returns them. Without inotify, returns after 50 ms at the
+        latest."""
         if self._inotify < 0:  # pragma: no cover - not Linux
             timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
         poll = select.poll()
@@ -102,7 +105,7 @@ class Notifier:
             changed.add(watch)
             if mask & IGNORED:
                 ended.add(watch)
-            if mask & CLOSE_WRITE:
+            if mask & (CLOSE_WRITE | DELETE):
                 closed.add(os.fsdecode(data[begin:position].rstrip(b"\0")))
         return News(overflow, frozenset(closed), frozenset(changed), frozenset(ended))
 

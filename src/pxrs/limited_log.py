@@ -19,7 +19,7 @@ from pxrs.wording import counted
 RECORDS_MAX: Final = 5
 WINDOW_S: Final = 60.0
 KINDS_MAX: Final = 1_000
-"""How many kinds are told apart. If more than these have records in one window, the further ones share one limit."""
+"""How many kinds are distinguished. If more have records in one window, the further ones share one limit."""
 _OTHERS: Final = object()
 """The kind that stands for all kinds above KINDS_MAX."""
 
@@ -54,7 +54,7 @@ class LimitedLog:
         window_s: float = WINDOW_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """records_max: of each kind within `window_s` seconds. clock: for tests."""
+        """records_max: how many records of each kind are logged within `window_s` seconds. clock: replaced by tests."""
         self._logger, self._clock = logger, clock
         self._records_max, self._window_s = records_max, window_s
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class LimitedLog:
         return [window for window in ended.values() if window.left_out]
 
     def _start_timer(self) -> None:
-        """Have `_on_time` called when the first window ends that has left something out."""
+        """Start a timer that calls `_on_time` when the first window ends that has left records out."""
         if self._timer is not None:
             return
         times = [window.ends_at for window in self._windows.values() if window.left_out]
@@ -206,7 +206,7 @@ class Outage:
                 return
             failures, lasted_s, is_logged = self._failures, self._failed_at - self._since, self._is_logged
             self._since = None
-            if is_logged:  # otherwise the next record includes their number
+            if is_logged:  # if nothing was logged, the failures are counted in the next record
                 self._failures = self._left_out = 0
             self._is_logged = False
         if is_logged:

@@ -27,7 +27,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def microseconds_of(moment: datetime) -> int:
-    """Since 1970, as the log counts time. The moment must have a time zone."""
+    """The time in microseconds since 1970, as the log stores it. The moment must have a time zone."""
     return (moment - EPOCH) // timedelta(microseconds=1)
 
 
@@ -63,16 +63,17 @@ class Topic:
     segment_bytes: int = SEGMENT_BYTES_DEFAULT
     retention_s: float | None = None
     retention_bytes: int | None = None
-    """For each partition."""
+    """How many bytes of each partition are kept."""
     durability: str = "disk"
     """What an append waits for: "disk", the medium; or "os", no more than that the operating system has it."""
     keep_unread: bool = False
-    """Retention takes nothing that a group has yet to read."""
+    """Whether retention keeps every message that a group has yet to read."""
     segment_s: float | None = None
-    """For how long a segment takes appends. None: for a quarter of `retention_s`, if there is one. See `segment_age_s`.
+    """For how long a segment is appended to. None: for a quarter of `retention_s`, if there is one. See
+    `segment_age_s`.
     """
     extra: dict[str, object] = field(default_factory=dict)
-    """What a later version wrote and this one does not know; kept as it is."""
+    """Settings that a later version wrote and this one does not know; kept as they are."""
 
     def differences(self, asked: Topic) -> dict[str, tuple[object, object]]:
         """The settings in which a topic that is to be created would differ from this one, by the argument of
@@ -88,7 +89,7 @@ class Topic:
 
     @property
     def is_retained(self) -> bool:
-        """It has a retention setting, by which messages are removed."""
+        """Whether the topic has a retention setting, by which messages are removed."""
         return self.retention_s is not None or self.retention_bytes is not None
 
     @property
@@ -132,5 +133,5 @@ class Topic:
 
 
 def _is_number(value: object, kind: type | UnionType) -> bool:
-    """A bool is a number in Python, and none here."""
+    """Whether the value is a number; a bool is none here, although Python counts it as one."""
     return isinstance(value, kind) and not isinstance(value, bool)

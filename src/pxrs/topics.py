@@ -3,12 +3,11 @@ deletes them.
 
 A topic exists once `create` has made it; asking for another name raises UnknownTopic. Creating a topic needs the
 registry only if the topic has `keep_unread`. Deleting one also removes what the registry holds of it; a failure of that
-is logged, because the topic itself is gone.
+is logged, because the topic itself is gone, and the janitor tries again (`pxrs.upkeep.deleted_topics`).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Final
@@ -19,8 +18,6 @@ from pxrs import arguments
 from pxrs.errors import (
     InvalidRecord,
     OffsetTrimmed,
-    PxrsError,
-    RetentionPostponed,
     TopicDiffers,
     TopicExists,
     UnknownTopic,
@@ -31,10 +28,8 @@ from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, TopicLog, wait_for_messages
 from pxrs.log.messages import messages_of
 from pxrs.model import Message, Topic
-from pxrs.upkeep import retention
+from pxrs.upkeep import deleted_topics, retention
 from pxrs.wording import counted
-
-_logger = logging.getLogger(__name__)
 
 CREATE_ATTEMPTS_MAX: Final = 100
 """How often `Topics.create_or_open` tries to create a topic that others create and delete at the same time."""
@@ -130,7 +125,7 @@ class TopicHandle:
             except OffsetTrimmed as error:
                 if start is not None:
                     raise
-                offset = error.first_offset  # retention was faster
+                offset = error.first_offset  # retention has removed the messages
                 continue
             for batch in batches:
                 batch = batch.within(offset, end)
@@ -195,28 +190,16 @@ class Topics:
     def delete(self, name: str) -> None:
         """Remove the topic, its messages, and what the registry and the staging folder hold of it."""
         log = self._parts.log
-        keeping = {topic.id for topic in log.topics() if topic.keeps_unread}
+        # A damaged topic may have had `keep_unread`: its description cannot be read.
+        damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
+        keeping = {topic.id: topic.name for topic in log.topics() if topic.keeps_unread} | damaged
+        for identity, each in keeping.items():
+            if each == name:
+                deleted_topics.note(self._parts, identity)
         identity = log.delete_topic(name)
         if identity in keeping:
-            self._forget_start(name, identity)
-        if log.folder is not None and (log.folder / "staging").is_dir():  # a streaming query has written here
-            from pxrs.publishing.manifest import forget_topic
-            from pxrs.publishing.staging.directory import DirectoryStaging
-
-            forget_topic(self._parts.registry.get(), DirectoryStaging(str(log.folder)), identity)
-
-    def _forget_start(self, name: str, identity: str) -> None:
-        """Remove the two registry keys of a deleted topic. A failure is only logged: the topic itself is gone."""
-        from pxrs.group.records import gate_key, start_key
-
-        try:
-            if self._parts.belonging is not None:
-                self._parts.belonging.check_retention(name)
-            self._parts.registry.get().commit(delete=[start_key(identity), gate_key(identity)])
-        except RetentionPostponed:
-            return  # no registry is on record: nothing was ever written there
-        except PxrsError as error:
-            _logger.warning("topics/%s/ of the deleted topic %s stays in the registry: %s", identity, name, error)
+            deleted_topics.forget(self._parts, identity)
+        deleted_topics.forget_published(self._parts, identity)
 
 
 def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:

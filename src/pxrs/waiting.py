@@ -99,7 +99,8 @@ class Subscribers:
         return len(self._all)
 
     def add(self, keys: Iterable[Hashable], callback: Callback) -> Subscription:
-        """Have `wake` call the callback for a change of any of these keys. With no key, only `wake_all` calls it."""
+        """Register a callback that `wake` calls for a change of any of these keys. With no key, only `wake_all` calls
+        it."""
         chosen = frozenset(keys)
         with self._lock:
             token = next(self._tokens)
@@ -178,6 +179,16 @@ def wait_for(
             each.close()
 
 
+def start_thread(run: Callable[[], object], name: str) -> threading.Thread:
+    """Start a daemon thread. Raises RuntimeError if the process has as many threads as it may have, or is ending.
+
+    Whoever keeps the thread in a field assigns the result of this call, and so nothing if it raises: a later call then
+    finds no thread, and starts one."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class BackgroundThread:
     """Calls `step` in a loop on a thread of its own, while there are more calls of `need` than of `release`.
 
@@ -187,7 +198,7 @@ class BackgroundThread:
     def __init__(
         self, name: str, step: Callable[[], object], interrupt: Callback, on_end: Callback | None = None
     ) -> None:
-        """step:      waits for a change and tells of it; may return at any time, and must return after `interrupt`
+        """step:      waits for a change and reports it; may return at any time, and must return after `interrupt`
         on_end:    called once, when this is closed and the thread, if there is one, does not run any more"""
         self._name, self._step, self._interrupt, self._on_end = name, step, interrupt, on_end
         self._changed = threading.Condition(threading.Lock())
@@ -197,12 +208,12 @@ class BackgroundThread:
         self._is_closed = False
 
     def need(self) -> None:
+        """Raises RuntimeError, and does not count as a call, if no thread could be started."""
         with self._changed:
-            self._needed += 1
             if self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            elif self._needed == 1:
+                self._thread = start_thread(self._run, self._name)
+            self._needed += 1
+            if self._needed == 1:
                 self._changed.notify()
 
     def release(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from pxrs import clock
 from pxrs.log.directory import published
+from tests.acceptance.directory_topics import OPENED
 
 
 class WallTime:
@@ -34,3 +35,11 @@ def boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setattr(published, "boot_id", lambda: boot_id)
 
     return start
+
+
+@pytest.fixture(autouse=True)
+def close_logs() -> Iterator[None]:
+    """Close the logs that the test has opened with `log_in`."""
+    yield
+    while OPENED:
+        OPENED.pop().close()

@@ -33,18 +33,11 @@ from pxrs.group.records import Checkpoint, Keys, Member, Owner, Paused
 from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.testing.accounting import Account, Ownership, Worker, account, read_journals
+from pxrs.testing.waiting import eventually
 
 BOUND_S = 30.0
 KEYS = Keys("g")
 T = TypeVar("T")
-
-
-def eventually(condition: Callable[[], T], bound: float = BOUND_S) -> T:
-    until = time.monotonic() + bound
-    while not (found := condition()):
-        assert time.monotonic() < until, "it has not become true in time"
-        time.sleep(0.005)
-    return found
 
 
 class Watched(Consumer):

@@ -14,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +22,7 @@ import pytest
 
 from pxrs.errors import AppendFailed, DamagedFrame, LogBusy, LogError, OffsetTrimmed, UnknownProducer
 from pxrs.log.batch import SCHEMA, Batch, Origin
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, wait_for_messages
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog
@@ -30,8 +31,12 @@ from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
+from tests.acceptance import directory_topics
+from tests.acceptance.directory_topics import opened
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
+
+new_topic = partial(directory_topics.new_topic, segment_bytes=8192)
 
 
 def records(*values: bytes, timestamp: int = 1) -> pa.RecordBatch:
@@ -39,18 +44,6 @@ def records(*values: bytes, timestamp: int = 1) -> pa.RecordBatch:
     columns = [pa.nulls(rows, pa.binary()), pa.array(values, pa.binary())]
     columns += [pa.array([timestamp] * rows, SCHEMA.field(2).type), pa.nulls(rows, SCHEMA.field(3).type)]
     return pa.record_batch(columns, schema=SCHEMA)
-
-
-def new_topic(path: Path, partitions: int = 1, segment_bytes: int = 8192) -> DirectoryTopic:
-    topic = DirectoryLog(path).create_topic(Topic("t", uuid.uuid4().hex, partitions, segment_bytes=segment_bytes))
-    assert isinstance(topic, DirectoryTopic)
-    return topic
-
-
-def opened(path: Path, timeout: float = 10.0) -> DirectoryTopic:
-    topic = DirectoryLog(path, timeout).topic("t")
-    assert isinstance(topic, DirectoryTopic)
-    return topic
 
 
 def batches(topic: DirectoryTopic, partition: int = 0, offset: int | None = None) -> Iterator[Batch]:
@@ -100,7 +93,7 @@ def follow(path: Path, told: Path) -> None:
     out = os.open(told, os.O_WRONLY | os.O_APPEND)
     positions = {0: 0, 1: 0}
     while True:
-        for partition in topic.wait(positions, 5.0):
+        for partition in wait_for_messages(topic, positions, 5.0):
             for batch in topic.read(partition, positions[partition]):
                 seen = [v.decode() for v in batch.records.column("value").to_pylist()]
                 os.write(out, f"{json.dumps([partition, batch.base_offset, seen])}\n".encode())

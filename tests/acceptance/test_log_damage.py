@@ -19,25 +19,12 @@ from pxrs.clock import wall_time_us
 from pxrs.errors import AppendFailed, DamagedFrame, UnknownProducer
 from pxrs.log.batch import Origin, encode, header_bytes, padding, place_id
 from pxrs.log.contract import Append
-from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.segments.frames import frames
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.log.producers import PRODUCERS_MAX
-from pxrs.model import Topic
 from pxrs.testing.log_contract import records
-
-
-def new_topic(path: Path, **options: Any) -> DirectoryTopic:
-    topic = DirectoryLog(path).create_topic(Topic("t", uuid.uuid4().hex, 1, **options))
-    assert isinstance(topic, DirectoryTopic)
-    return topic
-
-
-def opened(path: Path) -> DirectoryTopic:
-    topic = DirectoryLog(path).topic("t")
-    assert isinstance(topic, DirectoryTopic)
-    return topic
+from tests.acceptance.directory_topics import new_topic, opened
 
 
 def send(topic: DirectoryTopic, *values: bytes) -> None:

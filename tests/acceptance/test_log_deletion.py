@@ -7,6 +7,7 @@ process is a second `DirectoryLog`, which shares nothing with the first one but 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import shutil
@@ -20,11 +21,13 @@ import pyarrow as pa
 import pytest
 
 import pxrs
+from pxrs import disk
 from pxrs.errors import Closed, LogBusy, LogError, TopicDeleted, TopicExists, UnknownTopic
 from pxrs.log.batch import SCHEMA
-from pxrs.log.contract import Append, Log
+from pxrs.log.contract import Append, Log, wait_for_messages
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.topic import DirectoryTopic
+from pxrs.log.directory.topic_names import TopicNames
 from pxrs.log.memory import MemoryLog
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
@@ -69,7 +72,7 @@ OPERATIONS: dict[str, Callable[[DirectoryTopic], object]] = {
     "read the tail": lambda topic: topic.read(0, 4),
     "offset_at": lambda topic: topic.offset_at(0, 1),
     "append": lambda topic: offsets_of(topic.append(one())),
-    "wait": lambda topic: topic.wait({0: 4}, 0),
+    "wait": lambda topic: wait_for_messages(topic, {0: 4}, 0),
     "retain": lambda topic: topic.retain(0),
 }
 
@@ -250,7 +253,7 @@ def test_who_holds_a_topic_that_was_made_again_is_told_so_and_what_to_do(kind: s
     for act in (
         lambda: old.end(0),
         lambda: offsets_of(old.append(one())),
-        lambda: old.wait({0: 0}, 0),
+        lambda: wait_for_messages(old, {0: 0}, 0),
         lambda: old.read(0, 0),
     ):
         with pytest.raises(TopicDeleted, match=r"deleted and made again.*open it again") as error:
@@ -442,3 +445,29 @@ def test_the_first_append_during_a_look_at_the_start_is_no_damage(tmp_path: Path
         ends.add(topic.end(0))
         log.close()
     assert ends == {0, 1}, "at some of the calls the other one could append"
+
+
+def test_nothing_of_a_deleted_topic_is_removed_before_its_deletion_would_survive_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that deletes has moved the topic's link and not synced that yet, and another one removes the files.
+    A power loss could bring the link back."""
+    make(tmp_path)
+    TopicNames(tmp_path, BOUND_S).release("t")
+    log = DirectoryLog(tmp_path)
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    def segments() -> int:
+        return len(list(tmp_path.glob("logs/*/partitions/*/*.log")))
+
+    before = segments()
+    with monkeypatch.context() as failing:
+        failing.setattr(disk, "sync_folder", fail)
+        log.finish_deletions()
+    assert segments() == before > 1
+    log.finish_deletions()
+    assert segments() == 0
+    assert not list(tmp_path.glob("topics/.deleted-*"))
+    log.close()

@@ -10,8 +10,8 @@ import hashlib
 import os
 import select
 import signal
-import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,12 +24,15 @@ from pxrs.log.directory.check import check
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
-from pxrs.model import Topic
 from pxrs.testing import faults
+from tests.acceptance import directory_topics
+from tests.acceptance.directory_topics import opened
 
 BOUND_S = 30.0
 ROWS = 47
 Act = Callable[[Path], None]
+
+new_topic = partial(directory_topics.new_topic, segment_bytes=16_384, retention_bytes=20_000)
 
 
 def value(number: int, name: bytes = b"old") -> bytes:
@@ -40,19 +43,6 @@ def records(number: int, name: bytes = b"old") -> pa.RecordBatch:
     columns = [pa.nulls(1, pa.binary()), pa.array([value(number, name)], pa.binary())]
     columns += [pa.array([number], SCHEMA.field(2).type), pa.nulls(1, SCHEMA.field(3).type)]
     return pa.record_batch(columns, schema=SCHEMA)
-
-
-def new_topic(path: Path) -> DirectoryTopic:
-    log = DirectoryLog(path)
-    topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, segment_bytes=16_384, retention_bytes=20_000))
-    assert isinstance(topic, DirectoryTopic)
-    return topic
-
-
-def opened(path: Path) -> DirectoryTopic:
-    topic = DirectoryLog(path).topic("t")
-    assert isinstance(topic, DirectoryTopic)
-    return topic
 
 
 def append(path: Path, numbers: range, name: bytes = b"old") -> None:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,20 @@ import pytest
 import pxrs
 from pxrs import disk
 from pxrs.errors import DamagedFrame, LogError
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, wait_for_messages
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.published import PublishedFile
 from pxrs.log.directory.segments.frames import frames
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
-from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.log_contract import records
+from tests.acceptance import directory_topics
+from tests.acceptance.directory_topics import log_in
 
 BOUND_S = 30.0
 LARGE = 30
 """Messages of 1 MiB in the hub that a tar copies."""
-
-
-_open: list[DirectoryLog] = []
-
-
-def log_in(path: Path) -> DirectoryLog:
-    """A handle of its own, as another process has; closed when the test ends."""
-    _open.append(DirectoryLog(path))
-    return _open[-1]
-
-
-@pytest.fixture(autouse=True)
-def close_logs() -> Iterator[None]:
-    yield
-    while _open:
-        _open.pop().close()
 
 
 def value(number: int) -> bytes:
@@ -62,15 +45,11 @@ def append(topic: DirectoryTopic, count: int = 1) -> None:
 
 
 def new_topic(path: Path, **options: Any) -> DirectoryTopic:
-    topic = log_in(path).create_topic(Topic("t", uuid.uuid4().hex, 1, **options))
-    assert isinstance(topic, DirectoryTopic)
-    return topic
+    return directory_topics.new_topic(log_in(path), **options)
 
 
 def opened(path: Path) -> DirectoryTopic:
-    topic = log_in(path).topic("t")
-    assert isinstance(topic, DirectoryTopic)
-    return topic
+    return directory_topics.opened(log_in(path))
 
 
 def copy(source: Path, target: Path, between: Callable[[], None]) -> None:
@@ -311,7 +290,7 @@ def test_reading_changes_nothing_so_that_missing_bytes_can_be_put_back(tmp_path:
     os.truncate(tail, len(whole) - 1000)
     late = opened(tmp_path)
     assert (len(read(late)), late.end(0)) == (8, 10)
-    assert late.wait({0: 10}, 0) == set()
+    assert wait_for_messages(late, {0: 10}, 0) == set()
     assert late.offset_at(0, 1 << 60) == 10
     assert findings(tmp_path) != [], "the checker tells as long as nobody has appended"
     tail.write_bytes(whole)

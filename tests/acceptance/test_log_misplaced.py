@@ -8,7 +8,7 @@ import os
 import shutil
 import struct
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +19,20 @@ from pxrs.errors import DamagedFrame, MisplacedFile
 from pxrs.log.batch import Origin
 from pxrs.log.contract import Append
 from pxrs.log.directory.check import check
-from pxrs.log.directory.log import DirectoryLog
 from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing.log_contract import records
+from tests.acceptance import directory_topics
+from tests.acceptance.directory_topics import log_in
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "log-format-1" / "log"
 COUNTS = {0: 100, 1: 50}
 
 
-_open: list[DirectoryLog] = []
-
-
-def log_in(path: Path) -> DirectoryLog:
-    """A handle of its own, as another process has; closed when the test ends."""
-    _open.append(DirectoryLog(path))
-    return _open[-1]
-
-
-@pytest.fixture(autouse=True)
-def close_logs() -> Iterator[None]:
-    yield
-    while _open:
-        _open.pop().close()
-
-
 def new_topic(path: Path, name: str = "t", **options: Any) -> DirectoryTopic:
     """Partition 0 has 100 messages, partition 1 has 50, all of the same size, each an append of a producer."""
-    topic = log_in(path).create_topic(Topic(name, uuid.uuid4().hex, 3, **options))
-    assert isinstance(topic, DirectoryTopic)
+    topic = directory_topics.new_topic(log_in(path), name, 3, **options)
     for partition, count in COUNTS.items():
         for number in range(count):
             offsets_of(topic.append([append(partition, number)]))
@@ -61,9 +45,7 @@ def append(partition: int, number: int) -> Append:
 
 
 def opened(path: Path, name: str = "t") -> DirectoryTopic:
-    topic = log_in(path).topic(name)
-    assert isinstance(topic, DirectoryTopic)
-    return topic
+    return directory_topics.opened(log_in(path), name=name)
 
 
 def read(topic: DirectoryTopic, partition: int) -> list[bytes]:

@@ -291,6 +291,54 @@ def test_l1_whatever_a_power_loss_takes_the_rest_is_right_and_no_offset_is_given
     assert damaged > LOSSES // 50, "whole messages behind a hole were met"
 
 
+def order_of(tape: power.Tape, *steps: tuple[str, str]) -> list[int]:
+    """At which event each of these steps happened last: what was done, and how the name of the file ends."""
+    return [
+        max(at for at, event in enumerate(tape.events) if event.kind == kind and event.path.endswith(name))
+        for kind, name in steps
+    ]
+
+
+def test_l1_a_gap_is_synced_before_offsets_behind_it_can_be_seen(tmp_path: Path, boot: Callable[[], None]) -> None:
+    """A second power loss could else take the gap and leave messages behind it: readers would meet damage, where no
+    message has ever been."""
+    topic = DirectoryLog(tmp_path).create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))
+    offsets_of(topic.append([Append.encoded(0, records([b"first"]))]))
+    boot()
+    with power.recorded(tmp_path) as tape:
+        assert DirectoryLog(tmp_path).topic("t").end(0) > 1
+    steps = order_of(tape, ("write", ".log"), ("sync", ".log"), ("write", "published"))
+    assert steps == sorted(steps)
+
+
+def test_l1_a_gap_behind_an_older_published_end_is_synced_before_that_moves(tmp_path: Path) -> None:
+    """As in a copy of which `published` and the last segment were made before `start`, in the same run of the
+    machine."""
+    settings = {"segment_bytes": 4096, "retention_s": 3600.0}
+    log = DirectoryLog(tmp_path / "data")
+    topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, **settings))  # type: ignore[arg-type]
+    offsets_of(topic.append([Append.encoded(0, records([b"x" * 4096]))]))
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", symlinks=True)
+    for _ in range(3):
+        offsets_of(topic.append([Append.encoded(0, records([b"x" * 4096]))]))
+    topic.trim({0: 3})
+    start = tail(tmp_path / "data").parent / "start"
+    log.close()
+    copy = tmp_path / "copy"
+    shutil.copy(start, tail(copy).parent / "start")
+    with power.recorded(copy) as tape:
+        opened = DirectoryLog(copy)
+        appended = opened.topic("t").append([Append.encoded(0, records([b"next"]))])
+        opened.close()
+    assert offsets_of(appended)[0] >= 3
+    writes = [at for at, event in enumerate(tape.events) if event.kind == "write" and event.path.endswith(".log")]
+    syncs = [at for at, event in enumerate(tape.events) if event.kind == "sync" and event.path.endswith(".log")]
+    ends = [at for at, event in enumerate(tape.events) if event.kind == "write" and event.path.endswith("published")]
+    for end in ends:
+        before = [at for at in writes if at < end]
+        assert not before or any(before[-1] < at < end for at in syncs), "an end was published that was not synced"
+
+
 def test_a_damaged_reservation_is_told_and_never_guessed(tmp_path: Path, boot: Callable[[], None]) -> None:
     log = DirectoryLog(tmp_path)
     topic = log.create_topic(Topic("t", uuid.uuid4().hex, 1, durability="os"))

@@ -21,12 +21,12 @@ from pxrs.log.contract import Append
 from pxrs.log.directory import published as published_module
 from pxrs.log.directory.crew import HELPERS_MAX
 from pxrs.log.directory.log import DirectoryLog
-from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
 from pxrs.testing.waiting import eventually
 from pxrs.topics import TopicHandle
+from tests.acceptance.directory_topics import opened
 
 SOAK = bool(os.environ.get("PXRS_SOAK"))
 MEGABYTE = 1 << 20
@@ -192,12 +192,6 @@ class Work:
         with open("/proc/self/io") as file:
             (line,) = (line for line in file if line.startswith("rchar"))
         return int(line.split()[1])
-
-
-def opened(path: Path) -> DirectoryTopic:
-    topic = DirectoryLog(path).topic("t")
-    assert isinstance(topic, DirectoryTopic)
-    return topic
 
 
 def find_end(path: Path, total: int) -> Work:

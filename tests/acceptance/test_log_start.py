@@ -26,6 +26,7 @@ from pxrs.log.directory.topic import DirectoryTopic
 from pxrs.log.outcomes import offsets_of
 from pxrs.model import Topic
 from pxrs.testing import faults
+from tests.acceptance.directory_topics import opened
 
 ROWS = 20
 KEPT_BYTES = 6_000
@@ -48,12 +49,6 @@ def make_judged(path: Path) -> Path:
     folder = make(path, retention_bytes=KEPT_BYTES)
     write_start(str(folder), place_id(folder.parents[1].name, 0), 0)
     return folder
-
-
-def opened(path: Path, timeout: float = 10.0) -> DirectoryTopic:
-    topic = DirectoryLog(path, timeout).topic("t")
-    assert isinstance(topic, DirectoryTopic)
-    return topic
 
 
 def retain(path: Path) -> None:

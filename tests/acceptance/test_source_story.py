@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from typer.testing import CliRunner
 from pxrs.cli.app import app
 from pxrs.hashing import xxh64
 from pxrs.testing.servers import PostgresServer
+from pxrs.testing.waiting import eventually
 
 PATIENCE_S = 90.0
 PARTITIONS = 6
@@ -109,13 +109,6 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
         shop.connection.close()
 
 
-def eventually(check: Callable[[], bool], tell: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not check():
-        assert time.monotonic() < until, f"it never came true: {tell()}"
-        time.sleep(0.25)
-
-
 def test_x21_v6_a_table_with_one_consumer_becomes_a_topic_of_three_workers(shop: Shop) -> None:
     # Twenty rows that the old consumer has handled, and forty that wait; the last six of these take their time.
     shop.insert(*((f"account-{i % 10}", "paid") for i in range(OLD + FIRST - 6)))
@@ -139,8 +132,8 @@ def test_x21_v6_a_table_with_one_consumer_becomes_a_topic_of_three_workers(shop:
         worker = subprocess.Popen(command, cwd=shop.folder, env=shop.environment, stderr=log)
     try:
         # A worker dies with a row in hand, when the others are there too.
-        eventually(lambda: len(shop.describe()["members"]) == 3, errors.read_text)
-        eventually(lambda: bool(shop.notes("waiting")), errors.read_text)
+        eventually(lambda: len(shop.describe()["members"]) == 3, PATIENCE_S, what=errors.read_text)
+        eventually(lambda: bool(shop.notes("waiting")), PATIENCE_S, what=errors.read_text)
         before = {row["partition"]: row["checkpoint"] for row in shop.describe()["partitions"]}
         victim = shop.notes("waiting")[0][0]
         os.kill(victim, signal.SIGKILL)
@@ -152,7 +145,7 @@ def test_x21_v6_a_table_with_one_consumer_becomes_a_topic_of_three_workers(shop:
         shop.insert(*((f"account-{i % 10}", "paid") for i in range(MORE)), (late, "late"), (bad, "bad"))
         (late_id,), (bad_id,) = shop.ids("body = 'late'"), shop.ids("body = 'bad'")
         shop.insert((late, "paid"), (bad, "paid"))
-        eventually(lambda: shop.paused().keys() == {late_id, bad_id}, shop.describe)
+        eventually(lambda: shop.paused().keys() == {late_id, bad_id}, PATIENCE_S, what=shop.describe)
         shown = shop.run("group", "describe", "billing")
         assert f"events/0 is paused at offset {late_id}: ValueError: the partner's server is down" in shown
         assert f"events/1 is paused at offset {bad_id}: ValueError: no amount given" in shown
@@ -161,10 +154,10 @@ def test_x21_v6_a_table_with_one_consumer_becomes_a_topic_of_three_workers(shop:
         # One is tried again once its cause is gone, the other is left out.
         (shop.folder / "mended").touch()
         shop.run("group", "retry", "billing", "events", "0")
-        eventually(lambda: shop.paused().keys() == {bad_id}, shop.describe)
+        eventually(lambda: shop.paused().keys() == {bad_id}, PATIENCE_S, what=shop.describe)
         shop.left_out = frozenset({bad_id})
         shop.run("group", "skip", "billing", "events", "1", "--yes")
-        eventually(lambda: shop.describe()["lag"] == 0, shop.describe)
+        eventually(lambda: shop.describe()["lag"] == 0, PATIENCE_S, what=shop.describe)
     finally:
         worker.terminate()
         code = worker.wait(PATIENCE_S)

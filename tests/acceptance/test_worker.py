@@ -22,6 +22,7 @@ from pxrs.cli.worker_process import Settings, load_handler
 from pxrs.errors import UnknownGroup
 from pxrs.group.admin import GroupHandle
 from pxrs.testing.forked import Forked, run_text
+from pxrs.testing.waiting import eventually
 
 PARTITIONS = 8
 PATIENCE_S = 60.0
@@ -158,20 +159,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, what()
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(shop: Shop, number: int) -> None:
     arguments = ("--processes", "3", "--threads", "2", "--commit-interval", "3600")
     supervisor = shop.worker("shop:handle", *arguments, are_forked=False)
-    wait_until(lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), supervisor.events)
+    eventually(
+        lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
+    )
     shop.send(4_000)
-    wait_until(lambda: len(shop.handled()) > 100, supervisor.events)
+    eventually(lambda: len(shop.handled()) > 100, PATIENCE_S, what=supervisor.events)
     assert supervisor.end(number) == 0, supervisor.events()
     handled = shop.handled()
     assert len(handled) < 4_000, "it was stopped in the middle"
@@ -187,7 +183,7 @@ def test_a_graceful_stop_writes_down_all_that_was_handled_and_nothing_is_redone(
 def test_a_terminal_interrupts_the_supervisor_and_its_workers_together(shop: Shop) -> None:
     shop.send(4_000)
     supervisor = shop.worker("shop:handle", "--processes", "2", are_forked=False)
-    wait_until(lambda: len(shop.handled()) > 50, supervisor.events)
+    eventually(lambda: len(shop.handled()) > 50, PATIENCE_S, what=supervisor.events)
     assert supervisor.interrupt() == 0, supervisor.events()
     assert sum(offset or 0 for offset in shop.checkpoints().values()) == len(shop.handled())
 
@@ -197,29 +193,33 @@ def test_a_stop_while_the_workers_are_starting_is_not_forgotten(shop: Shop, stop
     shop.send(4_000)
     for moment_s in (0.0, 0.1, 0.3):
         supervisor = shop.worker("shop:handle", "--processes", "2", are_forked=False)
-        wait_until(lambda told=supervisor: len(told.pids()) == 2, supervisor.events)
+        eventually(lambda told=supervisor: len(told.pids()) == 2, PATIENCE_S, what=supervisor.events)
         time.sleep(moment_s)  # no condition to wait on: any moment of a start will do
         assert stop(supervisor) == 0, supervisor.events()
         assert [event["code"] for event in supervisor.events("ended")] == [0, 0]
-    wait_until(lambda: not shop.members(), shop.members)
+    eventually(lambda: not shop.members(), PATIENCE_S, what=shop.members)
     assert max(shop.places().values(), default=1) == 1, "nothing was redone"
 
 
 def test_a_worker_that_is_killed_is_started_again(shop: Shop) -> None:
     supervisor = shop.worker("shop:handle", "--processes", "2", are_forked=False)
-    wait_until(lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), supervisor.events)
+    eventually(
+        lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
+    )
     shop.send(400)
     killed, other = supervisor.pids()
-    wait_until(lambda: killed in {pid for pid, *_ in shop.handled()}, supervisor.events)
+    eventually(lambda: killed in {pid for pid, *_ in shop.handled()}, PATIENCE_S, what=supervisor.events)
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: len(supervisor.pids()) == 3, supervisor.events)
+    eventually(lambda: len(supervisor.pids()) == 3, PATIENCE_S, what=supervisor.events)
     died = supervisor.events("died")
     assert [(event["worker"], event["pid"], event["code"]) for event in died] == [(1, killed, -signal.SIGKILL)]
     assert "was ended by SIGKILL; starting it again in 0.2 s" in died[0]["text"]
     assert supervisor.events("started")[2]["worker"] == 1
-    wait_until(lambda: shop.are_at_work([other, supervisor.pids()[2]]), supervisor.events)
+    eventually(lambda: shop.are_at_work([other, supervisor.pids()[2]]), PATIENCE_S, what=supervisor.events)
     shop.send(400)
-    wait_until(lambda: sum(offset or 0 for offset in shop.checkpoints().values()) == 800, shop.checkpoints)
+    eventually(
+        lambda: sum(offset or 0 for offset in shop.checkpoints().values()) == 800, PATIENCE_S, what=shop.checkpoints
+    )
     assert supervisor.end() == 0, supervisor.events()
     assert supervisor.pids()[2] in {pid for pid, *_ in shop.handled()}
     assert set(shop.places()) == {(p, offset) for p in range(PARTITIONS) for offset in range(100)}
@@ -228,7 +228,7 @@ def test_a_worker_that_is_killed_is_started_again(shop: Shop) -> None:
 def test_a_worker_that_dies_again_and_again_is_started_after_growing_pauses(shop: Shop) -> None:
     shop.send(1)
     supervisor = shop.worker("shop:die")
-    wait_until(lambda: len(supervisor.events("died")) >= 3, supervisor.events)
+    eventually(lambda: len(supervisor.events("died")) >= 3, PATIENCE_S, what=supervisor.events)
     assert [event["restart_s"] for event in supervisor.events("died")][:3] == [0.2, 0.4, 0.8]
     assert {event["code"] for event in supervisor.events("died")} == {3}
     assert supervisor.end() == 0, supervisor.events()
@@ -307,11 +307,13 @@ def test_a_bad_setting_is_one_error_and_not_one_for_each_worker(
 def test_a_killed_supervisor_leaves_no_orphans_and_nothing_undone(shop: Shop) -> None:
     arguments = ("--processes", "3", "--commit-interval", "3600")
     supervisor = shop.worker("shop:handle", *arguments, are_forked=False)
-    wait_until(lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), supervisor.events)
+    eventually(
+        lambda: len(supervisor.pids()) == 3 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
+    )
     shop.send(4_000)
-    wait_until(lambda: len(shop.handled()) > 100, supervisor.events)
+    eventually(lambda: len(shop.handled()) > 100, PATIENCE_S, what=supervisor.events)
     assert supervisor.end(signal.SIGKILL) == -signal.SIGKILL
-    wait_until(lambda: not any(map(is_running, supervisor.pids())), supervisor.events)
+    eventually(lambda: not any(map(is_running, supervisor.pids())), PATIENCE_S, what=supervisor.events)
     assert len(shop.handled()) < 4_000, "they did not go on to the end"
     assert sum(offset or 0 for offset in shop.checkpoints().values()) == len(shop.handled())
     assert {event["worker"] for event in supervisor.events("orphaned")} == {1, 2, 3}
@@ -320,16 +322,18 @@ def test_a_killed_supervisor_leaves_no_orphans_and_nothing_undone(shop: Shop) ->
 def test_an_orphan_whose_handler_hangs_ends_all_the_same(shop: Shop) -> None:
     shop.send(1)
     supervisor = shop.worker("shop:hang", "--grace", "0.5")
-    wait_until(shop.handled, supervisor.events)
+    eventually(shop.handled, PATIENCE_S, what=supervisor.events)
     supervisor.end(signal.SIGKILL)
-    wait_until(lambda: not any(map(is_running, supervisor.pids())), supervisor.events)
+    eventually(lambda: not any(map(is_running, supervisor.pids())), PATIENCE_S, what=supervisor.events)
 
 
 def test_a_worker_that_is_not_done_in_time_is_killed_and_the_exit_code_says_so(shop: Shop) -> None:
     supervisor = shop.worker("shop:hang", "--processes", "2", "--grace", "5")
-    wait_until(lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), supervisor.events)
+    eventually(
+        lambda: len(supervisor.pids()) == 2 and shop.are_at_work(supervisor.pids()), PATIENCE_S, what=supervisor.events
+    )
     shop.send(1)
-    wait_until(shop.handled, supervisor.events)
+    eventually(shop.handled, PATIENCE_S, what=supervisor.events)
     assert supervisor.end() == 1
     assert [event["pid"] for event in supervisor.events("killed")] == [shop.handled()[0][0]]
     assert sorted(event["code"] for event in supervisor.events("ended")) == [-signal.SIGKILL, 0]
@@ -339,9 +343,9 @@ def test_a_worker_that_is_not_done_in_time_is_killed_and_the_exit_code_says_so(s
 def test_a_second_interrupt_does_not_wait(shop: Shop) -> None:
     shop.send(1)
     supervisor = shop.worker("shop:hang", "--grace", "3600")
-    wait_until(shop.handled, supervisor.events)
+    eventually(shop.handled, PATIENCE_S, what=supervisor.events)
     supervisor.process.send_signal(signal.SIGINT)
-    wait_until(lambda: supervisor.events("stopping"), supervisor.events)
+    eventually(lambda: supervisor.events("stopping"), PATIENCE_S, what=supervisor.events)
     assert supervisor.end(signal.SIGINT) == 1
 
 
@@ -357,7 +361,7 @@ def test_what_a_handler_refuses_goes_to_the_dead_letters(shop: Shop) -> None:
 def test_a_handler_that_raises_restarts_its_worker_if_so_asked(shop: Shop) -> None:
     shop.send(8)
     supervisor = shop.worker("shop:reject", "--on-error", "raise")
-    wait_until(lambda: len(supervisor.events("died")) >= 2, supervisor.events)
+    eventually(lambda: len(supervisor.events("died")) >= 2, PATIENCE_S, what=supervisor.events)
     assert "the handler failed on t/" in supervisor.events("failed")[0]["text"]
     assert supervisor.end() == 0, supervisor.events()
 
@@ -369,10 +373,10 @@ def test_a_signal_of_the_handlers_own_does_not_stop_its_worker(shop: Shop) -> No
     )
     supervisor = shop.worker("own:handle")
     shop.send(80)
-    wait_until(lambda: len(shop.handled()) == 80, supervisor.events)
+    eventually(lambda: len(shop.handled()) == 80, PATIENCE_S, what=supervisor.events)
     time.sleep(1.0)  # no condition to wait on: nothing must happen
     shop.send(80)
-    wait_until(lambda: len(shop.handled()) == 160, supervisor.events)
+    eventually(lambda: len(shop.handled()) == 160, PATIENCE_S, what=supervisor.events)
     assert supervisor.events("ended") == []
     assert supervisor.end() == 0, supervisor.events()
 
@@ -391,7 +395,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
 def test_a_handler_that_exits_has_not_ended_the_work(shop: Shop) -> None:
     shop.send(1)
     supervisor = shop.worker("shop:leave")
-    wait_until(lambda: len(supervisor.events("died")) >= 2, supervisor.events)
+    eventually(lambda: len(supervisor.events("died")) >= 2, PATIENCE_S, what=supervisor.events)
     assert "SystemExit" in supervisor.events("failed")[0]["text"]
     assert supervisor.end() == 0, supervisor.events()
 
@@ -399,7 +403,7 @@ def test_a_handler_that_exits_has_not_ended_the_work(shop: Shop) -> None:
 def test_x13_a_worker_that_hangs_on_is_started_again(shop: Shop) -> None:
     shop.send(1)
     supervisor = shop.worker("shop:hang", "--progress-timeout", "0.5", "--grace", "0.5")
-    wait_until(lambda: len(supervisor.pids()) >= 2, supervisor.events)
+    eventually(lambda: len(supervisor.pids()) >= 2, PATIENCE_S, what=supervisor.events)
     (hung, *_) = supervisor.events("hung")
     assert hung["pid"] == supervisor.pids()[0] == supervisor.events("died")[0]["pid"]
     supervisor.end()

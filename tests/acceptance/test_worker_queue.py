@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pxrs.queue.records import TAKERS
 from pxrs.testing.forked import Forked
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers.etcd import EtcdServer
+from pxrs.testing.waiting import eventually
 
 PATIENCE_S = 60.0
 SHOP = """
@@ -146,44 +147,41 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, what()
-        time.sleep(0.02)
-
-
 def test_an_item_of_a_killed_worker_is_done_by_the_other(shop: Shop) -> None:
     supervisor = shop.worker("shop:wait_the_first_time", "--processes", "2")
-    wait_until(lambda: len(shop.takers()) == 2, supervisor.events)
+    eventually(lambda: len(shop.takers()) == 2, PATIENCE_S, what=supervisor.events)
     shop.jobs.put("job")
-    wait_until(shop.handled, supervisor.events)
+    eventually(shop.handled, PATIENCE_S, what=supervisor.events)
     ((killed, *_),) = shop.handled()
     (other,) = set(supervisor.pids()) - {killed}
     os.kill(killed, signal.SIGKILL)
-    wait_until(shop.results, supervisor.events)
+    eventually(shop.results, PATIENCE_S, what=supervisor.events)
     assert shop.handled() == [(killed, "job", 1), (other, "job", 2)]
     assert shop.results() == [b"job by %d" % other]
-    wait_until(lambda: len(supervisor.pids()) == 3, supervisor.events)
+    eventually(lambda: len(supervisor.pids()) == 3, PATIENCE_S, what=supervisor.events)
     assert [(event["pid"], event["code"]) for event in supervisor.events("died")] == [(killed, -signal.SIGKILL)]
     assert supervisor.end() == 0, supervisor.events()
 
 
 def test_a_worker_that_slept_through_its_lease_can_do_no_harm(shop: Shop) -> None:
     supervisor = shop.worker("shop:wait_the_first_time", "--processes", "2", "--lease-ttl", "1")
-    wait_until(lambda: len(shop.takers()) == 2, supervisor.events)
+    eventually(lambda: len(shop.takers()) == 2, PATIENCE_S, what=supervisor.events)
     shop.jobs.put("job")
-    wait_until(shop.handled, supervisor.events)
+    eventually(shop.handled, PATIENCE_S, what=supervisor.events)
     ((asleep, *_),) = shop.handled()
     began = time.monotonic()
     os.kill(asleep, signal.SIGSTOP)
     try:
-        wait_until(shop.results, supervisor.events)
+        eventually(shop.results, PATIENCE_S, what=supervisor.events)
     finally:
         os.kill(asleep, signal.SIGCONT)
     assert time.monotonic() - began < 8, "sooner than a lease that is not so short"
     (shop.folder / "go").touch()  # its handler returns, and its commit is refused
-    wait_until(lambda: any("was refused" in event["text"] for event in supervisor.events("log")), supervisor.events)
+    eventually(
+        lambda: any("was refused" in event["text"] for event in supervisor.events("log")),
+        PATIENCE_S,
+        what=supervisor.events,
+    )
     (other,) = set(supervisor.pids()) - {asleep}
     assert shop.results() == [b"job by %d" % other]
     assert supervisor.end() == 0, supervisor.events()
@@ -192,7 +190,7 @@ def test_a_worker_that_slept_through_its_lease_can_do_no_harm(shop: Shop) -> Non
 def test_a_stop_finishes_what_is_in_hand_and_takes_nothing_more(shop: Shop) -> None:
     shop.jobs.put_many([f"{number:03}" for number in range(300)])
     supervisor = shop.worker("shop:slowly", "--processes", "2", "--threads", "2")
-    wait_until(lambda: len({pid for pid, *_ in shop.handled()}) == 2, supervisor.events)
+    eventually(lambda: len({pid for pid, *_ in shop.handled()}) == 2, PATIENCE_S, what=supervisor.events)
     assert supervisor.end() == 0, supervisor.events()
     begun = sorted(value for _, value, _ in shop.handled())
     assert begun == sorted(value.decode() for value in shop.results()), "what was begun is done, once"
@@ -206,7 +204,7 @@ def test_a_stop_finishes_what_is_in_hand_and_takes_nothing_more(shop: Shop) -> N
 def test_who_is_not_done_in_time_is_killed_and_its_item_comes_back(shop: Shop) -> None:
     shop.jobs.put("job")
     supervisor = shop.worker("shop:wait", "--grace", "0.3")
-    wait_until(shop.handled, supervisor.events)
+    eventually(shop.handled, PATIENCE_S, what=supervisor.events)
     assert supervisor.end() == 1
     assert [event["pid"] for event in supervisor.events("killed")] == supervisor.pids()
     with shop.hub.transaction() as tx:
@@ -219,7 +217,7 @@ def test_who_is_not_done_in_time_is_killed_and_its_item_comes_back(shop: Shop) -
 def test_what_a_handler_refuses_is_a_dead_letter_in_the_end_and_nothing_of_it_happens(shop: Shop) -> None:
     shop.jobs.put("job")
     supervisor = shop.worker("shop:reject")
-    wait_until(lambda: len(shop.jobs.dead_letters()), supervisor.events)
+    eventually(lambda: len(shop.jobs.dead_letters()), PATIENCE_S, what=supervisor.events)
     (letter,) = shop.jobs.dead_letters()
     assert (letter.deliveries, letter.error) == (3, "ValueError: not this one")
     assert shop.results() == []
@@ -233,13 +231,13 @@ def test_a_worker_outlives_an_outage_of_the_registry(tmp_path: Path) -> None:
         try:
             through = f"etcd://{proxy.host}:{proxy.port}?timeout=1"
             supervisor = shop.worker("shop:handle", "--lease-ttl", "1", "--threads", "2", registry=through)
-            wait_until(shop.takers, supervisor.events)
+            eventually(shop.takers, PATIENCE_S, what=supervisor.events)
             proxy.cut()
-            wait_until(lambda: not shop.takers(), supervisor.events)
+            eventually(lambda: not shop.takers(), PATIENCE_S, what=supervisor.events)
             shop.jobs.put_many(["a", "b"])
-            wait_until(lambda: supervisor.events("log"), supervisor.events)
+            eventually(lambda: supervisor.events("log"), PATIENCE_S, what=supervisor.events)
             proxy.restore()
-            wait_until(lambda: sorted(shop.results()) == [b"a", b"b"], supervisor.events)
+            eventually(lambda: sorted(shop.results()) == [b"a", b"b"], PATIENCE_S, what=supervisor.events)
             assert len(supervisor.pids()) == 1
             assert supervisor.events("died") == []
             assert supervisor.end() == 0, supervisor.events()
@@ -283,7 +281,7 @@ GIVEN = {"on-error": "retry", "retries": "3", "start": "latest", "assignor": "ra
                 2,
                 f"--{name} is for topics and their groups: leave it out with --queue",
             )
-            for name in (option.replace("_", "-") for option in worker.OF_GROUPS)
+            for name in (option.replace("_", "-") for option in worker.GROUP_OPTIONS)
         ),
         ((), 2, "give --topic and --group, or --queue"),
         (("--topic", "t"), 2, "give --topic and --group, or --queue"),
@@ -322,7 +320,7 @@ def test_an_unknown_queue_is_one_error_and_not_one_for_each_worker(shop: Shop) -
 
 def test_a_queue_that_is_deleted_ends_its_workers_for_good(shop: Shop) -> None:
     supervisor = shop.worker("shop:handle", "--processes", "2")
-    wait_until(lambda: len(shop.takers()) == 2, supervisor.events)
+    eventually(lambda: len(shop.takers()) == 2, PATIENCE_S, what=supervisor.events)
     shop.hub.delete_queue("jobs")
     assert supervisor.process.wait(PATIENCE_S) == 1
     assert len(supervisor.pids()) == 2

@@ -31,8 +31,9 @@ from pxrs.registry.etcd.registry import EtcdRegistry
 from pxrs.testing.history import record
 from pxrs.testing.linearizability import check
 from pxrs.testing.proxy import Proxy
-from pxrs.testing.registry_contract import eventually, quieten
+from pxrs.testing.registry_contract import quieten
 from pxrs.testing.servers import EtcdCluster, EtcdServer, certificates
+from pxrs.testing.waiting import eventually
 
 # For the requests that no registry makes. Not imported here: pxrs must be the first to import gRPC (`etcd.fork`).
 grpc, rpc = importlib.import_module("grpc"), importlib.import_module("pyetcd.etcdrpc")

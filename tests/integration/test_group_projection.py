@@ -16,7 +16,7 @@ import pytest
 import pxrs
 from pxrs.group import projection as projections
 from pxrs.group.records import Keys, Member
-from pxrs.testing.registry_contract import eventually
+from pxrs.testing.waiting import eventually
 
 WORKER = """
 import sys, pxrs

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import pytest
 
 import pxrs
 from pxrs.errors import UnknownGroup
+from pxrs.testing.waiting import eventually
 
 PATIENCE_S = 240.0
 GROUPS = ("totals", "totals.dead-letters", "archive")
@@ -192,13 +193,6 @@ def shop(java: Java) -> Iterator[Shop]:
     shop.hub.close()
 
 
-def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, what()
-        time.sleep(0.05)
-
-
 def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -> None:
     shop.send(order("ann", "10.50", "10:05"), order("bob", "1", "10:15"), order("ann", "2.25", "10:55"))
     shop.send(b"\xff\xfe", order("bob", '"many"', "10:15"), key=b"bad")
@@ -220,7 +214,11 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
         shutil.rmtree(shop.folder / "hub" / "pipelines" / name / "commits")
     shop.send(order("ann", "0.25", "10:59"), b"{}", order("cid", "7", "11:00"))
     running = shop.run()
-    wait_until(lambda: shop.lags() == dict.fromkeys(GROUPS, 0) or running.process.poll() is not None, running.told)
+    eventually(
+        lambda: shop.lags() == dict.fromkeys(GROUPS, 0) or running.process.poll() is not None,
+        PATIENCE_S,
+        what=running.told,
+    )
     running.process.send_signal(signal.SIGTERM)
     events = running.end()
     assert "stopping" in {event["event"] for event in events}
@@ -234,7 +232,9 @@ def test_s4_pipelines_give_exact_results_and_go_on_where_they_were(shop: Shop) -
     assert shop.archived() == [("ann", "0.25"), ("ann", "10.50"), ("ann", "2.25"), ("bob", "1.00"), ("cid", "7.00")]
     assert [headers["pxrs-reason"] for _, headers in shop.dead()][2:] == ["account is missing"]
     assert shop.lags() == dict.fromkeys(GROUPS, 0)
-    wait_until(lambda: not any(shop.hub.group(group).describe().members for group in GROUPS), shop.lags)
+    eventually(
+        lambda: not any(shop.hub.group(group).describe().members for group in GROUPS), PATIENCE_S, what=shop.lags
+    )
 
 
 def test_s4_without_java_bad_rows_state_and_failures_are_told_for_what_they_are(java: Java) -> None:

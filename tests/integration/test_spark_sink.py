@@ -25,6 +25,7 @@ from pxrs.errors import (
     RegistryReplaced,
     RegistryUnavailable,
     SharedState,
+    WrongRegistry,
 )
 from pxrs.hub import Hub
 
@@ -263,6 +264,17 @@ def test_k1_a_registry_that_was_restored_from_a_copy_is_opened_again_by_the_next
     for batch in (1, 1, 2):
         commit(hub, batch, registry=url)
     assert hub.topic("out").end(0) == 3
+
+
+def test_the_first_batch_records_the_registry_that_has_the_manifests(hub: Hub, tmp_path: Path) -> None:
+    """A process with another registry finds no manifest there, and would remove the staged files of a batch."""
+    assert hub.parts.belonging is not None
+    assert not hub.parts.belonging.is_recorded()
+    commit(hub, 0)
+    assert hub.parts.belonging.is_recorded()
+    with pytest.raises(WrongRegistry):
+        commit(hub, 1, registry=f"sqlite:///{tmp_path / 'other.db'}")
+    assert hub.topic("out").end(0) == 1
 
 
 def test_s3_the_first_batch_of_a_driver_sweeps_what_is_left_of_deleted_topics(

@@ -23,7 +23,7 @@ def test_rules_hold_after_every_step_and_the_group_comes_to_rest(part: int) -> N
 
 def test_a_seed_replays_exactly() -> None:
     for seed in range(3):
-        events = [list(Simulation(seed, trace=100_000).run().events) for _ in range(2)]
+        events = [list(Simulation(seed, trace=100_000).run().environment.events) for _ in range(2)]
         assert events[0] == events[1]
 
 

@@ -20,7 +20,7 @@ from pxrs.group.records import Checkpoint, Leader, Owner
 from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Operation, Steps, Write
-from pxrs.testing.simulator import Defects, SimulatedMember, SimulatedStore, Simulation, Violation, simulate
+from pxrs.testing.simulator import Defects, Environment, SimulatedMember, SimulatedStore, Violation, simulate
 from pxrs.testing.simulator.ghost import ADMIN, RETENTION
 from pxrs.testing.simulator.store import Request
 
@@ -89,7 +89,7 @@ def ephemeral_leader(operation: Operation, member: SimulatedMember, store: Simul
 
     The terms are kept rising, so that nothing but the dead leader's late write can give it away."""
     if isinstance(operation, Write):
-        key = member.simulation.keys.leader
+        key = member.environment.keys.leader
         if key in operation.put:
             leader = replace(Leader.load(key, operation.put[key]), term=store.version + 1)
             return operation._replace(put={}, ephemeral={key: leader.dump()})
@@ -100,7 +100,7 @@ def ephemeral_leader(operation: Operation, member: SimulatedMember, store: Simul
 
 def no_leader_expected(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
     if isinstance(operation, Write) and operation.put:
-        keys = member.simulation.keys
+        keys = member.environment.keys
         if keys.leader not in operation.put and keys.leader in operation.expect:
             return operation._replace(expect=_without(dict(operation.expect), "/leader"), is_leased=False)
     return operation
@@ -360,7 +360,7 @@ def test_defect_is_caught_and_the_sound_code_passes_the_same_seeds(
     assert all(is_sound(seed) for seed in tried)
 
 
-class ResetsWithoutFence(Simulation):
+class ResetsWithoutFence(Environment):
     """An admin's reset leaves the owner as it is (G5)."""
 
     def apply(self, request: Request) -> None:
@@ -370,7 +370,7 @@ class ResetsWithoutFence(Simulation):
         super().apply(request)
 
 
-class ResetsWithoutCall(Simulation):
+class ResetsWithoutCall(Environment):
     """An admin's process dies between its commit and another one that would tell the members of it."""
 
     def apply(self, request: Request) -> None:
@@ -380,7 +380,7 @@ class ResetsWithoutCall(Simulation):
         super().apply(request)
 
 
-class RetainsWithoutGate(Simulation):
+class RetainsWithoutGate(Environment):
     """Retention does not see whether a group was given a checkpoint since it began to look (O10)."""
 
     def apply(self, request: Request) -> None:
@@ -399,11 +399,11 @@ class RetainsWithoutGate(Simulation):
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_a_defect_of_those_who_are_no_members_is_caught(defect: type[Simulation], rules: set[str]) -> None:
+def test_a_defect_of_those_who_are_no_members_is_caught(defect: type[Environment], rules: set[str]) -> None:
     found = None
     for seed in range(200):
         try:
-            defect(seed).run()
+            simulate(seed, Defects(environment=defect))
         except Violation as violation:
             found = violation.rule
             break

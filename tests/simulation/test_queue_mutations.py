@@ -29,9 +29,9 @@ from pxrs.queue.records import OUTCOMES, TAKERS, Queue, Record, Turn
 from pxrs.queue.sweeping import InFlight, Sweeping, read_takers
 from pxrs.registry.contract import ABSENT, Entry, Limits
 from pxrs.registry.steps import Get, Operation, Scan, Steps, Write
-from pxrs.testing.simulator import SimulatedStore, Violation
-from pxrs.testing.simulator.queue_process import QueueProcess
-from pxrs.testing.simulator.queue_simulation import SOUND_QUEUES, QueueDefects, QueueSimulation, simulate_queues
+from pxrs.testing.simulator import Violation
+from pxrs.testing.simulator.queue_schedule import SOUND_QUEUES, QueueDefects
+from pxrs.testing.simulator.queue_simulation import QueueSimulation, simulate_queues
 
 SEEDS = 20_000 if os.environ.get("PXRS_SOAK") else 60
 
@@ -65,10 +65,8 @@ def frees_a_turn(operation: Operation) -> bool:
     )
 
 
-def change(
-    applies: Callable[[Operation], bool], changed: Callable[[Write], Write]
-) -> Callable[[Operation, QueueProcess, SimulatedStore], Operation]:
-    def alter(operation: Operation, process: QueueProcess, store: SimulatedStore) -> Operation:
+def change(applies: Callable[[Operation], bool], changed: Callable[[Write], Write]) -> Callable[[Operation], Operation]:
+    def alter(operation: Operation) -> Operation:
         return changed(operation) if isinstance(operation, Write) and applies(operation) else operation
 
     return alter

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +23,9 @@ from pxrs.errors import InvalidGroup, OutcomeLost, PartitionNotAssigned
 from pxrs.group.lane import Lane
 from pxrs.hub import Hub
 from pxrs.log.batch import Batch
-from pxrs.testing.waiting import eventually
+from pxrs.log.contract import Fetched
+from pxrs.testing.waiting import aside, eventually
+from pxrs.waiting import Cancel
 
 BOUND_S = 30.0
 
@@ -275,6 +279,27 @@ def test_every_announcement_reaches_who_took_the_change_before() -> None:
         assert seen.is_set or seen is changes.next_change
 
 
+def test_two_announcements_at_once_exchange_different_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = Changes()
+    second: list[Future[None]] = []
+    seen: list[Cancel] = []
+
+    class Slow(Cancel):
+        """Made by the first announcement, which a second one tries to overtake."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            if not second:
+                second.append(aside(changes.announce))
+                wait(second, timeout=0.2)  # unless the lock keeps the second one waiting
+                seen.append(changes.next_change)
+
+    monkeypatch.setattr("pxrs.consumer.changes.Cancel", Slow)
+    changes.announce()
+    second[0].result(BOUND_S)
+    assert seen[0].is_set, "whoever has taken it would wait for ever"
+
+
 def test_readable_begins_with_another_lane_each_time_and_leaves_out_what_has_not_arrived() -> None:
     lanes = Lanes("g")
     three = [Lane(number, 1, 0) for number in range(3)]
@@ -300,6 +325,75 @@ def test_what_was_read_before_a_seek_is_not_handed_out() -> None:
     ahead.put_back(lane, batch)
     assert ahead.take(lane) is None
     assert ahead.bytes_ahead() == 0
+
+
+def test_what_is_left_of_a_batch_counts_for_its_share_of_the_bytes() -> None:
+    lanes, lane = Lanes("g"), Lane(0, 1, 0)
+    lanes.add([lane])
+    lanes.arrived([lane])
+    batch = Batch(0, pa.RecordBatch.from_pydict({"value": [b"x" * 100] * 10}))
+    source: Any = SimpleNamespace(
+        fetch=lambda *given: {0: Fetched((batch,))}, has_latency=False, partitions=1, name="t"
+    )
+    ahead = ReadAhead(source, "g", lanes, Changes(), bytes_max=10_000, skips_trimmed=False, ends=None)
+    ahead.fetch([lane], 0.0, Cancel())
+    whole = ahead.bytes_ahead()
+    for position in (0, 6):  # what `poll` does, with some of the batch handed out before the second time
+        lane.position = position
+        found = ahead.take(lane)
+        assert found is not None
+        assert found.base_offset == position
+        assert ahead.bytes_ahead() == 0
+        ahead.put_back(lane, found)
+        assert ahead.bytes_ahead() == whole * (10 - position) // 10
+
+
+class Told:
+    """A source whose `fetch` does what a test wants."""
+
+    name, has_latency = "t", True
+
+    def __init__(self, fetch: Callable[..., Mapping[int, Fetched]]) -> None:
+        self.fetch = fetch
+
+
+def two_rows(base: int = 0, size: int = 1) -> Batch:
+    return Batch(base, pa.RecordBatch.from_pydict({"value": [b"a" * size, b"b" * size]}))
+
+
+@pytest.mark.parametrize("way", ["lost", "sought"])
+def test_what_was_read_of_a_lane_that_was_lost_or_sought_meanwhile_is_not_kept(way: str) -> None:
+    """It would count against what may be read ahead of the others, for ever."""
+    lanes, lane = Lanes("g"), Lane(0, 1, 0)
+    lanes.add([lane])
+
+    def fetch(*given: Any) -> dict[int, Fetched]:
+        with lanes.lock:
+            ahead.discard(lane)
+            lanes.remove(lane) if way == "lost" else lane.seek(1)
+        return {0: Fetched((two_rows(),))}
+
+    source: Any = Told(fetch)
+    ahead = ReadAhead(source, "g", lanes, Changes(), bytes_max=1 << 20, skips_trimmed=False, ends=None)
+    ahead.fetch([lane], 0.0, Cancel())
+    assert ahead.bytes_ahead() == 0
+
+
+def test_x16_no_more_is_asked_for_than_may_be_read_ahead_of_all_partitions_together() -> None:
+    lanes, full, empty = Lanes("g"), Lane(0, 1, 0), Lane(1, 1, 0)
+    lanes.add([full, empty])
+    asked: list[int] = []
+
+    def fetch(positions: Mapping[int, int], max_bytes: int, *given: Any) -> dict[int, Fetched]:
+        asked.append(max_bytes)
+        return {}
+
+    source: Any = Told(fetch)
+    ahead = ReadAhead(source, "g", lanes, Changes(), bytes_max=10_000, skips_trimmed=False, ends=None)
+    ahead.put_back(full, two_rows(size=4_000))
+    ahead.fetch([empty], 0.0, Cancel())
+    assert asked == [10_000 - ahead.bytes_ahead()]
+    assert asked[0] < 5_000, "which is the share of a partition"
 
 
 # Reading ahead in the background.
@@ -385,6 +479,28 @@ def test_a_seek_while_the_thread_reads_is_not_forgotten(hub: Hub, monkeypatch: p
         assert again is not None
         assert offsets[:again] == list(range(again))
         assert offsets[again:] == list(range(1, BATCHES))
+
+
+def test_an_error_of_the_whole_source_in_the_thread_stops_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads would get it from its own call, if it were still there."""
+    with hub.consumer("t", "g", prefetch_bytes=PREFETCH) as inbox:
+        note_reads(inbox, monkeypatch)
+        fetch, failures = inbox._source.fetch, []
+
+        def failing(*given: Any) -> Any:
+            if threading.current_thread().name.startswith("pxrs-read-ahead"):
+                failures.append(1)
+                raise ConnectionError("for a moment")
+            return fetch(*given)
+
+        monkeypatch.setattr(inbox._source, "fetch", failing)
+        offsets: list[int] = []
+        while len(offsets) < BATCHES:
+            found = inbox.poll(1, timeout=BOUND_S)
+            assert found, "nobody is reading any more"
+            offsets += [message.offset for message in found]
+        assert offsets == list(range(BATCHES))
+        assert failures
 
 
 def test_an_error_of_the_thread_is_raised_where_the_user_reads(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

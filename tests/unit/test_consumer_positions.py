@@ -16,6 +16,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.group.records import Keys, Owner
 from pxrs.hub import Hub
+from pxrs.scheduler import State
 from pxrs.testing.waiting import aside, eventually
 
 PARTITIONS = 2
@@ -41,11 +42,9 @@ def send(hub: Hub, *partitions: int, count: int = 1) -> None:
 
 
 def settle(inbox: Consumer, *partitions: int) -> None:
-    """Wait until it owns these, and has made its first commits."""
+    """Wait until it owns these, and no round of its member's work runs or is due."""
     eventually(lambda: inbox.assignment == list(partitions), BOUND_S)
-    eventually(lambda: inbox._member._commits_at > 0.0, BOUND_S)
-    with inbox._member._mutex:
-        pass
+    eventually(lambda: inbox._member.session.scheduled.state is State.WAITING, BOUND_S)
 
 
 def read(inbox: Consumer, partition: int, count: int) -> None:
@@ -151,7 +150,7 @@ def test_after_close_there_is_nothing(hub: Hub) -> None:
 def test_it_is_told_while_the_member_waits_for_the_store(hub: Hub) -> None:
     with hub.consumer("t", "g", **QUIET) as inbox:
         settle(inbox, 0, 1)
-        with inbox._member._mutex:  # as the member's thread does for as long as the store does not answer
+        with inbox._member.session.mutex:  # as the member's thread does for as long as the store does not answer
             assert aside(lambda: seen(inbox)).result(BOUND_S) == ([0, 1], {0: 0, 1: 0}, {0: 0, 1: 0}, {0: 10, 1: 10})
 
 

@@ -27,6 +27,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.hub import Hub
 from pxrs.producer.sending import SendingThread
 from pxrs.queue.listener import QueueListener
+from pxrs.scheduler import State
 from pxrs.testing.waiting import eventually
 
 BOUND_S = 30.0
@@ -153,7 +154,7 @@ def test_a_dropped_consumer_whose_member_has_failed_leaves_no_thread(hub: Hub) -
         inbox = hub.consumer("t", "g", lease_ttl=LONG_S, on_assigned=lambda partitions: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             inbox.poll(timeout=BOUND_S)
-        soon(lambda: not inbox._member._thread.is_alive())
+        soon(lambda: inbox._member.session.scheduled.state is State.ENDED)
 
     drop(lose_one, "Consumer of t")
     soon(lambda: not threads_named("pxrs-member-g"))
@@ -188,9 +189,10 @@ def test_a_consumer_that_is_collected_on_a_thread_that_holds_its_locks_blocks_no
     def lose_one() -> None:
         inbox = [hub.consumer("t", "g", lease_ttl=LONG_S)]
         soon(lambda: inbox[0].assignment == [0])
-        watch = inbox[0]._member._watch
+        watch = inbox[0]._member.session._watch
         assert watch is not None
-        locks: list[Any] = [inbox[0]._lanes.lock, inbox[0]._member._mutex, hub._lock, hub.registry._handles_lock]
+        locks: list[Any] = [inbox[0]._lanes.lock, inbox[0]._member.session.mutex, hub._lock, hub.registry._handles_lock]
+        locks.append(hub.registry.scheduler._lock)
         locks.append(watch._raised._cond)  # type: ignore[attr-defined]
         for lock in locks:
             assert lock.acquire(timeout=BOUND_S)
@@ -207,6 +209,20 @@ def test_a_consumer_that_is_collected_on_a_thread_that_holds_its_locks_blocks_no
     assert not dropping.is_alive()
     with hub.consumer("t", "g") as other:
         soon(lambda: other.assignment == [0])
+
+
+def test_a_closed_consumer_and_its_member_are_freed_without_the_garbage_collector(hub: Hub) -> None:
+    """What refers to a hub, as a member does, keeps it open: a cycle would do so until the collector runs."""
+    fill(hub, 1)
+    gc.disable()
+    try:
+        with hub.consumer("t", "g") as inbox:
+            assert inbox.poll(timeout=BOUND_S)
+        seen = weakref.ref(inbox), weakref.ref(inbox._member)
+        del inbox
+        soon(lambda: [each() for each in seen] == [None, None])
+    finally:
+        gc.enable()
 
 
 # Producers.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pxrs import registry
 from pxrs.clock import SYSTEM, ManualClock, boot_id
 from pxrs.errors import LeaseExpired, RegistryUnavailable
+from pxrs.registry import ABSENT
 from pxrs.registry.file import lease as module
 from pxrs.registry.file.lease import LeaseFile, expiry_of, is_over, read
+from pxrs.registry.file.registry import FileRegistry
+from pxrs.registry.lease import id_of
 from pxrs.testing.waiting import aside, eventually
 
 TTL_S = 60.0
@@ -114,3 +120,69 @@ def test_a_lease_whose_file_was_removed_is_over(folder: Path, unheld: LeaseFile)
         unheld.renew()
     unheld.remove()
     assert eventually(lambda: is_over(folder / "leases" / "l", SYSTEM))
+
+
+@pytest.mark.parametrize("size", [0, 8, 43])
+def test_a_file_that_a_power_loss_has_cut_off_is_that_of_a_lease_that_is_over(tmp_path: Path, size: int) -> None:
+    """The file is not synced: after a power loss the journal has the lease, and its file may be empty."""
+    with registry.open(tmp_path) as before:
+        lease = before.lease(TTL_S)
+        before.commit(ephemeral={"m/1": b""}, lease=lease)
+        path = next(tmp_path.glob(f"**/leases/{lease.id}"))
+        os.truncate(path, size)
+        assert is_over(path, SYSTEM)
+        with registry.open(tmp_path) as after:
+            assert after.scan("m/") == []
+            after.commit({"m/1": ABSENT}, put={"m/1": b"next"})
+        assert not path.exists()
+
+
+def test_a_sweep_removes_files_of_leases_that_never_began_and_no_others(tmp_path: Path) -> None:
+    with registry.open(tmp_path) as handle:
+        assert isinstance(handle, FileRegistry)
+        never_began, other = handle.shared.lease_folder / id_of("x"), handle.shared.lease_folder / "README"
+        never_began.touch()
+        other.touch()
+        handle.shared._sweep_lease_files(set())
+        assert not never_began.exists()
+        assert other.exists(), "it is no file of a lease"
+
+
+@pytest.mark.parametrize("moment", ["before the entry", "after the entry"])
+def test_r3_a_process_that_is_killed_while_it_ends_a_lease_leaves_no_holder_that_renews_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    with registry.open(tmp_path) as holder, registry.open(tmp_path) as ending, registry.open(tmp_path) as reader:
+        lease = holder.lease(TTL_S)
+        holder.commit(ephemeral={"m/1": b""}, lease=lease)
+        attached = ending.attach(lease.secret)
+        assert isinstance(ending, FileRegistry)
+        publish = ending.shared.publish
+
+        def killed(*given: Any) -> int:
+            if moment == "after the entry":
+                publish(*given)
+            raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ending.shared, "publish", killed)
+            with pytest.raises(Killed):
+                ending.shared.end_leases([attached.id])
+        assert reader.get("m/1") is None
+        with pytest.raises(LeaseExpired):
+            lease.renew()
+        assert lease.lost.is_set()
+
+
+def test_a_lease_whose_file_is_removed_is_ended_at_once_by_a_process_that_watches(tmp_path: Path) -> None:
+    with registry.open(tmp_path) as holder, registry.open(tmp_path) as other, other.watch("m/") as watch:
+        lease = holder.lease(TTL_S)
+        holder.commit(ephemeral={"m/1": b""}, lease=lease)
+        assert watch.wait(30)
+        next(tmp_path.glob(f"**/leases/{lease.id}")).unlink()
+        assert watch.wait(30), "it waits for the expiry"
+        assert isinstance(other, FileRegistry)
+        eventually(lambda: lease.id not in other.shared.journal.state.leases)

@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,15 +17,9 @@ from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.options import ConsumerOptions
 from pxrs.testing.fixtures import drain, memory_hub, pxrs_clock, pxrs_hub  # noqa: F401 - two of them are fixtures
+from pxrs.testing.waiting import eventually
 
 BOUND_S = 30.0
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < until, "it has not become true in time"
-        time.sleep(0.005)
 
 
 def fill(hub: Hub, count: int = 10, partitions: int = 3) -> None:

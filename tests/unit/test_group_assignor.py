@@ -122,7 +122,7 @@ def test_a_member_of_version_01_that_joins_all_the_same_is_given_nothing_and_tol
     """It does not look at the others."""
     with hub.consumer("t", "g", name="first") as first, hub.registry.lease(60) as lease:
         eventually(lambda: len(first.assignment) == 4)
-        caplog.set_level(logging.WARNING, "pxrs.group.member")
+        caplog.set_level(logging.WARNING, "pxrs.group.rounds")
         hub.registry.commit(ephemeral={KEYS.member("zzz"): earlier_record(hub, None)}, lease=lease)
         eventually(lambda: "the members old are of an earlier version" in caplog.text)
         assert len(first.assignment) == 4
@@ -141,7 +141,7 @@ def test_a_member_of_version_01_that_leads_is_not_followed(hub: Hub) -> None:
 def test_f7_a_member_that_comes_back_to_a_group_with_another_assignor_is_told(hub: Hub) -> None:
     with hub.consumer("t", "g", name="first") as first:
         eventually(lambda: len(first.assignment) == 4)
-        with first._member._mutex:  # as if it had slept while its lease ended and the group was changed
+        with first._member.session.mutex:  # as if it had slept while its lease ended and the group was changed
             lease = first._member.lease
             assert lease is not None
             lease.close()

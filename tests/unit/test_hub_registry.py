@@ -7,7 +7,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from pxrs import clock
 from pxrs.errors import DamagedFrame, GroupUnavailable, LogBusy, LogError, RetentionPostponed, WrongRegistry
 from pxrs.group.records import Keys
 from pxrs.hub_record import HubRecordFile
+from pxrs.testing.waiting import eventually
 
 HOUR_S = 3600
 
@@ -46,15 +47,6 @@ def read(hub: pxrs.Hub, count: int, group: str = "slow") -> None:
         for _ in range(count):
             assert inbox.poll(1, timeout=30)
         inbox.commit()
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = 30) -> bool:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def raises_wrong_registry(inbox: pxrs.Consumer) -> bool:
@@ -148,7 +140,7 @@ def test_a_member_of_the_old_registry_ends_when_the_hub_is_given_away(place: pxr
         new.adopt_registry()
         with pytest.raises(WrongRegistry):
             inbox.commit()
-        assert wait_until(lambda: raises_wrong_registry(inbox))
+        assert eventually(lambda: raises_wrong_registry(inbox))
 
 
 def test_a_database_transaction_writes_no_checkpoint_once_the_hub_is_given_away(
@@ -196,7 +188,7 @@ def test_a_member_outlasts_a_record_that_cannot_be_read_for_a_moment(
             inbox.commit()
         assert failed.wait(30)
         is_away.clear()
-        assert wait_until(lambda: [row.checkpoint for row in place.group("slow").describe().partitions] == [3])
+        assert eventually(lambda: [row.checkpoint for row in place.group("slow").describe().partitions] == [3])
         assert [message.offset for message in inbox.poll(1, timeout=30)] == [3]
 
 

@@ -56,11 +56,7 @@ PLANNED: set[str] = set()
 KNOWN_BACK_ARROWS: set[str] = set()
 """`<importing module> -> <imported module>`."""
 
-KNOWN_CYCLES = {
-    "cli",
-    "group",
-    "testing.simulator",
-}
+KNOWN_CYCLES: set[str] = set()
 """Packages among whose modules there are cycles."""
 
 KNOWN_UNDERSCORES: set[str] = set()

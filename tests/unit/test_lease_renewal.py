@@ -12,6 +12,7 @@ import pytest
 
 from pxrs.clock import ManualClock
 from pxrs.errors import LeaseExpired, RegistryUnavailable
+from pxrs.registry import renewal
 from pxrs.registry.lease import Lease
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.registry.renewal import Renewals, Renewer, State
@@ -190,6 +191,64 @@ def test_closing_waits_for_the_renewal_that_is_under_way() -> None:
         assert here.stored[0].end_calls == 1
 
 
+def test_a_renewal_that_is_queued_is_not_made_after_stop() -> None:
+    with place(workers_max=1) as here:
+        here.lease(hangs=True)
+        queued = here.lease()
+        here.pass_time(TTL_S / 4)
+        assert isinstance(queued.renewal, Renewals)
+        assert queued.renewal.state is State.QUEUED
+        queued.renewal.stop(0.0)
+        here.stored[0].may_answer.set()
+        here.settle()
+        eventually(lambda: here.renewer._idle_count == 1)
+        assert not here.stored[1].asked.acquire(blocking=False)
+
+
+def test_a_lease_that_is_added_after_close_is_not_renewed() -> None:
+    with place() as here:
+        here.renewer.close()
+        here.lease()
+        here.clock.advance(TTL_S / 2)
+        assert not here.threads()
+
+
+def test_leases_are_renewed_by_the_next_thread_if_one_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = 2
+    start = renewal.start_thread
+
+    def refuse(run: Callable[[], None], name: str) -> threading.Thread:
+        nonlocal refusals
+        if name == "pxrs-renewal" and refusals:
+            refusals -= 1
+            raise RuntimeError("can't start new thread")
+        return start(run, name)
+
+    monkeypatch.setattr(renewal, "start_thread", refuse)
+    with place() as here, caplog.at_level(logging.WARNING):
+        lease = here.lease()
+        here.pass_time(TTL_S / 2)
+        assert here.stored[0].asked.acquire(timeout=30)
+        assert not refusals
+        assert lease.alive
+        eventually(lambda: "can't start new thread" in caplog.text)
+        with monkeypatch.context() as patch:
+            patch.setattr(renewal, "start_thread", _no_thread)
+            here.renewer.stop(lease.renewal, 30)  # type: ignore[arg-type]
+            eventually(lambda: not here.threads())
+            with pytest.raises(RuntimeError):
+                here.lease()
+        here.lease()
+        here.pass_time(TTL_S / 2)
+        assert here.stored[-1].asked.acquire(timeout=30)
+
+
+def _no_thread(run: Callable[[], None], name: str) -> threading.Thread:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_lease_that_is_not_renewed_costs_no_thread_and_is_let_go_by_close() -> None:
     with place() as here:
         lease = here.lease(renewed=False)
@@ -230,7 +289,7 @@ def test_r3_a_lease_that_is_ended_while_a_renewal_returns_gets_no_new_deadline()
             def is_set(self) -> bool:
                 was_set = super().is_set()
                 self.asked += 1
-                if self.asked == 4:  # twice before the renewal is sent, twice after its reply
+                if self.asked == 6:  # four times before the renewal is sent, twice after its reply
                     expiring.append(aside(lease.expire))
                     wait(expiring, timeout=0.2)
                 return was_set
@@ -240,6 +299,33 @@ def test_r3_a_lease_that_is_ended_while_a_renewal_returns_gets_no_new_deadline()
         expiring[0].result(30)
         assert lease.deadline == float("-inf")
         assert not lease.alive
+
+
+def test_r3_a_renewal_that_waited_for_another_one_is_not_sent_once_the_lease_has_ended() -> None:
+    with place() as here:
+        lease = here.lease(renewed=False, hangs=True)
+        first = aside(lease.renew)
+        assert here.stored[0].asked.acquire(timeout=30)
+        waits = threading.Event()
+        lock = lease._renewing
+
+        class Noted:
+            def acquire(self, timeout: float) -> bool:
+                waits.set()
+                return lock.acquire(timeout=timeout)
+
+            def release(self) -> None:
+                lock.release()
+
+        lease._renewing = Noted()  # type: ignore[assignment]
+        second = aside(lease.renew)
+        assert waits.wait(30)
+        lease.expire()
+        here.stored[0].may_answer.set()
+        for each in (first, second):
+            with pytest.raises(LeaseExpired):
+                each.result(30)
+        assert not here.stored[0].asked.acquire(blocking=False), "the store would have kept the lease for another ttl"
 
 
 def test_end_tells_of_a_store_that_did_not_answer_and_may_be_called_again() -> None:
@@ -284,6 +370,45 @@ def test_a_handler_of_the_program_that_blocks_logging_does_not_expire_other_leas
         finally:
             may_log.set()
             logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("fault", ["a handler blocks", "a filter raises"])
+def test_a_renewal_that_failed_is_tried_again_whatever_becomes_of_its_log_line(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_log = threading.Event()
+    logger = logging.getLogger("pxrs.registry.renewal")
+    monkeypatch.setattr(threading, "excepthook", lambda given: None)
+    with place(workers_max=2) as here:
+
+        def fail(record: logging.LogRecord) -> bool:
+            if fault == "a filter raises":
+                raise ValueError("a mistake of the program")
+            here.blocked += 1
+            assert may_log.wait(60)
+            here.blocked -= 1
+            return False
+
+        logger.addFilter(fail)
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        try:
+            lease = here.lease()
+            answers = [False] if fault == "a handler blocks" else [False, False, False, False]
+            renew = here.stored[0].renew
+
+            def renew_later() -> float:
+                if answers:
+                    answers.pop()
+                    raise RegistryUnavailable("no route")
+                return renew()
+
+            here.stored[0].renew = renew_later  # type: ignore[method-assign]
+            here.pass_time(3 * TTL_S)
+            assert not answers
+            assert lease.alive
+        finally:
+            may_log.set()
+            logger.removeFilter(fail)
 
 
 def test_the_secret_is_not_shown() -> None:

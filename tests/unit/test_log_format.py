@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import struct
 import uuid
@@ -15,6 +16,8 @@ from pxrs.errors import DamagedFrame, InvalidRecord, MisplacedFile, SequenceGap
 from pxrs.log.batch import (
     SCHEMA,
     Origin,
+    Payload,
+    check_encoded,
     encode,
     header_bytes,
     padding,
@@ -124,6 +127,28 @@ def test_a_batch_that_does_not_fit_the_log_is_refused() -> None:
         encode(timeless)
     with pytest.raises(InvalidRecord, match="empty"):
         encode(batch().slice(0, 0))
+
+
+def test_only_what_this_process_has_encoded_is_not_decoded_again() -> None:
+    payload = encode(batch())
+    check_encoded(payload)
+    foreign = pickle.loads(pickle.dumps(payload))
+    check_encoded(foreign)
+    assert foreign == payload
+    noise = b"no Arrow batch"
+    for each in (payload, foreign):
+        bad = each._replace(data=pa.py_buffer(noise), checksum=xxhash.xxh3_64_intdigest(noise))
+        with pytest.raises(InvalidRecord, match="Arrow"):
+            check_encoded(bad)
+    assert type(foreign) is Payload
+
+
+def test_a_payload_has_the_earliest_and_the_latest_time_of_its_records() -> None:
+    times = pa.array([5, 3, 9], SCHEMA.field("timestamp").type)
+    columns = [pa.nulls(3, SCHEMA.field(name).type) for name in ("key", "value")]
+    several = pa.record_batch([*columns, times, pa.nulls(3, SCHEMA.field("headers").type)], schema=SCHEMA)
+    assert encode(several)[3:5] == (3, 9)
+    assert encode(several.slice(2))[3:5] == (9, 9)
 
 
 @pytest.mark.parametrize("version", FORMATS)

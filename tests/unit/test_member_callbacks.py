@@ -18,6 +18,7 @@ from pxrs.consumer.consumer import Consumer
 from pxrs.errors import PartitionLost
 from pxrs.group.records import Checkpoint, Keys, Member, Owner, Target
 from pxrs.hub import Hub
+from pxrs.scheduler import State
 from pxrs.testing.waiting import aside, eventually
 
 PARTITIONS = 4
@@ -70,10 +71,8 @@ def have_members_look(hub: Hub) -> None:
 
 def settle(*consumers: Consumer) -> None:
     eventually(lambda: sorted(p for each in consumers for p in each.assignment) == list(range(PARTITIONS)), PATIENCE_S)
-    for each in consumers:  # the first turn, which ends with a commit of what is done by then, is over
-        eventually(lambda each=each: each._member._commits_at > 0.0, PATIENCE_S)  # type: ignore[misc]
-        with each._member._mutex:
-            pass
+    for each in consumers:  # no round of its member's work runs or is due
+        eventually(lambda each=each: each._member.session.scheduled.state is State.WAITING, PATIENCE_S)  # type: ignore[misc]
 
 
 def finish_one_of_each(hub: Hub, inbox: Consumer) -> None:
@@ -230,8 +229,8 @@ def test_a_callback_may_call_its_consumer_whatever_the_member_is_at(
         eventually(lambda: {owner(hub, p).incarnation for p in range(PARTITIONS)} <= set(members(hub)), PATIENCE_S)
         assert "calls" in members(hub).values()
     assert calls.errors == []
-    assert inbox._member._error is None
-    assert inbox._member._untold is None
+    assert inbox._member._lifecycle.error is None
+    assert not inbox._member._lifecycle.has_unraised
 
 
 def test_a_commit_in_on_lost_that_loses_more_is_told_after_that_callback(hub: Hub) -> None:
@@ -243,7 +242,7 @@ def test_a_commit_in_on_lost_that_loses_more_is_told_after_that_callback(hub: Hu
     assert sorted(lost) == list(range(PARTITIONS)), "each once"
     assert calls.errors == []
     settle(calls.inbox)
-    assert calls.inbox._member._error is None
+    assert calls.inbox._member._lifecycle.error is None
 
 
 def test_in_on_lost_the_partition_is_gone_and_in_on_revoked_it_is_still_owned(hub: Hub) -> None:
@@ -260,7 +259,9 @@ def test_in_on_lost_the_partition_is_gone_and_in_on_revoked_it_is_still_owned(hu
     seen.clear()
     another_joins(hub, calls)
     assert set(seen) == {("revoked", False), ("is owner", True)}
-    settled = eventually(lambda: len(members(hub)) == 2 and calls.inbox.assignment, PATIENCE_S)
+    assert calls.other is not None
+    settle(calls.inbox, calls.other)
+    settled = calls.inbox.assignment
     seen.clear()
     take_away(hub)
     have_members_look(hub)
@@ -301,12 +302,18 @@ def test_a_partition_that_stays_after_all_is_not_read_before_on_assigned_has_ret
     settle(inbox)
 
 
+def wait_for_end(inbox: Consumer) -> None:
+    scheduled = inbox._member.session.scheduled
+    assert scheduled is not None
+    eventually(lambda: scheduled.state is State.ENDED, PATIENCE_S)
+
+
 def test_what_a_callback_raised_is_raised_by_close_if_nobody_has_read_since(hub: Hub) -> None:
     def fail(partitions: Any) -> None:
         raise ZeroDivisionError(partitions)
 
     inbox = hub.consumer("t", "g", on_assigned=fail)
-    inbox._member._thread.join(PATIENCE_S)  # it has ended the member, as what a callback raises does
+    wait_for_end(inbox)  # of the member, which what a callback raises ends
     with pytest.raises(ZeroDivisionError):
         inbox.close()
     inbox.close()
@@ -319,5 +326,5 @@ def test_what_was_raised_where_the_user_reads_is_not_raised_again_by_close(hub: 
     inbox = hub.consumer("t", "g", on_assigned=fail)
     with pytest.raises(ZeroDivisionError):
         inbox.poll(timeout=PATIENCE_S)
-    inbox._member._thread.join(PATIENCE_S)
+    wait_for_end(inbox)
     inbox.close()

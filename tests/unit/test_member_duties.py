@@ -77,7 +77,7 @@ def another(place: Place, hub: Hub) -> tuple[Hub, HookedRegistry]:
 
 
 def is_leader(consumer: Consumer) -> bool:
-    protocol = consumer._member._protocol
+    protocol = consumer._member.session.protocol
     return protocol is not None and protocol.is_leading
 
 
@@ -98,7 +98,7 @@ def test_x8_members_that_do_not_lead_wait_quietly_for_a_hand_over_that_is_overdu
     hub_2, registry = another(place, hub)
     waits = hub_2.consumer("t", "g", handover_timeout=0.02, **QUIET)
     eventually(lambda: len(slow.assignment) == 1, PATIENCE_S)
-    eventually(lambda: any(key.startswith(KEYS.owners) for key in waits._member._watched), PATIENCE_S)
+    eventually(lambda: any(key.startswith(KEYS.owners) for key in waits._member.session.watched), PATIENCE_S)
     assert counted(registry).in_a_second() < 100
     assert waits.assignment == []
 
@@ -242,7 +242,7 @@ def test_x8_an_owner_that_needs_no_time_is_not_given_that_of_the_leader(place: P
 
 def test_x8_an_owner_that_needs_time_is_given_it_though_the_leader_is_hurried(place: Place) -> None:
     shared = Shared(place, leader_s=0.02, owner_s=3_600)
-    protocol = shared.leads._member._protocol
+    protocol = shared.leads._member.session.protocol
     assert protocol is not None
     (since,) = eventually(lambda: len(protocol.asked) == 1 and list(protocol.asked.values()), PATIENCE_S)
     eventually(lambda: place.store.clock.now() > since + 0.5, PATIENCE_S)
@@ -259,13 +259,13 @@ def test_x8_a_leader_wakes_when_the_time_of_an_owner_is_over(place: Place) -> No
     """Its next duty is then, neither at its own time nor at the next checkpoint."""
     shared = Shared(place, leader_s=0.02, owner_s=300)
     member = shared.leads._member
-    protocol = member._protocol
+    protocol = member.session.protocol
     assert protocol is not None
     (since,) = eventually(lambda: len(protocol.asked) == 1 and list(protocol.asked.values()), PATIENCE_S)
     assert protocol.fence_at == since + 300
-    assert member._next_duty_at(protocol) == since + 300
+    assert member._rounds._next_duty_at(protocol) == since + 300
     for other in (shared.owns, *shared.others):
-        followed = other._member._protocol
+        followed = other._member.session.protocol
         assert followed is not None
         assert followed.fence_at == float("inf")
 

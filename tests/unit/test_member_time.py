@@ -32,6 +32,7 @@ from pxrs.registry.contract import Commit, Entry
 from pxrs.registry.lease import Lease
 from pxrs.registry.limit import seconds_left, time_limit
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
+from pxrs.scheduler import State
 from pxrs.testing.hooked import Place
 from pxrs.testing.waiting import aside, eventually
 
@@ -130,9 +131,8 @@ class Scene:
         given = {"commit_interval": 3_600.0, "lease_ttl": 3_600.0, **options}
         inbox = self.hub.consumer("t", "g", **given)  # type: ignore[arg-type]
         eventually(lambda: inbox.assignment == [0, 1], PATIENCE_S)
-        eventually(lambda: inbox._member._commits_at > 0.0, PATIENCE_S)
-        with inbox._member._mutex:  # the first turn, which ends with a commit of what is done by then, is over
-            pass
+        # No round of the member's work runs or is due: after a stall, only what the test calls asks the store.
+        eventually(lambda: inbox._member.session.scheduled.state is State.WAITING, PATIENCE_S)
         return inbox
 
     def read_one_of_each(self, inbox: Consumer) -> None:
@@ -257,7 +257,7 @@ def test_a_commit_that_waits_for_a_member_that_has_lost_everything_says_lost(sce
     scene.registry.timeout_s = PATIENCE_S
     lease = inbox._member.lease
     assert lease is not None
-    with inbox._member._mutex:
+    with inbox._member.session.mutex:
         scene.registry.stall()
         lease.expire()
     inbox._member.wake()
@@ -317,7 +317,7 @@ def test_close_after_the_lease_has_ended_names_what_is_not_written(scene: Scene)
     inbox = scene.consumer()
     scene.read_one_of_each(inbox)
     inbox.poll(1, timeout=PATIENCE_S)
-    with inbox._member._mutex:  # before the member's thread joins again
+    with inbox._member.session.mutex:  # before the member's thread joins again
         lease = inbox._member.lease
         assert lease is not None
         lease.expire()
@@ -392,7 +392,7 @@ def test_a_transactions_checkpoint_that_cannot_be_had_in_time_leaves_everything_
     held, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with inbox._member._mutex:
+        with inbox._member.session.mutex:
             held.set()
             leave.wait(PATIENCE_S)
 

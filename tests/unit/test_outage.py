@@ -11,7 +11,7 @@ import pytest
 
 import pxrs
 from pxrs.errors import LeaseExpired, RegistryUnavailable, StorageFull
-from pxrs.group import member as member_module
+from pxrs.group import rounds
 from pxrs.limited_log import Outage
 from pxrs.queue import keeper as keeper_module
 
@@ -114,12 +114,12 @@ def full(*arguments: object, **named: object) -> Any:
 def test_a_member_that_cannot_reach_its_registry_does_not_log_every_try(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member_module, "_RETRY_S", (0.001, 0.001))
+    monkeypatch.setattr(rounds, "RETRY_S", (0.001, 0.001))
     tries = threading.Semaphore(0)
     with pxrs.open("memory:") as hub:
         hub.create_topic("t", partitions=1)
         with hub.consumer("t", "g") as inbox:
-            inbox._member._outage._quiet_s = 0.0
+            inbox._member._rounds.outage._quiet_s = 0.0
 
             def fail(*arguments: object, **named: object) -> Any:
                 tries.release()

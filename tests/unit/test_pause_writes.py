@@ -115,7 +115,7 @@ def test_the_partition_stands_until_somebody_decides_though_the_reply_was_lost(s
     with scene.hub.consumer("t", "g", commit_interval=0.02) as inbox:
         running = aside(lambda: inbox.run(scene.handle))
         assert scene.failed.wait(PATIENCE_S)
-        eventually(lambda: not inbox._member._unwritten, PATIENCE_S)
+        eventually(lambda: not inbox._member._pauses.unwritten, PATIENCE_S)
         found = scene.paused()
         assert found is not None
         assert found.offset == 2
@@ -133,7 +133,7 @@ def test_r5_a_write_that_lands_late_does_not_undo_a_decision(scene: Scene) -> No
     scene.on_first_pause(lambda commit: None, lands=False)
     with scene.hub.consumer("t", "g", commit_interval=0.02) as inbox:
         running = aside(lambda: inbox.run(scene.handle))
-        eventually(lambda: len(scene.pauses) == 2 and not inbox._member._unwritten, PATIENCE_S)
+        eventually(lambda: len(scene.pauses) == 2 and not inbox._member._pauses.unwritten, PATIENCE_S)
         retry(scene)
         eventually(lambda: scene.paused() is None, PATIENCE_S)
         with pytest.raises(Conflict):

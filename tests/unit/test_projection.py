@@ -18,6 +18,7 @@ from pxrs.group.projection import Projection, projection_of, render
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Target
 from pxrs.registry import Registry
 from pxrs.registry.contract import Entry
+from pxrs.testing.waiting import eventually
 
 KEYS = Keys("billing")
 NOON = 1_761_393_600.25
@@ -231,3 +232,38 @@ def test_a_registry_that_is_closed_is_no_trouble(
     with pytest.raises(Closed):
         registry.get("a")
     assert not caplog.records
+
+
+def test_a_leader_writes_the_files_after_each_change(
+    registry: Registry, projection: Projection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projections, "INTERVAL_S", 0.01)
+    folder = folder_of(registry)
+    offset = folder / "offsets/orders/partition-0.offset"
+    registry.commit(put=a_group())
+    projection.start()
+    projection.start()
+    eventually(lambda: offset.exists() and json.loads(offset.read_text())["offset"] == 120)
+    for number in range(121, 124):
+        registry.commit(put={KEYS.checkpoint("t1", 0): Checkpoint(number).dump()})
+        eventually(lambda number=number: json.loads(offset.read_text())["offset"] == number)  # type: ignore[misc]
+    projection.close()
+    registry.commit(put={KEYS.checkpoint("t1", 0): Checkpoint(200).dump()})
+    projection.start()
+    assert json.loads(offset.read_text())["offset"] == 123
+    assert not registry._watches.prefixes()
+
+
+def test_a_write_that_failed_is_made_again_without_another_change(
+    registry: Registry, projection: Projection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projections, "INTERVAL_S", 0.01)
+    registry.commit(put=a_group())
+    folder = folder_of(registry)
+    folder.parent.mkdir()
+    folder.write_text("where the folder should be")
+    projection.start()
+    eventually(lambda: projection._has_failed)
+    folder.unlink()
+    eventually(lambda: files_in(folder) == render(registry.scan(KEYS.root), KEYS, {}))
+    projection.close()

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pxrs.testing.proxy import BUFFER_BYTES_MAX, Proxy
+from pxrs.testing.proxy import Proxy
+from pxrs.testing.relay import BUFFER_BYTES_MAX
 
 WAIT_S = 30.0
 
@@ -185,7 +186,7 @@ def test_stall_pushes_back_instead_of_growing(proxy: Proxy, client: socket.socke
     client.settimeout(0.2)
     with pytest.raises(TimeoutError):
         client.sendall(bytes(64 << 20))
-    (link,) = proxy._links
+    (link,) = proxy._relay._links
     assert len(link.requests.buffer) < 2 * BUFFER_BYTES_MAX
 
 
@@ -206,7 +207,7 @@ def test_a_connection_that_lost_a_reply_is_reset_by_restore(
     with connect(proxy) as idle:
         client.sendall(b"write")
         server.wait_until(lambda: server.received == b"hellowrite")
-        (loser,) = [link for link in proxy._links if link.client.getpeername() == client.getsockname()]
+        (loser,) = [link for link in proxy._relay._links if link.client.getpeername() == client.getsockname()]
         deadline = time.monotonic() + WAIT_S
         while not loser.has_lost_replies:
             assert time.monotonic() < deadline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pxrs.errors import AppendFailed, BatchRefused
+from pxrs.errors import AppendFailed, BatchRefused, RegistryUnavailable
 from pxrs.log.memory import MemoryLog, MemoryTopic
 from pxrs.model import Topic
+from pxrs.publishing import manifest
 from pxrs.publishing.manifest import JOB, Publisher
+from pxrs.publishing.outage import ride_out
 from pxrs.publishing.records import (
     ON_ARRIVAL,
     TRANSITIONS,
@@ -144,3 +147,53 @@ def test_the_documents_draw_the_tables() -> None:
     assert sorted(arrows) == sorted((a.value, b.value, event.value) for (a, event), b in TRANSITIONS.items())
     rows = re.findall(r"^\| (absent|committed|published) \| (\w+) \| (.*) \|$", section, re.MULTILINE)
     assert rows == [(state.value, order.value, step.value) for (state, order), step in ON_ARRIVAL.items()]
+
+
+def test_a_driver_that_was_stopped_after_it_read_the_manifests_sweeps_nothing_staged_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on two days later. A manifest names the files by then, and is not published yet."""
+    staging, registry = DirectoryStaging(str(tmp_path)), MemoryRegistry()
+    publisher = Publisher(registry, MemoryTopic(Topic("t", "a" * 32, 1), MemoryLog()), staging)
+    now, swept = [1_000_000.0], []
+    scan = registry.scan
+
+    def stopped_after(prefix: str) -> list[Any]:
+        found = scan(prefix)
+        now[0] += 2 * 86_400
+        return found
+
+    monkeypatch.setattr(manifest.time, "time", lambda: now[0])
+    monkeypatch.setattr(registry, "scan", stopped_after)
+    monkeypatch.setattr(staging, "sweep", lambda topic, needed, now=None: swept.append(now))
+    publisher.finish_others()
+    assert swept == [1_000_000.0]
+
+
+def test_the_manifest_of_a_job_that_nobody_removed_is_kept_for_a_day(
+    topic: MemoryTopic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commit may be repeated within that time, and must find the manifest."""
+    registry, staging = MemoryRegistry(), DirectoryStaging(str(tmp_path))
+    publisher, key = Publisher(registry, topic, staging), f"{manifests_of(topic.id)}{JOB}1"
+    name = staging.stage(topic.topic, JOB + "1", 0, 0, [pa.record_batch({"value": [b"v"]})]).name
+    publisher.publish(JOB + "1", 0, [name or ""])
+    publisher.finish_others()
+    assert registry.get(key) is not None
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 86_400)
+    publisher.finish_others()
+    assert registry.get(key) is None
+
+
+def test_a_call_that_may_not_be_waited_for_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def call() -> None:
+        calls.append(1)
+        raise RegistryUnavailable("away")
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: 1 // 0)
+    with pytest.raises(RegistryUnavailable):
+        ride_out(call, 60.0, lambda: False)
+    assert len(calls) == 1

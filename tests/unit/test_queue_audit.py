@@ -43,8 +43,9 @@ from pxrs.registry.contract import ABSENT, Commit, Entry
 from pxrs.registry.memory import LIMITS, MemoryStore
 from pxrs.registry.steps import Write, drive
 from pxrs.testing import waiting
-from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value, wall_time_shifted
+from pxrs.testing.hooked import HookedRegistry, SharedStore, store_of, take_value, wall_time_shifted
 from pxrs.testing.waiting import aside
+from tests.unit.queue_heads import is_waiting
 
 PATIENCE_S = 30.0
 eventually = partial(waiting.eventually, patience_s=PATIENCE_S)
@@ -71,9 +72,9 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def place(clock: ManualClock) -> Iterator[Place]:
+def place(clock: ManualClock) -> Iterator[SharedStore]:
     with ExitStack() as stack:
-        yield Place(stack, MemoryStore(clock))
+        yield SharedStore(stack, MemoryStore(clock))
 
 
 def values(hub: Hub, queue: str) -> list[bytes]:
@@ -105,7 +106,7 @@ def gives_back(commit: Commit) -> bool:
 @pytest.mark.parametrize("kind", [HookedRegistry, RecountingRegistry])
 @pytest.mark.parametrize("is_made_again", [False, True])
 def test_z2_r4_what_a_transaction_puts_into_a_queue_that_was_just_deleted_is_not_lost(
-    place: Place, is_made_again: bool, kind: type[HookedRegistry]
+    place: SharedStore, is_made_again: bool, kind: type[HookedRegistry]
 ) -> None:
     mine, other = place.open(kind(place.store)), place.open(kind(place.store))
     source = mine.create_queue("source")
@@ -128,7 +129,7 @@ def test_z2_r4_what_a_transaction_puts_into_a_queue_that_was_just_deleted_is_not
 @pytest.mark.parametrize("kind", [HookedRegistry, RecountingRegistry])
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_z2_r4_a_put_into_a_queue_that_was_just_made_again_is_in_the_new_one(
-    place: Place, is_strict: bool, kind: type[HookedRegistry]
+    place: SharedStore, is_strict: bool, kind: type[HookedRegistry]
 ) -> None:
     mine, other = place.open(kind(place.store)), place.open(kind(place.store))
     for before in (False, True):
@@ -144,7 +145,7 @@ def test_z2_r4_a_put_into_a_queue_that_was_just_made_again_is_in_the_new_one(
         mine.delete_queue("q")
 
 
-def test_z2_a_put_into_a_queue_that_was_just_deleted_is_refused(place: Place) -> None:
+def test_z2_a_put_into_a_queue_that_was_just_deleted_is_refused(place: SharedStore) -> None:
     mine, other = place.open(), place.open()
     mine.create_queue("q")
     handle = other.queue("q")
@@ -156,7 +157,9 @@ def test_z2_a_put_into_a_queue_that_was_just_deleted_is_refused(place: Place) ->
     check_no_leftovers(mine)
 
 
-def test_z7_an_item_with_a_priority_is_refused_by_a_queue_that_was_made_again_as_a_strict_one(place: Place) -> None:
+def test_z7_an_item_with_a_priority_is_refused_by_a_queue_that_was_made_again_as_a_strict_one(
+    place: SharedStore,
+) -> None:
     mine, other = place.open(), place.open()
     mine.create_queue("q")
     handle = other.queue("q")
@@ -170,7 +173,7 @@ def test_z7_an_item_with_a_priority_is_refused_by_a_queue_that_was_made_again_as
 
 @pytest.mark.parametrize("has_put", [False, True], ids=["reads its existence", "has read its existence"])
 def test_z5_a_dead_letter_is_not_tried_again_in_a_strict_queue_that_was_just_deleted(
-    place: Place, has_put: bool
+    place: SharedStore, has_put: bool
 ) -> None:
     mine, other = place.open(), place.open()
     mine.create_queue("q", policy=ConsumeOnce(), fifo=True).put("x")
@@ -193,7 +196,7 @@ def check_no_leftovers(hub: Hub) -> None:
         assert {entry.key.split("/")[1] for entry in hub.registry.scan(folder)} <= known
 
 
-def test_z8_puts_into_one_queue_are_committed_together(place: Place) -> None:
+def test_z8_puts_into_one_queue_are_committed_together(place: SharedStore) -> None:
     registry = HookedRegistry(place.store)
     combiner = Combiner(registry)
     version = registry.commit(put={"there": b""})["there"]
@@ -226,7 +229,7 @@ def test_z8_puts_into_one_queue_are_committed_together(place: Place) -> None:
     assert list(commits[1].expect).count("there") == 1
 
 
-def test_z8_that_the_queues_are_there_counts_in_the_limits_of_a_transaction(place: Place) -> None:
+def test_z8_that_the_queues_are_there_counts_in_the_limits_of_a_transaction(place: SharedStore) -> None:
     hub, registry = place.hooked()
     registry.limits = replace(LIMITS, commit_keys_max=20)
     names = [f"q{number}" for number in range(12)]
@@ -246,7 +249,7 @@ def test_z8_that_the_queues_are_there_counts_in_the_limits_of_a_transaction(plac
     assert hub.queue("many").depth().ready == 100
 
 
-def delete_and_fail(place: Place, when: str) -> Hub:
+def delete_and_fail(place: SharedStore, when: str) -> Hub:
     """A queue whose deletion was begun, and the hub of the one who did."""
     hub, registry = place.hooked()
     hub.create_queue("q").put_many(["1", "2"])
@@ -263,7 +266,7 @@ def delete_and_fail(place: Place, when: str) -> Hub:
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_a_deletion_that_was_cut_short_can_be_repeated(place: Place, when: str) -> None:
+def test_a_deletion_that_was_cut_short_can_be_repeated(place: SharedStore, when: str) -> None:
     hub = delete_and_fail(place, when)
     hub.delete_queue("q")
     for folder in ("items/", "standing/", "deleted/"):
@@ -272,7 +275,7 @@ def test_a_deletion_that_was_cut_short_can_be_repeated(place: Place, when: str) 
         hub.delete_queue("q")
 
 
-def test_a_deletion_that_was_cut_short_is_finished_by_whoever_sweeps(place: Place) -> None:
+def test_a_deletion_that_was_cut_short_is_finished_by_whoever_sweeps(place: SharedStore) -> None:
     delete_and_fail(place, "later")
     other = place.open()
     queue = other.create_queue("other")
@@ -298,7 +301,7 @@ def offsets(messages: list[Message]) -> list[int]:
 
 
 @pytest.mark.parametrize("fault", ["none", "lost reply"])
-def test_z1_what_is_handed_out_after_a_checkpoint_is_not_of_that_transaction(place: Place, fault: str) -> None:
+def test_z1_what_is_handed_out_after_a_checkpoint_is_not_of_that_transaction(place: SharedStore, fault: str) -> None:
     hub, registry = place.hooked()
     with_topic(hub, 6)
     with hub.consumer("t", "g") as inbox:
@@ -326,7 +329,7 @@ def test_z1_what_is_handed_out_after_a_checkpoint_is_not_of_that_transaction(pla
         assert offsets(inbox.poll(3, timeout=PATIENCE_S)) == [3, 4, 5]
 
 
-def test_z1_a_transaction_over_several_polls_is_done_up_to_its_last_checkpoint(place: Place) -> None:
+def test_z1_a_transaction_over_several_polls_is_done_up_to_its_last_checkpoint(place: SharedStore) -> None:
     hub = with_topic(place.open(), 6)
     with hub.consumer("t", "g") as inbox:
         tx = hub.transaction()
@@ -339,7 +342,7 @@ def test_z1_a_transaction_over_several_polls_is_done_up_to_its_last_checkpoint(p
 
 
 @pytest.mark.parametrize("how", ["poll", "for"])
-def test_z1_what_was_read_beside_an_open_transaction_is_neither_lost_nor_doubled(place: Place, how: str) -> None:
+def test_z1_what_was_read_beside_an_open_transaction_is_neither_lost_nor_doubled(place: SharedStore, how: str) -> None:
     hub = with_topic(place.open(), 12, partitions=3)
     seen: list[bytes | None] = []
     tx = hub.transaction()
@@ -363,7 +366,7 @@ def test_z1_what_was_read_beside_an_open_transaction_is_neither_lost_nor_doubled
     assert [each.checkpoint for each in hub.group("g").describe().partitions] == [4, 4, 4]
 
 
-def test_z1_a_checkpoint_that_its_commit_would_refuse_is_refused_at_once(place: Place) -> None:
+def test_z1_a_checkpoint_that_its_commit_would_refuse_is_refused_at_once(place: SharedStore) -> None:
     hub = with_topic(place.open(), 2)
     tx = hub.transaction()
     with hub.consumer("t", "g", ack="manual") as inbox:
@@ -390,7 +393,9 @@ def lose_partition(inbox: Consumer) -> None:
 
 
 @pytest.mark.parametrize("before", ["rollback", "reading"])
-def test_z1_a_partition_that_was_lost_before_does_not_refuse_a_later_transaction(place: Place, before: str) -> None:
+def test_z1_a_partition_that_was_lost_before_does_not_refuse_a_later_transaction(
+    place: SharedStore, before: str
+) -> None:
     hub = with_topic(place.open(), 4)
     with hub.consumer("t", "g") as inbox:
         assert inbox.poll(2, timeout=PATIENCE_S)
@@ -406,7 +411,7 @@ def test_z1_a_partition_that_was_lost_before_does_not_refuse_a_later_transaction
         assert hub.group("g").describe().partitions[0].checkpoint == messages[-1].offset + 1
 
 
-def test_z1_a_partition_lost_between_the_poll_and_the_checkpoint_refuses_the_transaction(place: Place) -> None:
+def test_z1_a_partition_lost_between_the_poll_and_the_checkpoint_refuses_the_transaction(place: SharedStore) -> None:
     hub = with_topic(place.open(), 4)
     with hub.consumer("t", "g") as inbox:
         assert inbox.poll(2, timeout=PATIENCE_S)
@@ -422,7 +427,7 @@ def test_z1_a_partition_lost_between_the_poll_and_the_checkpoint_refuses_the_tra
 # Interrupts, and ends that come from elsewhere.
 
 
-def test_r5_an_interrupt_as_a_commit_begins_keeps_no_item(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r5_an_interrupt_as_a_commit_begins_keeps_no_item(place: SharedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = place.open()
     hub.create_queue("q").put("x")
     now, left = place.store.clock.now, [KeyboardInterrupt]
@@ -440,13 +445,13 @@ def test_r5_an_interrupt_as_a_commit_begins_keeps_no_item(place: Place, monkeypa
     assert take_value(hub, "q", timeout=PATIENCE_S) == b"x"
 
 
-def test_r5_a_slot_that_was_never_sent_is_settled_however_old_the_machine(place: Place) -> None:
+def test_r5_a_slot_that_was_never_sent_is_settled_however_old_the_machine(place: SharedStore) -> None:
     registry = place.open().registry
     steps = resolve(Slot(f"{OUTCOMES}taker-1"), "transaction", registry.clock.now, time.time())
     assert not drive(steps, registry)
 
 
-def test_z2_items_whose_choice_was_interrupted_are_taken_by_this_process(place: Place) -> None:
+def test_z2_items_whose_choice_was_interrupted_are_taken_by_this_process(place: SharedStore) -> None:
     hub = place.open()
     queue = hub.create_queue("q")
     assert take_value(hub, "q", timeout=0) is None
@@ -468,7 +473,7 @@ def test_z2_items_whose_choice_was_interrupted_are_taken_by_this_process(place: 
     assert aside(lambda: take_value(hub, "q")).result(PATIENCE_S) == b"x"
 
 
-def test_z2_a_block_whose_hub_was_closed_meanwhile_does_not_end_as_if_it_had_committed(place: Place) -> None:
+def test_z2_a_block_whose_hub_was_closed_meanwhile_does_not_end_as_if_it_had_committed(place: SharedStore) -> None:
     hub, observer = place.open(), place.open()
     hub.create_queue("q").put("x")
     tx = hub.transaction()
@@ -484,7 +489,7 @@ def test_z2_a_block_whose_hub_was_closed_meanwhile_does_not_end_as_if_it_had_com
     assert values(observer, "q") == [b"x"]
 
 
-def test_z2_a_take_that_waits_keeps_no_other_thread_of_the_transaction(place: Place) -> None:
+def test_z2_a_take_that_waits_keeps_no_other_thread_of_the_transaction(place: SharedStore) -> None:
     hub = place.open()
     queue = hub.create_queue("q")
     hub.create_queue("other").put("x")
@@ -506,7 +511,7 @@ def test_z2_a_take_that_waits_keeps_no_other_thread_of_the_transaction(place: Pl
 
 
 @pytest.mark.parametrize("error", [OSError(5, "I/O error"), ValueError("damaged")])
-def test_z2_the_keeper_drops_nothing_whatever_goes_wrong(place: Place, error: Exception) -> None:
+def test_z2_the_keeper_drops_nothing_whatever_goes_wrong(place: SharedStore, error: Exception) -> None:
     hub, registry = place.hooked()
     transactions = []
     for name in ("a", "b"):
@@ -527,7 +532,7 @@ def test_z2_the_keeper_drops_nothing_whatever_goes_wrong(place: Place, error: Ex
     assert not left
 
 
-def test_r5_a_damaged_slot_keeps_nothing_else(place: Place) -> None:
+def test_r5_a_damaged_slot_keeps_nothing_else(place: SharedStore) -> None:
     hub, registry = place.hooked()
     for name in ("a", "b"):
         hub.create_queue(name).put(name)
@@ -553,7 +558,7 @@ def test_r5_a_damaged_slot_keeps_nothing_else(place: Place) -> None:
 
 
 def test_r5_a_sweeper_whose_clock_is_ahead_removes_no_outcome_early(
-    place: Place, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    place: SharedStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying, sweeping = place.open(), place.open()
     dying.create_queue("q")
@@ -596,14 +601,14 @@ def given_back(hub: Hub, pause: float) -> None:
     tx.rollback("no")
 
 
-def test_z7_a_strict_queue_does_not_wait_for_a_clock_that_was_set_back(place: Place) -> None:
+def test_z7_a_strict_queue_does_not_wait_for_a_clock_that_was_set_back(place: SharedStore) -> None:
     hub = place.open()
     given_back(hub, 0.5)
     with wall_time_shifted(place.clock, -3_600):
         assert take_value(hub, "q", timeout=PATIENCE_S) == b"x"
 
 
-def test_z7_one_that_waits_for_a_backoff_sees_that_the_clock_was_set_forward(place: Place) -> None:
+def test_z7_one_that_waits_for_a_backoff_sees_that_the_clock_was_set_forward(place: SharedStore) -> None:
     hub = place.open()
     given_back(hub, 20)
     waiting = aside(lambda: take_value(hub, "q"))
@@ -612,7 +617,7 @@ def test_z7_one_that_waits_for_a_backoff_sees_that_the_clock_was_set_forward(pla
         assert waiting.result(PATIENCE_S) == b"x"
 
 
-def test_z7_clocks_that_differ_a_little_do_not_undo_a_backoff(place: Place) -> None:
+def test_z7_clocks_that_differ_a_little_do_not_undo_a_backoff(place: SharedStore) -> None:
     hub = place.open()
     given_back(hub, 20)
     with wall_time_shifted(place.clock, -2):
@@ -622,7 +627,7 @@ def test_z7_clocks_that_differ_a_little_do_not_undo_a_backoff(place: Place) -> N
 # Limits.
 
 
-def test_z8_what_is_too_much_for_the_store_is_told_by_the_take(place: Place) -> None:
+def test_z8_what_is_too_much_for_the_store_is_told_by_the_take(place: SharedStore) -> None:
     hub, registry = place.hooked()
     registry.limits = replace(LIMITS, commit_bytes_max=40_000, value_bytes_max=20_000)
     hub.create_queue("out")
@@ -645,7 +650,7 @@ def test_z8_what_is_too_much_for_the_store_is_told_by_the_take(place: Place) -> 
 
 
 @pytest.mark.parametrize("limit", [{"commit_keys_max": 12}, {"commit_bytes_max": 9_000}])
-def test_z8_what_is_too_much_for_the_store_is_told_by_the_checkpoint(place: Place, limit: dict[str, int]) -> None:
+def test_z8_what_is_too_much_for_the_store_is_told_by_the_checkpoint(place: SharedStore, limit: dict[str, int]) -> None:
     hub, registry = place.hooked()
     registry.limits = replace(LIMITS, **limit)
     with_topic(hub, 8, partitions=8)
@@ -667,7 +672,7 @@ def test_z8_what_is_too_much_for_the_store_is_told_by_the_checkpoint(place: Plac
 # Damage, and what is given by mistake.
 
 
-def test_z7_a_damaged_turn_keeps_no_other_queue(place: Place) -> None:
+def test_z7_a_damaged_turn_keeps_no_other_queue(place: SharedStore) -> None:
     hub = place.open()
     strict, other = hub.create_queue("a", fifo=True), hub.create_queue("b")
     hub.registry.commit(put={strict.settings.turn: b"damaged"})
@@ -678,7 +683,7 @@ def test_z7_a_damaged_turn_keeps_no_other_queue(place: Place) -> None:
     assert take_value(hub, "b", timeout=PATIENCE_S) == b"late"
 
 
-def test_z7_a_damaged_number_is_told_for_what_it_is(place: Place) -> None:
+def test_z7_a_damaged_number_is_told_for_what_it_is(place: SharedStore) -> None:
     hub = place.open()
     strict = hub.create_queue("q", fifo=True)
     hub.registry.commit(put={strict.settings.sequence: b"damaged"})
@@ -686,7 +691,7 @@ def test_z7_a_damaged_number_is_told_for_what_it_is(place: Place) -> None:
         strict.put("x")
 
 
-def test_damaged_settings_keep_no_other_queue_from_being_listed(place: Place) -> None:
+def test_damaged_settings_keep_no_other_queue_from_being_listed(place: SharedStore) -> None:
     hub = place.open()
     hub.create_queue("q")
     hub.registry.commit(put={f"{QUEUES}broken": b"damaged"})
@@ -699,7 +704,7 @@ def test_damaged_settings_keep_no_other_queue_from_being_listed(place: Place) ->
 
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_z5_a_damaged_dead_letter_keeps_no_other(
-    place: Place, is_strict: bool, caplog: pytest.LogCaptureFixture
+    place: SharedStore, is_strict: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub = place.open()
     queue = hub.create_queue("q", policy=ConsumeOnce(), fifo=is_strict)
@@ -720,7 +725,7 @@ def test_z5_a_damaged_dead_letter_keeps_no_other(
     assert len(dead) == 0
 
 
-def test_a_damaged_item_keeps_no_other_from_being_looked_at(place: Place) -> None:
+def test_a_damaged_item_keeps_no_other_from_being_looked_at(place: SharedStore) -> None:
     hub = place.open()
     queue = hub.create_queue("q")
     queue.put_many(["1", "2"])
@@ -741,7 +746,7 @@ MISTAKES: dict[str, Callable[[Hub, QueueHandle], Any]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_z2_a_mistake_has_an_error_of_its_own(place: Place, mistake: Callable[[Hub, QueueHandle], Any]) -> None:
+def test_z2_a_mistake_has_an_error_of_its_own(place: SharedStore, mistake: Callable[[Hub, QueueHandle], Any]) -> None:
     hub = place.open()
     queue = hub.create_queue("q")
     with pytest.raises(InvalidItem):
@@ -749,7 +754,7 @@ def test_z2_a_mistake_has_an_error_of_its_own(place: Place, mistake: Callable[[H
     assert queue.depth().ready == 0
 
 
-def test_z2_a_rollback_takes_any_reason(place: Place) -> None:
+def test_z2_a_rollback_takes_any_reason(place: SharedStore) -> None:
     hub = place.open()
     queue = hub.create_queue("q", policy=ConsumeOnce())
     queue.put("x")
@@ -762,7 +767,7 @@ def test_z2_a_rollback_takes_any_reason(place: Place) -> None:
 # Waits, deletions and outcomes beside each other.
 
 
-def test_z6_a_listener_beside_others_who_wait_can_be_closed(place: Place) -> None:
+def test_z6_a_listener_beside_others_who_wait_can_be_closed(place: SharedStore) -> None:
     hub = place.open()
     queue = hub.create_queue("q")
     for _ in range(3):
@@ -776,7 +781,7 @@ def test_z6_a_listener_beside_others_who_wait_can_be_closed(place: Place) -> Non
 
 
 def test_r5_an_outcome_that_nobody_can_tell_any_more_ends_and_wedges_nobody(
-    place: Place, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    place: SharedStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = place.open()
     queue = hub.create_queue("q")
@@ -805,7 +810,9 @@ def lost(transaction: Transaction) -> Outcome:
     raise OutcomeLost("not on record any more")
 
 
-def test_r4_a_deletion_takes_no_other_queue_of_the_same_name(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r4_a_deletion_takes_no_other_queue_of_the_same_name(
+    place: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = RecountingRegistry(place.store)
     hub, other = place.open(registry), place.open()
     hub.create_queue("q")
@@ -827,7 +834,7 @@ def test_r4_a_deletion_takes_no_other_queue_of_the_same_name(place: Place, monke
         assert item.value == b"precious"
 
 
-def test_z8_partitions_that_wait_for_their_checkpoint_are_not_put_into_the_transaction(place: Place) -> None:
+def test_z8_partitions_that_wait_for_their_checkpoint_are_not_put_into_the_transaction(place: SharedStore) -> None:
     hub, registry = place.hooked()
     registry.limits = replace(LIMITS, commit_keys_max=20)
     hub.create_queue("q")
@@ -845,7 +852,7 @@ def test_z8_partitions_that_wait_for_their_checkpoint_are_not_put_into_the_trans
 
 
 def test_r5_slots_of_the_long_gone_are_removed_by_sweepers_that_live_shortly(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = place.open().registry
     registry.commit(put={f"{OUTCOMES}gone-0": dump_outcome("t", "committed", time.time())})

@@ -46,8 +46,9 @@ from pxrs.registry.memory import LIMITS, MemoryStore
 from pxrs.registry.state import Change
 from pxrs.registry.steps import Write, drive
 from pxrs.testing import waiting
-from pxrs.testing.hooked import HookedRegistry, Place, is_waiting, store_of, take_value, wall_time_shifted
+from pxrs.testing.hooked import HookedRegistry, SharedStore, store_of, take_value, wall_time_shifted
 from pxrs.testing.waiting import aside
+from tests.unit.queue_heads import is_waiting
 
 PATIENCE_S = 30.0
 eventually = partial(waiting.eventually, patience_s=PATIENCE_S)
@@ -80,9 +81,9 @@ class QuietStore(MemoryStore):
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place() -> Iterator[SharedStore]:
     with ExitStack() as stack:
-        yield Place(stack, MemoryStore(ManualClock(10_000)))
+        yield SharedStore(stack, MemoryStore(ManualClock(10_000)))
 
 
 def once(matches: Callable[[Commit], bool], act: Callable[[Commit], Any]) -> Callable[[Commit], None]:
@@ -119,7 +120,7 @@ def values(hub: Hub, queue: str) -> list[bytes]:
 # Leases and elections.
 
 
-def stop_while_looking(place: Place, registry: HookedRegistry) -> Callable[[], int]:
+def stop_while_looking(place: SharedStore, registry: HookedRegistry) -> Callable[[], int]:
     """At the next look that finds something the process stops for a minute. How often it has looked since."""
     looks: list[int] = []
 
@@ -134,7 +135,7 @@ def stop_while_looking(place: Place, registry: HookedRegistry) -> Callable[[], i
     return lambda: len(looks)
 
 
-def test_z3_a_lease_lost_inside_a_take_is_replaced_and_the_item_taken(place: Place) -> None:
+def test_z3_a_lease_lost_inside_a_take_is_replaced_and_the_item_taken(place: SharedStore) -> None:
     hub, registry = place.hooked()
     queue = hub.create_queue("q")
     assert take_value(hub, "q", timeout=0) is None
@@ -144,7 +145,7 @@ def test_z3_a_lease_lost_inside_a_take_is_replaced_and_the_item_taken(place: Pla
     assert looks() < 10
 
 
-def test_z3_z7_a_lease_lost_inside_a_take_of_a_strict_queue_does_not_stall_it(place: Place) -> None:
+def test_z3_z7_a_lease_lost_inside_a_take_of_a_strict_queue_does_not_stall_it(place: SharedStore) -> None:
     hub, registry = place.hooked()
     queue = hub.create_queue("q", fifo=True)
     taking = aside(lambda: take_value(hub, "q"))
@@ -155,7 +156,7 @@ def test_z3_z7_a_lease_lost_inside_a_take_of_a_strict_queue_does_not_stall_it(pl
     assert looks() < 20
 
 
-def test_r5_z7_a_sweeper_whose_election_was_not_answered_still_sweeps(place: Place) -> None:
+def test_r5_z7_a_sweeper_whose_election_was_not_answered_still_sweeps(place: SharedStore) -> None:
     hub, registry = place.hooked()
     registry.after = once(lambda commit: any(key.endswith("/sweeper") for key in commit.ephemeral), lose_the_reply)
     hub.create_queue("q").put("late", delay=0.1)
@@ -167,7 +168,7 @@ def test_r5_z7_a_sweeper_whose_election_was_not_answered_still_sweeps(place: Pla
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
-def test_r2_a_queue_deleted_before_the_watch_ends_the_wait(place: Place, is_made_again: bool) -> None:
+def test_r2_a_queue_deleted_before_the_watch_ends_the_wait(place: SharedStore, is_made_again: bool) -> None:
     mine, other = place.open(), place.open()
     mine.create_queue("q")
     other.queue("q")  # known there, for a second
@@ -180,7 +181,7 @@ def test_r2_a_queue_deleted_before_the_watch_ends_the_wait(place: Place, is_made
         assert take_value(other, "q", timeout=PATIENCE_S) == b"x"
 
 
-def test_z6_a_listener_closes_though_its_queue_was_made_again(place: Place) -> None:
+def test_z6_a_listener_closes_though_its_queue_was_made_again(place: SharedStore) -> None:
     mine, other = place.open(), place.open()
     mine.create_queue("q")
     handle = other.queue("q")
@@ -192,14 +193,14 @@ def test_z6_a_listener_closes_though_its_queue_was_made_again(place: Place) -> N
     aside(listener.close).result(PATIENCE_S)
 
 
-def test_z6_a_listener_that_was_closed_is_not_started_again(place: Place) -> None:
+def test_z6_a_listener_that_was_closed_is_not_started_again(place: SharedStore) -> None:
     listener = QueueListener(place.open().create_queue("q"), lambda tx, item: None)
     listener.start().close()
     with pytest.raises(Closed, match="make another one"):
         listener.start()
 
 
-def test_z2_what_is_put_into_a_queue_that_was_made_again_is_not_lost(place: Place) -> None:
+def test_z2_what_is_put_into_a_queue_that_was_made_again_is_not_lost(place: SharedStore) -> None:
     mine, other = place.open(), place.open()
     source = mine.create_queue("source")
     mine.create_queue("target")
@@ -219,7 +220,7 @@ def test_z2_what_is_put_into_a_queue_that_was_made_again_is_not_lost(place: Plac
     assert {entry.key.split("/")[1] for entry in mine.registry.scan("items/")} <= known
 
 
-def test_deleted_queues_leave_nothing_behind_in_the_store_or_in_a_process(place: Place) -> None:
+def test_deleted_queues_leave_nothing_behind_in_the_store_or_in_a_process(place: SharedStore) -> None:
     mine, other = place.open(), place.open()
     for _ in range(10):
         mine.create_queue("q", fifo=True).put("x")
@@ -238,7 +239,7 @@ def test_deleted_queues_leave_nothing_behind_in_the_store_or_in_a_process(place:
 # Wake-ups.
 
 
-def test_r2_one_that_waits_is_woken_when_a_take_of_the_item_it_could_not_see_fails(place: Place) -> None:
+def test_r2_one_that_waits_is_woken_when_a_take_of_the_item_it_could_not_see_fails(place: SharedStore) -> None:
     hub, registry = place.hooked()
     hub.create_queue("q").put("x")
     inside, gate = threading.Event(), threading.Event()
@@ -259,7 +260,7 @@ def test_r2_one_that_waits_is_woken_when_a_take_of_the_item_it_could_not_see_fai
     assert second.result(PATIENCE_S) == b"x"
 
 
-def test_r2_one_that_waits_is_woken_by_the_items_that_did_not_fit_into_anothers_take(place: Place) -> None:
+def test_r2_one_that_waits_is_woken_by_the_items_that_did_not_fit_into_anothers_take(place: SharedStore) -> None:
     place = place.on(QuietStore(place.clock))
     hub, registry = place.hooked()
     registry.limits = replace(LIMITS, commit_bytes_max=12_000, value_bytes_max=8_000)
@@ -282,7 +283,7 @@ def test_r2_one_that_waits_is_woken_by_the_items_that_did_not_fit_into_anothers_
     tx.rollback()
 
 
-def test_r5_z7_the_lost_request_of_a_take_does_not_stall_a_strict_queue(place: Place) -> None:
+def test_r5_z7_the_lost_request_of_a_take_does_not_stall_a_strict_queue(place: SharedStore) -> None:
     place = place.on(QuietStore(place.clock))
     hub, registry = place.hooked()
     queue = hub.create_queue("q", fifo=True)
@@ -318,7 +319,7 @@ def numbers(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
 
 
-def test_z1_r5_a_loop_begun_anew_after_an_unknown_outcome_doubles_nothing(place: Place) -> None:
+def test_z1_r5_a_loop_begun_anew_after_an_unknown_outcome_doubles_nothing(place: SharedStore) -> None:
     hub, registry = place.hooked()
     with_topic(hub, 3)
     registry.after = once(puts, lose_the_reply)
@@ -344,7 +345,7 @@ def test_z1_r5_a_loop_begun_anew_after_an_unknown_outcome_doubles_nothing(place:
 
 
 @pytest.mark.parametrize("how", ["poll", "for"])
-def test_z1_messages_whose_transaction_failed_come_again_if_the_reader_goes_on(place: Place, how: str) -> None:
+def test_z1_messages_whose_transaction_failed_come_again_if_the_reader_goes_on(place: SharedStore, how: str) -> None:
     hub, registry = place.hooked()
     with_topic(hub, 4)
     registry.before = once(puts, be_away)
@@ -370,7 +371,7 @@ def test_z1_messages_whose_transaction_failed_come_again_if_the_reader_goes_on(p
     assert (values(hub, "jobs"), checkpoint_of(hub)) == (numbers(4), 4)
 
 
-def test_z1_a_commit_refused_for_a_lost_partition_cannot_be_tried_again(place: Place) -> None:
+def test_z1_a_commit_refused_for_a_lost_partition_cannot_be_tried_again(place: SharedStore) -> None:
     hub = with_topic(place.open(), 2)
     with hub.consumer("t", "g") as inbox:
         tx = hub.transaction()
@@ -393,7 +394,7 @@ def test_z1_a_commit_refused_for_a_lost_partition_cannot_be_tried_again(place: P
     assert (values(hub, "jobs"), checkpoint_of(hub)) == (numbers(2), 2)
 
 
-def test_z1_r5_trying_again_inside_the_loop_after_an_unknown_outcome_is_refused(place: Place) -> None:
+def test_z1_r5_trying_again_inside_the_loop_after_an_unknown_outcome_is_refused(place: SharedStore) -> None:
     hub, registry = place.hooked()
     with_topic(hub, 3)
     registry.after = once(puts, lose_the_reply)
@@ -419,7 +420,7 @@ def test_z1_r5_trying_again_inside_the_loop_after_an_unknown_outcome_is_refused(
 @pytest.mark.parametrize("fault", ["lost reply", "lost request"])
 @pytest.mark.parametrize("how", ["poll", "for"])
 def test_z1_r5_a_reader_that_settles_an_unknown_outcome_and_reads_on_loses_and_doubles_nothing(
-    place: Place, how: str, fault: str
+    place: SharedStore, how: str, fault: str
 ) -> None:
     hub, registry = place.hooked()
     with_topic(hub, 4)
@@ -452,7 +453,7 @@ def test_z1_r5_a_reader_that_settles_an_unknown_outcome_and_reads_on_loses_and_d
 
 @pytest.mark.parametrize("ending", ["close", "crash"])
 def test_z1_the_checkpoint_is_never_beyond_the_commits_of_a_transaction_over_several_messages(
-    place: Place, ending: str
+    place: SharedStore, ending: str
 ) -> None:
     place = place.on(MemoryStore())  # the system's clock: the member is to commit by itself, all the time
     log = MemoryLog()
@@ -492,7 +493,7 @@ def test_z1_the_checkpoint_is_never_beyond_the_commits_of_a_transaction_over_sev
     assert (values(later, "jobs"), checkpoint_of(later)) == (numbers(10), 10)
 
 
-def test_z1_a_checkpoint_in_a_callback_is_refused_and_what_is_in_hand_stays_undone(place: Place) -> None:
+def test_z1_a_checkpoint_in_a_callback_is_refused_and_what_is_in_hand_stays_undone(place: SharedStore) -> None:
     hub = place.open()
     hub.create_topic("t", partitions=4)
     hub.create_queue("jobs")
@@ -520,7 +521,9 @@ def test_z1_a_checkpoint_in_a_callback_is_refused_and_what_is_in_hand_stays_undo
     assert values(hub, "jobs") == []
 
 
-def test_z1_two_transactions_with_checkpoints_of_two_consumers_in_opposite_order_do_not_lock_up(place: Place) -> None:
+def test_z1_two_transactions_with_checkpoints_of_two_consumers_in_opposite_order_do_not_lock_up(
+    place: SharedStore,
+) -> None:
     hub = with_topic(place.open(), 1)
     with hub.consumer("t", "g") as one, hub.consumer("t", "h") as two:
         for inbox in (one, two):
@@ -539,7 +542,7 @@ def test_z1_two_transactions_with_checkpoints_of_two_consumers_in_opposite_order
 # Outcomes.
 
 
-def test_r5_a_request_that_lands_when_its_slot_is_cleared_away_is_refused(place: Place) -> None:
+def test_r5_a_request_that_lands_when_its_slot_is_cleared_away_is_refused(place: SharedStore) -> None:
     hub, registry = place.hooked()
     observer = place.open()
     hub.create_queue("q")
@@ -568,7 +571,7 @@ def test_r5_a_request_that_lands_when_its_slot_is_cleared_away_is_refused(place:
     assert observer.queue("q").depth().ready == 0
 
 
-def test_r5_an_outcome_that_is_not_on_record_any_more_is_not_made_up(place: Place) -> None:
+def test_r5_an_outcome_that_is_not_on_record_any_more_is_not_made_up(place: SharedStore) -> None:
     hub, registry = place.hooked()
     observer = place.open()
     hub.create_queue("q")
@@ -603,7 +606,7 @@ def test_r5_an_outcome_that_is_not_on_record_any_more_is_not_made_up(place: Plac
 
 
 def test_r5_many_open_transactions_do_not_keep_a_hub_from_closing_while_the_store_is_silent(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("store", "keeper"):
         monkeypatch.setattr(f"pxrs.queue.{module}.CLOSE_S_MAX", 0.3, raising=False)
@@ -630,7 +633,7 @@ def test_r5_many_open_transactions_do_not_keep_a_hub_from_closing_while_the_stor
 
 
 @pytest.mark.parametrize("damage", ["in flight", "outcome", "delayed key", "delayed", "ready"])
-def test_z3_z7_a_damaged_record_keeps_nothing_else_from_coming_back(place: Place, damage: str) -> None:
+def test_z3_z7_a_damaged_record_keeps_nothing_else_from_coming_back(place: SharedStore, damage: str) -> None:
     hub = place.open()
     first, second = hub.create_queue("a"), hub.create_queue("b")
     name, transaction, taker = "5000.00000000000000abcdefabcd.0", "0" * 12, "0" * 32
@@ -652,7 +655,7 @@ def test_z3_z7_a_damaged_record_keeps_nothing_else_from_coming_back(place: Place
     assert hub.registry.get(key) is not None
 
 
-def test_z7_a_strict_queue_without_backoff_does_not_wait_for_a_clock_that_is_ahead(place: Place) -> None:
+def test_z7_a_strict_queue_without_backoff_does_not_wait_for_a_clock_that_is_ahead(place: SharedStore) -> None:
     ahead, other = place.open(), place.open()
     ahead.create_queue("q", fifo=True).put("x")
     tx = ahead.transaction()
@@ -663,7 +666,7 @@ def test_z7_a_strict_queue_without_backoff_does_not_wait_for_a_clock_that_is_ahe
 
 
 @pytest.mark.parametrize("how", ["retry", "purge"])
-def test_z5_a_dead_letter_of_a_clock_that_is_ahead_can_be_chosen(place: Place, how: str) -> None:
+def test_z5_a_dead_letter_of_a_clock_that_is_ahead_can_be_chosen(place: SharedStore, how: str) -> None:
     ahead, other = place.open(), place.open()
     ahead.create_queue("q", policy=ConsumeOnce()).put_many(["x", "y"])
     tx = ahead.transaction()
@@ -682,7 +685,7 @@ def test_z5_a_dead_letter_of_a_clock_that_is_ahead_can_be_chosen(place: Place, h
 # Processes and threads that are cut short.
 
 
-def test_z8_a_forked_child_is_told_so_though_a_commit_was_going_on(place: Place) -> None:
+def test_z8_a_forked_child_is_told_so_though_a_commit_was_going_on(place: SharedStore) -> None:
     hub, registry = place.hooked()
     queue = hub.create_queue("q")
     inside, gate = threading.Event(), threading.Event()
@@ -780,7 +783,7 @@ def check_that_all_is_left(hub: Hub, where: str) -> None:
         assert not any(head._waiters for head in store_of(hub)._heads.values()), where
 
 
-def check_interrupts(place: Place, each: int, caller: str = "") -> int:
+def check_interrupts(place: SharedStore, each: int, caller: str = "") -> int:
     """One in each telling of the story, at every so many calls. How many that were."""
     at = 1
     while True:
@@ -798,16 +801,16 @@ def check_interrupts(place: Place, each: int, caller: str = "") -> int:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some are raised where nobody can
-def test_z2_an_interrupt_at_any_call_loses_nothing_and_locks_nothing(place: Place) -> None:
+def test_z2_an_interrupt_at_any_call_loses_nothing_and_locks_nothing(place: SharedStore) -> None:
     assert check_interrupts(place, INTERRUPT_EACH) > 40
 
 
 @pytest.mark.parametrize("caller", ["Head.enter", "TransactionProtocol._note_taken", "Combiner.commit"])
-def test_z2_an_interrupt_at_a_delicate_call_loses_nothing_and_locks_nothing(place: Place, caller: str) -> None:
+def test_z2_an_interrupt_at_a_delicate_call_loses_nothing_and_locks_nothing(place: SharedStore, caller: str) -> None:
     assert check_interrupts(place, 1, caller) > 0
 
 
-def test_z2_a_transaction_that_was_dropped_gives_back_and_warns(place: Place) -> None:
+def test_z2_a_transaction_that_was_dropped_gives_back_and_warns(place: SharedStore) -> None:
     hub = place.open()
     hub.create_queue("q", fifo=True).put_many(["1", "2"])
 
@@ -822,7 +825,7 @@ def test_z2_a_transaction_that_was_dropped_gives_back_and_warns(place: Place) ->
 
 
 def test_z8_an_interrupted_leader_takes_none_of_its_followers_along(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: SharedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = HookedRegistry(place.store)
     combiner = Combiner(registry)
@@ -858,7 +861,7 @@ def test_z8_an_interrupted_leader_takes_none_of_its_followers_along(
 # Order and size.
 
 
-def test_z7_r1_a_scan_that_misses_an_earlier_item_does_not_change_a_strict_order(place: Place) -> None:
+def test_z7_r1_a_scan_that_misses_an_earlier_item_does_not_change_a_strict_order(place: SharedStore) -> None:
     hub, registry = place.hooked()
     hub.create_queue("q", fifo=True)
     other = place.open().queue("q")
@@ -876,7 +879,7 @@ def test_z7_r1_a_scan_that_misses_an_earlier_item_does_not_change_a_strict_order
     assert [take_value(hub, "q", timeout=1) for _ in range(2)] == [b"1", b"2"]
 
 
-def test_z7_what_was_taken_while_the_sweeper_looked_comes_back_before_the_turn_is_free(place: Place) -> None:
+def test_z7_what_was_taken_while_the_sweeper_looked_comes_back_before_the_turn_is_free(place: SharedStore) -> None:
     hub, registry = place.hooked()
     queue = hub.create_queue("q", fifo=True)
     queue.put("0")
@@ -908,7 +911,7 @@ def test_z7_what_was_taken_while_the_sweeper_looked_comes_back_before_the_turn_i
     assert taken == [b"1", b"1"]
 
 
-def test_z8_the_bytes_of_keys_count_before_the_store_refuses(place: Place) -> None:
+def test_z8_the_bytes_of_keys_count_before_the_store_refuses(place: SharedStore) -> None:
     hub, registry = place.hooked()
     registry.limits = replace(LIMITS, commit_keys_max=1_000, commit_bytes_max=800_000, value_bytes_max=700_000)
     queue = hub.create_queue("q")

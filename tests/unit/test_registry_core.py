@@ -85,6 +85,11 @@ class Renewals:
         finally:
             self.asked.release()
 
+    def await_answer(self) -> None:
+        """Return when one more renewal was answered and the time of the next one is set: the clock may go on."""
+        assert self.asked.acquire(timeout=30)
+        eventually(lambda: self.lease.renewal.thread is None)  # type: ignore[union-attr]
+
     def end(self) -> None:
         self.ended += 1
 
@@ -97,7 +102,7 @@ def test_r6_a_lease_is_renewed_well_before_its_deadline() -> None:
     store = Renewals(clock, lambda: clock.now() + 8.0)
     for _ in range(10):
         clock.advance(2.0)
-        assert store.asked.acquire(timeout=10)
+        store.await_answer()
         assert store.lease.alive
     store.lease.close()
     store.lease.close()
@@ -114,7 +119,7 @@ def test_x12_a_holder_that_cannot_reach_the_store_is_out_at_its_deadline() -> No
     store = Renewals(clock, unreachable)
     for _ in range(3):
         clock.advance(2.0)
-        assert store.asked.acquire(timeout=10)
+        store.await_answer()
         assert store.lease.alive
     clock.advance(2.0)
     assert not store.lease.alive
@@ -138,8 +143,7 @@ def test_r3_a_renewal_that_comes_back_after_the_deadline_revives_nothing() -> No
     clock.advance(7.0)
     assert not store.lease.alive
     may_answer.set()
-    assert store.asked.acquire(timeout=10)
-    eventually(lambda: store.lease.renewal.thread is None)  # type: ignore[union-attr]
+    store.await_answer()
     assert not store.lease.alive
     store.lease.close()
 
@@ -238,6 +242,64 @@ def test_wakes_are_collected_and_a_closed_watch_says_so() -> None:
         watch.wait(0)
 
 
+def test_closing_wakes_who_waits_and_every_later_wait_says_so() -> None:
+    watch = Watch(("",), lambda _: None)
+    waiting = aside(lambda: watch.wait(None))
+    watch.close()
+    with pytest.raises(Closed):
+        waiting.result(30)
+    for _ in range(2):
+        with pytest.raises(Closed):
+            aside(lambda: watch.wait(None)).result(30)
+
+
+def test_w6_callbacks_are_called_for_each_wake_and_for_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    watch, calls = Watch(("",), lambda _: None), []
+
+    def fail() -> None:
+        calls.append("failing")
+        raise ValueError("a mistake")
+
+    first, _ = watch.subscribe(fail), watch.subscribe(lambda: calls.append("other"))
+    watch.wake()
+    assert calls == ["failing", "other"], "a callback that raises keeps no other from being called"
+    assert "a mistake" in caplog.text
+    assert watch.wait(0)
+    first.close()
+    watch.wake()
+    watch.close()
+    assert calls == ["failing", "other", "other", "other"]
+
+
+def test_r2_a_doubt_about_a_folder_wakes_all_that_may_be_concerned() -> None:
+    shared = SharedWatches()
+    watches = {prefix: Watch((prefix,), shared.remove) for prefix in ("", "a/", "a/b/", "a/b/key", "a/c/", "ab/")}
+    for watch in watches.values():
+        shared.add(watch)
+
+    def woken() -> set[str]:
+        return {prefix for prefix, watch in watches.items() if watch.wait(0)}
+
+    shared.wake_under("a/b/")
+    assert woken() == {"", "a/", "a/b/", "a/b/key"}
+    shared.wake_under("")
+    assert woken() == watches.keys()
+    shared.wake(["x"])
+    assert woken() == {""}
+    shared.wake(["a/b/key", "ab/x"])
+    assert woken() == {"", "a/", "a/b/", "a/b/key", "ab/"}
+    second = Watch(("a/",), shared.remove)
+    shared.add(second)
+    (prefix,) = [each for each in shared.prefixes() if each.prefix == "a/"]
+    prefix.wake()
+    assert woken() == {"a/"}
+    assert second.wait(0)
+    assert shared.remove(second) == []
+    assert shared.remove(second) == [], "it was removed before"
+    assert shared.remove(watches["a/"]) == [prefix]
+    assert shared.remove(watches["a/"]) == []
+
+
 class Arming:
     """A store that arms prefixes when it is told to, and can refuse."""
 
@@ -326,3 +388,18 @@ def test_a_prefix_whose_handle_is_closed_while_it_is_armed_is_forgotten() -> Non
         opening.result(30)
     assert store.disarmed[-1] == "a/", "after it was armed"
     assert len(store.disarmed) == 2
+
+
+def test_r2_a_prefix_that_is_opened_again_while_it_was_armed_for_a_closed_handle_is_armed_for_itself() -> None:
+    shared, store = SharedWatches(), Arming()
+    opening = aside(lambda: store.open(shared, "a/"))
+    assert store.begun.acquire(timeout=30)
+    shared.handles()[0].close()
+    again = aside(lambda: store.open(shared, "a/"))
+    assert store.begun.acquire(timeout=30), "the store knows the prefix of the closed handle only"
+    store.go.release(2)
+    with pytest.raises(Closed):
+        opening.result(30)
+    again.result(30)
+    assert store.disarmed == ["a/", "a/"], "the first one: when its handle was closed, and after it was armed"
+    assert store.armed == [["a/"], ["a/"]]

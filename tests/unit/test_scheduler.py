@@ -13,7 +13,7 @@ import pytest
 
 from pxrs import scheduler as scheduler_module
 from pxrs.clock import SYSTEM, ManualClock
-from pxrs.scheduler import Next, Scheduler, State
+from pxrs.scheduler import Next, Scheduled, Scheduler, State
 from pxrs.testing.waiting import eventually
 
 LONG_S = 30
@@ -185,3 +185,123 @@ def test_random_wakes_never_run_work_twice_at_once_and_none_is_missed() -> None:
     eventually(lambda: seen == asked)
     assert all(each.end(LONG_S) for each in added)
     assert overlaps == []
+
+
+def test_work_that_blocks_in_code_of_the_user_does_not_delay_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "IDLE_S", 0.05)
+    scheduler = Scheduler(SYSTEM, "blocked", threads_max=2)
+    entered, proceed = threading.Semaphore(0), threading.Event()
+    added: list[Scheduled] = []
+    is_added = threading.Event()
+
+    def work_of(number: int) -> Callable[[], Next]:
+        def work() -> Next:
+            assert is_added.wait(LONG_S)
+            with added[number].blocking(), added[number].blocking():
+                entered.release()
+                assert proceed.wait(LONG_S)
+            return Next()
+
+        return work
+
+    added += [scheduler.add("work", work_of(number)) for number in range(10)]
+    is_added.set()
+    for _ in range(10):
+        assert entered.acquire(timeout=LONG_S), "more than threads_max run, as each of them blocks"
+    ran = threading.Event()
+    last = scheduler.add("last", lambda: ran.set() or Next())  # type: ignore[func-returns-value]
+    assert ran.wait(LONG_S)
+    proceed.set()
+    eventually(lambda: all(each.state is State.WAITING for each in added))
+    for each in [*added, last]:
+        each.wake()
+    eventually(lambda: all(each.state is State.WAITING for each in added))
+    eventually(lambda: not threads_named("blocked"))
+    assert scheduler._workers == 0, "as many are counted as there are"
+
+
+def test_blocking_on_another_thread_has_no_effect() -> None:
+    scheduler = Scheduler(SYSTEM, "s")
+    added = scheduler.add("work", Next)
+    eventually(lambda: added.state is State.WAITING)
+    with added.blocking():
+        assert not added.is_blocking
+    assert added.end(LONG_S)
+
+
+class Refusing:
+    """Lets the start of threads with a name be refused, as the system does at its limit of threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refuses: tuple[str, ...] = ()
+        start = threading.Thread.start
+
+        def refused(thread: threading.Thread) -> None:
+            if self.refuses and thread.name.startswith(self.refuses):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+def test_work_whose_worker_cannot_be_started_is_refused_when_added_and_runs_later_when_woken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scheduler_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(scheduler_module, "START_RETRY_S", 0.01)
+    refusing = Refusing(monkeypatch)
+    scheduler = Scheduler(SYSTEM, "few")
+    refusing.refuses = ("few-worker",)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        scheduler.add("work", Next)
+    refusing.refuses = ()
+    runs: list[float] = []
+
+    def work() -> Next:
+        runs.append(time.monotonic())
+        return Next(at=SYSTEM.now() + 3_600)
+
+    added = scheduler.add("work", work)
+    eventually(lambda: len(runs) == 1 and len(threads_named("few")) == 1)  # the timer
+    refusing.refuses = ("few-worker",)
+    with caplog.at_level(logging.WARNING, "pxrs.scheduler"):
+        added.wake()
+        eventually(lambda: "a thread of few could not be started: can't start new thread" in caplog.text)
+    assert added.state is State.READY
+    refusing.refuses = ()
+    eventually(lambda: len(runs) == 2)
+    assert added.end(LONG_S)
+
+
+def test_a_timer_that_cannot_be_started_is_started_later_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "IDLE_S", 0.05)
+    refusing = Refusing(monkeypatch)
+    refusing.refuses = ("few-timer",)
+    runs: list[float] = []
+
+    def work() -> Next:
+        runs.append(time.monotonic())
+        return Next(pause_s=0.01)
+
+    added = Scheduler(SYSTEM, "few").add("work", work)
+    eventually(lambda: added.state is State.PAUSING)
+    refusing.refuses = ()
+    eventually(lambda: len(runs) > 2)
+    assert added.end(LONG_S)
+
+
+def test_work_that_returns_none_is_not_run_again() -> None:
+    added = Scheduler(SYSTEM, "s").add("work", lambda: None)
+    eventually(lambda: added.state is State.ENDED)
+
+
+def test_an_interrupt_while_work_is_made_ready_does_not_lose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(SYSTEM, "s")
+    runs: list[int] = []
+    added = scheduler.add("work", lambda: runs.append(1) or Next())  # type: ignore[func-returns-value]
+    eventually(lambda: added.state is State.WAITING)
+    with scheduler._lock:
+        added.state = State.READY  # the interrupt came here: it is in no queue
+    added.wake()
+    eventually(lambda: len(runs) == 2)
+    assert added.end(LONG_S)

@@ -198,7 +198,7 @@ def test_a_commit_interval_passes_by_advancing_the_clock(hub: Hub, clock: Manual
         return row.checkpoint
 
     with hub.consumer("t", "g", lease_ttl=HOUR_S, commit_interval=60, ack="manual") as inbox:
-        eventually(lambda: inbox._member._commits_at > clock.now())  # the first turn of the member's thread commits
+        eventually(lambda: inbox._member._rounds.pace.commits_at > clock.now())  # the next commit is due later
         (found,) = inbox.poll(timeout=PATIENCE_S)
         inbox.ack(found)
         assert checkpoint() == 0

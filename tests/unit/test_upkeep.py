@@ -19,7 +19,7 @@ from pxrs import clock as clocks
 from pxrs import disk
 from pxrs.address import LazyRegistry
 from pxrs.clock import ManualClock
-from pxrs.errors import LogNotWritable, OutcomeUnknown, RegistryUnavailable
+from pxrs.errors import HubMoved, LogNotWritable, OutcomeUnknown, RegistryUnavailable
 from pxrs.group.projection import FOLDER
 from pxrs.hub import Hub
 from pxrs.hub_parts import HubParts
@@ -32,6 +32,7 @@ from pxrs.registry.memory import MemoryStore
 from pxrs.testing.command import run_here
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
+from pxrs.upkeep.duties import Round
 from pxrs.upkeep.election import LEASE_TTL_S, Election, Role
 from pxrs.upkeep.records import RoundReport
 from pxrs.upkeep.schedule import LOOK_S, ROUND_S, ROUND_S_MIN, Schedule, retention_interval_s
@@ -182,7 +183,10 @@ def test_w4_a_client_of_a_server_does_no_upkeep(upkeep_threads: Callable[[], lis
     with Hub(log, HookedRegistry(MemoryStore())) as hub:
         hub.create_topic("short", retention=HOUR_S)
         hub.producer("short").close()
+        hub.start_upkeep()
         assert upkeep_threads() == []
+        with pytest.raises(LogNotWritable, match="its server does the upkeep"):
+            hub.run_upkeep()
 
 
 # Who.
@@ -288,6 +292,21 @@ def test_a_process_that_may_not_write_is_not_elected(place: Place, monkeypatch: 
     assert place.registry().scan("upkeep/") == []
 
 
+def test_a_janitor_that_may_not_write_any_more_gives_the_claim_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as after its user was changed, or its mount made read-only: others may still write."""
+    first, second = place.election(), place.election()
+    assert first.stand().role is Role.ELECTED
+    denied = PermissionError(13, "Permission denied", str(place.folder))
+    with monkeypatch.context() as reader:
+        reader.setattr(disk, "write_refusal", lambda path: denied)
+        assert first.stand().role is Role.BARRED
+    assert second.stand().role is Role.ELECTED
+    assert first.stand().role is Role.CANDIDATE
+    second.resign()
+
+
 def test_without_a_registry_that_processes_share_nothing_is_written_and_plain_topics_are_retained(
     tmp_path: Path,
 ) -> None:
@@ -368,6 +387,41 @@ def test_a_janitor_whose_thread_has_ended_gives_the_claim_up(place: Place) -> No
     election.resign()
 
 
+def test_a_janitor_whose_thread_ends_in_a_round_gives_the_claim_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was elected by the same look, so that no other hub would be before its lease has expired."""
+    hub, election = place.hub(), place.election()
+    hub.start_upkeep()
+    eventually(lambda: hub.upkeep().role == "elected" and hub.upkeep().last_round, 30)
+
+    def moved() -> list[Topic]:
+        raise HubMoved(str(place.folder), "the directory was renamed or removed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub.log, "topics", moved)
+        hub.start_upkeep()  # looks at once; the clock stands still, so that no lease expires
+        eventually(lambda: election.stand().role is Role.ELECTED, 30)
+    election.resign()
+
+
+def test_a_round_that_takes_longer_than_its_interval_is_followed_by_a_pause(place: Place) -> None:
+    hub = place.hub()
+    hub.create_topic("short", partitions=1, retention=1e-6)
+    janitor, log = hub._janitor, hub.topic("short").log
+    retain = log.retain
+
+    def slow(now: int, unread: Any = None) -> dict[int, int]:
+        place.clock.advance(10)
+        return retain(now, unread)
+
+    log.retain = slow  # type: ignore[method-assign]
+    with janitor._round:
+        next_look_at = janitor._turn(Schedule(place.clock.now()))
+    assert next_look_at >= place.clock.now() + ROUND_S_MIN
+    janitor._election.resign()
+
+
 def test_a_report_fits_into_the_registry_however_much_has_failed() -> None:
     many = {f"retention of {number}": "x" * 10_000 for number in range(5_000)}
     removed = {"t": {str(number): number for number in range(5_000)}, "u": {"0": 1}}
@@ -390,6 +444,14 @@ def test_a_short_lived_process_retains_on_close_if_there_is_no_janitor(place: Pl
         assert hub.topic("t").start(0) == 0
     assert place.hub().topic("t").start(0) == (3 if way == "no janitor" else 0)
     janitor.resign()
+
+
+def test_a_process_whose_thread_has_made_a_round_makes_none_on_close(place: Place) -> None:
+    with place.hub(upkeep=True) as hub:
+        hub.start_upkeep()
+        eventually(lambda: hub.upkeep().last_round, 30)
+        send_old(hub)
+    assert place.hub().topic("t").start(0) == 0, "the next janitor does it"
 
 
 def test_a_short_lived_process_that_needs_no_registry_opens_none(tmp_path: Path) -> None:
@@ -417,6 +479,36 @@ def test_one_topic_that_fails_keeps_no_other_from_being_retained(place: Place, m
     assert list(report.errors) == ["retention of a"]
 
 
+def test_a_topic_that_was_made_again_since_the_topics_were_listed_is_due_by_itself(place: Place) -> None:
+    hub = place.hub()
+    (listed,) = hub.topics()
+    hub.delete_topic("t")
+    hub.create_topic("t", partitions=1, retention=HOUR_S, segment_bytes=4096)
+    send_old(hub)
+    work = Round(hub.parts, lambda: False, with_registry=True)
+    assert work.run([listed], with_others=False).removed == {}
+    assert (work.errors, work.done) == ({}, ["retention of t"])
+    assert work.run(hub.topics(), with_others=False).removed == {"t": {"0": 3}}
+
+
+def test_a_registry_that_could_not_be_reached_is_not_asked_again_for_each_topic(place: Place) -> None:
+    """Each call would take as long as the registry's time limit."""
+    registry = place.registry()
+    hub = place.hub(registry)
+    for number in range(5):
+        hub.create_topic(f"unread{number}", partitions=1, retention=HOUR_S, keep_unread=True)
+    calls = []
+
+    def away() -> None:
+        calls.append(1)
+        raise RegistryUnavailable("away")
+
+    registry.reach = away
+    assert len(hub.run_upkeep().errors) == 5
+    assert len(calls) == 1
+    registry.reach = lambda: None
+
+
 def test_a_deletion_that_was_cut_short_is_finished(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = place.hub()
     hub.create_topic("gone", partitions=1)
@@ -427,6 +519,74 @@ def test_a_deletion_that_was_cut_short_is_finished(place: Place, monkeypatch: py
     assert hub.run_upkeep().errors == {}
     assert not list(place.folder.glob("topics/.deleted-*"))
     assert len(list(place.folder.glob("logs/*"))) == 1
+
+
+def keys_of_topics(place: Place) -> list[str]:
+    return [entry.key.rpartition("/")[2] for entry in place.registry().scan("topics/")]
+
+
+@pytest.mark.parametrize("way", ["the registry is away", "killed before", "killed after"])
+def test_keys_of_a_deleted_topic_are_removed_though_its_deletion_was_cut_short(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    registry = place.registry()
+    hub, other = place.hub(registry), place.hub()
+    for name in ("unread", "stays"):
+        hub.create_topic(name, partitions=1, retention=HOUR_S, keep_unread=True)
+        hub.consumer(name, f"of {name}".replace(" ", "-")).close()
+    assert keys_of_topics(place) == ["gate", "gate"]
+    with monkeypatch.context() as cut_short:
+        if way == "the registry is away":
+
+            def reach() -> None:
+                raise RegistryUnavailable("no answer")
+
+            registry.reach = reach
+            hub.delete_topic("unread")
+            registry.reach = lambda: None
+            assert "no answer" in caplog.text
+        else:
+            cut_short.setattr(
+                hub.log, "delete_topic" if way == "killed before" else "finish_deletions", lambda *_: 1 // 0
+            )
+            with pytest.raises(ZeroDivisionError):
+                hub.delete_topic("unread")
+    assert keys_of_topics(place) == ["gate", "gate"]
+    assert other.run_upkeep().errors == {}
+    if way == "killed before":
+        assert keys_of_topics(place) == ["gate", "gate"], "the topic is there: nothing of it may go"
+        other.delete_topic("unread")
+    assert keys_of_topics(place) == ["gate"], "that of the topic that stays"
+    assert list((place.folder / "deleted").iterdir()) == []
+
+
+def test_a_damaged_topic_that_is_deleted_leaves_no_keys(place: Place) -> None:
+    hub = place.hub()
+    hub.create_topic("unread", partitions=1, retention=HOUR_S, keep_unread=True)
+    hub.consumer("unread", "g2").close()
+    (place.folder / "topics" / "unread" / "topic.json").write_text("{}")
+    place.hub().delete_topic("unread")
+    assert keys_of_topics(place) == []
+
+
+def test_a_topic_is_deleted_though_the_registry_cannot_be_asked_for_its_manifests(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = place.registry()
+    hub = place.hub(registry)
+    identity = hub.topic("t").id
+    file = staged(place.folder, identity, 1, 60.0)
+    hub.registry.commit(put={f"spark/{identity}/query": json.dumps({"batch": 1, "files": [file.name]}).encode()})
+
+    def reach() -> None:
+        raise RegistryUnavailable("no answer")
+
+    registry.reach = reach
+    hub.delete_topic("t")
+    registry.reach = lambda: None
+    assert "no answer" in caplog.text
+    assert hub.topics() == []
+    assert file.exists(), "by it the janitor finds the manifests a day later"
 
 
 def staged(folder: Path, topic_id: str, batch: int, age_s: float) -> Path:
@@ -450,6 +610,45 @@ def test_staged_files_that_no_manifest_names_are_removed_after_a_day(place: Plac
     os.utime(gone.parents[1], (0, 0))
     assert hub.run_upkeep().errors == {}
     assert not gone.parents[2].exists(), "of a topic that was deleted"
+
+
+def test_what_was_committed_for_a_deleted_topic_a_short_while_ago_stays(place: Place) -> None:
+    """The driver that has committed it may be about to finish it, and to tell that the topic is gone."""
+    hub = place.hub()
+    gone = staged(place.folder, "0" * 32, 1, 2 * DAY_S)
+    for path in (gone.parents[1], gone.parents[2]):
+        os.utime(path, (0, 0))
+    written = {"batch": 1, "files": [gone.name], "at": time.time()}
+    hub.registry.commit(put={f"spark/{'0' * 32}/query": json.dumps(written).encode()})
+    assert hub.run_upkeep().errors == {}
+    assert gone.exists()
+
+
+def test_staged_files_stay_while_it_is_not_on_record_which_registry_has_the_manifests(tmp_path: Path) -> None:
+    """A driver has committed its batch in a registry that this process does not know."""
+    place = Place(tmp_path / "data")
+    hub = place.hub()
+    hub.create_topic("t", partitions=1)
+    file = staged(place.folder, hub.topic("t").id, 1, 2 * DAY_S)
+    assert hub.run_upkeep().errors == {}
+    assert file.exists()
+    hub.consumer("t", "g").close()  # which records its registry
+    assert hub.run_upkeep().errors == {}
+    assert not file.exists()
+    place.close()
+
+
+def test_a_file_of_somebody_else_in_the_staging_folder_stops_nobody(place: Place) -> None:
+    hub = place.hub()
+    identity = hub.topic("t").id
+    old = staged(place.folder, identity, 1, 2 * DAY_S)
+    strange = [old.parents[2] / ".DS_Store", old.parents[1] / ".DS_Store", place.folder / "staging" / "README"]
+    for path in strange:
+        path.write_text("")
+    assert hub.run_upkeep().errors == {}
+    assert not old.exists()
+    DirectoryStaging(str(place.folder)).clear(identity, "query", 7)
+    assert all(path.exists() for path in strange)
 
 
 def test_a_janitor_that_was_frozen_after_it_read_the_manifests_removes_nothing_staged_since(tmp_path: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from pxrs import waiting
+from pxrs import registry, waiting
+from pxrs.clock import ManualClock
+from pxrs.registry.memory import MemoryRegistry, MemoryStore
 from pxrs.testing.waiting import aside, eventually
 from pxrs.waiting import BackgroundThread, Callback, Cancel, Subscribers, Subscription, wait_for
 
@@ -198,3 +203,61 @@ def test_closing_ends_a_background_thread_and_then_what_it_uses() -> None:
     assert not steps.is_running
     assert steps.ended == 1
     assert time.monotonic() - began < BOUND_S
+
+
+def test_r2_a_thread_that_could_not_be_started_is_started_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process may have all the threads that it may have, for a moment. No object may then believe for ever that its
+    thread runs."""
+    start, is_full = threading.Thread.start, False
+
+    def refuse(thread: threading.Thread) -> None:
+        if is_full and thread.name.startswith("pxrs-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    steps = Steps()
+    is_full = True
+    with pytest.raises(RuntimeError):
+        steps.thread.need()
+    is_full = False
+    steps.thread.need()
+    assert steps.is_running
+    steps.thread.release()
+    steps.thread.close()
+    assert steps.ended == 1
+    for url in (f"file:{tmp_path}/files", f"sqlite:///{tmp_path}/registry.db?poll=0.01"):
+        with registry.open(url) as handle:
+            handle.commit(put={"a": b"0"})
+            descriptors = count_descriptors()
+            is_full = True
+            for _ in range(5):
+                with pytest.raises(RuntimeError):
+                    handle.watch("")
+            assert count_descriptors() <= descriptors + SQLITE_DESCRIPTORS, "each failure leaves some open"
+            is_full = False
+            with handle.watch("") as watch:
+                handle.commit(put={"a": b"1"})
+                assert watch.wait(BOUND_S), url
+        gc.collect()
+        assert count_descriptors() <= descriptors, url
+    clock = ManualClock()
+    with MemoryRegistry(MemoryStore(clock)) as handle, handle.watch("m") as watch:
+        is_full = True
+        with pytest.raises(RuntimeError):
+            handle.lease(1.0, renewed=False)
+        is_full = False
+        handle.commit(ephemeral={"m": b""}, lease=handle.lease(1.0, renewed=False))
+        assert watch.wait(BOUND_S)
+        clock.advance(2.0)
+        assert watch.wait(BOUND_S), "nobody ends the lease"
+
+
+SQLITE_DESCRIPTORS = 3
+"""What a connection of SQLite has open: the file, the log and its index."""
+
+
+def count_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,3 +1,3 @@
-"""The command line: `pxrs`. It prints for people, and JSON for machines with `--json`.
+"""The command line: `pxrs`. It prints text for people, and JSON for machines with `--json`.
 
-Nothing is loaded here: a worker's process imports its own module, and none of the commands."""
+This module imports nothing: a worker's process imports its own module, and none of the commands."""

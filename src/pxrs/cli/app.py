@@ -22,14 +22,18 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(
-    registry.app, name="registry", help="Look into a registry, print the SQL that it needs, give a hub to it."
+    registry.app,
+    name="registry",
+    help="Look into a registry, print its DDL, and record which registry a hub belongs to.",
 )
-app.add_typer(topic.app, name="topic", help="Make, list, describe and delete topics.")
+app.add_typer(topic.app, name="topic", help="Create, list, describe and delete topics.")
 app.add_typer(source.app, name="source", help="Register tables of SQL databases, to be read as topics are.")
-app.add_typer(group.app, name="group", help="Look at consumer groups, move them, forget them.")
-app.add_typer(queue.app, name="queue", help="Make work queues, put into them, take from them, look at them.")
+app.add_typer(group.app, name="group", help="Show consumer groups, reset them, delete them.")
+app.add_typer(queue.app, name="queue", help="Create work queues, put items into them, take items from them, show them.")
 app.add_typer(pipelines, name="pipeline", help="Run the Spark pipelines of a file.")
-app.add_typer(upkeep.app, name="upkeep", help="Apply retention and clean up behind others, or see who does.")
+app.add_typer(
+    upkeep.app, name="upkeep", help="Apply retention and remove what is no longer needed, or show which process does."
+)
 app.command("send")(topic.send)
 app.command("tail")(topic.tail)
 app.command("check")(topic.check)
@@ -45,8 +49,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def main() -> None:
-    """Run a command. An error of pxrs or of the operating system, such as a full disk behind standard output, is one
-    line on standard error and exit code 1."""
+    """Run a command. An error of pxrs or of the operating system, such as a full disk behind standard output, is
+    printed as one line on standard error; the exit code is 1."""
     try:
         app()
     except (PxrsError, OSError) as error:

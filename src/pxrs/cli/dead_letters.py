@@ -1,4 +1,4 @@
-"""`pxrs queue dead`: the items that were given up, and how items are printed by all commands of queues."""
+"""`pxrs queue dead`: the dead letters of a queue; and how all commands of queues print items."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from pxrs.wording import counted, printable, time_text
 
 app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="QUEUE", help="The queue's name.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Only these; by default all.")]
+Ids = Annotated[
+    list[str] | None, typer.Argument(metavar="[ID]...", help="Only the dead letters with these ids; by default all.")
+]
 
 
 @app.command("list")
 def list_dead(
     queue: Name,
     at: MaybeAt = None,
-    count: Annotated[int, typer.Option("-n", "--count", min=1, help="At most so many, the oldest first.")] = 100,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Also where the handler raised.")] = False,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many at most, the oldest first.")] = 100,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Also print the tracebacks.")] = False,
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """List dead letters: when and after how many deliveries each was given up, and what the last one failed with.
+    """List dead letters: when and after how many deliveries each item became one, and the error of the last delivery.
 
     With --json, error_type and traceback are always there; they are empty if no handler raised."""
     with open_hub(at, registry) as hub:
@@ -96,7 +98,7 @@ def print_items(items: Iterable[Item], as_json: bool) -> None:
 
 
 def _plain(item: Item) -> dict[str, Any]:
-    """For machines: every item can be put again from it."""
+    """The item as a JSON object, from which it can be put again."""
     found: dict[str, Any] = {
         "queue": item.queue,
         "id": item.id,

@@ -1,4 +1,4 @@
-"""`pxrs group`: look at consumer groups, move them, forget them, decide about messages that could not be handled."""
+"""`pxrs group`: shows, resets and deletes consumer groups, and decides about messages that could not be handled."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ import pxrs
 from pxrs.cli.options import Json, MaybeAt, RegistryUrl, Yes, confirm, open_hub
 from pxrs.cli.terminal import cell, console, echo, indented, is_terminal, seconds_field, show
 from pxrs.errors import UnknownGroup
-from pxrs.group.admin import GroupHandle, groups
-from pxrs.group.description import GroupDescription
-from pxrs.group.positions import To
-from pxrs.group.records import Keys
-from pxrs.group.text import (
+from pxrs.group.admin import GroupHandle
+from pxrs.group.description import (
     MEMBER_COLUMNS,
     PARTITION_COLUMNS,
     Columns,
+    GroupDescription,
     member_rows,
     partition_rows,
     pause_text,
     place_text,
 )
+from pxrs.group.listing import groups
+from pxrs.group.positions import To
+from pxrs.group.records import Keys
 from pxrs.wording import counted, printable
 
 app = typer.Typer(no_args_is_help=True)
@@ -42,16 +43,16 @@ Pairs = Annotated[
     typer.Option("--partition", metavar="P=OFFSET", help="An offset for one partition; give it for each."),
 ]
 REFRESH_S: Final = 1.0
-"""After how many seconds the lag is read again: appends do not wake this command's watch, which is of the registry."""
+"""After how many seconds the lag is read again. Appends do not wake this command, which watches the registry."""
 PAUSE_S: Final = 0.1
-"""The shortest pause between two redraws, however much changes."""
+"""The shortest pause between two redraws, however often something changes."""
 
 
 @app.command("list")
 def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """List the groups, how many members each has, and how far behind they are.
+    """List the groups, how many members each has, and their lag.
 
-    A lag such as `<= 12` is an upper bound, as of tables; one that is `unknown` is explained below the list.
+    A lag such as `<= 12` is an upper bound, as for tables; one that is `unknown` is explained below the list.
     """
     with open_hub(at, registry) as hub:
         found = list(_describe_all(hub))
@@ -77,15 +78,16 @@ def describe(
     at: MaybeAt = None,
     registry: RegistryUrl = None,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Stay, and show each change, until interrupted.")
+        bool, typer.Option("--watch", "-w", help="Go on, and show each change, until interrupted.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a group's members, and of each partition the owner, epoch, checkpoint, lag, and what holds it up.
+    """Show the members of a group, and for each partition the owner, epoch, checkpoint, lag, and the message that
+    pauses it.
 
-    A lag such as `<= 12` is an upper bound: of a table it counts ids, those of other partitions included.
-    Below partitions that a message holds up stands where its handler raised; not with --watch. With --watch and --json,
-    one line for each change.
+    A lag such as `<= 12` is an upper bound: for a table it counts ids, those of other partitions included. Below a
+    partition that is paused by a message, the traceback of its handler follows; not with --watch. With --watch and
+    --json, one line is printed for each change.
     """
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
@@ -109,22 +111,23 @@ def reset(
     partition: Pairs = None,
     topic: Annotated[str | None, typer.Option(help="One of those that the group reads; by default all.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also while members are there: they start anew there.")
+        bool, typer.Option("--force", help="Also while the group has members: they go on from there.")
     ] = False,
     yes: Yes = False,
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Have a group go on elsewhere: give --to for all partitions, or --partition for some.
+    """Set the checkpoints of a group: give --to for all partitions, or --partition for some.
 
-    Back from the checkpoint, messages are handled again; forward from it, those in between are left out for good.
+    If the new offset is before the checkpoint, messages are handled again; if it is behind it, the messages in between
+    are never handled.
     """
     if (to is None) == (not partition):
         raise typer.BadParameter("give either --to or --partition")
     target: To = _where(to) if to is not None else _pairs(partition or [])
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
-        handle.describe()  # an unknown group is told before anything is asked
+        handle.describe()  # raises an error for an unknown group before anything is asked
         where = to if to is not None else ", ".join(partition or [])
         confirm(f"Reset group {group}{f', topic {topic}' if topic else ''} to {where}?", yes)
         offsets = handle.reset(target, topic, force)
@@ -137,15 +140,14 @@ def delete(
     at: MaybeAt = None,
     topic: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME_OR_ID", help="Forget only what the group has of this topic or source; by default everything."
-        ),
+        typer.Option(metavar="NAME_OR_ID", help="Delete only the checkpoints of this topic or source; by default all."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also while members are there: they start afresh.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also while the group has members: they start anew.")] = False,
     yes: Yes = False,
     registry: RegistryUrl = None,
 ) -> None:
-    """Forget a group and its checkpoints, or with --topic those of one topic. Who consumes later starts afresh."""
+    """Delete a group and its checkpoints, or with --topic those of one topic. Later consumers of the group start
+    anew."""
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
         count = len(handle.describe().partitions)
@@ -159,23 +161,25 @@ def delete(
 @app.command("import-checkpoint")
 def import_checkpoint(
     group: Name,
-    topic: Annotated[str, typer.Option(help="What the group will read.")],
+    topic: Annotated[str, typer.Option(help="The topic or registered source that the group will read.")],
     at: MaybeAt = None,
     offset: Annotated[
         int | None,
-        typer.Argument(min=0, help="The next message to read, of a table or of a topic with one partition."),
+        typer.Argument(
+            min=0, help="The offset of the next message to read, for a table or a topic with one partition."
+        ),
     ] = None,
     partition: Pairs = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace checkpoints that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing checkpoints.")] = False,
     yes: Yes = False,
     registry: RegistryUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Start a group from the checkpoint of a consumer that was there before, with a single OFFSET or --partition.
+    """Start a group from the checkpoint of a consumer that was used before, given as a single OFFSET or by --partition.
 
     A topic with several partitions counts its offsets in each of them, so it takes --partition for each, and refuses a
     single OFFSET. The ids of a table are shared by all its partitions: OFFSET is the last id that was handled, plus 1.
-    Checkpoints that are there are left as they are without --force.
+    Existing checkpoints are kept without --force.
     """
     if (offset is None) == (not partition):
         raise typer.BadParameter("give either OFFSET or --partition")
@@ -189,7 +193,7 @@ def import_checkpoint(
 
 @app.command()
 def retry(group: Name, topic: str, partition: int, at: MaybeAt = None, registry: RegistryUrl = None) -> None:
-    """Have a paused partition try its message again."""
+    """Handle the message again that a partition is paused at."""
     with open_hub(at, registry) as hub:
         hub.group(group).retry(topic, partition)
     typer.echo(f"group {group} tries {topic}/{partition} again")
@@ -199,7 +203,7 @@ def retry(group: Name, topic: str, partition: int, at: MaybeAt = None, registry:
 def skip(
     group: Name, topic: str, partition: int, at: MaybeAt = None, yes: Yes = False, registry: RegistryUrl = None
 ) -> None:
-    """Have a paused partition go on behind its message, which is never handled then."""
+    """Go on behind the message that a partition is paused at; the message is never handled."""
     with open_hub(at, registry) as hub:
         handle = hub.group(group)
         paused = handle.paused(topic, partition)
@@ -213,7 +217,7 @@ def _describe_all(hub: pxrs.Hub) -> Iterator[GroupDescription]:
     for name in groups(hub.registry):
         try:
             yield hub.group(name).describe()
-        except UnknownGroup:  # deleted just now
+        except UnknownGroup:  # deleted meanwhile
             continue
 
 
@@ -270,7 +274,8 @@ def _show(found: GroupDescription, as_json: bool) -> None:
 
 
 def _follow(hub: pxrs.Hub, handle: GroupHandle, as_json: bool) -> None:
-    """Open the watch, then look (R2); look again when it wakes, or when the lag on the screen is old."""
+    """Open the watch, then show the group (R2); show it again when the watch wakes, or when the lag on the screen is
+    old."""
     with hub.registry.watch(Keys(handle.name).root) as watch:
         found = handle.describe()
         if not as_json and is_terminal():
@@ -303,7 +308,7 @@ def _lag(found: GroupDescription) -> dict[str, Any]:
 
 
 def _with_time(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """The fields in their order, with the seconds since 1970 in one of them as a time for machines."""
+    """The fields in their order; the one with seconds since 1970 becomes a time in RFC 3339."""
     found: dict[str, Any] = {}
     for field, value in fields.items():
         found |= seconds_field(name, value) if field == name else {field: value}
@@ -318,7 +323,7 @@ def _picture(found: GroupDescription, *, has_tracebacks: bool = False) -> Render
     partitions = _table(PARTITION_COLUMNS, partition_rows(found))
     held = [Text(printable(each.problem)) for each in found.topics if each.problem is not None]
     paused = [row for row in found.partitions if row.paused is not None]
-    for traceback, rows in groupby(paused, lambda row: row.traceback):  # many may fail at the same line
+    for traceback, rows in groupby(paused, lambda row: row.traceback):  # many messages may fail at the same line
         held += [Text.assemble((place_text(row), "bold red"), f" {pause_text(row)}") for row in rows]
         if traceback and has_tracebacks:
             held.append(Text(indented(traceback)))

@@ -1,8 +1,9 @@
-"""Standard input of a command, typed by a person or piped in by a program, and the Ctrl-C that ends it.
+"""Standard input of a command, typed by a person or piped in by a program, and what Ctrl-C does to the command.
 
-Ctrl-C must not leave open how much was done. It ends the wait for more input at once. What was read before is finished,
-made durable and counted: while a command works on that, the first Ctrl-C is only noted. A second one raises
-KeyboardInterrupt wherever the command is, which must then say that the outcome is not known, and end without waiting.
+When Ctrl-C ends a command, the command must be able to say how much it has done. So Ctrl-C ends the wait for more input
+at once, but input that was read before is still processed, made durable and counted: during that work the first Ctrl-C
+is only noted. A second Ctrl-C raises KeyboardInterrupt at once. The command must then say that the outcome is not
+known, and end without waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final, NoReturn, Self, TypeVar
 import typer
 
 EXIT_INTERRUPTED: Final = 130
-"""As a shell names a process that Ctrl-C has ended: 128 and the number of SIGINT."""
+"""The exit code of a process that Ctrl-C has ended, as shells have it: 128 and the number of SIGINT."""
 
 T = TypeVar("T")
 
@@ -29,23 +30,23 @@ def is_typed() -> bool:
 
 
 def tell_typist(what_becomes_of_a_line: str) -> None:
-    """Say at a terminal that the command reads from it: it would look as if it hung."""
+    """At a terminal, print that the command reads from it: otherwise the command would seem to hang."""
     if is_typed():
         typer.echo(f"each line that you type is {what_becomes_of_a_line}; Ctrl-D ends the input", err=True)
 
 
 def interrupted(what: str) -> typer.Exit:
-    """Say what was done when Ctrl-C ended the command; to be raised."""
+    """Print what was done when Ctrl-C ended the command. Returns the exception to raise."""
     typer.echo(f"interrupted: {what}", err=True)
     return typer.Exit(EXIT_INTERRUPTED)
 
 
 def end_after_second_interrupt(what: str) -> NoReturn:
-    """Say what a second Ctrl-C has left unfinished, and end the process at once.
+    """Print what a second Ctrl-C has left unfinished, and end the process at once.
 
     No `finally`, `with` block or exit handler is run: closing a producer or a hub waits for the disk or the registry,
-    and what they do not answer may be why Ctrl-C was pressed again. The leases of this process end at their deadline.
-    Stop a progress bar before, or the terminal's cursor stays hidden."""
+    and one of these that does not answer may be why Ctrl-C was pressed again. The leases of this process end at their
+    deadline. Stop a progress bar before, or the terminal's cursor stays hidden."""
     try:
         typer.echo(f"interrupted again: {what}", err=True)
         for stream in (sys.stdout, sys.stderr):
@@ -56,9 +57,9 @@ def end_after_second_interrupt(what: str) -> NoReturn:
 
 
 class Interrupts:
-    """Within the block, Ctrl-C raises KeyboardInterrupt during `wait` and at `check`; a second one anywhere.
+    """Within the block, Ctrl-C raises KeyboardInterrupt during `wait` and at `check`; a second one raises it anywhere.
 
-    SIGINT stays ignored if it was: a shell that starts a job in the background says so."""
+    If SIGINT was ignored before, as in a background job of a shell, it stays ignored."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -71,7 +72,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self._before = signal.getsignal(signal.SIGINT)
-        is_main = threading.current_thread() is threading.main_thread()  # Python sets no handler in another one
+        # Python allows signal handlers in the main thread only.
+        is_main = threading.current_thread() is threading.main_thread()
         self._is_ours = is_main and self._before is not signal.SIG_IGN
         if self._is_ours:
             signal.signal(signal.SIGINT, self._note)
@@ -82,8 +84,9 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._before)
 
     def wait(self, read: Callable[[], T]) -> T:
-        """What `read` returns. Input that is read just when Ctrl-C comes may be dropped; it was not worked on."""
-        # The flag first: a Ctrl-C before this line is found by `check`, one after it raises in `_note`.
+        """The result of `read`. Input that arrives in the moment of a Ctrl-C may be dropped; it was not processed."""
+        # Set the flag before calling `check`: a Ctrl-C before this line is found by `check`, one after it raises in
+        # `_note`.
         self._is_waiting = True
         try:
             self.check()

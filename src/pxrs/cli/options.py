@@ -1,4 +1,4 @@
-"""The options that several commands have, and how they open what those name."""
+"""Options that several commands have, and functions that open the hub or registry that they name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ At = Annotated[str, typer.Option("--at", envvar="PXRS_AT", metavar="URL", help="
 MaybeAt = Annotated[
     str | None,
     typer.Option(
-        "--at", envvar="PXRS_AT", metavar="URL", help="The directory of the hub; not needed where --registry is given."
+        "--at", envvar="PXRS_AT", metavar="URL", help="The directory of the hub; not needed if --registry is given."
     ),
 ]
-"""The option --at of commands that need no directory where --registry is given."""
+"""The option --at of commands that need no directory if --registry is given."""
 RegistryUrl = Annotated[
     str | None,
-    typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
+    typer.Option(
+        "--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in the directory."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
 ExistOk = Annotated[
-    bool, typer.Option("--exist-ok", help="No error if it is there already, with exactly these settings.")
+    bool, typer.Option("--exist-ok", help="No error if it exists already, with exactly these settings.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
@@ -37,10 +39,10 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 def open_hub(
     at: str | None, registry: str | None, *, needs_log: bool = False, makes_registry: bool = False
 ) -> Iterator[pxrs.Hub]:
-    """Open a hub that is there. Opening another one would make an empty registry at a path that was mistyped.
+    """Open an existing hub. Opening a mistyped path would create an empty registry there.
 
-    needs_log:      the directory must be there although the registry is elsewhere, because messages are asked for.
-    makes_registry: a registry that is given need not be there: the command may be the first one that writes to it."""
+    needs_log:      the directory must exist even if the registry is elsewhere, because the command reads messages.
+    makes_registry: the given registry need not exist: the command may be the first one that writes to it."""
     check_given(at, registry)
     if at is not None:
         address = parse(at)
@@ -54,20 +56,20 @@ def open_hub(
 
 
 def check_given(at: str | None, registry: str | None) -> None:
-    """Refuse a command that names no place at all."""
+    """Raise an error if neither a directory nor a registry is given."""
     if at is None and registry is None:
         raise typer.BadParameter("give --registry URL or PXRS_REGISTRY, or --at DIRECTORY or PXRS_AT")
 
 
 def check_is_there(registry: str, given_as: str, makers: str = "`pxrs queue create`") -> None:
-    """Raise InvalidUrl if there is no such registry. given_as: what the user has to correct then. makers: the commands
-    that make a registry."""
+    """Raise InvalidUrl if there is no such registry. given_as: the option that the error tells the user to correct.
+    makers: the commands that create a registry."""
     if is_missing(address := parse(registry)):
         raise InvalidUrl(f"there is no registry at {address.text}: correct {given_as}, or make it with {makers}")
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask, unless the answer was given."""
+    """Ask the user to confirm, unless --yes was given."""
     if yes:
         return
     if sys.stdin is None or not sys.stdin.isatty():

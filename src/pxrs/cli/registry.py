@@ -1,4 +1,5 @@
-"""`pxrs registry`: DDL for the database administrator, a look into any registry, and which one a hub belongs to."""
+"""`pxrs registry`: prints DDL for the database administrator, shows the keys of a registry, and records which registry
+a hub belongs to."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ app = typer.Typer(no_args_is_help=True)
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="A directory, sqlite:///F, postgresql://, etcd://, zookeeper://")
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
 
 
 class Dialect(StrEnum):
-    """The databases that DDL can be printed for."""
+    """The databases for which DDL can be printed."""
 
     ORACLE = "oracle"
     POSTGRESQL = "postgresql"
@@ -46,10 +47,10 @@ def ddl(dialect: Annotated[Dialect, typer.Option(help="The database.")]) -> None
 def scan(
     url: Url,
     prefix: Annotated[str, typer.Argument(help="Only keys that begin with this; it ends in a slash.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="At most so many keys.")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, help="How many keys at most.")] = 1000,
     as_json: Json = False,
 ) -> None:
-    """List keys, versions and values; on a terminal the first characters of each value, elsewhere all of it."""
+    """List keys, versions and values: on a terminal the first characters of each value, elsewhere whole values."""
     check_is_there(url, "URL")
     with registry.open(url) as handle:
         entries = handle.scan(prefix, limit=limit)
@@ -83,11 +84,11 @@ def get(url: Url, key: str, as_json: Json = False) -> None:
 
 @app.command()
 def adopt(at: At, url: RegistryUrl = None) -> None:
-    """Make a hub belong to another registry: only processes that have that one may then join its groups, change them,
-    and remove what a topic with keep_unread allows.
+    """Record that a hub belongs to another registry. Only processes with that registry may then join its groups, change
+    them, and apply the retention of topics with keep_unread.
 
-    Stop the members of its groups first. Nothing is copied: groups begin in this registry anew, or where they were in
-    it, and messages that only a group of the old registry has yet to read are not kept any more.
+    Stop the members of its groups first. Nothing is copied: groups start anew in this registry, or go on where they
+    were in it, and messages that only a group of the old registry has yet to read are no longer kept.
     """
     with open_hub(at, url, needs_log=True, makes_registry=True) as hub:
         before, after = hub.adopt_registry()
@@ -96,7 +97,7 @@ def adopt(at: At, url: RegistryUrl = None) -> None:
 
 
 def _plain(entry: Entry) -> dict[str, Any]:
-    """For machines: text where the bytes are text, else base64."""
+    """The bytes as a field of JSON: as text if they are UTF-8, otherwise in base64."""
     try:
         value = {"value": entry.value.decode()}
     except UnicodeDecodeError:

@@ -1,9 +1,8 @@
-"""Whether a worker that ended with an error may do better when it is started again. Decided here alone, by the error's
-class.
+"""Whether a worker that ended with an error is started again. This is decided here alone, by the class of the error.
 
-What pxrs raises on purpose is either an outage, or a refusal that says what to correct: an option, a name, the state of
-a group, damaged data. A refusal would be repeated for ever. So every error of pxrs is final unless MAY_PASS names it or
-a base of it. Any other exception is the handler's, Python's or the machine's, and may pass.
+An error of pxrs is either an outage, or a refusal that says what to correct: an option, a name, the state of a group,
+damaged data. A refusal would be repeated for ever. So every error of pxrs is final unless MAY_PASS contains its class
+or a base class of it. Any other exception comes from the handler, Python or the machine, and may not occur again.
 """
 
 from __future__ import annotations
@@ -42,4 +41,4 @@ def is_final(error: BaseException) -> bool:
     """Whether a new process would fail in the same way."""
     if isinstance(error, PxrsError):
         return not isinstance(error, MAY_PASS)
-    return isinstance(error, ImportError)  # of the handler
+    return isinstance(error, ImportError)  # the handler cannot be imported

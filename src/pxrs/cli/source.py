@@ -1,4 +1,4 @@
-"""`pxrs source`: tables of SQL databases, registered under names and then used wherever a topic is."""
+"""`pxrs source`: registers tables of SQL databases under names; they can then be used wherever a topic can."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="SOURCE", help="The source's name.")]
 
 
-# Longer than other functions: Typer reads every option and its help from the signature.
+# Over the limit: Typer makes the options and their help from the signature, which is most of the function.
 @app.command()
 def add(
     name: Name,
@@ -53,13 +53,15 @@ def add(
         str | None, typer.Option(metavar="CHANNEL", help="PostgreSQL: wake on NOTIFY instead of polling.")
     ] = None,
     settle_s: Annotated[
-        float | None, typer.Option("--settle-s", help="Hold rows back for so many seconds; see docs/sources.md.")
+        float | None,
+        typer.Option("--settle-s", help="For how many seconds new rows are held back; see docs/sources.md."),
     ] = None,
     identity: Annotated[
-        str | None, typer.Option(help="Stands for address and table in the id, as `identity` of sql_table.")
+        str | None, typer.Option(help="Names the table in place of its address, as `identity` of sql_table.")
     ] = None,
     id: Annotated[
-        str | None, typer.Option("--id", metavar="ID", help="Keep checkpoints under this id, as groups have them.")
+        str | None,
+        typer.Option("--id", metavar="ID", help="Keep checkpoints under this id, as `pxrs group describe` shows it."),
     ] = None,
     exist_ok: Annotated[
         bool, typer.Option("--exist-ok", help="No error if it is registered already with these settings.")
@@ -69,9 +71,9 @@ def add(
 ) -> None:
     """Register a table under a name, to be used wherever a topic is: workers, groups, tail.
 
-    The table is opened once to see that it can be read. The registry keeps the address without user and password: each
-    process gives those in PXRS_SOURCE_<NAME> (upper case, other characters as _) as a whole address, or as PGUSER and
-    PGPASSWORD or PGPASSFILE.
+    The table is opened once to check that it can be read. The registry keeps the address without user and password:
+    each process gives those in PXRS_SOURCE_<NAME> (upper case, other characters as _) as a whole address, or as PGUSER
+    and PGPASSWORD or PGPASSFILE.
     """
     url = sql_table if sql_table is not None else os.environ.get(variable_of(name))
     if url is None:
@@ -106,7 +108,7 @@ def add(
 
 @app.command("list")
 def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """List the registered sources. No database is asked."""
+    """List the registered sources. Does not connect to their databases."""
     with open_hub(at, registry) as hub:
         found = hub.sources()
     if as_json:
@@ -122,7 +124,7 @@ def list_(at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = Fals
 
 @app.command()
 def describe(name: Name, at: MaybeAt = None, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """Show a source's settings, the lowest and the next id of its table, and whether it can be read from here."""
+    """Show the settings of a source, the lowest and the next id of its table, and whether this process can read it."""
     with open_hub(at, registry) as hub:
         record = next((each for each in hub.sources() if each.name == name), None)
         start: int | None = None
@@ -152,14 +154,14 @@ def describe(name: Name, at: MaybeAt = None, registry: RegistryUrl = None, as_js
 def remove(
     name: Name, at: MaybeAt = None, yes: Yes = False, registry: RegistryUrl = None, as_json: Json = False
 ) -> None:
-    """Forget a registered source. The table stays as it is; refused while a group has members that read it.
+    """Remove a registered source. The table is not changed. Refused while a group has members that read it.
 
-    The checkpoints of groups stay too, under the source's id: registered again with the same settings, or with that
-    --id, groups go on where they were.
+    The checkpoints of groups are kept, under the source's id: if the table is registered again with the same settings,
+    or with that --id, groups go on where they were.
     """
     with open_hub(at, registry) as hub:
         record = next((each for each in hub.sources() if each.name == name), None)
-        if record is not None:  # of an unknown one nothing is asked; `remove_source` says so
+        if record is not None:  # nothing is asked for an unknown source; `remove_source` raises
             confirm(f"Forget the source {name}, {record.table} of {record.address}?", yes)
         hub.remove_source(name)
     assert record is not None

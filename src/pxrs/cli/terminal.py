@@ -1,4 +1,4 @@
-"""What every command prints, and how: tables, lines of data, times and errors.
+"""How all commands print tables, lines of data, times and errors.
 
 On a terminal a table fits the window. Elsewhere, as in a pipe or a file, it is as wide as its longest values: nothing
 is cut or wrapped, whatever COLUMNS says.
@@ -19,22 +19,23 @@ from rich.text import Text
 from pxrs.wording import microseconds, printable, rfc3339
 
 PIPE_COLUMNS: Final = 1 << 30
-"""The width of a table that nobody sees on a screen: more than any has."""
+"""The width of a table that is not printed on a terminal: more than any table needs."""
 
 
 def is_terminal() -> bool:
-    """Whether standard output is one."""
+    """Whether standard output is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def echo(line: str) -> None:
-    """A line on standard output as it is: neither wrapped nor stripped, whatever the encoding can hold."""
+    """Print a line on standard output as it is, neither wrapped nor stripped. Characters that the encoding lacks are
+    escaped."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     typer.echo(line.encode(encoding, "backslashreplace"))
 
 
 def tell_error(what: str, kind: str = "") -> None:
-    """One line on standard error, however long: what happened, then the class of the error, by which the docs name
+    """Print an error as one line on standard error: what happened, then the class of the error, by which the docs name
     it."""
     console = Console(stderr=True, highlight=False, emoji=False)
     line = Text(printable(what.replace("\n", " ")), "red")
@@ -42,9 +43,9 @@ def tell_error(what: str, kind: str = "") -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """What happened, with the notes that were added to the error on its way."""
+    """The message of an error, with the notes that were added to it."""
     what = str(error)
-    if isinstance(error, OSError) and error.strerror:  # `str` begins with the error's number
+    if isinstance(error, OSError) and error.strerror:  # `str` would begin with the number of the error
         what = error.strerror if error.filename is None else f"{error.strerror}: {os.fsdecode(error.filename)}"
     return "; ".join([what, *getattr(error, "__notes__", [])])
 
@@ -59,7 +60,7 @@ def show(*parts: RenderableType) -> None:
     if is_terminal():
         console().print(*parts, sep="\n")
         return
-    # Rendered apart: rich fills every line of a table up to its width, here with thousands of blanks.
+    # Rendered into a string first: rich fills every line of a table up to its width, here with thousands of blanks.
     lines = io.StringIO()
     Console(file=lines, highlight=False, emoji=False, width=PIPE_COLUMNS).print(*parts, sep="\n")
     for line in lines.getvalue().removesuffix("\n").split("\n"):
@@ -73,13 +74,13 @@ def facts(pairs: dict[str, object]) -> Text:
 
 
 def cell(text: str) -> Text:
-    """A value in a table: no part of it means anything to rich or to the terminal. A tab is escaped too, as rich would
-    turn it into blanks."""
+    """A value in a table, with everything escaped that rich or the terminal would interpret. A tab is escaped too,
+    because rich would turn it into blanks."""
     return Text(printable(text).replace("\t", "\\t"))
 
 
 def indented(text: str) -> str:
-    """Lines such as those of a traceback, each safe to print, to stand below what they belong to."""
+    """Lines such as those of a traceback, escaped and indented, to be printed below what they belong to."""
     return "\n".join(f"    {printable(line)}" for line in text.splitlines())
 
 
@@ -93,17 +94,17 @@ def time_field(name: str, time_us: int | None) -> dict[str, Any]:
 
 
 def seconds_field(name: str, seconds: float | None) -> dict[str, Any]:
-    """The same of wall-clock seconds since 1970; None if there are none."""
+    """As `time_field`, of seconds since 1970; None if there are none."""
     return time_field(name, microseconds(seconds))
 
 
 def data_text(data: bytes | None) -> str:
-    """Bytes to be read by people."""
+    """Bytes as text for people."""
     return "" if data is None else data.decode(errors="backslashreplace")
 
 
 def echo_data(place: str, key: bytes | None, value: bytes | None) -> None:
-    """A line: where something is, its key if it has one, and what it says."""
+    """Print a line: where something is, its key if it has one, and its value."""
     key_text, text = data_text(key), data_text(value)
     if is_terminal():
         key_text, text = printable(key_text), printable(text)
@@ -113,7 +114,7 @@ def echo_data(place: str, key: bytes | None, value: bytes | None) -> None:
 
 
 def data_field(name: str, data: bytes | None) -> dict[str, str | None]:
-    """Bytes as a field of JSON: as text, or if they are none in base64 under a name that says so."""
+    """Bytes as a field of JSON: as text if they are UTF-8, otherwise in base64 under a name that says so."""
     try:
         return {name: None if data is None else data.decode()}
     except UnicodeDecodeError:

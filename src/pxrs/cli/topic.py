@@ -43,21 +43,21 @@ def create(
     ] = "xxh64",
     codec: Annotated[str, typer.Option(help=f"How batches are compressed: {', '.join(CODECS)}.")] = "none",
     durability: Annotated[str, typer.Option(help=f"What sending waits for: {', '.join(DURABILITIES)}.")] = "disk",
-    retention: Annotated[float | None, typer.Option(help="Keep messages for so many seconds.")] = None,
-    retention_bytes: Annotated[int | None, typer.Option(help="Keep so many bytes of each partition.")] = None,
+    retention: Annotated[float | None, typer.Option(help="How many seconds messages are kept.")] = None,
+    retention_bytes: Annotated[int | None, typer.Option(help="How many bytes of each partition are kept.")] = None,
     segment_s: Annotated[
         float | None,
         typer.Option(
-            "--segment-s", help="Begin a new segment after so many seconds; by default a quarter of the retention."
+            "--segment-s", help="After how many seconds a new segment begins; by default a quarter of the retention."
         ),
     ] = None,
     keep_unread: Annotated[
-        bool, typer.Option("--keep-unread", help="Keep all that a group has yet to read, whatever its age.")
+        bool, typer.Option("--keep-unread", help="Keep every message that a group has yet to read, whatever its age.")
     ] = False,
     exist_ok: ExistOk = False,
     registry: RegistryUrl = None,
 ) -> None:
-    """Make a topic."""
+    """Create a topic."""
     with pxrs.open(at, registry) as hub:
         create_topic = partial(
             hub.create_topic,
@@ -113,7 +113,8 @@ def list_(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
 
 
 def _count_sources(hub: pxrs.Hub) -> int:
-    """0 also if the registry cannot be asked: topics are listed without it."""
+    """How many registered sources there are; 0 if the registry cannot be asked, because topics are listed without
+    it."""
     try:
         return len(hub.sources())
     except PxrsError as error:
@@ -122,7 +123,7 @@ def _count_sources(hub: pxrs.Hub) -> int:
 
 
 class _Row(NamedTuple):
-    """A topic as it is listed; None for what damage leaves unknown."""
+    """A line of the list of topics; None for what is not known because of damage."""
 
     name: str
     partitions: int | None
@@ -139,7 +140,7 @@ def _rows(hub: pxrs.Hub) -> list[_Row]:
         try:
             problem = hub.topic(topic.name).log.ends_problem()  # before the ends are read
             rows.append(_Row(topic.name, topic.partitions, _count(hub, topic), ends_problem=problem))
-        except UnknownTopic:  # deleted just now
+        except UnknownTopic:  # deleted meanwhile
             continue
         except LogError as error:
             rows.append(_Row(topic.name, topic.partitions, None, str(error)))
@@ -148,8 +149,8 @@ def _rows(hub: pxrs.Hub) -> list[_Row]:
 
 @app.command()
 def describe(name: str, at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """Show a topic's settings, the first and next offset of each partition, what holds its retention up, if anything
-    does, and why there may be messages that this process cannot show, if that is so."""
+    """Show the settings of a topic, the first and next offset of each partition, why its retention removes nothing, and
+    why there may be messages that this process cannot show."""
     with open_hub(at, registry, needs_log=True) as hub:
         handle = hub.topic(name)
         topic = handle.topic
@@ -192,7 +193,7 @@ def delete(
     with pxrs.open(at, registry) as hub:
         try:
             what = f"its {counted(_count(hub, hub.topic(name).topic), 'message')}"
-        except DamagedFrame as damage:  # it can be removed all the same
+        except DamagedFrame as damage:  # a damaged topic can be removed too
             tell_error(error_text(damage), type(damage).__name__)
             what = "all its messages (they cannot be counted)"
         if not yes:
@@ -209,10 +210,10 @@ def send(
     ] = None,
     registry: RegistryUrl = None,
 ) -> None:
-    """Send each line of standard input as a message; all are durable when it ends.
+    """Send each line of standard input as a message; all are durable when the command ends.
 
-    A field that is null is no key. A line that cannot be sent ends it, when those before it are durable. Ctrl-C ends it
-    too: it says how many messages were sent, and the exit code is 130.
+    With --key-field, a field that is null means no key. A line that cannot be sent ends the command, once the lines
+    before it are durable. Ctrl-C ends it too: it prints how many messages were sent, and the exit code is 130.
     """
     if sys.stdin is None:
         raise InvalidRecord("standard input is closed; give it the lines to send")
@@ -243,21 +244,21 @@ def send(
 
 
 class _Lines:
-    """Sends the lines of standard input, and knows at every moment how many of them the producer has taken."""
+    """Sends the lines of standard input, and counts those that the producer has accepted."""
 
     def __init__(self, out: Producer, key: str | None, progress: Callable[[int], None]) -> None:
         self._out, self._key, self._progress = out, key, progress
         self.count = 0
 
     def send(self, interrupts: Interrupts) -> None:
-        """Raises KeyboardInterrupt on Ctrl-C: the lines that are counted wait in the producer, no other does."""
+        """Send all lines. Raises KeyboardInterrupt on Ctrl-C: then exactly the counted lines are in the producer."""
         stdin = sys.stdin.buffer
         while line := interrupts.wait(lambda: stdin.readline(LINE_BYTES_MAX)):
             try:
                 value = line.removesuffix(b"\n").removesuffix(b"\r")
                 self._out.send(value, key=None if self._key is None else key_in(value, self._key))
             except InvalidRecord as error:
-                self._out.flush()  # so that what is said of the lines before it is true
+                self._out.flush()  # so that the error can say that the lines before it were sent
                 before = f"{counted(self.count, 'line')} before it {'was' if self.count == 1 else 'were'} sent"
                 raise InvalidRecord(f"line {self.count + 1:,}: {error}; {before}") from error
             self.count += 1
@@ -282,7 +283,7 @@ def key_in(line: bytes, field: str) -> bytes | None:
 def tail(
     topic: str,
     at: MaybeAt = None,
-    last: Annotated[int, typer.Option("-n", "--last", min=0, help="Begin so many messages before the end.")] = 10,
+    last: Annotated[int, typer.Option("-n", "--last", min=0, help="How many messages before the end to begin.")] = 10,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more, until interrupted.")] = False,
     registry: RegistryUrl = None,
     as_json: Json = False,
@@ -296,7 +297,7 @@ def tail(
         source = hub.readable(topic)
         positions = dict(enumerate(source.ends()))
         found = _last(source, positions, last)
-        # The ids of a table are in the order of arrival; it need not have times.
+        # The ids of a table are in the order of arrival; a table need not have times.
         found.sort(key=lambda message: message.offset if source.has_gaps else message.timestamp)
         for message in found[len(found) - min(last, len(found)) :]:
             _print(message, as_json)
@@ -313,9 +314,9 @@ def tail(
 
 
 def _last(source: Source, ends: Mapping[int, int], count: int) -> list[Message]:
-    """At least the last `count` messages before these ends, if there are so many, in the order of their partitions.
+    """At least the last `count` messages before these ends, if there are as many, in the order of their partitions.
 
-    The offsets of a table have gaps, so that it may take several tries, each from further back."""
+    The offsets of a table have gaps, so several tries may be needed, each from further back."""
     back = count
     while count:
         bounds = source.bounds(ends)
@@ -339,13 +340,13 @@ def _print(message: Message, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(_plain(message)))
         return
-    moment = rfc3339(message.timestamp) or f"{message.timestamp}us"  # the sender's, maybe beyond the calendar
+    moment = rfc3339(message.timestamp) or f"{message.timestamp}us"  # set by the sender; it may be beyond the calendar
     place = f"{message.partition}/{message.offset} {moment}"
     echo_data(place, message.key, message.value)
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """For machines: every message can be made again from it."""
+    """The message as a JSON object, from which it can be sent again."""
     headers = message.headers
     return {
         "partition": message.partition,
@@ -363,9 +364,10 @@ def _count(hub: pxrs.Hub, topic: Topic) -> int:
 
 
 def check(directory: Path, as_json: Json = False) -> None:
-    """Read every byte of a log, and report all that is damaged, missing or does not fit. Exit code 1 if anything is.
+    """Read every byte of a log, and report everything that is damaged, missing or inconsistent. Exit code 1 if anything
+    is.
 
-    It changes nothing and waits for nobody: run it at any time, beside producers and consumers.
+    It changes nothing and takes no lock: run it at any time, beside producers and consumers.
     """
     from pxrs.log.directory.check import check as check_log
 

@@ -1,4 +1,4 @@
-"""`pxrs upkeep`: a process that stands for election as the janitor of a hub, a single round, and who the janitor is."""
+"""`pxrs upkeep`: does the upkeep of a hub if elected, or for a single round, or shows which process is the janitor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pxrs.wording import counted, microseconds, printable, rfc3339
 
 app = typer.Typer()
 _LOOK_S: Final = 1.0
-"""How often the running process looks whether there is something new to print."""
+"""How often the running process checks whether there is something new to print."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -30,11 +30,12 @@ def run(
     once: Annotated[bool, typer.Option("--once", help="Do one round now, whoever is the janitor, and end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Do the upkeep of a hub until Ctrl-C or SIGTERM: retention, and what deletions and queries have left behind.
+    """Do the upkeep of a hub until Ctrl-C or SIGTERM: retention, and removing what deleted topics and queries have
+    left.
 
-    Every process with a producer or consumer of a topic with a retention may be elected to do it; this is for hubs
-    where that is not wanted (pxrs.open(..., upkeep=False)) or where no process runs for long. Several may run: one is
-    elected. With --once the exit code is 1 if something failed.
+    Every process with a producer or consumer of a topic with a retention may be elected as the janitor. This command is
+    for hubs whose processes take no part in that (pxrs.open(..., upkeep=False)), or where no process runs for long.
+    Several may run: one is elected. With --once the exit code is 1 if something failed.
     """
     if context.invoked_subcommand is not None:
         return
@@ -52,7 +53,7 @@ def run(
 
 @app.command()
 def status(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
-    """Show who does the upkeep of a hub, since when, and how the last round went."""
+    """Show which process does the upkeep of a hub, since when, and the result of the last round."""
     with open_hub(at, registry, needs_log=True) as hub:
         found = hub.upkeep()
     if as_json:
@@ -70,7 +71,7 @@ def status(at: At, registry: RegistryUrl = None, as_json: Json = False) -> None:
 
 
 def _serve(hub: Hub, as_json: bool) -> None:
-    """Print each change of the role and each round that removed something or failed, until a signal comes."""
+    """Print each change of the role, and each round that removed something or failed, until a signal comes."""
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
     try:

@@ -1,24 +1,31 @@
-"""`pxrs worker`: a handler in several real processes, kept running.
+"""`pxrs worker`: a handler in several processes that a supervisor keeps running.
 
-The processes are started afresh and never forked: the clients of etcd and SQLite cannot be used after a fork. The
-supervisor itself opens neither log nor registry; it starts, waits and restarts, so there is little that can fail in it.
+The supervisor starts each worker process afresh and never forks: the clients of etcd and SQLite cannot be used after a
+fork. The supervisor itself opens neither the log nor the registry, so that little can fail in it.
 
-On failure:
-- The handler cannot be imported: a trial process says so before any worker starts, and the exit code is 2.
-- An option, a topic, a queue or the registry can never work as given, or refuses a worker later: the reason is shown,
-  the other workers are stopped as by SIGTERM, and the exit code is 1. `restarts.py` decides by the error's class.
-- The registry cannot be reached, a worker dies or cannot be started: it is started again, after pauses that double
-  until it has lived for a while. The same goes for the trial process. The group has given its partitions to the others
-  meanwhile; of a queue, the others are given what it had taken.
-- The handler raises: `--on-error`, or the queue's policy, decides. The worker shows what was raised, and where.
-- A handler hangs: after `--progress-timeout` the others take over, and as long again after that its worker ends itself
-  and is started again. An item of a queue is its worker's for as long as that lives.
-- With `--until-end`, a message that could not be handled holds up its partition: its worker ends at the end of the
-  others, and says so; the exit code is 1.
-- The queue is deleted: the workers end, and say so; the exit code is 1.
-- SIGTERM or SIGINT: the workers finish what is in hand, write it down and release at once; they take nothing more. Who
-  is not done after `--grace` is killed; then the exit code is 1, and what was in hand is handled again by another.
-- The supervisor is killed: the workers notice that their pipe has ended, and stop in the same way.
+What happens on failure:
+
+| what fails                                 | what the supervisor does, and with which exit code it ends             |
+|--------------------------------------------|------------------------------------------------------------------------|
+| the handler cannot be imported             | a trial process reports it before any worker is started; 2             |
+| an option, a topic, a queue or the         | shows the reason and stops the other workers as by SIGTERM; 1.         |
+| registry can never work as it is given     | `restarts.py` decides by the class of the error                        |
+| the registry cannot be reached, a worker   | starts it again, after pauses that double until the worker has run for |
+| or the trial process dies or cannot be     | `STABLE_S`. Meanwhile its partitions go to other members, and its      |
+| started                                    | queue items to other workers                                           |
+| the handler raises                         | nothing: `--on-error`, or the queue's policy, decides in the worker,   |
+|                                            | which shows the error with its traceback                               |
+| a handler hangs                            | nothing: after `--progress-timeout` other members get the partitions;  |
+|                                            | after as long again the worker ends itself, and is started again. A    |
+|                                            | queue item stays with its worker for as long as that runs              |
+| with `--until-end`, a failed message has   | the worker ends when the other partitions are read, and says so; 1     |
+| paused its partition                       |                                                                        |
+| the queue is deleted                       | the workers end, and say so; 1                                         |
+| SIGTERM or SIGINT arrives                  | passes it on; 0. A worker finishes the messages in hand, writes        |
+|                                            | checkpoints, releases its partitions and takes nothing more. One that  |
+|                                            | is not done after `--grace` is killed, and its messages in hand are    |
+|                                            | handled again by another member; then 1                                |
+| the supervisor is killed                   | each worker sees the end of its pipe, and stops as by SIGTERM          |
 """
 
 from __future__ import annotations
@@ -49,23 +56,23 @@ from pxrs.cli.worker_process import (
     tell,
 )
 from pxrs.group.assign import assignor_named
-from pxrs.group.member import Timings
 from pxrs.group.records import Keys
+from pxrs.group.timings import Timings
 from pxrs.queue.records import check_name
 from pxrs.wording import counted
 
 PROCESSES_MAX: Final = 1_000
 RESTART_S: Final = (0.2, 30.0)
-"""The first pause before a restart, doubled each time, and the longest."""
-SETTLED_S: Final = 10.0
-"""A worker that has lived so long starts with the first pause again."""
+"""The first pause before a restart, and the longest. Each pause is twice the one before."""
+STABLE_S: Final = 10.0
+"""A worker that has run for so many seconds is started again after the first pause."""
 GRACE_S_DEFAULT: Final = 30.0
 GRACE_S_MAX: Final = 86_400.0
-OF_GROUPS: Final = (
+GROUP_OPTIONS: Final = (
     *("topic", "group", "on_error", "retries", "dead_letters", "start", "until_end", "assignor"),
     *("handover_timeout", "progress_timeout", "commit_interval"),
 )
-"""The options that mean nothing to a queue."""
+"""The options that only groups have: they are refused with `--queue`."""
 
 
 class OnError(StrEnum):
@@ -80,7 +87,7 @@ class Start(StrEnum):
     LATEST = "latest"
 
 
-# Longer than other functions: Typer reads every option and its help from the signature.
+# Over the limit: Typer makes the options and their help from the signature, which is most of the function.
 def worker(
     context: typer.Context,
     handler: Annotated[
@@ -123,7 +130,9 @@ def worker(
     assignor: Annotated[
         str, typer.Option(help="sticky, range, round-robin or an entry point pxrs.assignors; the same for all members.")
     ] = "sticky",
-    lease_ttl: Annotated[float | None, typer.Option(help="Seconds without a sign of life until it is dead.")] = None,
+    lease_ttl: Annotated[
+        float | None, typer.Option(help="Seconds after its last renewal until a worker counts as dead.")
+    ] = None,
     handover_timeout: Annotated[float | None, typer.Option(help="Seconds that a hand-over may wait.")] = None,
     progress_timeout: Annotated[float | None, typer.Option(help="Seconds that one message may take.")] = None,
     commit_interval: Annotated[float | None, typer.Option(help="Seconds between checkpoints.")] = None,
@@ -147,22 +156,22 @@ def worker(
         "commit_interval": commit_interval,
     }
     given = {name: value for name, value in seconds.items() if value is not None}
-    # What can be known to be wrong is said here, once, and not by every worker.
-    if not grace <= GRACE_S_MAX:  # nor is it NaN
+    # What can be seen to be wrong here is reported once, and not by every worker.
+    if not grace <= GRACE_S_MAX:  # NaN is refused too
         raise typer.BadParameter(f"--grace {grace:g}: give up to {GRACE_S_MAX:g} seconds")
     for url in (at, registry):
         if url is not None and parse(url).scheme == "memory":
-            raise typer.BadParameter("memory: is one process's own; the workers are several")
+            raise typer.BadParameter("memory: exists in one process only, and the workers are several processes")
     if queue is not None:
         _refuse_with_queue(context)
         check_name(queue)
         with open_hub(at, registry):
-            pass  # a wrong path is told here; nothing is asked of log or registry
+            pass  # a wrong path is reported here; neither the log nor the registry is called
         _supervise(Settings(handler, None, None, at, registry, threads, grace, given, as_json, queue=queue), processes)
         return
     if topic is None or group is None:
         raise typer.BadParameter("give --topic and --group, or --queue")
-    if at is None:  # a registered source needs none; of a topic the worker process says that it does
+    if at is None:  # enough for a registered source; for a topic, the worker process reports that --at is missing
         with open_hub(at, registry):
             pass
     Timings(**given)
@@ -185,7 +194,7 @@ def worker(
 
 
 def _refuse_with_queue(context: typer.Context) -> None:
-    for name in OF_GROUPS:
+    for name in GROUP_OPTIONS:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
@@ -200,58 +209,63 @@ def _supervise(settings: Settings, processes: int) -> None:
 
 @dataclass(slots=True)
 class _Slot:
-    """One of the N workers: the process that runs it now, or when the next one is to be started."""
+    """One of the N workers: its process, or when the next process is to be started."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
+    """None while no process of this worker runs."""
     started_at: float = 0.0
     pause_s: float = RESTART_S[0]
+    """The pause before the next restart."""
     restart_at: float | None = 0.0
-    """When to start it; None while it runs, and for good when it has ended by itself."""
+    """When to start a process; None while one runs, and when none is to be started any more."""
 
 
 class Supervisor:
-    """Starts the workers, and outlives them. Times are of the monotonic clock."""
+    """Starts the workers, restarts those that die, and ends when all have ended. Times are of the monotonic clock."""
 
     def __init__(self, settings: Settings, processes: int) -> None:
         self._settings = settings
         self._slots = [_Slot(number) for number in range(1, processes + 1)]
-        self._kills_at: float | None = None
-        """Set once it is to stop."""
-        self._had_to_kill = False
-        self._heard: list[int] = []
-        """Signals that were received and not yet acted upon."""
+        self._kill_at: float | None = None
+        """When the workers that still run are killed; set when the supervisor begins to stop."""
+        self._has_failed = False
+        """A worker was killed, or has ended for good with another exit code than 0."""
+        self._received: list[int] = []
+        """Signals that the signal handler has noted, and `_wait` has not acted upon yet."""
 
     def run(self) -> int:
-        """Until all have ended; the exit code."""
+        """Run until all workers have ended; the exit code."""
         with self._signals() as woken:
             try:
                 code = self._try(woken)
-                if code or self._kills_at is not None:
+                if code or self._kill_at is not None:
                     return code
                 while self._start_due() or self._running():
                     self._wait(woken, self._next_moment())
                     self._reap()
             finally:
                 for slot in self._running():
-                    _kill(slot.process)  # only if something has failed here
-        code = int(self._had_to_kill)
+                    _kill(slot.process)  # reached only if the supervisor itself has failed
+        code = int(self._has_failed)
         self._tell("stopped", f"all workers have ended{', not all of them gracefully' if code else ''}", code=code)
         return code
 
     def _try(self, woken: socket.socket) -> int:
-        """Have a process that is no worker yet import the handler and open topic, queue and registry; again and again
-        if what it met may pass. The exit code of the command, 0 if the workers can be started."""
+        """Have a trial process import the handler and open topic, queue and registry; start it again after an error
+        that may pass. Returns the exit code of the command, 0 if the workers can be started or the command was stopped.
+
+        The loop ends with an exit code or with a signal; its pauses double up to `RESTART_S[1]`."""
         pause_s = RESTART_S[0]
         while True:
             try:
                 process = self._spawn(replace(self._settings, is_trial=True))
-            except OSError as error:  # no room for one more process now
+            except OSError as error:  # the system has too many processes, or too little memory
                 how = f"cannot be started: {error}"
             else:
                 while process.poll() is None:
                     self._wait(woken, None)
-                    if self._kills_at is not None:
+                    if self._kill_at is not None:
                         _kill(process)
                         return 0
                 if process.returncode in (0, EXIT_BAD_HANDLER):
@@ -264,30 +278,31 @@ class Supervisor:
             until = time.monotonic() + pause_s
             while time.monotonic() < until:
                 self._wait(woken, until)
-                if self._kills_at is not None:
+                if self._kill_at is not None:
                     return 0
             pause_s = min(2 * pause_s, RESTART_S[1])
 
     def _spawn(self, settings: Settings) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-c", "from pxrs.cli.worker_process import main; main()"]
-        # A terminal's Ctrl-C reaches it too, and it can act on that only when it is ready: till then the signal waits.
+        # Ctrl-C in a terminal reaches the worker too, which can act on it only once its signal handlers are set: it is
+        # started with these signals blocked, and unblocks them then.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died already, which is found out by waiting for it
+        with suppress(BrokenPipeError):  # it has died already; `_reap` finds that
             process.stdin.write(settings.dump())
             process.stdin.flush()
         return process
 
     def _start_due(self) -> bool:
-        """Start the workers that are due; whether any is still to be started."""
+        """Start the workers whose `restart_at` has passed; whether any is still to be started."""
         for slot in self._slots:
             if slot.restart_at is None:
                 continue
-            if self._kills_at is not None:
+            if self._kill_at is not None:
                 slot.restart_at = None
             elif time.monotonic() >= slot.restart_at:
                 self._start(slot)
@@ -296,7 +311,7 @@ class Supervisor:
     def _start(self, slot: _Slot) -> None:
         try:
             slot.process = self._spawn(replace(self._settings, number=slot.number))
-        except OSError as error:  # no room for one more, now: the others go on
+        except OSError as error:  # too many processes, or too little memory: the other workers are not affected
             pause_s = self._put_off(slot, slot.pause_s)
             text = f"worker {slot.number} cannot be started: {error}; trying again in {pause_s:g} s"
             self._tell("not-started", text, worker=slot.number, restart_s=pause_s)
@@ -305,6 +320,7 @@ class Supervisor:
         self._tell_of(slot, "started", "started")
 
     def _put_off(self, slot: _Slot, pause_s: float) -> float:
+        """Have the worker started after this pause, and double the next one. Returns the pause."""
         slot.pause_s = min(2 * pause_s, RESTART_S[1])
         slot.restart_at = time.monotonic() + pause_s
         return pause_s
@@ -314,40 +330,43 @@ class Supervisor:
 
     def _next_moment(self) -> float | None:
         times = [slot.restart_at for slot in self._slots if slot.restart_at is not None]
-        if self._kills_at is not None:
-            times.append(self._kills_at)
+        if self._kill_at is not None:
+            times.append(self._kill_at)
         return min(times, default=None)
 
     def _wait(self, woken: socket.socket, until: float | None) -> None:
-        """For a signal, be it of a child's death, or for the moment; then act on what has come."""
+        """Wait for a signal (SIGCHLD of a worker included) or for this time; then act on the signals received, and kill
+        the workers if their grace is over."""
         timeout = None if until is None else max(0.0, until - time.monotonic())
         if select.select([woken], [], [], timeout)[0]:
             with suppress(BlockingIOError):
                 woken.recv(4096)
-        while self._heard:
-            self._hear(self._heard.pop(0))
-        if self._kills_at is not None and time.monotonic() >= self._kills_at:
+        while self._received:
+            self._act_on(self._received.pop(0))
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
             for slot in self._running():
-                self._had_to_kill = True
+                self._has_failed = True
                 self._tell_of(slot, "killed", "is not done in time; killing it")
                 _kill(slot.process)
 
-    def _hear(self, number: int) -> None:
-        if self._kills_at is None:
+    def _act_on(self, number: int) -> None:
+        """Pass a signal on to the workers; the first one begins the stop, a second SIGINT ends the grace."""
+        if self._kill_at is None:
             name = signal.Signals(number).name
             self._begin_stopping(name, signal=name)
-        elif number == signal.SIGINT:  # somebody at a keyboard has asked twice
-            self._kills_at = time.monotonic()
+        elif number == signal.SIGINT:  # the user has pressed Ctrl-C twice
+            self._kill_at = time.monotonic()
         for slot in self._running():
             assert slot.process is not None
             slot.process.send_signal(number)
 
     def _begin_stopping(self, why: str, **fields: Any) -> None:
-        self._kills_at = time.monotonic() + self._settings.grace_s
+        self._kill_at = time.monotonic() + self._settings.grace_s
         text = f"{why}: stopping {counted(len(self._running()), 'worker')}, for up to {self._settings.grace_s:g} s"
         self._tell("stopping", text, **fields)
 
     def _reap(self) -> None:
+        """Note which workers have ended, and put off their restart or begin to stop the others."""
         for slot in self._running():
             assert slot.process is not None
             code = slot.process.poll()
@@ -355,19 +374,19 @@ class Supervisor:
                 continue
             process = slot.process
             if process.stdin is not None:
-                with suppress(BrokenPipeError):  # of one that has not lived to read its settings
+                with suppress(BrokenPipeError):  # it has died before it read its settings
                     process.stdin.close()
             how = _ending(code)
-            lived_s = time.monotonic() - slot.started_at
-            is_over = code in (0, EXIT_PAUSED, EXIT_NO_QUEUE, EXIT_FINAL) or self._kills_at is not None
+            ran_s = time.monotonic() - slot.started_at
+            is_over = code in (0, EXIT_PAUSED, EXIT_NO_QUEUE, EXIT_FINAL) or self._kill_at is not None
             if is_over:
-                self._had_to_kill = self._had_to_kill or code != 0
+                self._has_failed = self._has_failed or code != 0
                 self._tell_of(slot, "ended", "has left" if code == 0 else how, code=code)
             else:
-                pause_s = self._put_off(slot, RESTART_S[0] if lived_s >= SETTLED_S else slot.pause_s)
+                pause_s = self._put_off(slot, RESTART_S[0] if ran_s >= STABLE_S else slot.pause_s)
                 self._tell_of(slot, "died", f"{how}; starting it again in {pause_s:g} s", code=code, restart_s=pause_s)
             slot.process = None
-            if code == EXIT_FINAL and self._kills_at is None:
+            if code == EXIT_FINAL and self._kill_at is None:
                 self._begin_stopping(f"worker {slot.number} cannot work as it is set up")
                 for other in self._running():
                     assert other.process is not None
@@ -383,7 +402,7 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[socket.socket]:
-        """A socket that can be read when a signal has come, a child's death among them."""
+        """A socket that becomes readable when a signal arrives, SIGCHLD of a worker included."""
         woken, waker = socket.socketpair()
         woken.setblocking(False)
         waker.setblocking(False)
@@ -400,7 +419,7 @@ class Supervisor:
             waker.close()
 
     def _note(self, number: int, frame: object) -> None:
-        self._heard.append(number)
+        self._received.append(number)
 
 
 def _kill(process: subprocess.Popen[bytes] | None) -> None:

@@ -1,10 +1,10 @@
-"""One process of `pxrs worker`: imports the handler, joins the group or takes from the queue, handles until it is told
-to stop.
+"""One process of `pxrs worker`: imports the handler, joins the group or takes from the queue, and handles messages or
+items until it is stopped.
 
-Its settings come as one line on standard input, so that no password is seen in a list of processes. The same pipe
-stays open for as long as the supervisor lives: its end is how a worker learns that it is an orphan, on every system
-and however the supervisor died. Whatever tells it to stop, the end is the same: finish what is in hand, write it down
-or commit it, release, leave.
+Its settings come as one line on standard input, so that no password is seen in a list of processes. The supervisor
+keeps this pipe open: when the pipe ends, the worker knows that the supervisor has died, on every system and however it
+died. However a worker is stopped, it finishes what is in hand, commits it, releases its partitions and leaves the
+group.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 EXIT_FAILED: Final = 1
 EXIT_BAD_HANDLER: Final = 2
 EXIT_PAUSED: Final = 75
-"""Every partition was read up to its end, except those that are paused; a restart would not help."""
+"""Exit code: every partition was read up to its end, except those that are paused. A restart would not help."""
 EXIT_NO_QUEUE: Final = 76
-"""The queue of this worker was deleted; a restart would not help."""
+"""Exit code: the queue of this worker was deleted. A restart would not help."""
 EXIT_FINAL: Final = 77
-"""A new process would fail in the same way, see `restarts.py`: the command ends."""
+"""Exit code: a new process would fail in the same way (`restarts.py`), so the command ends."""
 STOPS: Final = (signal.SIGTERM, signal.SIGINT)
 """Signals that the supervisor blocks when it starts a worker; the worker unblocks them once its handlers are set."""
 _LOOK_S: Final = 1.0
@@ -60,27 +60,27 @@ class Settings:
     topic: str | None
     group: str | None
     at: str | None
-    """The hub's directory. None where a queue or a registered source needs none: then `registry` is given."""
+    """The hub's directory; None if a queue or a registered source needs none, and then `registry` is given."""
     registry: str | None
     threads: int
     grace_s: float
     """How long a worker whose supervisor has died may take to finish the messages that it has begun."""
     options: dict[str, Any]
-    """Of `Hub.consumer`; with a queue, of `pxrs.open`."""
+    """Keyword arguments of `Hub.consumer`; with a queue, of `pxrs.open`."""
     as_json: bool = False
     number: int = 0
     is_trial: bool = False
-    """Only see whether the handler can be imported and the topic or queue and the registry be opened."""
+    """Only check that the handler can be imported, and that the registry and the topic or queue can be opened."""
     queue: str | None = None
-    """In place of topic and group."""
+    """The queue, in place of topic and group."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def tell(as_json: bool, event: str, text: str, *, traceback: str = "", **fields: Any) -> None:
-    """One event on standard error with its time, in one write: several processes share it. As JSON it is one line; for
-    people, the lines of a traceback follow, indented."""
+    """Print one event with its time on standard error, in one write, because several processes share it. As JSON it is
+    one line; for people, the lines of a traceback follow, indented."""
     now_us = wall_time_us()
     if as_json:
         more = {"traceback": traceback} if traceback else {}
@@ -89,13 +89,13 @@ def tell(as_json: bool, event: str, text: str, *, traceback: str = "", **fields:
     else:
         lines = [f"{time_text(now_us / 1e6)} {printable(text.replace(chr(10), ' '))}"]
         lines += [indented(traceback)] if traceback else []
-    with suppress(OSError):  # nobody listens any more; that is no reason to leave work undone
+    with suppress(OSError):  # nobody reads standard error any more; the worker must still finish its work
         os.write(2, "\n".join([*lines, ""]).encode(errors="backslashreplace"))
 
 
 def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
-    """The function that MODULE:HANDLER names, to be called with these. Raises ImportError, which says what is wrong and
-    where."""
+    """The function that MODULE:HANDLER names; it can be called with these arguments. Raises ImportError, which says
+    what is wrong and where."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ImportError(f"{path!r} names no handler: write MODULE:HANDLER, such as shop.billing:handle")
@@ -115,7 +115,8 @@ def load_handler(path: str, of: Sequence[str] = OF_A_MESSAGE) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the user's own code, which is what lies under the current directory; else the last one."""
+    """The last line of the traceback below the current directory, which is the user's own code; if there is none, the
+    last line."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"
     frames = [each for each in traceback.extract_tb(error.__traceback__)[1:] if not each.filename.startswith("<")]
@@ -125,7 +126,7 @@ def _place(error: BaseException) -> str:
 
 class Process:
     def __init__(self, settings: Settings, lifeline: int) -> None:
-        """lifeline: the pipe that ends with the supervisor."""
+        """lifeline: the pipe that ends when the supervisor dies."""
         self._settings, self._lifeline = settings, lifeline
         self._consumer: Consumer | None = None
         self._listener: QueueListener | None = None
@@ -140,7 +141,7 @@ class Process:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         threading.Thread(target=self._watch, name="pxrs-worker-watch", daemon=True).start()
         handler = load_handler(settings.handler, OF_A_MESSAGE if settings.queue is None else OF_AN_ITEM)
-        self._listen()  # the module may have thought that the signals are its own
+        self._listen()  # the module of the handler may have set its own handlers of these signals
         if not logging.getLogger().handlers:
             logging.getLogger().addHandler(_Lines(settings))
         options = {} if settings.queue is None else settings.options
@@ -175,10 +176,11 @@ class Process:
         if dead_letters is not None:
             check_other_topic(topic.name, topic.id, hub.topic(dead_letters).id)
         hub.check_registry()
-        hub.registry.get("groups")  # it answers, and its tables are there before the workers race to make them
+        # Checks that the registry answers, and makes its tables before several workers try to.
+        hub.registry.get("groups")
 
     def _listen(self) -> None:
-        """Signals reach the watching thread through a socket, in whatever code the main thread is."""
+        """Have signals reach the watching thread through a socket, whatever code the main thread runs."""
         for number in STOPS:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
@@ -195,24 +197,24 @@ class Process:
             )
         self._is_stopping = True
         left_s = settings.grace_s
-        # Again and again: a stop that comes just before `run` begins would be forgotten.
+        # Repeated: a stop that comes just before `run` begins would be lost.
         while not self._finished.wait(_STOP_AGAIN_S):
             for at_work in (self._consumer, self._listener):
                 if at_work is not None:
                     at_work.stop()
             is_orphan = is_orphan or bool(select.select([self._lifeline], [], [], 0)[0])
             left_s -= _STOP_AGAIN_S
-            if is_orphan and left_s <= 0:  # else the supervisor decides when it is enough
+            if is_orphan and left_s <= 0:  # with a supervisor, that one ends a worker that takes too long
                 os._exit(EXIT_FAILED)
 
     def _wait_for_stop(self) -> bool:
-        """Whether it is because the supervisor has gone."""
+        """Wait until the worker is to stop. Returns whether that is because the supervisor has died."""
         away_at: float | None = None
         while True:
             ready, _, _ = select.select([self._lifeline, self._signals.fileno()], [], [], _LOOK_S)
             if self._lifeline in ready:
                 return True
-            # The handler's module may have signals of its own, which are told here too.
+            # The module of the handler may handle other signals, which arrive here too.
             if ready and any(number in STOPS for number in self._signals.recv(4096)):
                 return False
             consumer = self._consumer
@@ -225,14 +227,15 @@ class Process:
                 self._end_hung(limit_s)
 
     def _end_hung(self, limit_s: float) -> NoReturn:
-        """Other members own its partitions now. A thread that hangs in a handler cannot be ended, so exit."""
+        """End this process, whose partitions other members own by now: a thread that hangs in a handler cannot be
+        ended."""
         text = f"worker {self._settings.number}: its handler hangs, {limit_s:g} s after others took over; ending"
         tell(self._settings.as_json, "hung", text, **_me(self._settings))
         os._exit(EXIT_FAILED)
 
 
 class _Lines(logging.Handler):
-    """What is logged, as events; only where the handler's module has set up no logging of its own."""
+    """Prints log records as events; used only if the module of the handler has set up no logging."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(logging.WARNING)
@@ -241,13 +244,13 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._tell(record)
-        except Exception:  # noqa: BLE001 - what cannot be shown must not end the work of the one who logs
+        except Exception:  # noqa: BLE001 - a record that cannot be printed must not end the thread that logs it
             self.handleError(record)
 
     def _tell(self, record: logging.LogRecord) -> None:
         text = f"worker {self._settings.number}: {record.getMessage()}"
         added = {name: value for name, value in vars(record).items() if name not in _RECORD_FIELDS}
-        # A module may add fields of any name, also of those that every event has.
+        # A caller may add fields of any name, also names that every event has.
         fields = {f"{name}_" if name in _EVENT_FIELDS else name: value for name, value in added.items()}
         traceback = ""
         if record.exc_info and record.exc_info[1] is not None:
@@ -262,7 +265,7 @@ class _Lines(logging.Handler):
 
 _EVENT_FIELDS: Final = frozenset(["as_json", "event", "time", "text", "traceback"])
 _RECORD_FIELDS: Final = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime"])
-"""What every log record has; its other attributes are those that the caller has added with `extra`."""
+"""The attributes that every log record has; its other attributes are those that the caller has added with `extra`."""
 
 
 def _me(settings: Settings) -> dict[str, Any]:
@@ -270,7 +273,8 @@ def _me(settings: Settings) -> dict[str, Any]:
 
 
 def _read_settings() -> tuple[Settings, int]:
-    """And the pipe, moved out of the handler's way: to the handler, standard input is empty."""
+    """The settings, and the pipe from the supervisor under another descriptor: for the handler, standard input is
+    empty."""
     lifeline = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -300,19 +304,19 @@ def main() -> None:
     except UnknownQueue as error:
         is_over = error.queue == settings.queue and not settings.is_trial
         _fail(settings, who, error, EXIT_NO_QUEUE if is_over else None)
-    # Also of a handler that calls `sys.exit`: the work is not at its end.
+    # Also if the handler calls `sys.exit`: that does not mean that the work is done.
     except (Exception, SystemExit) as error:  # noqa: BLE001 - shown, and the supervisor decides by the exit code
         _fail(settings, who, error)
 
 
 def _fail(settings: Settings, who: str, error: BaseException, code: int | None = None) -> NoReturn:
-    """Show what ended this process: with a traceback, unless it is an error of pxrs, which says what to do. The exit
-    code says whether to start it again."""
+    """Print what ended this process: with a traceback, unless it is an error of pxrs, whose message says what to do.
+    The exit code says whether to start it again."""
     is_ours = isinstance(error, PxrsError)
     raised = error.__cause__ if isinstance(error, HandlerFailed) else None if is_ours else error
     traceback = "" if raised is None else failure_of(raised).traceback
     kind = type(error).__name__
-    # Of an exception of Python's the message alone may say nothing, as the key of a KeyError.
+    # The message of a Python exception alone may say nothing, as the key of a KeyError.
     text = f"{error_text(error)} ({kind})" if is_ours else f"it ended with {kind}: {error_text(error)}{_place(error)}"
     fields = {"error_type": kind, **_me(settings)}
     tell(settings.as_json, "failed", f"{who}{text}", traceback=traceback, **fields)

@@ -12,9 +12,9 @@ Start with `consumer.py`, the surface. It is made of these parts, each of which 
     read_ahead    what was read and not handed out yet; reading itself, also in the background
     readers       which thread reads; a second one is refused
     states        the table: what each call does with the messages in hand
-    settling      the table applied: done, handed out again, or decided by a transaction
+    settling      applies the table: done, handed out again, or decided by a transaction
     hand_out      finding the next messages and taking them in hand
-    events        what the member tells, and the user's callbacks
+    events        events of the member, and the user's callbacks
     loops         `for message in inbox`, `poll`, `batches`
     runner        `run`: a handler on several threads, and what happens if it raises
     dead_letters  where messages go that a handler failed on

@@ -53,7 +53,7 @@ class Consumer:
 
     name:             shown by `describe`; by default the host's and the process's.
     ack:              "auto": a message is done when the next is asked for; "manual": when `ack` was called for it.
-    start:            where a group begins that has no checkpoint: "earliest", "latest", or a time.
+    start:            where a group without a checkpoint begins: "earliest", "latest", or a time.
     until:            "end": stop where the topic ends now, instead of waiting for more.
     assignor:         "sticky" (fair shares, fewest moves), "range", "round-robin", or the name of an entry point
                       pxrs.assignors. All members of a group must have the same.
@@ -79,8 +79,11 @@ class Consumer:
                       this process may not join groups there. A hub gives its own.
     """
 
+    # Over the limit: users find every operation here, with its documentation. Each method checks its arguments and
+    # calls the part that does the work; the package's page says which part that is.
+
     _events_type: type[GroupEvents] = GroupEvents
-    """Receives what the member tells. Tests that record assignments with their epochs override it."""
+    """The class that receives the events of the member. Tests that record assignments with their epochs override it."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class Consumer:
         topic_names: Callable[[], Mapping[str, str]] | None = None,
         home: Callable[[], Home | None] | None = None,
     ) -> None:
-        # Longer than other functions: 27 lines are the signature, and the rest builds the parts in the order in which
+        # Over the limit: 27 lines are the signature, and the rest builds the parts in the order in which
         # they depend on each other. `ConsumerOptions` repeats the signature, and a test compares the two.
         check_choices(ack, until, on_trimmed, name, start)
         prefetch_bytes = arguments.whole(InvalidGroup, "prefetch_bytes", prefetch_bytes, 1, 1 << 40)
@@ -169,7 +172,8 @@ class Consumer:
         return loops.messages(self._hand_out, self)
 
     def poll(self, max_messages: int = 500, timeout: float | timedelta | None = None) -> list[Message]:
-        """Up to so many messages of one partition; none if the time is up. They are done when this thread calls again.
+        """Up to `max_messages` messages of one partition; none if the time is up. They are done when this thread calls
+        again.
 
         Until then, or until `commit`, other threads that ask for messages get ConsumerBusy; with ack="manual" threads
         may take turns. See docs/groups.md, "Threads"."""
@@ -182,7 +186,7 @@ class Consumer:
         return loops.batches(self._hand_out, self)
 
     def transactions(self, engine: Engine, max_messages: int = 500) -> Iterator[tuple[list[Message], Connection]]:
-        """Messages, each time with a connection whose transaction also writes their checkpoint (X20).
+        """Batches of messages, each with a connection whose transaction also writes their checkpoint (X20).
 
         See docs/transactions.md."""
         try:
@@ -192,11 +196,12 @@ class Consumer:
         return transactions(self._hand_out, engine, max_messages, self)
 
     def run(self, handler: Handler, threads: int = 1) -> None:
-        """Call the handler with every message: partitions in parallel on so many threads, each in order.
+        """Call the handler with every message: partitions in parallel on `threads` threads, the messages of each in
+        order.
 
         Returns when `stop` is called, or at the end with `until="end"`. Raises HandlerFailed if `on_error` says so, and
-        PartitionsPaused if the end is reached except where a message that could not be handled holds its partition
-        up."""
+        PartitionsPaused if all other partitions are read to their end and some are paused at a message that could not
+        be handled."""
         settling, stopping = self._settling, self._lifetime.stopping
         self._lifetime.check_usable()
         settling.check_possible(Event.RUN)
@@ -227,9 +232,6 @@ class Consumer:
         """Count this message as done. In any order; the checkpoint is the first offset that is not acknowledged. Raises
         PartitionLost."""
         self._lifetime.check_process()
-        self._settling.check_possible(Event.ACK)
-        if not isinstance(message, Message):
-            raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
         self._settling.ack(message)
 
     def commit(self) -> None:
@@ -250,9 +252,9 @@ class Consumer:
         """How many partitions have messages that were handed out and are not done."""
         return self._settling.partitions_in_hand()
 
-    def settle_with(self, transaction: QueueTransaction) -> None:
-        """Let a transaction decide about what was handed out by now: it is done when the transaction is committed, and
-        handed out again if that is rolled back. What is handed out later is for the next call."""
+    def enlist_in(self, transaction: QueueTransaction) -> None:
+        """Let a transaction decide about what was handed out so far: it is done when the transaction is committed, and
+        handed out again if the transaction is rolled back. What is handed out later is not part of it."""
         self._lifetime.check_usable()
         self._settling.check_possible(Event.CHECKPOINT)
         if self._events.is_in_callback:
@@ -260,14 +262,15 @@ class Consumer:
         self._settling.hold(transaction)
 
     def commit_with(self, write: CommitMore) -> dict[str, int]:
-        """Write the checkpoint of what a transaction has (`settle_with`), in one commit with what `write` adds."""
+        """Write the checkpoint of what a transaction has (`enlist_in`), in one commit with what `write` adds."""
         self._lifetime.check_usable()
         self._settling.check_possible(Event.CHECKPOINT)
         if self._events.is_in_callback:
             raise InvalidGroup("a checkpoint in a transaction is for the thread that reads, not for a callback")
         return self._settling.commit_with(write)
 
-    # What is here. From any thread, in callbacks too, and without a call of the registry; empty after `close`.
+    # The owned partitions. These may be called from any thread, also in callbacks; they make no call of the registry
+    # and are empty after `close`.
 
     @property
     def assignment(self) -> list[int]:
@@ -293,7 +296,7 @@ class Consumer:
         After a `seek` back it is larger than `position`. If the reply to a commit was lost it may be older than what is
         in the registry, until the next commit."""
         self._lifetime.check_process()
-        checkpoints = self._member.checkpoints()
+        checkpoints = self._member.session.checkpoints()
         return {lane.partition: checkpoints[lane] for lane in self._lanes.owned() if lane in checkpoints}
 
     @property
@@ -323,13 +326,14 @@ class Consumer:
     # Which messages come next.
 
     def pause(self, *partitions: int) -> None:
-        """Hand out nothing of these, or of all that are here, until `resume`. They stay owned.
+        """Hand out no messages of these partitions, or of all that are owned, until `resume`. They stay owned.
 
-        Raises PartitionNotAssigned if one of them is not here; then none is paused."""
+        Raises PartitionNotAssigned if one of them is not owned; then none is paused."""
         self._set_paused(partitions, True)
 
     def resume(self, *partitions: int) -> None:
-        """Hand out these again, or all that are here. Raises PartitionNotAssigned if one of them is not here."""
+        """Hand out messages of these partitions again, or of all that are owned. Raises PartitionNotAssigned if one of
+        them is not owned."""
         self._set_paused(partitions, False)
 
     def _set_paused(self, partitions: tuple[int, ...], is_paused: bool) -> None:
@@ -340,9 +344,9 @@ class Consumer:
         self._changes.announce()
 
     def seek(self, partition: int, offset: int) -> None:
-        """Go on reading here. The checkpoint never goes back by it: reset the group for that.
+        """Hand out this partition from this offset on. The checkpoint does not go back by it: reset the group for that.
 
-        Raises OffsetOutOfRange, PartitionNotAssigned if the partition is not here."""
+        Raises OffsetOutOfRange, and PartitionNotAssigned if this consumer does not own the partition."""
         self._lifetime.check_process()
         partition = arguments.partition(InvalidGroup, self.topic, partition, self._source.partitions)
         offset = arguments.whole(InvalidGroup, "offset", offset, 0)

@@ -44,8 +44,9 @@ def check_other_topic(source: str, source_id: str, dead_letters_id: str) -> None
 
 
 class DeadLetterTopic:
-    """Opens a producer of the topic when the first dead letter is sent, and a new one after a failure: a producer takes
-    nothing more for a partition that has failed. Called, it returns the producer. Threads share it."""
+    """Opens a producer of the dead-letter topic when the first dead letter is sent. After a failure it opens a new one,
+    because a producer accepts no more messages for a partition that has failed. Calling it returns the open producer.
+    Threads share it."""
 
     def __init__(self, open_producer: Callable[[], Producer]) -> None:
         self._open = open_producer
@@ -59,7 +60,7 @@ class DeadLetterTopic:
             return self._producer
 
     def discard(self, failed: Producer) -> None:
-        """Close the producer, whose failure was raised already; the next call opens another."""
+        """Close a producer whose failure `send` has raised; the next call opens another one."""
         with self._lock:
             if self._producer is failed:
                 self._producer = None
@@ -69,10 +70,10 @@ class DeadLetterTopic:
             _logger.debug("closing the producer of dead letters: %s", error)
 
     def close(self) -> None:
-        """Close the producer, if one is open: nobody else does, and its thread would stay. A later call opens another.
+        """Close the producer if one is open: its thread would go on otherwise. A later call opens another one.
 
-        An error is only logged. `send` has waited for every dead letter, so that it can only be of one that `send` gave
-        up after `TIMEOUT_S`, whose partition is paused."""
+        An error is only logged. `send` has waited for every dead letter, so the error can only concern a dead letter
+        for which `send` has raised TimeoutError, and whose partition is paused."""
         with self._lock:
             producer, self._producer = self._producer, None
         if producer is not None:
@@ -83,7 +84,8 @@ class DeadLetterTopic:
 
 
 def send(open_producer: Callable[[], Producer], source_id: str, message: Message, failure: Failure) -> None:
-    """Store a dead letter durably. Raises what the producer raises; TimeoutError means that it may be stored yet.
+    """Store a dead letter durably. Raises what the producer raises. TimeoutError means that the dead letter may still
+    be stored later.
 
     source_id: the id of the topic that the message was read from."""
     added = [
@@ -98,12 +100,12 @@ def send(open_producer: Callable[[], Producer], source_id: str, message: Message
     try:
         try:
             receipt = _begin(producer, message, headers)
-        except Closed:  # another thread's dead letter failed meanwhile, and `discard` has closed its producer
+        except Closed:  # another thread's dead letter has failed, and `discard` has closed the producer
             producer = open_producer()
             receipt = _begin(producer, message, headers)
         receipt.result(TIMEOUT_S)
     except (InvalidRecord, TimeoutError):
-        raise  # the producer is sound, or still tries to store it
+        raise  # after other errors the producer can still be used
     except Exception:
         if isinstance(open_producer, DeadLetterTopic):
             open_producer.discard(producer)
@@ -113,7 +115,7 @@ def send(open_producer: Callable[[], Producer], source_id: str, message: Message
 def _begin(producer: Producer, message: Message, headers: list[tuple[str, bytes | None]]) -> Receipt:
     try:
         return producer.send(message.value, message.key, headers, message.timestamp)
-    except InvalidRecord:  # perhaps for the size of the traceback alone, which is the last header
+    except InvalidRecord:  # it may be too large only because of the traceback, which is the last header
         return producer.send(message.value, message.key, headers[:-1], message.timestamp)
 
 

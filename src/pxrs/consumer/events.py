@@ -1,4 +1,4 @@
-"""What the member tells a consumer, and the user's callbacks that follow from it.
+"""Events of the member, and the user's callbacks that follow from them.
 
 The member calls `GroupEvents` in the middle of its procedures, on the thread that holds the member's mutex (mostly the
 member's own). So each event only changes the lanes and queues a notice. The user's callbacks, which may call the
@@ -118,16 +118,23 @@ class GroupEvents:
             self._lanes.remove(lane)
         self._changes.announce()
 
-    def _call(self, notice: _Notice) -> None:
+    def _user_callback(self, notice: _Notice) -> Callable[[], None] | None:
+        """The call that a notice makes due; None if the user has not given that callback."""
         callbacks, lanes = self._callbacks, notice.lanes
+        if notice.what == "assigned":
+            assigned = callbacks.on_assigned
+            return None if assigned is None else lambda: assigned({lane.partition: lane.handed for lane in lanes})
+        call = callbacks.on_revoked if notice.what == "revoked" else callbacks.on_lost
+        return None if call is None else lambda: call([lane.partition for lane in lanes])
+
+    def _call(self, notice: _Notice) -> None:
+        call = self._user_callback(notice)
+        if call is None:
+            return
         self._calling = threading.get_ident()
         try:
-            if notice.what == "assigned" and callbacks.on_assigned is not None:
-                callbacks.on_assigned({lane.partition: lane.handed for lane in lanes})
-            elif notice.what == "revoked" and callbacks.on_revoked is not None:
-                callbacks.on_revoked([lane.partition for lane in lanes])
-            elif notice.what == "lost" and callbacks.on_lost is not None:
-                callbacks.on_lost([lane.partition for lane in lanes])
+            with self._member.session.blocking():
+                call()
         except Exception as error:  # noqa: BLE001 - raised where the user reads
             self._member.fail_later(error)
         finally:
@@ -135,7 +142,7 @@ class GroupEvents:
 
 
 class EventRelay:
-    """The `Listener` that a member is given. It passes events on to a `GroupEvents` as long as that is there.
+    """The `MemberEvents` that a member is given. It passes events on to a `GroupEvents` as long as that is there.
 
     The relay is made before the member, and connected before the member is started."""
 

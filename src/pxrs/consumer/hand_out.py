@@ -98,8 +98,8 @@ class HandOut:
         self._check()
         if self.member.is_away and not any(lane.is_lost for lane in busy):
             self.member.come_back()
-        # By number: a partition that was lost and claimed again waits for the handler that has a message of the old
-        # lane.
+        # Compare the numbers: a partition that was lost and claimed again waits for the handler that has a message of
+        # the old lane.
         numbers = {lane.partition for lane in busy}
         lanes = [lane for lane in self.readable() if lane.partition not in numbers] if count > 0 else []
         found: list[tuple[Lane, Batch]] = []
@@ -165,7 +165,7 @@ class HandOut:
         if not all(lane.is_failed for lane in short):
             return False
         others = [number for number in range(self.source.partitions) if number not in owned]
-        if not self.member.are_meant_for_others(others):
+        if not self.member.session.are_meant_for_others(others):
             return False
         if short:
             raise PartitionsPaused(self.group, sorted(lane.partition for lane in short))

@@ -14,7 +14,8 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 from pxrs.errors import PartitionNotAssigned
 from pxrs.group.lane import Lane
@@ -27,6 +28,9 @@ class Lanes:
         self._group = group
         self.lock = threading.Lock()
         self._owned: dict[int, Lane] = {}
+        self.get: Final[Callable[[int], Lane | None]] = self._owned.get
+        """The lane of a partition, None if the partition is not owned: a method of the dict itself, because `ack` calls
+        it for each message. The caller holds the lock."""
         self._arriving: set[Lane] = set()
         """Lanes whose `on_assigned` callback has not returned yet; nothing of them may be handed out."""
         self._rotation = 0
@@ -35,7 +39,7 @@ class Lanes:
     # Called for the member, mostly on its thread. These take the lock.
 
     def add(self, lanes: Iterable[Lane]) -> None:
-        """These partitions were claimed. They become readable by `arrived`."""
+        """Add the lanes of partitions that were claimed. They become readable by `arrived`."""
         with self.lock:
             for lane in lanes:
                 self._owned[lane.partition] = lane
@@ -90,9 +94,6 @@ class Lanes:
 
     def __getitem__(self, partition: int) -> Lane:
         return self._owned[partition]
-
-    def get(self, partition: int) -> Lane | None:
-        return self._owned.get(partition)
 
     def all(self) -> list[Lane]:
         return list(self._owned.values())

@@ -9,7 +9,7 @@ from pxrs.errors import Closed, UsedAfterFork
 
 
 class Lifetime:
-    """From the constructor of a consumer to its `close`."""
+    """Whether one consumer is open, closed, or used in a forked child."""
 
     def __init__(self, topic: str, group: str) -> None:
         self._topic, self._group = topic, group
@@ -26,7 +26,7 @@ class Lifetime:
 
     def check_process(self) -> None:
         """Raise UsedAfterFork in a forked child."""
-        if self.is_forked:
+        if os.getpid() != self._pid:
             raise UsedAfterFork(f"the consumer of {self._topic} was made before a fork: make one in the child")
 
     def check_usable(self) -> None:

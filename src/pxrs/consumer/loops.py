@@ -17,6 +17,7 @@ import pyarrow as pa
 from pxrs.consumer.hand_out import HandOut
 from pxrs.consumer.readers import Loop, Reading
 from pxrs.consumer.states import Event
+from pxrs.log.batch import Batch
 from pxrs.log.messages import messages_of
 from pxrs.model import Message
 
@@ -81,7 +82,7 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
 
 
 def poll(hand_out: HandOut, max_messages: int, timeout: float | None) -> list[Message]:
-    """Up to so many messages of one partition; none if the time is up, or at the end with until="end"."""
+    """Up to `max_messages` messages of one partition; none if the time is up, or at the end with until="end"."""
     settling = hand_out.settling
     reading = Reading("`poll`")
     try:
@@ -91,11 +92,7 @@ def poll(hand_out: HandOut, max_messages: int, timeout: float | None) -> list[Me
         until = None if timeout is None else time.monotonic() + timeout
         while (found := hand_out.next(None if until is None else until - time.monotonic())) is not None:
             lane, batch = found
-            taken: list[Message] = []
-            for message in messages_of(batch, hand_out.topic, lane.partition, lane.epoch):
-                if len(taken) >= max_messages:
-                    break
-                taken.append(message)
+            taken = list(messages_of(_head(batch, max_messages), hand_out.topic, lane.partition, lane.epoch))
             end = batch.next_offset if len(taken) == batch.records.num_rows else taken[-1].offset + 1
             if not hand_out.take_in_hand(lane, batch.base_offset, end, batch):
                 settling.wake_if_drained((lane,))
@@ -107,6 +104,14 @@ def poll(hand_out: HandOut, max_messages: int, timeout: float | None) -> list[Me
         return []
     finally:
         reading.is_over = True
+
+
+def _head(batch: Batch, rows: int) -> Batch:
+    """The first records of the batch, so that only those that are handed out are converted to messages."""
+    if batch.records.num_rows <= rows:
+        return batch
+    offsets = None if batch.offsets is None else batch.offsets.slice(0, rows)
+    return Batch(batch.base_offset, batch.records.slice(0, rows), offsets)
 
 
 def batches(hand_out: HandOut, consumer: object) -> Loop[ConsumedBatch]:

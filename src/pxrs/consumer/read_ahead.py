@@ -20,7 +20,8 @@ Invariants:
   may come between the two. `_fill` adds only to what was not discarded meanwhile.
 - A lane is read by one thread at a time: `fetch` leaves out the lanes that `_fill` reads (`_Ahead.is_filling`), and
   `_fill` announces a change when it is through with them.
-- An error of one partition is kept with its lane and raised by `take`, on the thread that reads, in the lane's turn.
+- An error of one partition is kept with its lane. `take` raises it on the thread that reads, when the lane is the next
+  one to be read.
 
 Threads: the thread that reads calls `take`, `fetch` and `put_back`. `discard` may come from any thread. `Lanes.lock`
 guards all fields; it is not held during a read of the source.
@@ -34,11 +35,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+import pyarrow as pa
+
 from pxrs.consumer.changes import Changes
 from pxrs.consumer.lanes import Lanes
 from pxrs.errors import CheckpointOutOfRange, LogError, OffsetOutOfRange, OffsetTrimmed
 from pxrs.group.lane import Lane
-from pxrs.log.batch import Batch
+from pxrs.log.batch import NO_RECORDS, Batch
 from pxrs.log.contract import Fetched, Source
 from pxrs.waiting import Cancel
 
@@ -46,17 +49,20 @@ _logger = logging.getLogger(__name__)
 
 FILL_SHARE_BYTES_MIN: Final = 256 << 10
 """Lanes with a smaller share are read by `fetch` alone: to start a thread costs more than to read so little."""
+_NO_OFFSETS: Final = pa.array([], pa.int64())
 
 
 class _Ahead:
     """What is read ahead of one lane."""
 
-    __slots__ = ("batches", "bytes", "error", "is_filling", "is_full", "next_offset")
+    __slots__ = ("batches", "bytes", "error", "is_filling", "is_full", "next_offset", "taken")
 
     def __init__(self, next_offset: int) -> None:
         self.batches: deque[tuple[Batch, int]] = deque()
         """Batches, and how many bytes each of them counts for."""
         self.bytes = 0
+        self.taken: tuple[int, int] | None = None
+        """Records of the batch that `take` has removed last, and how many bytes it counted for; None before that."""
         self.next_offset = next_offset
         """The offset behind the last batch, where the next read begins."""
         self.error: LogError | None = None
@@ -111,7 +117,8 @@ class ReadAhead:
 
     def take(self, lane: Lane) -> Batch | None:
         """The batch at the lane's position, from that position on, if it was read ahead; otherwise None. A batch
-        without records is a gap of the source. Raises CheckpointOutOfRange, and what the source raises."""
+        without records is a gap: the source has no messages there, or retention has removed them and
+        on_trimmed="skip" accepts that. Raises CheckpointOutOfRange, and what the source raises."""
         error: LogError | None = None
         with self._lanes.lock:
             ahead = self._ahead.get(lane)
@@ -126,6 +133,7 @@ class ReadAhead:
             else:
                 batch, size = ahead.batches.popleft()
                 ahead.bytes -= size
+                ahead.taken = batch.records.num_rows, size
             position = lane.position
             if batch is not None and not batch.base_offset <= position < batch.next_offset:  # read before a `seek`
                 self.discard(lane)
@@ -134,7 +142,7 @@ class ReadAhead:
             is_first = is_wanted and not self._is_filling
             self._is_filling |= is_wanted
         if error is not None:
-            self._raise_or_skip(lane, ahead.next_offset, error)
+            return self._gap_of(lane, ahead.next_offset, error)
         if is_first:
             self._start_filling()
         if batch is None:
@@ -169,11 +177,13 @@ class ReadAhead:
                 ahead.add(fetched, share)
 
     def put_back(self, lane: Lane, batch: Batch) -> None:
-        """Keep a batch of which only the first messages were handed out."""
+        """Keep the batch that `take` has returned last, of which only the first messages were handed out."""
         with self._lanes.lock:
             if self._lanes.is_owned(lane):
                 ahead = self._ahead.setdefault(lane, _Ahead(batch.next_offset))
-                size = int(batch.records.nbytes)
+                # Its share of what it counted for before: `nbytes` would take longer than all the rest of a `poll`.
+                rows, size = ahead.taken or (batch.records.num_rows, int(batch.records.nbytes))
+                size = size * batch.records.num_rows // max(1, rows)
                 ahead.batches.appendleft((batch, size))
                 ahead.bytes += size
 
@@ -259,8 +269,11 @@ class ReadAhead:
 
     # Errors of one partition.
 
-    def _raise_or_skip(self, lane: Lane, position: int, error: LogError) -> None:
-        """Go on at the first message that is left, if `on_trimmed` says so; otherwise raise."""
+    def _gap_of(self, lane: Lane, position: int, error: LogError) -> Batch | None:
+        """The messages at `position` that retention has removed, as a gap, if `on_trimmed` says so; otherwise raises.
+        None if the lane is not at `position` any more, or is being released.
+
+        A gap, and not `Lane.seek`: messages before it may be in hand, and must not be counted as done."""
         if isinstance(error, OffsetOutOfRange):
             raise self._beyond_end(lane, position, error.end) from error
         if not isinstance(error, OffsetTrimmed):
@@ -272,9 +285,10 @@ class ReadAhead:
                 "on_trimmed='skip' to accept the loss"
             ) from error
         with self._lanes.lock:
-            if lane.position == position:  # otherwise it was sought meanwhile
-                self.skipped += error.first_offset - position
-                lane.seek(error.first_offset)
+            if lane.position != position or lane.is_stopping:
+                return None
+            self.skipped += error.first_offset - position
+        return Batch(position, NO_RECORDS, _NO_OFFSETS, error.first_offset)
 
     def _beyond_end(self, lane: Lane, position: int, end: int) -> CheckpointOutOfRange:
         return CheckpointOutOfRange(

@@ -1,14 +1,15 @@
-"""Which thread reads from a consumer: no two at once, and none that would count another thread's messages as done.
+"""Which thread reads from a consumer: one at a time, so that no thread counts the messages of another one as done.
 
 Without `ack="manual"` a message counts as done when the next one is asked for. That is right only if the thread that
-asks is the thread that had the message. If thread B calls `poll` while thread A still works on what its own `poll`
+asks is the thread that has the message. If thread B calls `poll` while thread A still works on what its own `poll`
 returned, B's call would mark A's messages as done, the next checkpoint would cover them, and a crash would lose them.
-So B's call raises `ConsumerBusy`. Nothing is lost by that: A's messages stay in hand, and B got none.
+So B's call raises `ConsumerBusy`: A's messages stay in hand, and B gets none.
 
-A reading is one call that hands out messages: `poll` and `run` from the call to its return; a loop (`for message in
-inbox`, `batches`, `transactions`) from the first message it asks for until it ends, raises, or its iterator is closed
-or dropped. The consumer keeps the list of open readings and changes it under its lock. Only `is_over` is set without
-the lock, because the garbage collector may close a loop on any thread, also on one that holds that lock.
+A reading is one call that hands out messages. A reading by `poll` or `run` lasts from the call to its return. A reading
+by a loop (`for message in inbox`, `batches`, `transactions`) lasts from the first message it asks for until the loop
+ends or raises, or until its iterator is closed or garbage-collected. The consumer keeps the list of open readings and
+changes it under its lock. Only `is_over` is set without the lock, because the garbage collector may close a loop on any
+thread, also on one that holds the lock.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Reading:
     def __init__(self, what: str, *, is_loop: bool = False) -> None:
         self.what, self.is_loop = what, is_loop
         self.thread = threading.current_thread()
-        """The thread that began it. With `ack="manual"` a loop may be continued by another thread, then that one."""
+        """The thread that began the reading. If another thread continues the loop, which `ack="manual"` allows, that
+        thread."""
         self.is_over = False
 
 
@@ -42,7 +44,7 @@ class Readings:
         self._open: list[Reading] = []
 
     def add(self, reading: Reading) -> None:
-        """Raises ConsumerBusy if another thread's reading is open."""
+        """Open a reading. Raises ConsumerBusy if a reading of another thread is open."""
         self.check_alone(reading.thread)
         self._open.append(reading)
 
@@ -63,7 +65,7 @@ class Readings:
 
 
 class Loop(Iterator[T], Generic[T]):
-    """The iterator of `batches` and `transactions`: asks before each step whether this thread may take it.
+    """The iterator of `batches` and `transactions`. Before each step it checks whether this thread may take the step.
 
     `for message in inbox` is a bare generator instead, because one more call for each message would cost too much."""
 

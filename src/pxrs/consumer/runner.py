@@ -91,7 +91,7 @@ class Runner:
         try:
             self._give_out()
         except BaseException:
-            if self._failure is not None:  # `run` raises another error, so that this one would be seen nowhere
+            if self._failure is not None:  # `run` raises another error, and this one would not be reported
                 self._log_unraised(self._failure)
             raise
         finally:
@@ -106,7 +106,7 @@ class Runner:
         with ThreadPoolExecutor(self._threads, thread_name_prefix=f"pxrs-handler-{hand_out.group}") as pool:
             try:
                 while True:
-                    change = hand_out.changes.next_change  # before anything is looked at: see `next_for`
+                    change = hand_out.changes.next_change  # read before `busy`: see `next_for`
                     if self._stopped.is_set() or self._failure is not None:
                         break
                     with self._lock:
@@ -162,7 +162,7 @@ class Runner:
             hand_out.settling.wake_if_drained((lane,))
 
     def _handle(self, lane: Lane, message: Message) -> bool:
-        """Call the handler, as often as the policy says. Whether the message is done."""
+        """Call the handler, as often as the policy says. Returns whether the message is done."""
         policy = self._policy
         pause_s = policy.retry_pause_s
         tries = policy.retries_max + 1 if policy.on_error == "retry" else 1
@@ -186,8 +186,8 @@ class Runner:
         return False
 
     def _may_try_again(self, lane: Lane, pause_s: float) -> bool:
-        """Wait, by the registry's clock. False if the partition is to be released, or another member may own
-        it: a retry is a hand-out, and must not happen past the lease's deadline (G8)."""
+        """Wait before a retry, by the registry's clock. False if the partition is to be released, or another member may
+        own it: a retry is a hand-out, and must not happen past the lease's deadline (G8)."""
         clock = self._hand_out.clock
         until = clock.now() + pause_s
         while True:
@@ -204,7 +204,7 @@ class Runner:
         return not lane.is_lost and self._hand_out.clock.now() < self._hand_out.member.deadline
 
     def _decide(self, lane: Lane, message: Message, error: Exception, failure: Failure) -> bool:
-        """Do what `on_error` says with a message whose last try failed. Whether the message is done."""
+        """Do what `on_error` says with a message whose last try failed. Returns whether the message is done."""
         match self._policy.on_error:
             case "raise":
                 raise HandlerFailed(f"the handler failed on {place_of_message(message)}: {failure.text}") from error

@@ -1,4 +1,4 @@
-"""The arguments of `Consumer`, checked, and as the values that its parts take."""
+"""Checks the arguments of `Consumer`, and converts them to what its parts take."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Final, Literal
 from pxrs import arguments
 from pxrs.consumer.runner import ON_ERROR, ErrorPolicy
 from pxrs.errors import InvalidGroup
-from pxrs.group.member import Timings
 from pxrs.group.positions import check_start
+from pxrs.group.timings import Timings
 from pxrs.log.contract import Source
 from pxrs.model import microseconds_of
 from pxrs.producer.producer import Producer
 
 RETRIES_MAX: Final = 1_000_000
 Start = Literal["earliest", "latest"] | datetime
-"""Where a group begins that has no checkpoint."""
+"""Where a group without a checkpoint begins."""
 
 
 def start_of(source: Source, start: Start, partition: int, first: int) -> int:
-    """Where a group without a checkpoint begins. Not before `first`: retention may be about to remove what lies before
-    it. This is no method because the member refers to it, and must not refer to the consumer."""
+    """The offset at which a group without a checkpoint begins. Not before `first`: retention may be about to remove
+    what lies before it. A function and no method, because the member refers to it and must not refer to the
+    consumer."""
     check_start(source, partition, first)
     if start == "earliest":
         return max(first, source.start(partition))

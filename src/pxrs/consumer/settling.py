@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from pxrs import arguments
 from pxrs.consumer.lanes import Lanes
 from pxrs.consumer.read_ahead import ReadAhead
 from pxrs.consumer.readers import Reading, Readings
@@ -38,6 +39,8 @@ from pxrs.log.batch import Batch
 from pxrs.model import Message
 from pxrs.registry.limit import time_limit
 
+_ACK: Final = Event.ACK
+
 
 class QueueTransaction(Protocol):
     """A transaction of work queues, as far as a consumer knows it."""
@@ -47,7 +50,7 @@ class QueueTransaction(Protocol):
     """Whether the reply to its commit was lost."""
 
     def outcome(self) -> str:
-        """Return "open", "committed" or "rolled back". Raises OutcomeLost if nobody can tell any more."""
+        """Return "open", "committed" or "rolled back". Raises OutcomeLost if that is not known any more."""
 
 
 class Covered(NamedTuple):
@@ -60,7 +63,7 @@ class Covered(NamedTuple):
 
 
 class Settling:
-    """What one consumer has in hand, and what becomes of it."""
+    """The messages that one consumer has in hand, and what becomes of them."""
 
     # Over the limit: each event of the table in `states.py` has its method here, and each fact that they ask for too.
 
@@ -103,7 +106,7 @@ class Settling:
             raise InvalidGroup(REFUSALS[event])
 
     def _apply(self, event: Event) -> InHand:
-        """Change the mode as the table says; what becomes of the messages in hand. The caller holds the lock.
+        """Change the mode as the table says. Returns what becomes of the messages in hand. The caller holds the lock.
 
         Raises InvalidGroup if the table does not have the event."""
         mode = self.mode
@@ -234,7 +237,8 @@ class Settling:
             lane.retract(min(lane.handed, offset))
 
     def wake_if_drained(self, lanes: Iterable[Lane]) -> None:
-        """Have the member release the lanes that it is about to release and of which nothing is in hand any more."""
+        """Wake the member if one of these lanes is stopping and nothing of it is in hand any more, so that the member
+        releases it now."""
         if any(lane.is_stopping and lane.is_drained for lane in lanes):
             self._member.wake()
 
@@ -243,12 +247,16 @@ class Settling:
     def ack(self, message: Message) -> None:
         """Count one message as done. Raises InvalidGroup without ack="manual", and PartitionLost."""
         with self._lanes.lock:
-            self._apply(Event.ACK)
+            if _ACK not in TRANSITIONS[self.mode]:  # `check_possible` in line: this is called for each message
+                raise InvalidGroup(REFUSALS[_ACK])
+            if not isinstance(message, Message):
+                raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
             lane = self._lanes.get(message.partition)
             if lane is None or lane.epoch != message.epoch:
                 raise PartitionLost(self._group, [message.partition])
             lane.ack(message.offset)
-        self.wake_if_drained([lane])
+        if lane.is_stopping:
+            self.wake_if_drained((lane,))
 
     def commit(self, *, is_callback: bool) -> None:
         """Write the checkpoints now. Everything that was handed out counts as done, as the table says; but in a
@@ -257,7 +265,7 @@ class Settling:
         Raises PartitionLost also for partitions that were lost before: the member's thread may have noticed first. Not
         in a callback, because the thread that reads is to get it."""
         if not is_callback:
-            with time_limit(self._member.registry.timeout_s):
+            with time_limit(self._member.session.registry.timeout_s):
                 self.is_held()
             with self._lanes.lock:
                 moved = self._finish_all() if self._apply(Event.COMMIT) is InHand.DONE else []
@@ -304,7 +312,7 @@ class Settling:
                     "committed; read on"
                 )
         with self._lanes.lock:
-            self._readings.check_alone(threading.current_thread())  # only the thread that reads can tell what is done
+            self._readings.check_alone(threading.current_thread())  # only the thread that reads knows what is done
             self._apply(Event.CHECKPOINT)
             self._covered = {lane: Covered(lane.handed, lane.seeks) for lane in self._lanes.all()}
             self.transaction = transaction
@@ -358,7 +366,7 @@ class Settling:
     # What the table says, applied to the lanes. The caller holds the lock, and calls `wake_if_drained` afterwards.
 
     def _finish_all(self) -> list[Lane]:
-        """Everything that was handed out is done, unless another thread reads: only that thread can tell."""
+        """Everything that was handed out is done, unless another thread reads: only that thread knows what is done."""
         if self._readings.of_another(threading.current_thread()) is not None:
             return []
         lanes = self._lanes.all()

@@ -31,6 +31,8 @@ from typing import Final, NamedTuple
 class Mode(enum.Enum):
     """How messages are counted as done."""
 
+    __hash__ = object.__hash__  # the hash of Enum is a Python function, and every message looks up its event
+
     AUTO = "auto"
     """ack="auto": when the thread that has them asks for more."""
     MANUAL = "manual"
@@ -45,6 +47,8 @@ class Mode(enum.Enum):
 
 class Event(enum.Enum):
     """What can happen to the messages in hand."""
+
+    __hash__ = object.__hash__  # the hash of Enum is a Python function, and every message looks up its event
 
     MORE = "more"
     """The thread that has them asks for more."""
@@ -67,6 +71,8 @@ class Event(enum.Enum):
 
 class InHand(enum.Enum):
     """What becomes of the messages in hand."""
+
+    __hash__ = object.__hash__  # the hash of Enum is a Python function, and every message looks up its event
 
     STAYS = "stays"
     DONE = "done"

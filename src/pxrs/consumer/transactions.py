@@ -73,9 +73,9 @@ _logger = logging.getLogger(__name__)
 MAX_MESSAGES_DEFAULT: Final = 500
 _RETRY_S: Final = 0.05
 _NOT_KNOWN: Final = -1
-"""As an expected version: no row has it, so that `lock_commit` finds the version and the comparison fails."""
-# For how long SQLite's one write lock is left free for others between two transactions, as a part of the time for which
-# it was held. Those who wait look again every few milliseconds, and among them are the renewals of leases.
+"""An expected version that no row has, so that `lock_commit` locks the rows and the comparison fails."""
+# For how long SQLite's one write lock is left free between two transactions, as a part of the time for which it was
+# held. Other connections try again every few milliseconds; renewals of leases are among them.
 _FREE_PART: Final = 0.25
 _FREE_S_MAX: Final = 0.01
 
@@ -96,7 +96,7 @@ def transactions(
 
 
 class Transactions(Loop[tuple[list[Message], Connection]]):
-    """What `transactions` returns. Iterating it anew undoes what a loop that was left still had in hand."""
+    """What `transactions` returns. A new iteration first undoes what an earlier loop has left in hand."""
 
     def __init__(self, loop: _Loop) -> None:
         check_step = loop.hand_out.settling.check_step
@@ -139,7 +139,7 @@ def _each(loop: _Loop) -> Generator[tuple[list[Message], Connection], None, None
 
 
 class _Loop:
-    """What lasts for longer than one transaction."""
+    """The state of the loop that outlives one transaction."""
 
     def __init__(self, hand_out: HandOut, engine: Engine, max_messages: int, consumer: object) -> None:
         self.hand_out, self.engine, self.max_messages, self._consumer = hand_out, engine, max_messages, consumer
@@ -154,7 +154,8 @@ class _Loop:
     # Before a transaction.
 
     def is_ready(self, lane: Lane) -> bool:
-        """Whether a transaction may begin now. If not, what is in the way was dealt with, as far as it can be now."""
+        """Whether a transaction may begin now. If not, this has resolved what prevents it, as far as that is possible
+        now."""
         try:
             self.member.check_home()
             self._is_checked = self._is_checked or self._check_engine()
@@ -168,9 +169,9 @@ class _Loop:
         return False
 
     def take(self, lane: Lane, batch: Batch, connection: Connection) -> _Taken | None:
-        """Begin a transaction and take messages in hand; None if that cannot be now."""
+        """Begin a transaction and take messages in hand; None if that is not possible now."""
         hand_out, borrowed = self.hand_out, BorrowedConnection(connection, self.registry)
-        holding = self.member.holding(lane)
+        holding = self.member.session.holding(lane)
         if holding is None or not self.begin(borrowed):
             self.put_back(lane)
             return None
@@ -202,7 +203,7 @@ class _Loop:
         return True
 
     def put_back(self, lane: Lane) -> None:
-        """Have the lane read again from its position."""
+        """Hand out the messages of the lane again from its position."""
         with self.hand_out.lanes.lock:
             self.hand_out.read_ahead.discard(lane)
         self.hand_out.changes.announce()
@@ -216,7 +217,7 @@ class _Loop:
         """Whether the checkpoint of the lane is known, and the lane may be handed out. After a lost reply: wait until
         the transaction in doubt is over, learn from the checkpoint what became of it, and return False once."""
         with self.member.procedure():
-            holding = self.member.holding(lane)
+            holding = self.member.session.holding(lane)
             if holding is None:
                 return False
             if holding.checkpoint_version is not None:
@@ -226,8 +227,7 @@ class _Loop:
                 return False
             version, holding.checkpoint_version = holding.checkpoint_version, None
             try:
-                # It writes nothing. It takes the locks of both rows, which the transaction in doubt has until it is
-                # over.
+                # This commit writes nothing. It locks both rows, which the transaction in doubt holds until it is over.
                 self.registry.commit(fence.expect)
             except Conflict:
                 return False  # the transaction has just committed, or the partition is lost: read again
@@ -237,14 +237,15 @@ class _Loop:
         return False
 
     def _check_kinds(self, engine: Engine) -> SqlRegistry:
-        registry = self.member.registry
+        registry = self.member.session.registry
         if fault := fault_of_engine(engine, registry):
             raise InvalidGroup(fault)
         assert isinstance(registry, SqlRegistry)
         return registry
 
     def _check_engine(self) -> bool:
-        """Raise InvalidGroup unless the engine leads to the registry's rows. False if that cannot be told now."""
+        """Raise InvalidGroup unless the engine is connected to the database of the registry. False if that is not known
+        now."""
         incarnation = self.member.incarnation
         if incarnation is None:
             return False
@@ -310,7 +311,7 @@ class _Taken:
             loop.member.lose(lane)
             loop.member.wake()
             return
-        except RegistryUnavailable as error:  # whether it may be written cannot be told now; `is_ready` waits for that
+        except RegistryUnavailable as error:  # it is not known now whether it may be written; `is_ready` waits for that
             _logger.warning("group %s, partition %d: rolled back: %s", loop.keys.group, lane.partition, error)
             return
         except DriverError as error:
@@ -321,15 +322,15 @@ class _Taken:
             return
         with loop.member.procedure():
             holding = self._holding
-            # None: the reply to an ordinary commit was lost, so that the checkpoint is read again. Greater: it was
-            # read.
+            # None: the reply to an ordinary commit was lost, and the checkpoint is read again. Greater: it was read
+            # again.
             if holding.checkpoint_version is not None and holding.checkpoint_version < version:
                 holding.checkpoint, holding.checkpoint_version = checkpoint, version
             self._is_done = True
             lane.done = self._end
 
     def end(self) -> None:
-        """Whatever has happened: leave no transaction, and nothing in hand."""
+        """Clean up after any outcome: no transaction stays open, and nothing stays in hand."""
         lane, loop = self._lane, self._loop
         self._stop_checking()
         if not self._is_done:
@@ -347,7 +348,8 @@ class _Taken:
         loop.hand_out.settling.wake_if_drained((lane,))
 
     def _fence(self) -> tuple[Checkpoint, int]:
-        """Lock, compare and write, as the registry would; the checkpoint and its version. Raises PartitionLost."""
+        """Lock, compare and write the rows, as the registry would. Returns the checkpoint and its version. Raises
+        PartitionLost."""
         loop, holding = self._loop, self._holding
         self.borrowed.limit_waits()
         place = loop.hand_out.source.id, self._lane.partition
@@ -362,8 +364,8 @@ class _Taken:
                 key = write.checkpoint_key
                 if FencedWrite([write]).lost(conflict) or key not in commit.versions:
                     raise PartitionLost(loop.keys.group, [self._lane.partition]) from conflict
-                # The partition is still owned, so that an ordinary commit of this member was faster: it may have passed
-                # a gap. Both rows are locked now.
+                # The partition is still owned, so an ordinary commit of this member was made in between: it may have
+                # passed a gap. Both rows are locked now.
                 if self._locked_checkpoint(key).offset > self._start:
                     raise PartitionLost(loop.keys.group, [self._lane.partition]) from conflict
                 expected = commit.versions[key]
@@ -389,6 +391,6 @@ class _Taken:
             raise InvalidGroup("commit was called in the body: the loop commits when the next batch is asked for")
 
     def _is_worth_another_try(self, error: DriverError) -> bool:
-        """Whether the transaction was given up for another one's sake, or nobody knows what became of it."""
+        """Whether the database aborted the transaction in favour of another one, or its outcome is not known."""
         fault = self.borrowed.fault_of(error)
         return fault is Fault.ABORTED or (self._is_sent and fault in (Fault.LOST, Fault.BUSY))

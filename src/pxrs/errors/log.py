@@ -143,7 +143,8 @@ class InvalidRecord(LogError, InvalidArgument):
 
 
 class SentRows(Protocol):
-    """What the receipt of a PartlySent can tell. It is a `pxrs.TableReceipt`."""
+    """The methods of `pxrs.TableReceipt`, which is the type of `PartlySent.receipt`. This module cannot import that
+    class."""
 
     @property
     def is_done(self) -> bool: ...
@@ -152,8 +153,8 @@ class SentRows(Protocol):
 
 
 class PartlySent(LogError):
-    """A part of a table was sent when the sending failed. `receipt`, a TableReceipt, tells of the rows that
-    were; send the others. It stays in its process: in a copy of this error in another one it is text."""
+    """A part of a table was sent when the sending failed. `receipt`, a TableReceipt, says which rows were sent; send
+    the others. The receipt works in its own process only: in a copy of this error in another process it is text."""
 
     code = "log.partly-sent"
 

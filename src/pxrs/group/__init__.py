@@ -14,5 +14,5 @@ What it promises:
   decide by what the registry holds, not by what they were told (`reconcile.py`).
 
 Where to start reading: `records.py` for the keys, `reconcile.py` for the decisions, `protocol.py` for what is said to
-the registry, `member.py` for the thread that does it, `admin.py` for changing a group from outside. The simulator
-(`pxrs.testing.simulator`) runs the protocol through seeded schedules of failures."""
+the registry, `member.py` and `rounds.py` for the work that does it, `admin.py` for changing a group from outside. The
+simulator (`pxrs.testing.simulator`) runs the protocol through seeded schedules of failures."""

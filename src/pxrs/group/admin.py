@@ -8,11 +8,11 @@ with a new epoch, in the same commit and expecting its version (G5). So
 - the change itself, if its reply is lost and it lands late, is refused once anybody has owned the partition since;
 - a member that owns the partition finds that it has lost it, claims it again and starts at what was written. It looks
   because the same commit raises `taken` in its target, expecting the target's version: every member watches its target,
-  and reads all its owner keys when `taken` has changed. So the member is told even if this process dies right after the
+  and reads all its owner keys when `taken` has changed. So the member notices even if this process dies right after the
   commit. A member that waits for the partition watches the owner key itself.
 
-A checkpoint that is written here may lie before those of all other groups. Of a topic that keeps what is unread it goes
-through the gate (O10, see `retention.py`): the commit expects `start` as it was read, and writes the gate.
+A checkpoint that is written here may lie before those of all other groups. For a topic with `keep_unread` the commit
+therefore expects `start` as it was read, and writes the gate (O10, see `retention.py`).
 
 Each partition is changed as a whole or not at all; several go together as far as one commit can hold them. If an error
 ends a change half-way, run it again: each of them may be repeated.
@@ -42,11 +42,9 @@ from pxrs.group.projection import projection_of
 from pxrs.group.readables import Readables, Sources, Topics
 from pxrs.group.reader import GroupReader
 from pxrs.group.records import (
-    GROUP_NAME,
     Home,
     Keys,
     Leader,
-    Member,
     Paused,
     Pinned,
     SourceRead,
@@ -62,35 +60,8 @@ ATTEMPTS_MAX: Final = 100
 """How often a change is tried again because the group has changed meanwhile."""
 
 
-def groups(registry: Registry) -> list[str]:
-    """The names of all groups that have members or checkpoints, in order."""
-    found = []
-    after = None
-    # From one group's first key straight to the next group's: '0' is what follows '/', and the keys of a group may be
-    # many.
-    while entries := registry.scan("groups/", after, 1):
-        name = entries[0].key.split("/")[1]
-        after = f"groups/{name}0"
-        if GROUP_NAME.fullmatch(name):
-            keys = Keys(name)
-            if registry.scan(keys.checkpoints, limit=1) or registry.scan(keys.members, limit=1):
-                found.append(name)
-    return sorted(found)
-
-
-def members_of(registry: Registry, topic: str) -> list[tuple[str, str]]:
-    """The members of all groups that read the topic or source with this id: (group, member's name)."""
-    found = []
-    for group in groups(registry):
-        for entry in registry.scan(Keys(group).members):
-            member = Member.load(entry.key, entry.value)
-            if member.topic == topic:
-                found.append((group, member.name))
-    return found
-
-
 class GroupHandle:
-    """A group by name. It need not be there: what needs it to be raises UnknownGroup."""
+    """A group by name. The group need not exist: methods that need it raise UnknownGroup."""
 
     def __init__(
         self,
@@ -110,14 +81,14 @@ class GroupHandle:
         readables = Readables(topics, sources, registered)
         self._reader = GroupReader(registry, self._keys, readables, (lambda: None) if home is None else home)
         self.hub: object = None
-        """The hub that made this handle. It closes its log and registry with its last reference, which is here."""
+        """The hub that made this handle. The handle refers to it because a hub that nothing refers to closes itself."""
 
     def describe(self) -> GroupDescription:
-        """Who is there, who has what, how far it is. Raises UnknownGroup."""
+        """The members of the group, and the owner, checkpoint and lag of each partition. Raises UnknownGroup."""
         state = self._reader.read_there()
         leader = state.leader[0].incarnation if state.leader else None
         names, meant = self._reader.names(state), state.meant_for()
-        # Read after the checkpoints: an end is never behind them.
+        # Read the ends after the checkpoints, so that no end is behind a checkpoint.
         places = state.partitions()
         seen = {
             topic: self._reader.look(state, topic, names.get(topic, topic))
@@ -155,7 +126,7 @@ class GroupHandle:
         )
 
     def reset(self, to: To, topic: str | None = None, force: bool = False) -> dict[str, dict[int, int]]:
-        """Have the group go on elsewhere. The new offsets, by topic and partition.
+        """Set the checkpoints of the group. Returns the new offsets, by topic and partition.
 
         to:    "earliest", "latest", an offset for every partition, a time (the first message of that time or later),
                or offsets by partition; partitions that are not named stay where they are.
@@ -183,7 +154,7 @@ class GroupHandle:
         }
 
     def import_checkpoint(self, offset: int | Mapping[int, int], topic: str, force: bool = False) -> dict[int, int]:
-        """Start from the checkpoint that an old consumer had (X21). The offsets that were written, by partition.
+        """Write the checkpoint of a consumer that was used before (X21). Returns the written offsets, by partition.
 
         offset: of the next message to read, by partition. A single one is understood where offsets are global: of a
                 source whose offsets are the ids of a table, for all its partitions, and of a topic with one partition.
@@ -205,9 +176,9 @@ class GroupHandle:
         return {number: each for (_, number), each in sorted(written.items())}
 
     def delete(self, force: bool = False, topic: str | None = None) -> None:
-        """Forget the group: whoever consumes under its name later starts afresh.
+        """Delete the group: a consumer that uses its name later starts anew.
 
-        topic: forget only the checkpoints and pauses of this topic or source, given by its name or id; it need not be
+        topic: delete only the checkpoints and pauses of this topic or source, given by its name or id; it need not be
                there any more. The members that read other topics stay, as do their checkpoints.
 
         Its checkpoints, pauses and targets are removed. Its owner keys and its leader key stay, free and with a new
@@ -216,9 +187,9 @@ class GroupHandle:
         expects its owner's old version, a target its leader's, a claim and a start need a lease that lives, and
         what an administrator writes expects the owner too. A partition that nobody has owned gets its owner key now.
 
-        force: also while members are there. They are sent away, join again as new members and start afresh; so is one
-        that joins in just this moment. Raises UnknownGroup, GroupActive, and GroupError if the group does not read the
-        topic.
+        force: also while members are there. Their keys are deleted, so they join again as new members and start anew;
+        so does one that joins at this moment. Raises UnknownGroup, GroupActive, and GroupError if the group does not
+        read the topic.
         """
         arguments.flag(InvalidGroup, "force", force)
         state = self._reader.read_there()
@@ -229,8 +200,9 @@ class GroupHandle:
         owned = {place for place, (owner, _) in state.owners.items() if owner.incarnation is not None}
         gone = dict.fromkeys(state.checkpoints.keys() | state.paused.keys() | owned)
         self._change(lambda: Guard(self._keys), lambda _: gone, "delete", force=True)
-        # In this order: a member that joins before `starts` is set back may take it that every partition has a
-        # checkpoint, and is sent away; one that joins later looks at the checkpoints, which are all gone.
+        # In this order: a member that joins before `starts` is reset may assume that every partition has a checkpoint,
+        # but its key is deleted below, so that it joins anew; a member that joins later reads the checkpoints, which
+        # are all gone.
         for topic in sorted({topic for topic, _ in gone} | {member.topic for member in state.members.values()}):
             self._registry.commit(put={self._keys.starts(topic): Pinned().dump()})
         state = self._reader.read().only(ids)
@@ -241,20 +213,21 @@ class GroupHandle:
         self._project()
 
     def retry(self, topic: str, partition: int) -> None:
-        """Have a paused partition try its message again. Raises GroupError if it is not paused."""
+        """Handle the message again that a partition is paused at. Raises GroupError if the partition is not paused."""
         for _ in range(ATTEMPTS_MAX):
             key, _, version = self._pause(topic, partition)
             try:
                 self._registry.commit({key: version}, delete=[key])
                 return
-            except Conflict:  # another message, or somebody else's decision
+            except Conflict:  # the partition is paused at another message, or somebody has decided otherwise
                 continue
         raise self._too_lively()
 
     def skip(self, topic: str, partition: int, offset: int | None = None) -> int:
-        """Have a paused partition go on behind its message, whose offset is returned.
+        """Go on behind the message that a partition is paused at, without handling it. Returns the offset of the
+        message.
 
-        offset: only if it is this message. Raises GroupError if it is another one, or if nothing is paused.
+        offset: skip only this message. Raises GroupError if the partition is paused at another one, or not paused.
         """
         offset = None if offset is None else arguments.whole(InvalidGroup, "offset", offset, 0)
         key, paused, version = self._pause(topic, partition)
@@ -263,17 +236,17 @@ class GroupHandle:
             order = replace(paused, skip=True)
             try:
                 self._registry.commit({key: version}, {key: order.dump()})
-            except Conflict:  # never another message than the one that was seen
+            except Conflict:  # the decision is only about the message that was seen
                 is_other = True
         if is_other:
             raise GroupError(f"group {self.name}: another message holds up {topic}/{partition} now; look again")
         return paused.offset
 
     def paused(self, topic: str, partition: int) -> Paused:
-        """The message that holds a partition up, and why. Raises GroupError if none does."""
+        """The message that a partition is paused at, and why. Raises GroupError if the partition is not paused."""
         return self._pause(topic, partition, is_changed=False)[1]
 
-    # What is there.
+    # Reading.
 
     def _pause(self, topic: str, partition: int, is_changed: bool = True) -> tuple[str, Paused, int]:
         """The key, the record and the version of a pause. is_changed: raise WrongRegistry if it may not be."""
@@ -282,7 +255,7 @@ class GroupHandle:
         state = self._reader.read_there()
         names = self._reader.names(state)
         ids = sorted(self._reader.ids_named(state, topic))
-        for id in ids:  # a deleted topic's name may be another one's now
+        for id in ids:  # the name of a deleted topic may belong to another one now
             if (id, partition) in state.paused:
                 if is_changed:
                     self._reader.check_registry([id], state)
@@ -307,7 +280,7 @@ class GroupHandle:
     def _too_lively(self) -> GroupActive:
         return GroupActive(f"group {self.name} changes faster than it can be written to; stop its members first")
 
-    # What is done to it.
+    # Changing.
 
     def _set(
         self,
@@ -318,7 +291,7 @@ class GroupHandle:
         force: bool = False,
         replaces: bool = True,
     ) -> dict[TopicPartition, int]:
-        """Write the checkpoints that `resolve` gives for each source; what was written."""
+        """Write the checkpoints that `resolve` gives for each source. Returns what was written."""
 
         def choose(guard: Guard) -> dict[TopicPartition, int | None]:
             return {
@@ -331,8 +304,8 @@ class GroupHandle:
         return {place: offset for place, offset in written.items() if offset is not None}
 
     def _guard(self, sources: Sequence[Offsets]) -> Guard:
-        """For a change that writes checkpoints. Raises WrongRegistry, and GroupElsewhere if the group reads the topics
-        of another hub."""
+        """The guard of a change that writes checkpoints. Raises WrongRegistry, and GroupElsewhere if the group reads
+        the topics of another hub."""
         guard = Guard(self._keys)
         home = self._reader.check_registry(source.id for source in sources)
         if home is not None:
@@ -366,9 +339,10 @@ class GroupHandle:
         force: bool = False,
         replaces: bool = True,
     ) -> dict[TopicPartition, int | None]:
-        """Write the checkpoints that `choose` gives, remove those that are None, and bump the owners. What was written.
+        """Write the checkpoints that `choose` gives, remove those for which it gives None, and raise the epochs of the
+        owners. Returns what was written.
 
-        replaces: False leaves those that are there."""
+        replaces: False leaves existing checkpoints as they are."""
         written: dict[TopicPartition, int | None] = {}
         for attempt in range(ATTEMPTS_MAX):
             guard = guarded()
@@ -379,7 +353,7 @@ class GroupHandle:
                 todo = {place: offset for place, offset in todo.items() if place not in state.checkpoints}
             guard.take(state)
             writes = [write_of(self._keys, state, place, offset, by) for place, offset in todo.items()]
-            # Together at first; where somebody else was faster on one of them, each by itself.
+            # All keys in one commit first; if another commit has changed one of them, one commit for each key.
             for some in in_commits(writes, guard, self._registry.limits, None if attempt == 0 else 1):
                 if self._commit(some, guard):
                     written |= {write.partition: todo[write.partition] for write in some}
@@ -399,13 +373,13 @@ class GroupHandle:
         return True
 
     def _project(self) -> None:
-        """Show what was changed, where there is a place for it and no member does it."""
+        """Write the readable files of the group, if there is a place for them and no member writes them."""
         projection = projection_of(self._registry, self._keys, lambda: self._reader.names(GroupState()))
         if projection is not None:
             projection.refresh()
 
     def _retire_sources(self, state: GroupState) -> None:
-        """Forget under which ids the group has read its sources: it may begin under others."""
+        """Empty the records of the ids under which the group has read its sources: it may begin under others."""
         for key, (_, version) in state.source_records.items():
             try:
                 self._registry.commit({key: version}, {key: SourceRead().dump()})
@@ -413,7 +387,8 @@ class GroupHandle:
                 continue  # a member has joined since, and has written what it reads
 
     def _retire_leader(self, state: GroupState) -> None:
-        """Refuse what the last leader may still have on its way, then delete the targets that it has written."""
+        """Raise the term of the leader, so that commits of the last leader that are still on their way are refused;
+        then delete the targets that it has written."""
         if state.leader is not None:
             leader, version = state.leader
             try:
@@ -421,7 +396,7 @@ class GroupHandle:
                 self._registry.commit({self._keys.leader: version}, {self._keys.leader: retired.dump()})
             except Conflict:
                 return  # a new member leads already, by a new term, and deletes them
-        # Of members that are gone: an incarnation that joins later has another key.
+        # Delete the targets of members that are gone: an incarnation that joins later has another key.
         targets = [self._keys.target(incarnation) for incarnation in state.targets]
         self._delete([*targets, self._keys.legacy_assignment])
 

@@ -1,13 +1,13 @@
-"""Who should have what: pure functions from members and partitions to an assignment (X4, F7).
+"""Which member should own which partition: pure functions from members and partitions to an assignment (X4, F7).
 
 An assignor is given the incarnations of the members, the oldest first; the number of partitions; and for each partition
 the incarnation that it was meant for before, or None. It returns a list with the incarnation of one of these members
 for each partition. It must be deterministic, and must return `before` unchanged if that is its own result for the same
-members: the leader asks it whenever it looks at the group, and each difference is a hand-over. Those of pxrs give
-`P // C` partitions to each member and one more to `P % C` of them.
+members: the leader asks it whenever it looks at the group, and each difference is a hand-over. The assignors of pxrs
+give `P // C` partitions to each member and one more to `P % C` of them.
 
 An installed package may bring others. What any assignor returns is checked (`targets_of`): a partition that is assigned
-to nobody, or to a member that is not there, would be read by nobody, and nothing else would tell.
+to no member, or to one that is not there, would never be read, and nothing else would report that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Assignor = Callable[[Sequence[str], int, Sequence[str | None]], Targets]
 
 
 def sticky(members: Sequence[str], partitions: int, before: Sequence[str | None]) -> Targets:
-    """A fair share with the fewest moves: everyone keeps what it has, up to its share."""
+    """Equal shares with the fewest moves: each member keeps what it has, up to its share."""
     if not members:
         return [None] * partitions
     known = set(members)
@@ -35,7 +35,7 @@ def sticky(members: Sequence[str], partitions: int, before: Sequence[str | None]
     counts = Counter(targets)
     has = {member: counts[member] for member in members}
     base, more = divmod(partitions, len(members))
-    # Those who have most are given the larger shares: each of them then moves one partition less.
+    # Members with the most partitions get the larger shares, so that fewer partitions move.
     ranked = sorted(members, key=lambda member: -has[member])
     share = {member: base + (rank < more) for rank, member in enumerate(ranked)}
     for number in range(partitions - 1, -1, -1):
@@ -51,7 +51,7 @@ def sticky(members: Sequence[str], partitions: int, before: Sequence[str | None]
 
 
 def range_(members: Sequence[str], partitions: int, before: Sequence[str | None]) -> Targets:
-    """Neighbouring partitions together."""
+    """Each member gets a range of consecutive partitions."""
     if not members:
         return [None] * partitions
     base, more = divmod(partitions, len(members))
@@ -59,7 +59,7 @@ def range_(members: Sequence[str], partitions: int, before: Sequence[str | None]
 
 
 def round_robin(members: Sequence[str], partitions: int, before: Sequence[str | None]) -> Targets:
-    """One after the other."""
+    """The partitions go to the members in turn."""
     if not members:
         return [None] * partitions
     return [members[number % len(members)] for number in range(partitions)]
@@ -69,11 +69,11 @@ ASSIGNORS: Final[dict[str, Assignor]] = {"sticky": sticky, "range": range_, "rou
 
 
 ENTRY_POINTS: Final = "pxrs.assignors"
-"""Where an installed package names assignors of its own."""
+"""The entry point group under which installed packages register assignors."""
 
 
 def assignor_named(name: str) -> Assignor:
-    """Raises InvalidGroup if there is none of this name."""
+    """The assignor of this name. Raises InvalidGroup if there is none."""
     if not isinstance(name, str):
         raise InvalidGroup(f"assignor is {name!r}; give the name of one, such as {', '.join(ASSIGNORS)}")
     return _found(name)
@@ -81,16 +81,17 @@ def assignor_named(name: str) -> Assignor:
 
 @functools.lru_cache(maxsize=64)
 def _found(name: str) -> Assignor:
-    """Kept, because the leader asks at every look, and a search of the installed packages takes milliseconds."""
+    """The assignor of this name, cached: the leader asks at every look, and a search of the installed packages takes
+    milliseconds."""
     return function_named("assignor", name, ASSIGNORS, ENTRY_POINTS, InvalidGroup)
 
 
 def targets_of(name: str, members: Sequence[str], partitions: int, before: Sequence[str | None]) -> Targets:
-    """What the assignor of this name decides. Raises AssignorFailed if that is no assignment."""
+    """The result of the assignor of this name, checked. Raises AssignorFailed if it is not a valid assignment."""
     assign = assignor_named(name)
     try:
         targets = list(assign(tuple(members), partitions, tuple(before)))
-    except Exception as error:  # whatever the code of an installed package raises
+    except Exception as error:  # errors of the code of an installed package
         raise AssignorFailed(name, f"it raised {error!r}") from error
     if len(targets) != partitions:
         raise AssignorFailed(name, f"it assigned {len(targets)} partitions, and there are {partitions}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
@@ -20,27 +20,40 @@ class Guard:
     expect: dict[str, int] = field(default_factory=dict)
     put: dict[str, bytes] = field(default_factory=dict)
     starts: dict[str, Starts] = field(default_factory=dict)
-    """By the id of each topic that keeps what is unread: where it begins."""
+    """The starts of the topics with `keep_unread`, by the id of the topic."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Of the keys of these."""
+    """The versions of the keys of `starts`, by the id of the topic."""
     owners: dict[TopicPartition, str | None] = field(default_factory=dict)
-    """Who owns the partitions, as read."""
+    """The owner of each partition, as read."""
+    members: Collection[str] = ()
+    """The incarnations that were found. Those of an earlier version have no targets; they watch all owner keys."""
     targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
-    """Of the members that are there: as the next commit writes them, and the version that it expects."""
+    """The targets of the members that are there, as the next commit writes them, and the versions that it expects."""
     dumped: dict[str, bytes] = field(default_factory=dict)
-    """The values of `targets`, as far as they were needed: that of a member with many partitions is large."""
+    """The values of `targets` that were needed so far: that of a member with many partitions is large."""
 
     def take(self, state: GroupState) -> None:
-        """Note who has to be told if a partition is taken from it."""
+        """Note the members, the owners of partitions, and the targets of members: a commit that takes a partition from
+        a member raises `taken` in its target."""
+        self.members = frozenset(state.members)
         self.owners = {partition: owner.incarnation for partition, (owner, _) in state.owners.items()}
         there = {name: each for name, each in state.targets.items() if name in state.members}
         self.targets = {name: (_raised(target), version) for name, (target, version) in there.items()}
         self.dumped.clear()
 
     def merged(self, writes: Sequence[CheckpointWrite]) -> tuple[dict[str, int], dict[str, bytes], list[str]]:
-        """What one commit of these checkpoints expects, puts and deletes. It also removes their pauses, and tells the
-        members from whom it takes a partition."""
+        """What one commit of these checkpoints expects, puts and deletes. The commit also removes the pauses of the
+        partitions, and raises `taken` in the targets of the members that lose one.
+
+        An owner that was not found among the members must be gone: the commit expects that its key is absent, as a
+        claim does (G1). A scan is no picture of one moment (R1): the owner may have joined and claimed while the group
+        was read. Its target would not be raised, it would not look at its owner keys, and the partition would stay
+        without an owner."""
         expect, put = self.of(sorted({write.partition[0] for write in writes}))
+        for write in writes:
+            owner = self.owners.get(write.partition)
+            if owner is not None and owner not in self.members:
+                expect[self.keys.member(owner)] = ABSENT
         for name in self._owners_of(writes):
             target, expect[self.keys.target(name)] = self.targets[name]
             if name not in self.dumped:
@@ -51,7 +64,7 @@ class Guard:
         return {**expect, **fenced.expect}, {**put, **fenced.put}, [*fenced.delete, *pauses]
 
     def committed(self, writes: Sequence[CheckpointWrite], versions: Mapping[str, int]) -> None:
-        """The next commit finds the keys as this one has left them."""
+        """Note the new versions after a commit: the next commit expects them."""
         self.expect |= {key: versions[key] for key in self.put}
         for name in self._owners_of(writes):
             target, _ = self.targets[name]
@@ -59,12 +72,12 @@ class Guard:
             self.dumped.pop(name, None)
 
     def _owners_of(self, writes: Iterable[CheckpointWrite]) -> list[str]:
-        """The members that are there and own a partition of these."""
+        """The members that are there and own one of these partitions."""
         owners = {self.owners.get(write.partition) for write in writes}
         return sorted(owner for owner in owners if owner is not None and owner in self.targets)
 
     def of(self, topics: Iterable[str]) -> tuple[dict[str, int], dict[str, bytes]]:
-        """For a commit that changes partitions of these topics."""
+        """What a commit that changes partitions of these topics expects and puts besides."""
         kept = [topic for topic in topics if topic in self.starts]
         expect = {start_key(topic): self.versions[topic] for topic in kept}
         put = {gate_key(topic): Gate("admin", time.time()).dump() for topic in kept}
@@ -72,7 +85,7 @@ class Guard:
 
 
 def _raised(target: Target) -> Target:
-    """It tells the member that a partition was taken from it."""
+    """The target with `taken` raised, so that the member notices that a partition was taken from it."""
     return replace(target, taken=target.taken + 1)
 
 
@@ -88,7 +101,7 @@ def write_of(keys: Keys, state: GroupState, partition: TopicPartition, offset: i
 def in_commits(
     writes: Sequence[CheckpointWrite], guard: Guard, limits: Limits, count_max: int | None
 ) -> Iterator[list[CheckpointWrite]]:
-    """As many together as one commit may hold, and at most `count_max`."""
+    """The writes in parts, each as large as one commit may hold, and of at most `count_max`."""
     part: list[CheckpointWrite] = []
     keys: set[str] = set()
     size = 0

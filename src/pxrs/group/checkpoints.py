@@ -146,9 +146,9 @@ class Holding:
 
     epoch: int
     version: int
-    """Of the owner key, as the claim wrote it: the fence."""
+    """The version of the owner key as the claim wrote it: the fence."""
     checkpoint: Checkpoint
-    """As last known to be in the registry."""
+    """The checkpoint as it was last read from the registry or confirmed by it."""
     checkpoint_version: int | None
     """None after `STALE` or `UNKNOWN`: the checkpoint has to be read again before it can be written."""
     lane: Lane

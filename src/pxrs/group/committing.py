@@ -90,7 +90,8 @@ class Committing(Incarnation):
         """The registry has confirmed the release: these are not owned any more."""
         for number in partitions:
             holding = self.held.pop(number)
-            # By what was written: more may have been done since, which the next owner will do again.
+            # Compare with the checkpoint that was written: more may have been done since, which the next owner will do
+            # again.
             holding.lane.has_undone = holding.lane.handed > holding.checkpoint.offset
             holding.lane.lost_reason = RELEASED
             holding.lane.is_stopping = holding.lane.is_lost = True
@@ -188,5 +189,5 @@ class Committing(Incarnation):
 
 
 def in_parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """In groups of at most this size."""
+    """The items in parts of at most this size."""
     return [items[at : at + size] for at in range(0, len(items), size)]

@@ -1,7 +1,13 @@
-"""What `GroupHandle.describe` returns: values that say who is there, who owns what, and how far the group is."""
+"""What `GroupHandle.describe` returns: values that say who is there, who owns what, and how far the group is; and the
+same as text.
+
+`str(description)` is made here, without colours or packages, and `pxrs group describe` draws the same cells. No cell
+contains a character that a terminal would act upon: the names of members and hosts are whatever their processes said.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,7 +16,29 @@ import pyarrow as pa
 from pxrs.group.lag import Seen, TopicLag
 from pxrs.group.records import Paused, TopicPartition
 from pxrs.group.snapshot import GroupState
-from pxrs.group.text import group_text, lag_text
+from pxrs.wording import counted, printable, time_text
+
+Columns = Sequence[tuple[str, bool]]
+"""The name of each column, and whether it holds numbers, which are aligned at the right."""
+MEMBER_COLUMNS: Final = (
+    ("member", False),
+    ("host", False),
+    ("topic", False),
+    ("since", False),
+    ("pid", True),
+    ("partitions", True),
+)
+PARTITION_COLUMNS: Final = (
+    ("topic", False),
+    ("partition", True),
+    ("epoch", True),
+    ("checkpoint", True),
+    ("end", True),
+    ("lag", True),
+    ("owner", False),
+    ("when", False),
+    ("by", False),
+)
 
 _SCHEMA: Final = pa.schema(
     [
@@ -43,24 +71,26 @@ class MemberDescription:
     pid: int
     topic: str
     since: float
-    """Wall-clock seconds of its own machine."""
+    """When the member joined, in wall-clock seconds of its own machine."""
     partitions: int
-    """How many it owns."""
+    """How many partitions the member owns."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionDescription:
     topic: str
-    """Its name, or its id if nobody knows the name any more."""
+    """The name of the topic, or its id if the name is not known any more."""
     topic_id: str
     partition: int
     owner: str | None
-    """The incarnation that has it; None if it is free."""
+    """The incarnation that owns the partition; None if it is free."""
     owner_name: str | None
     is_owner_there: bool
-    """False also if the owner is dead and nobody has claimed it since."""
+    """Whether the owner is there. False also if the owner is gone and no other member has claimed the partition
+    since."""
     target: str | None
-    """The incarnation that it is meant for; None if that is gone, and the leader has yet to choose another."""
+    """The incarnation that the partition is meant for; None if that is gone and the leader has not chosen another one
+    yet."""
     epoch: int
     checkpoint: int | None
     """The offset of the next message to read."""
@@ -69,8 +99,8 @@ class PartitionDescription:
     start: int | None
     end: int | None
     lag: int | None
-    """How many messages are there to be handled, or at most so many; None if the topic is not there or cannot be looked
-    at."""
+    """The lag: how many messages are yet to be handled, or an upper bound of that; None if the topic does not exist or
+    cannot be read."""
     is_lag_exact: bool
     """False if `lag` is an upper bound, or None. It is a bound of a table, where it counts the ids of other partitions
     too, and of a partition without a checkpoint, where it counts from the partition's start."""
@@ -94,22 +124,22 @@ class PartitionDescription:
 
 @dataclass(frozen=True, slots=True)
 class GroupDescription:
-    """What a group was doing while it was looked at; not one moment's picture (R1)."""
+    """A group as it was while it was read; not at one moment (R1)."""
 
     name: str
     generation: int
-    """Of the targets: it rises with every rebalance."""
+    """The generation of the targets. It rises with every rebalance."""
     leader: str | None
-    """An incarnation that is there."""
+    """The incarnation of the leader, if that is there."""
     members: tuple[MemberDescription, ...]
     partitions: tuple[PartitionDescription, ...]
     topics: tuple[TopicLag, ...]
-    """How far the group is behind in each topic and source that it reads."""
+    """The lag in each topic and source that the group reads."""
 
     @property
     def lag(self) -> int | None:
-        """How many messages are there to be handled, in all topics and sources together, or at most so many: see
-        `is_lag_exact`. None if that is not known of one of them: `lag_problem` says why."""
+        """The lag of all topics and sources together: exact or an upper bound, see `is_lag_exact`. None if it is not
+        known for one of them: `lag_problem` says why."""
         lags = [each.lag for each in self.topics]
         return None if None in lags else sum(lag for lag in lags if lag is not None)
 
@@ -170,4 +200,95 @@ def describe_partition(
         lag=lag,
         is_lag_exact=seen.is_partition_exact(lag, offset),
         paused=state.paused[place][0] if place in state.paused else None,
+    )
+
+
+# As text.
+
+
+def group_text(found: GroupDescription) -> str:
+    """One line about the group, then a table of its members, one of its partitions, and why partitions are paused."""
+    members, partitions = counted(len(found.members), "member"), counted(len(found.partitions), "partition")
+    parts = [f"group {found.name}: {members}, {partitions}, generation {found.generation}, lag {found.lag_text}"]
+    if found.members:
+        parts.append(_table(MEMBER_COLUMNS, member_rows(found)))
+    if found.partitions:
+        parts.append(_table(PARTITION_COLUMNS, partition_rows(found)))
+    if problems := [printable(each.problem) for each in found.topics if each.problem is not None]:
+        parts.append("\n".join(problems))
+    if paused := [f"{place_text(row)} {pause_text(row)}" for row in found.partitions if row.paused is not None]:
+        parts.append("\n".join(paused))
+    return "\n\n".join(parts)
+
+
+def member_rows(found: GroupDescription) -> list[tuple[str, ...]]:
+    """The cells of MEMBER_COLUMNS, a row for each member."""
+    return [
+        (
+            printable(f"{member.name} (leader)" if member.incarnation == found.leader else member.name),
+            printable(member.host),
+            printable(member.topic),
+            time_text(member.since),
+            str(member.pid),
+            str(member.partitions),
+        )
+        for member in found.members
+    ]
+
+
+def partition_rows(found: GroupDescription) -> list[tuple[str, ...]]:
+    """The cells of PARTITION_COLUMNS, a row for each partition."""
+    names = {member.incarnation: member.name for member in found.members}
+    return [
+        (
+            printable(row.topic),
+            str(row.partition),
+            *("-" if number is None else f"{number:,}" for number in (row.epoch, row.checkpoint, row.end)),
+            "-" if row.lag is None else lag_text(row.lag, row.is_lag_exact),
+            printable(_owner(row, names)),
+            time_text(row.when),
+            printable(row.by or ""),
+        )
+        for row in found.partitions
+    ]
+
+
+def lag_text(lag: int | None, is_exact: bool) -> str:
+    """A lag for people."""
+    if lag is None:
+        return "unknown"
+    return f"{lag:,}" if is_exact else f"<= {lag:,}"
+
+
+def place_text(row: PartitionDescription) -> str:
+    return f"{printable(row.topic)}/{row.partition}"
+
+
+def pause_text(row: PartitionDescription) -> str:
+    """The message at which a partition is paused, and what its handler raised."""
+    assert row.paused is not None
+    what = "is about to skip" if row.paused.skip else "is paused at"
+    return f"{what} offset {row.paused.offset}: {printable(row.paused.error)}"
+
+
+def _owner(row: PartitionDescription, names: dict[str, str]) -> str:
+    """Which member has the partition, and to which one it moves."""
+    if row.owner is None:
+        has = "free"
+    else:
+        has = (row.owner_name or row.owner) if row.is_owner_there else f"{row.owner_name or row.owner} (gone)"
+    if row.target is None or row.target not in names or row.target == row.owner:
+        return has
+    return f"{has} -> {names[row.target]}"
+
+
+def _table(columns: Columns, rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [tuple(name for name, _ in columns), *rows]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if is_number else text.ljust(width)
+            for text, width, (_, is_number) in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in lines
     )

@@ -1,4 +1,5 @@
-"""What a group reads that is no topic of a hub, such as somebody else's table, and when its checkpoints do not fit.
+"""Sources that are no topics of a hub, such as tables of other systems: the record that a group keeps of each, and when
+the checkpoints of the group do not fit.
 
 A topic has an id of its own. The id of a table comes from the user, or is computed from its address, its columns and
 its partitions. So two things can go wrong when a member joins, and both are refused before anything is written:
@@ -71,13 +72,13 @@ def check_meaning(
 
 
 def former_reads(ours: Foreign, known: Mapping[str, SourceRead], has_checkpoints: bool) -> Iterator[SourceRead]:
-    """How the group may have read the same table under another id. If it has a checkpoint under one of these ids, the
-    member is refused with `changed`.
+    """The records under which the group may have read the same table with another id. If it has a checkpoint under one
+    of these ids, the member is refused with `changed`.
 
-    known: the group's records by key; has_checkpoints: whether the group has any under the id that is read now. Then
+    known: the group's records by key. has_checkpoints: whether the group has any under the id that is read now. Then
     the ids of version 0.1, of which there is no record, do not count: somebody has imported checkpoints since."""
     for key, read in known.items():
-        # Also by the address: of two roles, the database may tell the fingerprint to only one.
+        # Compare addresses too: the database may report the fingerprint to one role and not to another.
         if read.id not in ("", ours.read.id) and (key == ours.key or read.address == ours.read.address):
             yield read
     if not has_checkpoints:

@@ -17,7 +17,7 @@ from pxrs.group.lane import Lane
 from pxrs.group.records import Home, Keys, Member
 
 ATTEMPTS_MAX: Final = 100
-"""How often a commit is tried again because another one was faster."""
+"""How often a commit is tried again after a conflict with another one."""
 TAKEN: Final = "another member owns it, or the leader or an administrator has taken it from this member"
 LEASE_ENDED: Final = "the lease of this member ended before it could be renewed"
 RELEASED: Final = "this member released it before all that was handed out was done"
@@ -48,8 +48,8 @@ class Incarnation:
     member: Member
     hooks: Hooks
     start_of: Callable[[int, int], int]
-    """Where a partition begins that has no checkpoint, given its number and the offset before which retention may have
-    removed everything."""
+    """The first offset of a partition without a checkpoint, given its number and the first offset that retention has
+    left."""
     wall: Callable[[], float]
     """The time of day, in seconds since 1970."""
     keys_max: int
@@ -58,13 +58,13 @@ class Incarnation:
     home: Home | None = None
     """The hub that the topic is of; None for a source that belongs to none, which is not checked."""
     foreign: Foreign | None = None
-    """What is read, if it is no topic of a hub."""
+    """The source that is read, if it is no topic of a hub; otherwise None."""
     keeps_unread: bool = False
-    """Whether the topic's retention spares what groups have yet to read: then starts are written through the gate."""
+    """Whether the topic has `keep_unread`: then starts are written together with the gate."""
     former: Collection[str] = ()
     """Earlier incarnations of the same member, which may be listed until the store has noticed that they are gone."""
     sees_all: bool = False
     """Whether the member reads and watches all members and targets although it does not lead: a bounded reader ends
     only when everything else is meant for others that are there."""
     held: dict[int, Holding] = field(default_factory=dict)
-    """By partition: what this member owns."""
+    """The partitions that this member owns, by number."""

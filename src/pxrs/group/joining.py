@@ -6,10 +6,10 @@ Rules, each with a test or a mutation that fails without it:
   if no member that may be there has another one: see `_agree`.
 - Every partition's first checkpoint is written before the join is over, so before anything is handed out (G6). One
   member does it for a topic, the others wait for it: see `pin`.
-- Of a topic that keeps what is unread, a start is written only if retention has not moved `topics/<id>/start` since it
+- For a topic with `keep_unread`, a start is written only if retention has not moved `topics/<id>/start` since it
   was read, and the same commit writes `topics/<id>/gate`, which retention expects (O10).
-- What is no topic of a hub is read under one id, by whatever address: the first checkpoints are written in one commit
-  with `groups/<group>/sources/...`, which names the id, expecting its version (see `foreign.py`).
+- A source that is no topic of a hub is read under one id, whatever its address: the first checkpoints are written
+  in one commit with `groups/<group>/sources/...`, which names the id, expecting its version (see `foreign.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps, Write
 
 PIN_KEYS: Final = 3
-"""What a commit of starts names at most beside the checkpoints: of a topic the group's hub, and the topic's `start` and
-gate; of a source that is no topic, the key that names it."""
+"""How many keys a commit of starts names at most besides the checkpoints: for a topic those of the group's hub, the
+topic's `start` and its gate; for a source that is no topic, the key of its record."""
 
 
 class Joining(Incarnation):
@@ -53,7 +53,7 @@ class Joining(Incarnation):
             expect, put = {key: ABSENT}, {}
             if self.home is not None:
                 is_ours, version = yield from self._read_home(self.home)
-                # Expected, and not written again: members that join at the same time must not refuse one another.
+                # Only expected, not written: members that join at the same time must not make each other fail.
                 expect[self.keys.home] = version
                 if not is_ours:
                     put[self.keys.home] = self.home.dump()
@@ -64,7 +64,7 @@ class Joining(Incarnation):
             try:
                 yield Write(expect, put, ephemeral={key: self.member.dump()})
                 break
-            except Conflict as conflict:  # of the other keys: another member has joined, or tries to
+            except Conflict as conflict:  # of other keys: another member has joined, or tries to
                 if key in conflict.keys or attempt == ATTEMPTS_MAX - 1:
                     raise
         return (yield from self.pin())
@@ -73,17 +73,17 @@ class Joining(Incarnation):
         """Whether all members that are there have agreed on this member's assignor, and the version of the assignor key
         that the join must expect. If they have not, the join must also write the key.
 
-        The key names an assignor, and says whether it is agreed. It is agreed if it was written by the very commit by
-        which a member joined, after that member had read the key, and then all members, and had found none with another
-        assignor. Any join in between would have changed the key: it either finds it agreed, as it is not, or writes it.
-        So when an agreed key is written, all members have its assignor, and as long as it stays, only members with that
-        assignor join: a member with another one writes the key first, not agreed, and then looks at all members.
+        The key names an assignor, and says whether it is agreed. A member writes an agreed key only by its join, after
+        it has read the key and then all members, and has found none with another assignor. A join of another member in
+        between would have made that commit fail: a member that joins while the key is not agreed writes the key. So
+        when an agreed key is written, all members have its assignor. As long as the key stays agreed, only members with
+        this assignor join: a member with another one first writes the key as not agreed, and then reads all members.
 
-        That it writes the key before it looks, and not with its join, is necessary: a member that finds the key agreed
-        does not write it, and would not be noticed by a join that only expects the old version.
+        It must write the key before it reads the members, and not only with its join: a member that finds the key
+        agreed does not write it, so a join that only expects the old version of the key would not notice that member.
 
         A member that must be alone (`Member.is_alone`) does the same as one with another assignor, and does not leave
-        the key agreed, so that every other member looks before it joins."""
+        the key agreed, so that every other member reads all members before it joins."""
         key, mine = self.keys.assignor, self.member.assignor
         for _ in range(ATTEMPTS_MAX):
             entry: Entry | None = yield Get(key)
@@ -134,11 +134,11 @@ class Joining(Incarnation):
             raise GroupActive(f"group {group} has the member {named}: stop it, use another group, or share the group")
 
     def _read_home(self, ours: Home) -> Steps[tuple[bool, int]]:
-        """Whether the group is known to read this member's hub, and the version of the key that says so.
+        """Whether the group is recorded to read this member's hub, and the version of the key that says so.
 
-        A group that has neither members nor checkpoints is deleted, or was never there: any hub may take its name. That
-        is safe although they are looked at one after the other: who writes a checkpoint that was not there also writes
-        this key, and so refuses a commit that expects it as it was read before."""
+        A group that has neither members nor checkpoints was deleted, or never existed: any hub may use its name. It is
+        safe to read members and checkpoints one after the other: a commit that writes a checkpoint for the first time
+        also writes this key, so that it refuses a commit which expects the key as it was read before."""
         entry: Entry | None = yield Get(self.keys.home)
         home = Home() if entry is None else Home.load(entry.key, entry.value)
         if home.hub not in ("", ours.hub):
@@ -149,7 +149,7 @@ class Joining(Incarnation):
 
     @property
     def pin_keys(self) -> tuple[str, str]:
-        """To be watched by a member that waits until another one has written the starts."""
+        """The keys that a member watches while it waits for another one to write the starts."""
         return self.keys.starts(self.member.topic), self.keys.pinning(self.member.topic)
 
     def pin(self, *, waits: bool = True) -> Steps[bool]:
@@ -160,12 +160,12 @@ class Joining(Incarnation):
         safe without it, as every commit expects the checkpoints to be absent, but all members that start together
         would then refuse each other's commits.
 
-        waits: False writes them although another member is at it, because it takes too long."""
+        waits: False writes them although another member is writing them, because that takes too long."""
         starts, pinning = self.pin_keys
         for _ in range(ATTEMPTS_MAX):
             entry: Entry | None = yield Get(starts)
             pinned = Pinned() if entry is None else Pinned.load(starts, entry.value)
-            # Whether a source that is no topic is still the same one is asked at every join: see `_read_foreign`.
+            # A source that is no topic is checked at every join: see `_read_foreign`.
             if pinned.partitions >= self.member.partitions and self.foreign is None:
                 return True
             if waits and not (yield from self._take_pinning(pinning)):
@@ -209,15 +209,15 @@ class Joining(Incarnation):
             found = yield Scan(self.keys.checkpoints_of(topic))
             there = {partition_of(entry.key)[1] for entry in found}
             missing = [number for number in range(self.member.partitions) if number not in there]
-            is_told = True
+            is_named = True
             if self.foreign is not None:
-                is_told, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, found)
+                is_named, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, found)
                 put[self.foreign.key] = self.foreign.read.dump()
-            if not missing and is_told:
+            if not missing and is_named:
                 return
             try:
                 yield from self._pin_missing(missing, starts, expect, put)
-            except Conflict:  # somebody else has written some of them, so that fewer are missing; or `start` has moved
+            except Conflict:  # another member has written some of them, or `start` has moved
                 conflicts += 1
                 if conflicts == ATTEMPTS_MAX:
                     raise

@@ -25,12 +25,12 @@ class TopicLag:
     """How far a group is behind in one topic or source."""
 
     topic: str
-    """Its name, or its id if the name is not known."""
+    """The name of the topic or source, or its id if the name is not known."""
     topic_id: str
     is_source: bool
-    """It is no topic of the hub: somebody else's table."""
+    """Whether it is a source that is no topic of the hub, such as a table of another system."""
     lag: int | None
-    """How many messages are there to be handled, or at most so many; None if that is not known."""
+    """How many messages are yet to be handled, or an upper bound of that; None if it is not known."""
     is_exact: bool
     """False if `lag` is an upper bound or None."""
     problem: str | None = None
@@ -39,14 +39,14 @@ class TopicLag:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What could be learned of a topic or source: its extents, or why there are none."""
+    """The extents of a topic or source, or why they are not known."""
 
     extents: Sequence[Extent] = ()
     has_gaps: bool = False
     is_source: bool = False
     problem: str | None = None
     is_deleted: bool = False
-    """A topic of this hub that is gone: there is nothing left to handle."""
+    """Whether it was a topic of this hub that is deleted: there is nothing left to handle."""
 
     def partition_lag(self, partition: int, checkpoint: int | None) -> int | None:
         """checkpoint: None counts from the partition's start, which is an upper bound: see `is_partition_exact`."""
@@ -69,7 +69,7 @@ class Seen:
             lags = [self.partition_lag(number, each) for number, each in enumerate(at)]
             is_exact = all(map(self.is_partition_exact, lags, at))
             return TopicLag(topic, topic_id, self.is_source, sum(lag or 0 for lag in lags), is_exact)
-        # A partition without a checkpoint has everything before it.
+        # In a partition without a checkpoint everything is yet to be handled.
         lowest = min((checkpoints.get(number, 0) for number in range(self.count)), default=0)
         start, end = min(each[0] for each in self.extents), max(each[1] for each in self.extents)
         lag = _behind(lowest, (start, end))

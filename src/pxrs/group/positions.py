@@ -81,7 +81,7 @@ def resolve_position(offset: int, source: Offsets, starts: Starts, group: str) -
 
 
 def check_start(source: Offsets, partition: int, start: int) -> None:
-    """As `check_starts`, for one partition."""
+    """Check one offset: see `check_starts`."""
     check_starts(source, {partition: start})
 
 

@@ -4,15 +4,19 @@
     consumer-groups/<group>/owners.json                              who has which partition, under which epoch
     consumer-groups/<group>/offsets/<topic>/partition-<n>.offset     the offset of the next message to read
 
-It is a projection: the registry decides, and nothing ever reads these files back. They are at most about a second
-behind, and each is replaced as a whole; together they are not one moment's picture.
+The registry is authoritative. pxrs writes these files and never reads them to decide anything. Each file is replaced as
+a whole, at most about a second after a change of the group; files of one group may show different moments.
 
-Who writes: the member that leads, on a thread of its own, so that no commit waits for it; a member that goes and leaves
-nobody who leads; an administrator who changes a group without members, or deletes it. One at a time, by a lock that
-the kernel drops with its holder. It is taken before the registry is read, so the last to write has seen the most.
+Who writes the files of a group:
+- the leader of the group, while it leads: as work of `Registry.housekeeping`, so that no commit waits for the disk;
+- a member that leaves the group, if no leader remains;
+- an administrator who changes or deletes a group, and the janitor (`pxrs.upkeep`), if no member leads the group.
 
-On failure: it is logged, once until it works again, and nothing else happens. What is left over is made good by the
-next one who writes. Nothing is synced: a power loss may cost a second of it, or leave it behind until the next change.
+An flock on `consumer-groups/.lock` lets one process write at a time. It is taken before the registry is read, so the
+process that writes last has read the latest state.
+
+On failure: an error is logged, once until a write succeeds again, and has no other effect. The next write corrects the
+files. The files are not synced to the disk: after a power loss they may be missing or outdated until the next change.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -34,25 +39,39 @@ from pxrs.group.records import Keys, Leader
 from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import Entry, Registry
 from pxrs.registry.watch import Watch
+from pxrs.scheduler import Next, Scheduled
 from pxrs.wording import microseconds, rfc3339
 
 _logger = logging.getLogger(__name__)
 
 FOLDER: Final = "consumer-groups"
 INTERVAL_S: Final = 1.0
-"""How long after a change it is written, with all that followed."""
+"""How long after a change the files are written, with the changes that followed meanwhile."""
 LOCK_WAIT_S: Final = 1.0
-"""How long to wait for another one who writes; it writes much the same."""
+"""How long `refresh` waits for another process that holds the lock."""
 CLOSE_WAIT_S: Final = 5.0
+"""How long `Projection.close` waits for a refresh that is under way."""
 _NAME_BYTES_MAX: Final = 200
+"""Of a folder's name; a longer one is replaced by the topic's id. File systems allow 255."""
+
+
+class _Next(Enum):
+    """What the work of a projection does when it runs next. See `Projection`."""
+
+    OPEN = auto()
+    PAUSE = auto()
+    WRITE = auto()
+
 
 Names = Callable[[], Mapping[str, str]]
 """Gives the names of topics by their ids."""
 
 
 def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> dict[str, str]:
-    """The files of a group by their paths within its folder, from all that the registry holds of it; none if it is not
-    there. `names` are those of topics by id; those that members know are added to them."""
+    """The text of each file, by its path in the group's folder. Empty if there is no such group.
+
+    entries:  all keys of the group
+    names:    names of topics by id. Topics that are not in it get the names that the members' records have"""
     state = GroupState.of(keys, entries)
     if not state.is_there:
         return {}
@@ -76,7 +95,7 @@ def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> di
 
 
 class _Shown:
-    """What the files show of a group."""
+    """A group's members and owners as the values of the JSON files."""
 
     def __init__(self, state: GroupState) -> None:
         self._state, self._meant = state, state.meant_for()
@@ -101,7 +120,7 @@ class _Shown:
         }
 
     def list_owners(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """By topic and partition. An owner that is gone has nothing any more, though nobody has claimed it yet."""
+        """By topic and partition. `owner` is null also if the registry still names an owner whose lease has expired."""
         topics: dict[str, dict[str, Any]] = {}
         for place in sorted(
             {*self._state.checkpoints, *self._state.owners}, key=lambda each: (names.get(each[0], each[0]), each)
@@ -122,13 +141,15 @@ class _Shown:
 
 
 def _distinct(names: Mapping[str, str]) -> dict[str, str]:
-    """A topic that was deleted and made again has two ids: the last one named keeps the name."""
+    """Names by id, each name once: if a topic was deleted and created again, only the last id in `names` has the
+    name."""
     last = {name: topic for topic, name in names.items()}
     return {topic: name for name, topic in last.items()}
 
 
 def _folder(name: str, topic: str) -> str:
-    """A topic's name as that of a folder. A foreign source may be called anything."""
+    """The folder for a topic's name, quoted; the topic's id if the name cannot be that of a folder. The name of a
+    source that is no topic may have any characters."""
     quoted = quote(name, safe="")
     return topic if quoted.strip(".") == "" or len(quoted) > _NAME_BYTES_MAX else quoted
 
@@ -143,7 +164,7 @@ def _json(value: Any) -> str:
 
 
 def _indented(value: Any, margin: str) -> str:
-    """JSON with a line for each partition and each member."""
+    """JSON with one line for each partition and each member: an object without nested ones is on one line."""
     items = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(value, dict | list) or not any(isinstance(each, dict | list) for each in items):
         return json.dumps(value, ensure_ascii=False)
@@ -155,43 +176,62 @@ def _indented(value: Any, margin: str) -> str:
 
 
 def projection_of(registry: Registry, keys: Keys, names: Names | None = None) -> Projection | None:
-    """Only files have a place for it beside them."""
+    """None if the registry is not kept in files."""
     return None if registry.folder is None else Projection(registry, keys, registry.folder / FOLDER, names)
 
 
 class Projection:
-    """Keeps one group's files as the registry has it, from `start` until `close`. Nothing here raises."""
+    """Writes the files of one group. Threads share it. No method raises an error of the registry or of the disk.
+
+    What the work of a started projection does when it runs:
+
+    | state of `_next` | what it does | next state | runs again |
+    |---|---|---|---|
+    | OPEN | opens a watch on all keys of the group | WRITE; OPEN if that failed | after `INTERVAL_S` |
+    | PAUSE | a change has woken it: lets more changes come | WRITE | after `INTERVAL_S` |
+    | WRITE | writes the files | PAUSE | after a change |
+    | WRITE, but the files could not be written | | WRITE | after `INTERVAL_S` |
+    """
 
     def __init__(self, registry: Registry, keys: Keys, root: Path, names: Names | None = None) -> None:
         self._registry, self._keys, self._root, self._names = registry, keys, root, names
-        self._watch: Watch | None = None
-        self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
         self._guard = threading.Lock()
-        self._is_troubled = False
+        """Guards `_is_closed`, and `_scheduled` until it is set."""
+        self._is_closed = False
+        self._scheduled: Scheduled | None = None
+        """The work; None before `start`."""
+        self._next = _Next.OPEN
+        """Only the work reads and writes it."""
+        self._watch: Watch | None = None
+        """On all keys of the group. Opened by the work; closed by the work or by `close`."""
+        self._has_failed = False
+        """Whether the last refresh failed: then the next failure is not logged."""
 
     def start(self) -> None:
-        """Write from now on: this member leads."""
+        """Write the files from now on, after each change. Idempotent. Called when the member has become the leader."""
         with self._guard:
-            if self._thread is None and not self._closing.is_set():
-                thread = threading.Thread(target=self._run, name=f"pxrs-projection-{self._keys.group}", daemon=True)
-                with contextlib.suppress(RuntimeError):  # too many threads: the member comes again
-                    thread.start()
-                    self._thread = thread
+            if self._scheduled is None and not self._is_closed:
+                name = f"pxrs-projection-{self._keys.group}"
+                try:
+                    self._scheduled = self._registry.housekeeping.add(name, self._work)
+                except RuntimeError as error:  # no thread can be started: the member's next round calls `start` again
+                    self._log(error)
 
     def close(self) -> None:
-        """Write a last time, unless somebody else leads and does it. After the member has left the group."""
+        """Stop, and write a last time: always if this was started, otherwise only if nobody leads the group. Called
+        when the member has left the group."""
         with self._guard:
-            self._closing.set()
-            thread, watch = self._thread, self._watch
-        if watch is not None:
-            watch.close()
-        if thread is not None:
-            thread.join(CLOSE_WAIT_S)
-        self.refresh(only_if_nobody_leads=thread is None)
+            self._is_closed = True
+            scheduled = self._scheduled
+        if scheduled is not None:
+            scheduled.end(CLOSE_WAIT_S)
+        if self._watch is not None:
+            self._watch.close()
+        self.refresh(only_if_nobody_leads=scheduled is None)
 
     def refresh(self, *, only_if_nobody_leads: bool = False) -> bool:
-        """Write what is not as the registry has it, and remove what it does not have. False: it is to be done again."""
+        """Write the files that differ from what the registry has, and remove those of what it does not have. False if
+        that failed, or another process has held the lock for `LOCK_WAIT_S`."""
         try:
             self._root.mkdir(exist_ok=True)
             with _locked(self._root) as is_locked:
@@ -202,36 +242,51 @@ class Projection:
                     return True
                 files = render(entries, self._keys, self._names() if self._names is not None else {})
                 _replace(self._root / self._keys.group, files)
-            self._is_troubled = False
+            self._has_failed = False
             return True
-        except Closed:  # the registry, or the log: there is nothing more to tell
+        except Closed:  # the registry or the log was closed: nothing can be read any more
             return True
-        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns nobody else
-            if not self._is_troubled:
-                _logger.warning("group %s: its readable files could not be written: %s", self._keys.group, error)
-            self._is_troubled = True
+        except Exception as error:  # noqa: BLE001 - logged; no caller depends on these files
+            self._log(error)
             return False
 
-    def _run(self) -> None:
+    def _log(self, error: Exception) -> None:
+        if not self._has_failed:
+            _logger.warning("group %s: its readable files could not be written: %s", self._keys.group, error)
+        self._has_failed = True
+
+    def _work(self) -> Next | None:
+        if self._is_closed:
+            return None
+        if self._watch is not None and self._watch.is_closed:  # the registry was closed
+            return None
+        if self._next is _Next.OPEN:
+            return self._open()
+        if self._next is _Next.PAUSE:
+            self._next = _Next.WRITE
+            return Next(pause_s=INTERVAL_S)
+        if not self.refresh():
+            return Next(pause_s=INTERVAL_S)
+        self._next = _Next.PAUSE
+        return Next()
+
+    def _open(self) -> Next | None:
+        with self._guard:  # `start` holds it until `_scheduled` is set
+            scheduled = self._scheduled
+        assert scheduled is not None
         try:
-            watch = self._registry.watch(self._keys.root)
+            self._watch = self._registry.watch(self._keys.root)
         except Closed:
-            return
-        except Exception as error:  # noqa: BLE001 - see above
-            _logger.warning("group %s: its readable files are not kept: %s", self._keys.group, error)
-            return
-        with self._guard:
-            self._watch = watch
-        try:
-            # First the pause: changes come in swarms, and a group that settles has better things to do.
-            while not self._closing.wait(INTERVAL_S):
-                if not self.refresh():
-                    watch.wake()
-                watch.wait()
-        except Closed:
-            return
-        finally:
-            watch.close()
+            return None
+        except Exception as error:  # noqa: BLE001 - as in `refresh`
+            self._log(error)
+            return Next(pause_s=INTERVAL_S)
+        if self._is_closed:  # `close` has not waited for this call, and has found no watch
+            self._watch.close()
+            return None
+        self._watch.subscribe(scheduled.wake)
+        self._next = _Next.WRITE
+        return Next(pause_s=INTERVAL_S)
 
 
 def _is_led(entries: Iterable[Entry], keys: Keys) -> bool:
@@ -242,7 +297,8 @@ def _is_led(entries: Iterable[Entry], keys: Keys) -> bool:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[bool]:
-    """Be the only one to write, if that can be had soon. The lock's file stays, so that there is only one."""
+    """Hold the lock of all groups' files; False if another process has held it for `LOCK_WAIT_S`. The lock's file is
+    never removed: two processes could hold locks on two files of that name."""
     descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         yield _try_lock(descriptor, time.monotonic() + LOCK_WAIT_S)
@@ -251,7 +307,7 @@ def _locked(root: Path) -> Iterator[bool]:
 
 
 def _try_lock(descriptor: int, until: float) -> bool:
-    import fcntl  # here, for this module is imported where there is none, and no registry of files either
+    import fcntl  # not on Windows, where this module is imported too, but no registry is kept in files
 
     while True:
         try:
@@ -264,7 +320,7 @@ def _try_lock(descriptor: int, until: float) -> bool:
 
 
 def _replace(folder: Path, files: Mapping[str, str]) -> None:
-    """Make the folder hold these files and no others. Only under the lock."""
+    """Make the folder hold these files and no others. The caller holds the lock."""
     if not files:
         if folder.exists():
             shutil.rmtree(folder)
@@ -281,5 +337,5 @@ def _replace(folder: Path, files: Mapping[str, str]) -> None:
     for path in there - wanted.keys():
         path.unlink(missing_ok=True)
     for name, _, _ in os.walk(folder, topdown=False):
-        with contextlib.suppress(OSError):  # only what is empty goes
+        with contextlib.suppress(OSError):  # a folder that is not empty stays
             os.rmdir(name)

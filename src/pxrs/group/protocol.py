@@ -9,7 +9,8 @@ Rules, each with a mutation of the simulator that fails without it:
   member cannot claim what the new target does not name, and the leader, which reads the owners after that, sees all
   that it has to ask back.
 - Whoever takes a partition from a member that is there raises `taken` in that member's target, in the same commit. The
-  member watches its target, and then reads all its owner keys; at other times it reads none of those that it keeps.
+  member watches its target, and then reads all its owner keys; otherwise it does not read the owner keys of partitions
+  that it keeps.
 - The checkpoint is read after the claim has committed (G3).
 - A member watches the owner keys of what it gains and loses, and the members that it waits for, before it reads them
   (R2): see `watched_keys`.
@@ -54,7 +55,7 @@ from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps, Write
 
 COMMIT_BYTES_MAX: Final = 500_000
-"""Of the targets in one commit: less than what every store takes."""
+"""How many bytes of targets one commit writes at most: less than the limit of every store."""
 SPARE_KEYS: Final = 16
 """How many keys that are not needed a watch may cover in any case."""
 
@@ -76,7 +77,7 @@ class MemberProtocol(Joining, Committing):
 
     @property
     def is_leading(self) -> bool:
-        """As far as it knows."""
+        """Whether this member is the leader, as of its last look."""
         return self.snapshot is not None and is_led_by(self.snapshot, self.incarnation)
 
     @property
@@ -134,7 +135,8 @@ class MemberProtocol(Joining, Committing):
         return state
 
     def _read_owners(self, state: GroupState) -> Steps[None]:
-        """Of what this member gains and loses; and which of the members that own it are there."""
+        """Read the owner keys of the partitions that this member gains or loses, and the member keys of their
+        owners."""
         me, topic = self._me(), self.member.topic
         target, _ = state.target(self.incarnation)
         numbers = moving(target, me)
@@ -158,7 +160,8 @@ class MemberProtocol(Joining, Committing):
             state.add(self.keys, entry)
 
     def _check_leader(self, state: GroupState) -> None:
-        """A member of layout 1 does not write targets. One of version 0.1 joins whatever members are there."""
+        """Raise GroupActive if the leader is of layout 1, which does not write targets. A member of version 0.1 joins
+        whatever members are there."""
         leader = state.members.get(state.leader[0].incarnation) if state.leader is not None else None
         if leader is not None and not leader.is_of_this_layout:
             raise GroupActive(
@@ -230,7 +233,7 @@ class MemberProtocol(Joining, Committing):
         yield Write({keys.leader: action.version, **absent}, {keys.leader: leader.dump()})
 
     def _assign(self, action: Assign) -> Steps[None]:
-        """Write the targets in as few commits as can hold them, then delete what is left of former members."""
+        """Write the targets in as few commits as can hold them, then delete those of former members."""
         keys, leads = self.keys, {self.keys.leader: action.leader_version}
         legacy: Entry | None = None
         if not self.has_migrated:
@@ -252,8 +255,8 @@ class MemberProtocol(Joining, Committing):
         self.has_migrated = True
 
     def _commits_of(self, targets: Mapping[str, tuple[Target, int]], new: Container[str]) -> Iterator[list[str]]:
-        """These incarnations, as many at a time as one commit can write the targets of. `new`: with a second key
-        each."""
+        """The incarnations in parts, each as large as one commit can write the targets of. new: those that need a
+        second key."""
         some: list[str] = []
         keys = size = 0
         for name, (target, _) in sorted(targets.items()):
@@ -267,7 +270,7 @@ class MemberProtocol(Joining, Committing):
             yield some
 
     def _fence(self, action: Fence) -> Steps[None]:
-        """Free the owner keys, and have the owner read them: see `Target.taken`."""
+        """Free the owner keys, and raise `Target.taken` of the owner, so that the owner reads its owner keys."""
         key, target, version = self.keys.target(action.owner), action.target, action.target_version
         for some in in_parts(sorted(action.partitions.items()), max(1, self.keys_max - 2)):
             target = replace(target, taken=target.taken + 1)
@@ -277,8 +280,8 @@ class MemberProtocol(Joining, Committing):
             version = (yield Write({**leads, **expect}, {**put, key: target.dump()}))[key]
 
     def _claim(self, claims: Sequence[Claim]) -> Steps[None]:
-        """Claim several together; if somebody was faster on one of them, the others. Raises Conflict if the target of
-        this member has changed."""
+        """Claim several partitions in one commit. If another member has claimed one of them, claim the others. Raises
+        Conflict if the target of this member has changed."""
         assert self.snapshot is not None
         topic, target_key = self.member.topic, self.keys.target(self.incarnation)
         put, expect = {}, {target_key: self.snapshot.target(self.incarnation)[1]}
@@ -297,13 +300,14 @@ class MemberProtocol(Joining, Committing):
             if rest and len(rest) < len(claims):
                 yield from self._claim(rest)
             return
-        # Only now: what the former owner wrote until the claim counts (G3).
+        # Read after the claim: what the former owner wrote until the claim counts (G3).
         found = yield from self._read_checkpoints(claims)
         if len(found) < len(claims):  # somebody has deleted the group meanwhile: it begins anew
             yield from self._pin()
             found = yield from self._read_checkpoints(claims)
         for claim, entry in found:
-            checkpoint = replace(Checkpoint.load(entry.key, entry.value), failure="")  # that was another owner's
+            # The failure is that of another owner.
+            checkpoint = replace(Checkpoint.load(entry.key, entry.value), failure="")
             lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
             version = versions[self.keys.owner(topic, claim.partition)]
             self.held[claim.partition] = Holding(claim.epoch, version, checkpoint, entry.version, lane)
@@ -325,8 +329,8 @@ class MemberProtocol(Joining, Committing):
         self.hooks.revoked(holding.lane)
 
     def _resume(self, partition: int) -> Steps[bool]:
-        """Hand it out again, unless it turns out to be lost. A release that may still land is first made to fail, by a
-        checkpoint that takes away the version it expects (R5)."""
+        """Hand out the partition again, unless it turns out to be lost. A release whose reply was lost may still be
+        applied; a checkpoint first changes the version that the release expects, so that it is refused (R5)."""
         if self.held[partition].may_be_released and (yield from self.commit([partition])):
             return True
         holding = self.held[partition]

@@ -1,7 +1,8 @@
 """What a group can read, looked up by id or name: the topics of a hub, sources that were given, registered sources.
 
-A topic comes before a registered source of the same name. To look at a registered source opens its database: whoever
-only looks is told why that failed, and goes on (`look`); whoever changes something gets the error (`find`, `named`).
+A topic comes before a registered source of the same name. Reading a registered source opens its database. If that
+fails, a caller that only shows a group gets the reason as a value (`look`), and a caller that changes something gets
+the error (`find`, `named`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pxrs.model import Topic
 
 
 class Topics(Protocol):
-    """Where topics are looked up. A `Hub` does, and so does a `Log`."""
+    """Finds topics by name. A `Hub` is one, and so is a `Log`."""
 
     def topics(self) -> Sequence[Topic]: ...
 
@@ -30,7 +31,7 @@ class Topics(Protocol):
 
 
 class RegisteredName(Protocol):
-    """What is needed of a registered source's record."""
+    """The fields of the record of a registered source that are used here."""
 
     @property
     def name(self) -> str: ...
@@ -40,7 +41,7 @@ class RegisteredName(Protocol):
 
 
 class Sources(Protocol):
-    """Where registered sources are looked up: see `pxrs.sources.catalog`."""
+    """Finds registered sources: see `pxrs.sources.catalog`."""
 
     def records(self) -> Sequence[RegisteredName]: ...
 
@@ -72,13 +73,13 @@ class Readables:
         return {source.id for source in self.sources} | {record.id for record in self._records()}
 
     def find(self, id: str) -> Offsets | None:
-        """What has this id; None if there is nothing, or nothing that is registered. Raises DamagedFrame if it is a
-        topic that cannot be opened, and what opening a registered source raises."""
+        """The topic or source with this id; None if there is none, or if it is not registered. Raises DamagedFrame if
+        it is a topic that cannot be opened, and what opening a registered source raises."""
         found = self._find_here(id)
         return self._open(id, lambda sources, name: sources.open(name)) if found is None else found
 
     def named(self, name: str) -> Offsets:
-        """What has this name, or this id. Raises UnknownTopic, and what opening it raises."""
+        """The topic or source with this name or id. Raises UnknownTopic, and what opening it raises."""
         for source in self.sources:
             if name in (source.name, source.id):
                 return source
@@ -92,7 +93,7 @@ class Readables:
             return found
 
     def look(self, id: str, name: str, checkpoints: Mapping[int, int]) -> Seen | None:
-        """How far its partitions reach, or why that cannot be told; None if there is nothing with this id."""
+        """The extents of the partitions, or why they are not known; None if there is nothing with this id."""
         is_source = True
         try:
             found = self._find_here(id)
@@ -124,7 +125,7 @@ class Readables:
         return () if self._registered is None else self._registered.records()
 
     def _find_here(self, id: str) -> Offsets | None:
-        """Among the given sources and the topics."""
+        """Look among the given sources and the topics."""
         for source in self.sources:
             if source.id == id:
                 return source
@@ -132,7 +133,7 @@ class Readables:
             if topic.id == id:
                 try:
                     found = self._topics.topic(topic.name)
-                except UnknownTopic:  # deleted just now
+                except UnknownTopic:  # deleted meanwhile
                     return None
                 return found if found.id == id else None
         for damaged in self._topics.damaged_topics():
@@ -148,7 +149,7 @@ class Readables:
 
 
 def is_topic_id(id: str) -> bool:
-    """Ids of topics are random UUIDs, and those of tables are not."""
+    """Whether the id has the form of a topic's id, a random UUID; ids of tables have another form."""
     try:
         return UUID(hex=id).version == 4
     except ValueError:
@@ -167,7 +168,7 @@ def advice(group: str, name: str, id: str, read: SourceRead | None) -> str:
 
 
 def _look_at(found: Offsets, is_source: bool) -> tuple[Seen, Callable[[int, int], bool]]:
-    """How far each partition reaches, and what tells whether a checkpoint can be at an offset."""
+    """The extents of each partition, and the function that says whether a checkpoint can be at an offset."""
     if isinstance(found, Source):
         return Seen(found.extents(), found.has_gaps, is_source), found.was_given_out
     extents: list[tuple[int, int]] = list(found.bounds(range(found.partitions)).values())

@@ -36,27 +36,27 @@ class GroupReader:
         return names | self.readables.names()
 
     def look(self, state: GroupState, id: str, name: str) -> Seen:
-        """How far a topic or source reaches. If it cannot be looked at, why: where the group is can be told all the
-        same."""
+        """The extents of a topic or source. If it cannot be read, the reason: the checkpoints of the group are shown
+        all the same."""
         seen = self.readables.look(id, name, state.offsets(id))
         if seen is not None:
             return seen
         return Seen(is_source=True, is_deleted=self.is_deleted_topic(state, id), problem=self.missing(name, id, state))
 
     def missing(self, name: str, id: str, state: GroupState) -> str:
-        """What is to be done about something that the group reads and that is not known here."""
+        """What to do about something that the group reads and that is not known here."""
         read = state.sources.get(id)
         if read is None and is_topic_id(id) and state.home.place:
             return f"{name} is no topic of this hub: the group reads the hub at {state.home.place}"
         return advice(self._keys.group, name, id, read)
 
     def is_deleted_topic(self, state: GroupState, id: str) -> bool:
-        """Whether what has this id was a topic of this hub, and nothing else that cannot be looked at from here."""
+        """Whether this is the id of a deleted topic of this hub, and not of something that cannot be read from here."""
         if not is_topic_id(id) or id in state.sources:
             return False
         try:
             home = self._home()
-        except PxrsError:  # this process has another registry than the hub, or cannot tell
+        except PxrsError:  # this process has another registry than the hub, or it is not known which one the hub has
             return False
         return home is None or state.home.hub in ("", home.hub)
 
@@ -71,8 +71,8 @@ class GroupReader:
             raise
 
     def sources_read(self, state: GroupState) -> list[Offsets]:
-        """What the group reads and what is still there. Raises GroupError if it reads a source that is not registered:
-        to leave that out would do half of what was asked."""
+        """The topics and sources that the group reads and that still exist. Raises GroupError if it reads a source that
+        is not registered: to leave that out would do only a part of what was asked."""
         ids = sorted({id for id, _ in state.partitions()} | {member.topic for member in state.members.values()})
         names = self.names(state)
         sources = []
@@ -88,7 +88,7 @@ class GroupReader:
         return sorted(sources, key=lambda source: source.name)
 
     def ids_to_forget(self, state: GroupState, topic: str) -> set[str]:
-        """The ids of what is called so, or has this id, and of which the group has anything."""
+        """The ids of the topics or sources with this name or id of which the group has any record."""
         arguments.text(InvalidGroup, "topic", topic, "its name or id")
         there = {id for id, _ in state.partitions()} | {member.topic for member in state.members.values()}
         ids = there & self.ids_named(state, topic)
@@ -104,7 +104,8 @@ class GroupReader:
         return ids | self.readables.ids_named(name) | {name}
 
     def read_there(self) -> GroupState:
-        """Raises UnknownGroup; or WrongRegistry if the hub has another registry, where the group may be."""
+        """The state of the group. Raises UnknownGroup; or WrongRegistry if the hub has another registry, which may have
+        the group."""
         state = self.read()
         if state.is_there:
             return state
@@ -114,7 +115,8 @@ class GroupReader:
         raise UnknownGroup(self._keys.group)
 
     def check_registry(self, topics: Iterable[str], state: GroupState | None = None) -> Home | None:
-        """The identity of the hub, if any of the topics with these ids is of it; else None. Raises WrongRegistry, and
-        NoDirectory if there is no hub to ask. state: the group's, with its records of what is no topic of a hub."""
+        """The identity of the hub, if one of the topics with these ids belongs to it; otherwise None. Raises
+        WrongRegistry, and NoDirectory if there is no hub to ask. state: that of the group, with its records of sources
+        that are no topics."""
         foreign = self.readables.foreign_ids() | (set() if state is None else state.sources.keys())
         return self._home() if any(topic not in foreign for topic in topics) else None

@@ -57,8 +57,9 @@ class Assign:
     targets: Mapping[str, tuple[Target, int]]
     """By incarnation: the new target, and the expected version of its key."""
     members: Mapping[str, int]
-    """By incarnation, of those of `targets` whose key is not there yet: the expected version of the member's own key. A
-    commit that is applied late must not make a target of a member that is gone: nobody would delete it."""
+    """For the members of `targets` that have no target key yet, by incarnation: the expected version of the member's
+    own key. A commit that is applied late must not create the target of a member that is gone: nobody would delete
+    it."""
     gone: Mapping[str, int]
     """By incarnation: the expected version of a target to delete."""
     leader_version: int
@@ -105,10 +106,11 @@ class Fence:
 
     owner: str
     partitions: Mapping[TopicPartition, tuple[int, int]]
-    """For each: the expected version of the owner key, and the new epoch."""
+    """By partition: the expected version of the owner key, and the new epoch."""
     target: Target
-    """Of the owner, as read: it does not name the partitions. The commit expects its key, so that a fence that is
-    applied late does not take what has been meant for the owner again since; and it raises `taken`."""
+    """The target of the owner as read, which does not name the partitions. The commit expects the version of its key,
+    so that a fence that is applied late takes no partition that was meant for the owner again since; and it raises
+    `taken`."""
     target_version: int
     leader_version: int
 
@@ -133,7 +135,7 @@ class Me:
     """By partition: the version of the owner key as this member's claim wrote it."""
     revoking: Collection[int] = ()
     drained: Collection[int] = ()
-    """Those of `revoking` with nothing in hand."""
+    """The partitions of `revoking` with nothing in hand."""
 
 
 AskedSince = Mapping[tuple[TopicPartition, int], float]
@@ -151,8 +153,8 @@ def _meant(target: Target, me: Me) -> set[int]:
 
 
 def asked_since(state: GroupState, before: AskedSince, now: float) -> dict[tuple[TopicPartition, int], float]:
-    """What is asked of whom, and since when: of the leader's state, which is whole. The time of a partition and an
-    owner does not begin anew when it is asked for another member (G9)."""
+    """Which partitions the leader asks of which owner, and since when. state: that of the leader, which is complete.
+    The time does not begin anew when a partition is asked for another member (G9)."""
     meant = state.meant_for()
     asked = {}
     for partition, (owner, _) in state.owners.items():
@@ -162,12 +164,12 @@ def asked_since(state: GroupState, before: AskedSince, now: float) -> dict[tuple
 
 
 def reconcile(state: GroupState, me: Me, asked: AskedSince, now: float, handover_s: float) -> list[Action]:
-    """What to do, in this order. The member reads again when all is done, or when a commit was refused.
+    """The actions of a member, in this order. The member reads again when all are done, or when a commit was refused.
 
-    handover_s: of this member. As the leader it applies it to owners whose record states no time of their own."""
+    handover_s: the hand-over time of this member. As the leader, it uses this for owners whose record has none."""
     if me.incarnation not in state.members:
         return [Leave()]
-    # Whatever else follows from targets that are about to be replaced is decided when they have been.
+    # If targets are about to be replaced, everything else is decided after that.
     return _lead(state, me) or [*_own(state, me), *_fence(state, me, asked, now, handover_s)]
 
 
@@ -206,12 +208,12 @@ def assign_all(state: GroupState) -> dict[str, dict[str, list[int]]]:
         members = [member for member in members if there[member].is_alone][:1] or members
         partitions = max(there[member].partitions for member in members)
         places = [(topic, number) for number in range(partitions)]
-        # Whom it was meant for. If that member is gone: who owns it.
+        # The member that the partition was meant for; if it is gone, the member that owns it.
         before = [meant.get(place, state.owner(place)[0].incarnation) for place in places]
         named = [there[member].assignor for member in members if there[member].assignor]
         chosen = targets_of(named[0] if named else "sticky", members, partitions, before)
         for number, chosen_one in enumerate(chosen):
-            if chosen_one is not None:  # `targets_of` has seen to that
+            if chosen_one is not None:  # `targets_of` has checked that
                 wanted[chosen_one].setdefault(topic, []).append(number)
     return wanted
 

@@ -1,6 +1,6 @@
 """What a group keeps in the registry: its keys, and the values under them, as JSON that a person can read.
 
-    groups/<group>/members/<incarnation>               ephemeral: who is there, and what it reads
+    groups/<group>/members/<incarnation>               ephemeral: the member is there; what it reads
     groups/<group>/leader                              who writes the targets, and its term
     groups/<group>/targets/<incarnation>               which partitions this member should own
     groups/<group>/owners/<topic id>/<partition>       who owns it, under which epoch: its version is the fence
@@ -12,7 +12,7 @@
     groups/<group>/assignor                            the assignor of the members that are there
     groups/<group>/sources/<mark of the source>        a source that is no topic, and the id of its checkpoints
 
-and what the groups that read a topic share with its retention, if the topic keeps what is unread (O10):
+and, for topics with `keep_unread`, what the groups that read a topic share with its retention (O10):
 
     topics/<topic id>/start    the first offset of each partition that retention has left
     topics/<topic id>/gate     written by whoever gives a group a checkpoint that may lie before those of all others
@@ -41,7 +41,7 @@ from pxrs.registry.record import Record
 GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 BY_HAND: Final = ("reset", "import")
-"""Who has written a checkpoint, if it was no member but a person."""
+"""The values of `Checkpoint.by` of checkpoints that an administrator wrote."""
 
 
 TopicPartition = tuple[str, int]
@@ -106,13 +106,13 @@ def gate_key(topic: str) -> str:
 
 
 def partition_of(key: str) -> TopicPartition:
-    """The partition of an owner's, a checkpoint's or a pause's key."""
+    """The partition that an owner key, a checkpoint key or a pause key belongs to."""
     _, topic, number = key.rsplit("/", 2)
     return topic, int(number)
 
 
 LAYOUT: Final = 2
-"""Of what this version writes; see the head of this module."""
+"""The layout of the keys that this version writes: see the docstring of this module."""
 _LAYOUT_MARK: Final = re.compile(r"(.*)@([0-9]+)", re.DOTALL)
 
 
@@ -130,7 +130,7 @@ def _unmarked(stored: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Member(Record):
-    """Who is there. `topic` is the id of what it reads, `partitions` how many there are."""
+    """A member. `topic` is the id of what it reads, `partitions` the number of its partitions."""
 
     name: str
     topic: str
@@ -139,17 +139,19 @@ class Member(Record):
     host: str = ""
     pid: int = 0
     since: float = 0.0
-    """Wall-clock seconds, to be shown."""
+    """When the member joined, in wall-clock seconds; only to be shown."""
     assignor: str = ""
     """The name of its assignor. Empty in records that do not state one: then any goes with it. In the registry the name
     is followed by `@` and the layout."""
     is_alone: bool = False
-    """It takes every partition, and others must stay away: what it keeps of them cannot move (K4)."""
+    """Whether the member must own every partition, and no other member of its topic may join, because its state cannot
+    move (K4)."""
     handover_s: float | None = None
     """How long this member may take to finish what it has in hand of a partition that is to move, before the leader
     takes the partition from it. None in records of version 0.1: then the leader's own time counts."""
     layout: int = LAYOUT
-    """Of the keys that the member reads and writes. Members of another layout are not joined and are given nothing."""
+    """The layout of the keys that the member reads and writes. A member of another layout is given no partitions, and
+    does not share a group with this version."""
 
     @property
     def is_of_this_layout(self) -> bool:
@@ -205,15 +207,16 @@ class SourceRead(Record):
     """Empty once the group has forgotten the source."""
     name: str = ""
     address: str = ""
-    """Where it is, without credentials, to be shown."""
+    """The address without credentials, to be shown."""
     meaning: str = ""
-    """Which rows are in which partition, and what an offset is: with another one, its checkpoints mean nothing."""
+    """Which rows are in which partition, and what an offset is, as a text. With another meaning, the checkpoints cannot
+    be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Starts(Record):
-    """Of a topic that keeps what is unread: the first offset of each partition that retention has left, by the
-    partition's number as text. Messages before it may be gone at any moment, so no checkpoint may be put there."""
+    """The first offset of each partition that retention has left, of a topic with `keep_unread`, by the partition's
+    number as text. Messages before it may be removed at any moment, so no checkpoint may be put there."""
 
     offsets: dict[str, int] = field(default_factory=dict)
 
@@ -223,7 +226,7 @@ class Starts(Record):
 
 @dataclass(frozen=True, slots=True)
 class Gate(Record):
-    """Who wrote the gate last, and when; only the version of its key decides anything."""
+    """The last writer of the gate, and when; only the version of its key matters."""
 
     by: str = ""
     when: float = 0.0
@@ -270,7 +273,7 @@ class Pinned(Record):
 
 @dataclass(frozen=True, slots=True)
 class Owner(Record):
-    """Who has a partition; nobody has a free one. The epoch rises with each claim and each release (X9)."""
+    """The owner of a partition; None if it is free. The epoch rises with each claim and each release (X9)."""
 
     incarnation: str | None
     epoch: int
@@ -299,7 +302,7 @@ class Checkpoint(Record):
 
 @dataclass(frozen=True, slots=True)
 class Paused(Record):
-    """A message that could not be handled holds its partition; `skip` is an order to go on behind it."""
+    """A message that could not be handled pauses its partition; `skip` means: go on behind it."""
 
     offset: int
     error: str

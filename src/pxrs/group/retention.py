@@ -1,18 +1,19 @@
-"""What retention says to the registry before it removes anything of a topic that keeps what is unread (O10).
+"""The registry operations of retention, before it removes anything from a topic with `keep_unread` (O10).
 
-A group may be given a checkpoint while retention decides: then the one must see the other. So
+A group may be given a checkpoint while retention decides, so each must notice the other:
 
-    retention                                   who pins, resets or imports
+    retention                                   pin, reset or import of a checkpoint
     1. reads `gate`                             1. reads `start`
     2. reads `start` and all checkpoints        2. chooses offsets that are not before it
     3. commits the new `start`,                 3. commits the checkpoints and a new `gate`,
        expecting `gate` and `start`                expecting `start`
     4. removes what lies before it
 
-If 3. of the right side comes first, 3. of the left side is refused, unless `gate` was read later, and then the
-checkpoints that were read count the new ones. If 3. of the left side comes first, 3. of the right side is refused, and
-its offsets are chosen anew. Checkpoints that owners commit only go forward: they concern neither side, and do not touch
-the gate. A process that dies before 4. leaves `start` for the next retention, which removes what lies before it.
+If step 3 of the right side comes first, step 3 of the left side is refused, unless `gate` was read later; and then the
+checkpoints were read later too, and include the new ones. If step 3 of the left side comes first, step 3 of the right
+side is refused, and its offsets are chosen anew. Checkpoints that owners commit only go forward: they concern neither
+side, and do not write the gate. A process that dies before step 4 leaves `start` for the next retention, which removes
+what lies before it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from pxrs.registry.steps import Get, Scan, Steps, Write
 
 def move_start(topic: str, plan: Callable[[Mapping[int, int]], Mapping[int, int]]) -> Steps[dict[int, int]]:
     """Commit the starts that `plan` chooses for the topic with this id, given the first offset in each partition that
-    some group has yet to read. The starts of all partitions as they are then; what lies before them may be removed.
+    some group has yet to read. Returns the starts of all partitions; what lies before them may be removed.
 
-    Raises RetentionPostponed if groups begin faster than this can decide."""
+    Raises RetentionPostponed if the gate changes again and again."""
     for _ in range(ATTEMPTS_MAX):
-        gate: Entry | None = yield Get(gate_key(topic))  # first: what is pinned after it refuses the commit
+        # Read first: a checkpoint that is pinned after it makes the commit fail.
+        gate: Entry | None = yield Get(gate_key(topic))
         entry: Entry | None = yield Get(start_key(topic))
         starts = Starts() if entry is None else Starts.load(entry.key, entry.value)
         planned = plan((yield from unread(topic)))
@@ -55,11 +57,11 @@ def move_start(topic: str, plan: Callable[[Mapping[int, int]], Mapping[int, int]
 
 
 def unread(topic: str) -> Steps[dict[int, int]]:
-    """Of the partitions of the topic with this id: the first offset that some group has yet to read."""
+    """For each partition of the topic with this id, the first offset that some group has yet to read."""
     found: dict[int, int] = {}
     after = None
-    # From one group's first key straight to the next group's: '0' is what follows '/', and the keys of a group may be
-    # many.
+    # Skip from the first key of one group to the next group, because a group may have many keys: '0' is the character
+    # after '/'.
     while entries := (yield Scan("groups/", after, 1)):
         name = entries[0].key.split("/")[1]
         after = f"groups/{name}0"

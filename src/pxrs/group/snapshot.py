@@ -28,7 +28,7 @@ from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps
 
 GAP_MAX: Final = 16
-"""How many entries that nobody asked for are read rather than making one call more: a call costs about as much."""
+"""How many entries that are not needed are read to save a call: a call costs about as much."""
 NOBODY: Final = Owner(None, 0)
 """The owner of a partition that has no owner key, because no member has ever claimed it."""
 
@@ -40,7 +40,7 @@ class GroupState:
     members: dict[str, Member] = field(default_factory=dict)
     """By incarnation."""
     member_versions: dict[str, int] = field(default_factory=dict)
-    """Of the keys of `members`."""
+    """The versions of the keys of `members`, by incarnation."""
     leader: tuple[Leader, int] | None = None
     targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
     """By incarnation."""
@@ -101,7 +101,7 @@ class GroupState:
 
     @property
     def generation(self) -> int:
-        """Of the last rebalance."""
+        """The generation of the last rebalance."""
         return max((target.generation for target, _ in self.targets.values()), default=0)
 
     def meant_for(self) -> dict[TopicPartition, str]:

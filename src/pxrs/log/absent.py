@@ -1,4 +1,5 @@
-"""The log of a hub that was opened without a directory: there is none, and whatever needs one says so."""
+"""The log of a hub that was opened without a directory: it has no topics, and calls that need a directory raise
+NoDirectory."""
 
 from __future__ import annotations
 
@@ -36,4 +37,4 @@ class AbsentLog(Log):
         self.check_topics()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""

@@ -1,18 +1,18 @@
-"""Record batches and the frames that hold them on disk and on the wire (docs/format.md).
+"""Record batches, and the frames that hold them on disk and on the wire (docs/format.md).
 
-A frame is a header and a payload, one Arrow IPC record batch without its schema. Two checksums: that of the payload is
-computed before the append lock is taken; that of the header, which covers the other one and the offset given under the
-lock, is computed there. A reader that trusts a frame has checked both.
+A frame is a header and a payload; the payload is one Arrow IPC record batch without its schema. Each has a checksum.
+The checksum of the payload is computed before the append lock is taken. The checksum of the header covers the other one
+and the offset, and is computed under the lock, where the offset is known. Readers check both.
 
-Frames are written in format 2, whose header names the topic and the partition and says when the frame was stored.
-Frames of format 1 do neither; they are read as before. Frames of both formats may follow each other in one segment.
+Frames are written in format 2, whose header names the topic and the partition and has the time at which the frame was
+stored. Frames of format 1 have neither, and are still read. One segment may hold frames of both formats.
 """
 
 from __future__ import annotations
 
 import struct
 import uuid
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import xxhash
@@ -43,9 +43,9 @@ _FIELDS: Final = "IIQqq16sIIQQII"
 _HEADER: Final = struct.Struct(f"<4sBBH{_FIELDS}Qq16x")
 _CHECKSUM: Final = struct.Struct("<Q")
 _LAYOUTS: Final = {1: struct.Struct(f"<4sBBH{_FIELDS}Q"), 2: struct.Struct(f"<4sBBH{_FIELDS}Qq16xQ")}
-"""Of whole headers by their format. The last field is always the checksum of all before it."""
+"""The layout of a whole header, by its format. The last field is the checksum of all fields before it."""
 HEADER_BYTES: Final = _LAYOUTS[FORMAT].size
-"""Of a frame of format 2, which is the longest."""
+"""The length of a header of format 2, which is the longest."""
 HEADER_BYTES_MIN: Final = _LAYOUTS[1].size
 _OPTIONS: Final = {
     codec: pa.ipc.IpcWriteOptions(compression=None if codec == "none" else codec, use_threads=False) for codec in CODECS
@@ -83,17 +83,18 @@ class Header(NamedTuple):
     payload_checksum: int
     payload_bytes: int
     follows: int
-    """How many frames of the same append come before it. One with none proves that all before it was synced."""
+    """How many frames of the same append precede this one. With durability "disk", 0 proves that everything before this
+    frame was synced, because each append is synced before the next one is written."""
     place_id: int | None
-    """The topic and partition that it was written for, as `place_id` makes it; None in format 1, which has none."""
+    """Names the topic and partition that the frame was written for: see the function `place_id`. None in format 1."""
     stored_at: int
-    """When the storing process wrote it, microseconds since 1970. Format 1 has no such field: the latest time of a
-    record stands for it."""
+    """When the frame was written, in microseconds since 1970. Format 1 has no such field: there it is the latest
+    timestamp of a record."""
     header_bytes: int
 
     @property
     def origin(self) -> Origin:
-        """Made when it is asked for: a walk over many headers asks for few."""
+        """The origin of the batch. A property, because a scan over many headers needs few of them."""
         producer = NO_PRODUCER if self.producer == _NO_BYTES else uuid.UUID(bytes=self.producer)
         return Origin(producer, self.epoch, self.sequence)
 
@@ -103,7 +104,8 @@ class Header(NamedTuple):
 
     @property
     def is_gap(self) -> bool:
-        """No messages have these offsets: they may have been given to some that a power loss took."""
+        """Whether the frame is a gap: its offsets belong to no message. They may have been given to messages that a
+        power loss has taken."""
         return self.payload_bytes == 0
 
 
@@ -116,9 +118,9 @@ class Payload(NamedTuple):
     """XXH3-64 of `data`."""
     rows: int
     first_timestamp: int
-    """The earliest time of a record, microseconds since 1970."""
+    """The earliest timestamp of a record, in microseconds since 1970."""
     last_timestamp: int
-    """The latest."""
+    """The latest timestamp of a record."""
     codec: int
     """The index of the codec's name in CODECS."""
 
@@ -127,22 +129,38 @@ class Payload(NamedTuple):
         return _padded(HEADER_BYTES + self.data.size)
 
 
+class _Encoded(Payload):
+    """A payload that `encode` has made in this process. `check_encoded` accepts it without decoding it again, which
+    would cost a tenth of an append of one record. A copy that was altered or unpickled is a plain Payload, because
+    `encode` has not made those bytes here."""
+
+    __slots__ = ()
+
+    def _replace(self, **changed: Any) -> Payload:  # type: ignore[override]  # not of this class
+        return Payload(*self)._replace(**changed)
+
+    def __reduce__(self) -> tuple[type[Payload], tuple[Any, ...]]:
+        return Payload, tuple(self)
+
+
 class Batch(NamedTuple):
-    """Records with rising offsets, from where a reader asked: consecutive, unless `offsets` names them."""
+    """Records with rising offsets. The offsets are consecutive from `base_offset` on, unless `offsets` lists them."""
 
     base_offset: int
     records: pa.RecordBatch
     offsets: pa.Int64Array | None = None
-    """Of a source with gaps, such as a table whose ids are the offsets; and of a gap itself, which has none."""
+    """The offset of each record, in a source with gaps, such as a table whose ids are the offsets. Empty in a gap. None
+    if the offsets are consecutive."""
     until: int | None = None
-    """Of a source with gaps: nothing else lies before this offset."""
+    """In a source with gaps: the offset up to which the batch was read. No other record has an offset before it. None
+    if the offsets are consecutive."""
 
     @property
     def next_offset(self) -> int:
         return self.base_offset + int(self.records.num_rows) if self.until is None else self.until
 
     def within(self, start: int, end: int | None = None) -> Batch:
-        """What lies from `start` on, and before `end`."""
+        """The part of the batch with offsets from `start` on and before `end`."""
         if self.offsets is None:
             count = self.records.num_rows
             first = min(max(start - self.base_offset, 0), count)
@@ -161,37 +179,44 @@ class Batch(NamedTuple):
 
 
 def encode(records: pa.RecordBatch, codec: str = "none") -> Payload:
-    """The records as a log stores them. Raises InvalidRecord if there are none, if their schema is not SCHEMA, or if
-    they are too large for one frame."""
+    """Encode records for a log. Raises InvalidRecord if there are none, if their schema is not SCHEMA, or if they are
+    too large for one frame."""
     if not records.schema.equals(SCHEMA):
         raise InvalidRecord(f"the batch's columns are {records.schema.to_string()}; they must be {SCHEMA.to_string()}")
     if records.num_rows == 0:
         raise InvalidRecord("the batch is empty")
-    if records.column("timestamp").null_count:
+    times = records.column("timestamp")
+    if times.null_count:
         raise InvalidRecord("a record without a timestamp")
     data = records.serialize() if codec == "none" else _serialize(records, codec)
     if _padded(HEADER_BYTES + data.size) > FRAME_BYTES_MAX:
         raise InvalidRecord(f"the batch has {data.size:,} bytes, and {FRAME_BYTES_MAX:,} is the most in one frame")
-    # Here, because its import takes longer than that of all the rest, and whoever only reads needs none of it.
+    first, last = _first_and_last(times)
+    return _Encoded(data, xxhash.xxh3_64_intdigest(data), records.num_rows, first, last, CODECS.index(codec))
+
+
+def _first_and_last(times: pa.TimestampArray) -> tuple[int, int]:
+    """The earliest and the latest of these times, of which there is at least one."""
+    if len(times) == 1:  # five times as fast: many senders send one record at a time
+        only = times[0].value
+        return only, only
+    # Imported here because the import takes longer than all others together, and a process that only reads does not
+    # need it.
     import pyarrow.compute as pc
 
-    times = pc.min_max(records.column("timestamp"))
-    return Payload(
-        data,
-        xxhash.xxh3_64_intdigest(data),
-        records.num_rows,
-        times["min"].value,
-        times["max"].value,
-        CODECS.index(codec),
-    )
+    found = pc.min_max(times)
+    return found["min"].value, found["max"].value
 
 
 def check_encoded(payload: Payload) -> None:
-    """Check a payload that somebody else has encoded, before it is stored. Raises InvalidRecord.
+    """Check a payload that another process has encoded, before it is stored. Raises InvalidRecord.
 
-    A frame that readers cannot decode would stop every one of them at its offset. So an uncompressed payload is
-    decoded, which copies nothing, and its rows are counted. A compressed one is not, because decompressing costs about
-    as much as the whole append: its checksum and its outer form are checked, and a reader checks the rest."""
+    A frame that cannot be decoded would stop every reader at its offset. So an uncompressed payload is decoded, which
+    copies nothing, and its rows are counted. A compressed payload is not decompressed, because that costs about as much
+    as the whole append: its checksum and its outer form are checked, and each reader checks the rest. A payload that
+    `encode` has made in this process needs no check."""
+    if type(payload) is _Encoded:
+        return
     size = payload.data.size
     if not 0 < payload.rows <= GAP_ROWS_MAX or not 0 <= payload.codec < len(CODECS):
         raise InvalidRecord(f"the batch was not encoded by pxrs: {payload.rows} rows, codec {payload.codec}")
@@ -213,7 +238,8 @@ def check_encoded(payload: Payload) -> None:
 
 
 def _serialize(records: pa.RecordBatch, codec: str) -> pa.Buffer:
-    """`RecordBatch.serialize` takes no options, so a compressed batch goes through a stream, less its schema."""
+    """Serialize records without their schema. `RecordBatch.serialize` takes no options, so a compressed batch is
+    written to a stream, and the schema at its beginning is cut off."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA, options=_OPTIONS[codec]) as writer:
         writer.write_batch(records)
@@ -222,7 +248,7 @@ def _serialize(records: pa.RecordBatch, codec: str) -> pa.Buffer:
 
 
 def place_id(topic_id: str, partition: int) -> int:
-    """What files carry to name the partition that they belong to: XXH3-64 of `<topic id>/<partition>`."""
+    """The number by which files name the partition that they belong to: XXH3-64 of `<topic id>/<partition>`."""
     return xxhash.xxh3_64_intdigest(f"{topic_id}/{partition}".encode())
 
 
@@ -261,21 +287,21 @@ def header_bytes(
 
 
 def gap_bytes(base_offset: int, rows: int, *, place: int, stored_at: int) -> bytes:
-    """A frame without messages that takes up so many offsets."""
+    """A gap frame that takes up this number of offsets."""
     nothing = Payload(_NOTHING, xxhash.xxh3_64_intdigest(b""), rows, _NO_TIME, _NO_TIME, 0)
     return header_bytes(nothing, base_offset, place=place, stored_at=stored_at)
 
 
 def padding(payload: Payload) -> bytes:
-    """What follows the payload up to the frame's end."""
+    """The padding between the end of the payload and the end of the frame."""
     return bytes(payload.frame_bytes - HEADER_BYTES - payload.data.size)
 
 
 def read_header(data: bytes | memoryview, file: str, position: int, place: int | None = None) -> Header:
-    """The header at the beginning of `data`, checked. Raises DamagedFrame, and MisplacedFile if the header names
-    another partition than `place`, where that is given.
+    """The header at the beginning of `data`, checked. Raises DamagedFrame, and MisplacedFile if `place` is given and
+    the header names another partition.
 
-    `data` need not hold more than the header: HEADER_BYTES, or what is left of the file."""
+    `data` may end behind the header. It must have HEADER_BYTES, or all bytes that are left of the file."""
     layout = _LAYOUTS.get(data[4]) if len(data) >= HEADER_BYTES_MIN else None
     if layout is None or len(data) < layout.size:
         raise DamagedFrame(file, position, _unreadable(data))
@@ -324,7 +350,7 @@ def _unreadable(data: bytes | memoryview) -> str:
 
 
 def check_payload(header: Header, data: memoryview, file: str, position: int) -> None:
-    """That the frame whose bytes begin `data` is whole, by its checksum. Raises DamagedFrame."""
+    """Check that `data` begins with the whole frame of this header, by its checksum. Raises DamagedFrame."""
     if len(data) < header.frame_bytes:
         raise DamagedFrame(
             file, position, f"the file ends {header.frame_bytes - len(data):,} bytes before the frame does"
@@ -335,7 +361,7 @@ def check_payload(header: Header, data: memoryview, file: str, position: int) ->
 
 
 def read_payload(header: Header, data: pa.Buffer, file: str, position: int) -> pa.RecordBatch:
-    """The records of the frame whose bytes begin `data`, checked, without a copy. Raises DamagedFrame."""
+    """The records of the frame with which `data` begins, checked and without a copy. Raises DamagedFrame."""
     check_payload(header, memoryview(data), file, position)
     if header.is_gap:
         return NO_RECORDS

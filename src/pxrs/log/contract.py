@@ -1,20 +1,20 @@
-"""What a group needs of a queue (`Source`), and what a log adds to it (`TopicLog`, `Log`).
+"""What a group needs of a source of messages (`Source`), and what a log adds to it (`TopicLog`, `Log`).
 
-A `Source` is the reading half of one topic: somebody else's table can be one. Offsets number the messages of a
-partition from 0 on; every range is half-open. Readers see only what is durable (L1): what was read once is there for
-good, until retention removes it.
+A `Source` is the reading half of one topic; a table of another system can be one too. Offsets number the messages of a
+partition from 0 on; every range is half-open. Readers see only what is durable (L1): a message that was read once stays
+until retention removes it.
 
 The calls of a `Source` can be sent over a network: positions and limits go in, bounds and batches come out. Only
 `subscribe`, and the `cancel` of `fetch`, need the caller's own memory; a client of a remote source turns the former
-into messages of a stream and the latter into the cancellation of its request. How to write a source of one's own is
-told in docs/writing-a-source.md; `pxrs.testing.source_contract` tests it.
+into messages of a stream and the latter into the cancellation of its request. docs/writing-a-source.md says how to
+write a source; `pxrs.testing.source_contract` tests it.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -37,18 +37,17 @@ class DamagedTopic(NamedTuple):
 
     name: str
     id: str | None
-    """None if it cannot be told."""
+    """The id of the topic; None if it is not known."""
     error: DamagedFrame
-    """What is wrong with it."""
+    """What is wrong with the topic."""
 
 
 class Append(NamedTuple):
-    """An encoded batch for one partition, and who sends it. Two batches of the same origin are stored once (L4)."""
+    """An encoded batch for one partition, and its origin. Two batches with the same origin are stored once (L4)."""
 
     partition: int
     payload: Payload
-    """The records, encoded by whoever makes the Append. The log stores these bytes as they are, and checks them first
-    (`pxrs.log.batch.check_encoded`)."""
+    """The encoded records. The log checks these bytes (`pxrs.log.batch.check_encoded`) and stores them as they are."""
     origin: Origin = ANONYMOUS
     since: int | None = None
     """The end of the partition as it was before the first try of this producer's first batch. A log that has forgotten
@@ -75,7 +74,7 @@ class RetentionPlan(NamedTuple):
     starts: dict[int, int]
     """The new start of each partition from which something may be removed."""
     errors: list[LogError]
-    """Why partitions that are not in `starts` could not be looked at."""
+    """The errors of partitions that could not be read, and are not in `starts`."""
 
 
 class Bounds(NamedTuple):
@@ -91,8 +90,8 @@ class Fetched(NamedTuple):
     """What `Source.fetch` found in one partition: batches, or why there are none and will be none."""
 
     batches: tuple[Batch, ...] = ()
-    """They begin at exactly the position that was asked for, and follow each other. The next position is the
-    `next_offset` of the last one."""
+    """The batches from exactly the position that was asked for, in order. The next position is the `next_offset` of the
+    last one."""
     error: LogError | None = None
     """Why this partition cannot be read at the position, though others can: OffsetTrimmed before its start,
     OffsetOutOfRange beyond its end, DamagedFrame, ReadFailed."""
@@ -108,30 +107,32 @@ class Source(ABC):
 
     name: str
     id: str
-    """Names this topic and no other, also if one of the same name is made later (G7)."""
+    """Identifies this topic, and no other one that is created later under the same name (G7)."""
     partitions: int
     has_gaps: bool = False
-    """Offsets are not consecutive: those of a table are its ids. A batch may then be empty and only lead further, an
-    offset before the start is no loss, and whether one lies beyond the end only `read` can tell."""
+    """Whether offsets are not consecutive, as in a table whose ids are the offsets. A batch may then be empty and only
+    move the position, an offset before the start is no loss, and only `read` knows whether an offset is beyond the
+    end."""
     has_latency: bool = False
-    """A read waits for something outside of this machine, such as a database or a server. Consumers then read ahead on
-    a thread of their own while messages are handled (`pxrs.consumer.read_ahead`, decision 0031)."""
+    """Whether a read waits for something outside of this machine, such as a database or a server. Consumers then read
+    ahead on a thread of their own while messages are handled (`pxrs.consumer.read_ahead`, decision 0031)."""
     keeps_unread: bool = False
-    """Retention removes nothing that a group has yet to read, so whoever gives a group a checkpoint must go through the
-    gate that retention expects (`pxrs.group.retention`)."""
+    """Whether retention removes nothing that a group has yet to read. Then every commit that gives a group a checkpoint
+    must also write the gate, which retention expects (`pxrs.group.retention`)."""
 
-    # Of sources that are no topics of a hub. See `pxrs.sources.sql_table.identity` for what they protect from.
+    # For sources that are no topics of a hub: see `pxrs.sources.sql_table.identity`.
     fingerprint: str | None = None
-    """Names what is read, however it is addressed; None if that is not known."""
+    """Identifies what is read, whatever address is used; None if it is not known."""
     mark: str = ""
-    """The fingerprint, or the best name that there is without one; empty if there is only the id. A group reads what
-    has one mark under one id and with one meaning."""
+    """The fingerprint, or the best name without one; empty if there is only the id. A group reads sources with the same
+    mark under one id and with one meaning."""
     former_ids: tuple[str, ...] = ()
     """Other ids that earlier versions may have given to the same source."""
     address: str = ""
-    """What is read, for messages: without user and password."""
+    """The address of what is read, for messages: without user and password."""
     meaning: str = ""
-    """Which messages are in which partition, in words: a group refuses to go on where another one has begun."""
+    """A text that says which messages are in which partition. A group refuses to continue checkpoints that were written
+    with another meaning."""
 
     @abstractmethod
     def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
@@ -178,8 +179,8 @@ class Source(ABC):
         )
 
     def readable(self, positions: Mapping[int, int]) -> Collection[int]:
-        """Those of these partitions whose `read` may find something at the position, or raise. For `fetch`: a source
-        overrides it if it can tell more cheaply than by reading each one. It must leave out none that can be read."""
+        """The partitions at whose position `read` may find something, or raise. Used by `fetch`: a source overrides it
+        if it can find out at less cost than by reading each partition. It must leave out none that can be read."""
         return positions.keys()
 
     def look_again_s(self, positions: Mapping[int, int]) -> float | None:
@@ -208,7 +209,8 @@ class Source(ABC):
                 continue
             if batches:
                 found[partition] = Fetched(tuple(batches))
-                left -= sum(batch.records.nbytes for batch in batches)
+                if at + 1 < len(chosen):  # counting the bytes of a small batch costs about as much as reading it
+                    left -= sum(batch.records.nbytes for batch in batches)
             elif self.is_ended(partition, offset):
                 found[partition] = Fetched(is_ended=True)
         return found
@@ -233,8 +235,8 @@ class Source(ABC):
         return None
 
     def extents(self) -> list[tuple[int, int]]:
-        """Of each partition the first offset, and the one behind the last message that can be seen: for the lag of a
-        group. Of a table this includes rows that are not final, which `read` does not hand out yet."""
+        """For each partition the first offset, and the offset behind the last visible message: for the lag of a group.
+        In a table this includes rows that are not final, which `read` does not hand out yet."""
         found = self.bounds(range(self.partitions))
         return [(found[partition].start, found[partition].end) for partition in range(self.partitions)]
 
@@ -242,22 +244,6 @@ class Source(ABC):
         """Whether a checkpoint may be here: every offset before it is that of a message that is or was there, or of a
         gap. False if the source counts anew, or is an older copy than the checkpoint."""
         return offset <= self.end(partition)
-
-    def wait(
-        self,
-        positions: Mapping[int, int],
-        timeout: float | None = None,
-        is_over: Callable[[], bool] | None = None,
-    ) -> set[int]:
-        """Wait until any of these partitions has messages from its offset on; those that have. Empty: time is up.
-
-        is_over: asked before this thread sleeps and whenever `wake` is called; if it is true, the wait ends, empty.
-        For consumers, until they use `fetch`."""
-        return wait_for_messages(self, positions, timeout, is_over)
-
-    def wake(self) -> None:
-        """Have every call of `wait` in this process call its `is_over`. Consumers use `fetch` instead of the two."""
-        raise NotImplementedError
 
     @abstractmethod
     def offset_at(self, partition: int, timestamp: int) -> int:
@@ -268,24 +254,26 @@ def wait_for_messages(
     source: Source,
     positions: Mapping[int, int],
     timeout: float | None = None,
-    is_over: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
 ) -> set[int]:
-    """Wait until any of these partitions has messages from its offset on, and read nothing; those that have. Empty: the
-    time is up, or `is_over`, which is called after each look, was true. Unlike `Source.fetch` this waits for offsets
-    beyond the end too."""
+    """Wait until any of these partitions has messages from its offset on, and read nothing. Returns those that have;
+    none if the time is up or `cancel` was set. Unlike `Source.fetch` this waits for offsets beyond the end too.
+
+    timeout: in seconds; None for no limit, 0 to look once"""
     ready: set[int] = set()
 
     def look() -> bool:
         nonlocal ready
         chosen = source.readable(positions)
         ready = {number for number in chosen if source.has_gaps or source.end(number) > positions[number]}
-        return bool(ready) or (is_over is not None and is_over())
+        return bool(ready)
 
     wait_for(
         look,
         lambda callback: source.subscribe(positions, callback),
         timeout,
-        look_again_s=lambda: source.look_again_s(positions),
+        cancel,
+        lambda: source.look_again_s(positions),
     )
     return ready
 

@@ -130,9 +130,6 @@ class MemoryTopic(TopicLog):
             self._partition(partition)
         return self._subscribers.add(chosen, callback)
 
-    def wake(self) -> None:
-        self._subscribers.wake_all()
-
     def offset_at(self, partition: int, timestamp: int) -> int:
         place = self._partition(partition)
         with self._lock:
@@ -272,7 +269,7 @@ class MemoryLog(Log):
 
     def close(self) -> None:
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # in a forked child: the log belongs to the parent
         with self._lock:
             self._is_closed = True
             topics = list(self._topics.values())

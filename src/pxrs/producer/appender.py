@@ -12,6 +12,9 @@ and decides by the outcome of each batch (`pxrs.log.outcomes`):
 | forgotten this producer                         | goes under a new producer id, at once; else: has failed         |
 | anything else                                   | the partition has failed                                        |
 
+The error of a batch that has failed is that of its last try; but if an earlier try was MaybeStored, it is
+AppendUnknown: that the last try stored nothing does not mean that the batch is not in the log.
+
 A partition that has failed takes no more batches of this producer: to leave one out would break the order. One append
 has at most BATCHES_KEPT batches of a partition, as many as the log remembers, so that the resending of any of them is
 recognised. The other partitions of the append are acknowledged while one is resent.
@@ -42,7 +45,7 @@ _BACKOFF_S: Final = (0.01, 1.0)
 
 @dataclass(slots=True)
 class _Identity:
-    """Under which id the producer appends to one partition."""
+    """The id under which the producer appends to one partition."""
 
     id: uuid.UUID
     since: int | None
@@ -92,6 +95,7 @@ class Appender:
             is_paused = False
             for partition, each in list(pending.items()):
                 mine = [next(outcomes) for _ in each.appends]
+                was_doubtful = each.may_be_stored
                 error = self._take_stored(each, mine, results)
                 if error is None:
                     del pending[partition]
@@ -101,7 +105,8 @@ class Appender:
                     is_paused = True
                 else:
                     self.broken[partition] = error
-                    results += [(batch, error) for batch in each.batches]
+                    final = _unknown(error) if was_doubtful else error
+                    results += [(batch, final) for batch in each.batches]
                     del pending[partition]
             if results:
                 yield results
@@ -113,7 +118,7 @@ class Appender:
             yield results
 
     def _prepare(self, batches: list[SentBatch]) -> tuple[dict[int, _Pending], list[Result]]:
-        """Encode the batches, by partition; and the results of those that have failed already."""
+        """Encode the batches. Returns them by partition, and the results of those that cannot be sent."""
         pending: dict[int, _Pending] = {}
         failed: list[Result] = []
         for batch in batches:
@@ -133,7 +138,7 @@ class Appender:
         return pending, failed
 
     def _append(self, appends: list[Append]) -> Iterator[Outcome]:
-        """One try. An error that the log raises is the outcome of every batch."""
+        """Make one try. An error that the log raises is the outcome of every batch."""
         try:
             return iter(self._log.append(appends))
         except AppendUnknown as error:
@@ -146,8 +151,8 @@ class Appender:
 
     @staticmethod
     def _take_stored(pending: _Pending, outcomes: list[Outcome], results: list[Result]) -> Exception | None:
-        """Move the batches that are stored from `pending` to `results`. The error of the others; None if all are
-        stored."""
+        """Move the batches that are stored from `pending` to `results`. Returns the error of the others; None if all
+        are stored."""
         error: Exception | None = None
         batches, appends = [], []
         for batch, append, outcome in zip(pending.batches, pending.appends, outcomes, strict=True):
@@ -183,6 +188,16 @@ class Appender:
         return Append(append.partition, append.payload, Origin(who.id, 0, who.batches - 1), since)
 
     def _end(self, partition: int) -> int | None:
-        with suppress(Exception):  # the append that follows meets the same error, and reports it
+        with suppress(Exception):  # the append that follows raises the same error, and reports it
             return self._log.end(partition)
         return None
+
+
+def _unknown(error: Exception) -> AppendUnknown:
+    """The error of a batch whose last try failed with `error`, and of which an earlier try may have been stored."""
+    if isinstance(error, AppendUnknown):
+        return error
+    return AppendUnknown(
+        f"an earlier try may have stored the batch, and the last one failed: {error}. Whether the messages are in the "
+        "log is not known: look for them before you send them again"
+    )

@@ -23,7 +23,7 @@ def bytes_of(name: str, given: object) -> bytes | None:
 
 
 def headers_of(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
-    """Raises InvalidRecord."""
+    """The headers, checked. Raises InvalidRecord."""
     try:
         pairs = [(name, bytes_of("header", content)) for name, content in headers]
     except (TypeError, ValueError) as error:
@@ -36,7 +36,7 @@ def headers_of(headers: Iterable[tuple[str, bytes | None]]) -> Headers:
 
 
 def microseconds(timestamp: int | datetime) -> int:
-    """Since 1970. Raises InvalidRecord."""
+    """The time in microseconds since 1970. Raises InvalidRecord."""
     if isinstance(timestamp, datetime):
         if timestamp.tzinfo is None:
             raise InvalidRecord(f"the time {timestamp} has no time zone; give one, such as UTC")

@@ -29,8 +29,8 @@ from pxrs.producer.keyless import RUN_ROWS, KeylessSpread
 from pxrs.producer.receipts import WIDTH, RowReceipt, SentBatch, copy_of
 
 SMALL_BYTES: Final = 448
-"""A message of up to so many bytes of key and value counts for SMALL_COUNTED_BYTES in the buffer, whatever its size, so
-that the number of rows bounds the bytes of a chunk of such messages."""
+"""The size of a small message: its key and value have at most this number of bytes. It counts for SMALL_COUNTED_BYTES
+in the buffer, whatever its size, so that the number of rows bounds the bytes of a chunk of such messages."""
 SMALL_COUNTED_BYTES: Final = 512
 
 
@@ -47,7 +47,8 @@ class Limits(NamedTuple):
 class Outbox:
     """Threads share it."""
 
-    # Slots, because looking up an attribute of an object with so many of them is slow otherwise, and `send` needs two.
+    # With slots, because looking up an attribute of an object with this number of attributes is slow otherwise, and
+    # `send` needs two.
     __slots__ = (
         "_chunk_rows",
         "_hash",
@@ -78,47 +79,48 @@ class Outbox:
     )
 
     def __init__(self, name: str, partitions: int, hash_of: Hash, broken: dict[int, BaseException], limits: Limits):
-        """name: the topic's. broken: the partitions that have failed, kept by the Appender."""
+        """name: the name of the topic. broken: the partitions that have failed, kept by the Appender."""
         self.name, self.limits, self.broken = name, limits, broken
         self._partitions, self._hash = partitions, hash_of
         self.lock = threading.Lock()
         self.work = Condition()
-        """The background thread waits for it."""
+        """Notified when there may be work for the background thread."""
         self.done = Condition()
-        """Those wait for it who wait for the background thread: `flush`, `close`, receipts, senders without room."""
+        """Notified when the background thread has stored something or has ended. `flush`, `close`, receipts and senders
+        without room wait for it."""
         self.chunk = Chunk(self.done)
         """The open chunk. `send` reads it without the lock."""
         self._chunk_rows = max(1, min(limits.batch_rows, limits.buffer_bytes // 3 // SMALL_COUNTED_BYTES))
         self.chunk_end = self._chunk_rows * WIDTH
         """Length of the open chunk up to which `send` takes the fast path. 0 disables the fast path: the producer is
         closed, or a partition has failed. `send` reads it without the lock."""
-        # The open chunk may be sealed when the buffer is full up to this, and then another one may fill.
+        # How full the buffer may be for the open chunk to be sealed, so that another one can still be filled.
         self._sealed_bytes_max = limits.buffer_bytes - 2 * self._chunk_rows * SMALL_COUNTED_BYTES
         self.ready: list[Chunk | SentBatch] = []
         """Sealed chunks, and batches of tables, in the order in which they were sent."""
         self.in_hand: list[Chunk | SentBatch] = []
-        """What the background thread stores at present."""
+        """The chunks and batches that the background thread is storing now."""
         self.counted = 0
         """Bytes of `ready` and `in_hand`, and of the messages in the open chunk that are not small."""
         self.lingers_since = 0.0
-        """A moment of the monotonic clock before which nothing was added that waits in the open chunk."""
+        """A moment of the monotonic clock: nothing in the open chunk was added before it."""
         self.rounds_begun = self.rounds_done = 0
         """How often the background thread has taken what waits, and how often it has stored all that it took."""
         self._settled = 0
-        """How often batches got their results: changes when the buffer has more room."""
+        """How often batches got their results. It changes when the buffer has more room."""
         self.error: BaseException | None = None
         """The first error of a batch or of the background thread."""
         self.is_error_raised = False
-        """`flush` or `close` has raised `error`."""
+        """Whether `flush` or `close` has raised `error`."""
         rows = min(RUN_ROWS, limits.batch_rows)
         self._keyless = KeylessSpread(partitions, uuid.uuid4().int % partitions, rows, limits.batch_bytes)
         """Chooses the partitions of messages without a key."""
         self.is_pressed = False
-        """Everything is to be taken at once, without lingering."""
+        """Whether everything is to be taken at once, without lingering."""
         self.is_closing = self.is_ended = False
-        """No more messages are taken; the background thread has ended."""
+        """is_closing: no more messages are accepted. is_ended: the background thread has ended."""
         self.is_forked = False
-        """This process is a forked child of the one that made the producer."""
+        """Whether this process is a forked child of the one that made the producer."""
 
     # Called by senders.
 
@@ -141,8 +143,8 @@ class Outbox:
         return receipt
 
     def recheck(self, chunk: Chunk, index: int, time: float) -> RowReceipt | None:
-        """After `send` has added a row to a chunk that another sender added to, or somebody sealed, at the same moment.
-        The receipt; None if the row came too late to be stored."""
+        """Called if another sender added a row to the chunk, or the chunk was sealed, while `send` added one. Returns
+        the receipt; None if the row came too late to be stored."""
         with self.lock:
             receipt = chunk.receipt_of(index, time)
             if not chunk.is_sealed or receipt.index < chunk.decide_taken():
@@ -197,7 +199,8 @@ class Outbox:
         self.done.wait_for(lambda: self._settled != settled or self.is_closing, left)
 
     def press(self) -> int:
-        """Have everything taken at once. The caller holds the lock. Returns what `await_room` takes."""
+        """Make the background thread take everything at once. The caller holds the lock. Returns the argument for
+        `await_room`."""
         self.is_pressed = True
         self.work.notify_all()
         return self._settled
@@ -235,7 +238,7 @@ class Outbox:
         return bool(self.ready) or bool(self.chunk.rows)
 
     def seal(self) -> None:
-        """Let no more rows into the open chunk, if it has any, and open another one. The caller holds the lock."""
+        """Seal the open chunk, if it has any rows, and open another one. The caller holds the lock."""
         chunk = self.chunk
         if not chunk.rows:
             return
@@ -280,7 +283,7 @@ class Outbox:
             chunk.taken = 0
 
     def settle(self, results: Sequence[Result]) -> None:
-        """Give batches their results, and their share of the buffer back."""
+        """Set the results of batches, and free their share of the buffer."""
         with self.lock:
             for batch, result in results:
                 if isinstance(result, BaseException):
@@ -295,7 +298,7 @@ class Outbox:
         self.done.notify_all()
 
     def end_round(self) -> None:
-        """All that was taken has its result."""
+        """End a round: all that was taken has its result."""
         with self.lock:
             self.in_hand = []
             self.rounds_done = self.rounds_begun
@@ -322,7 +325,7 @@ class Outbox:
         self._fail_all(UsedAfterFork("the message was sent before a fork: only the parent learns of its place"))
 
     def _fail_all(self, error: BaseException) -> None:
-        """Everything that has no result yet has this error."""
+        """Set this error as the result of everything that has none yet."""
         for item in (*self.in_hand, *self.ready, self.chunk):
             if isinstance(item, Chunk):
                 item.is_watched = item.is_sealed = True

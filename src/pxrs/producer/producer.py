@@ -37,7 +37,7 @@ BATCH_BYTES_DEFAULT: Final = 1 << 20
 BUFFER_BYTES_DEFAULT: Final = 64 << 20
 TRIES_MAX_DEFAULT: Final = 8
 _UTF8_BYTES_MAX: Final = 4
-"""Of one character."""
+"""How many bytes a character has at most in UTF-8."""
 _time = time.time
 
 
@@ -59,10 +59,10 @@ class Producer:
     ) -> None:
         """
         linger_s:       how long a batch that is not full waits for more messages.
-        batch_rows, batch_bytes: the most in one batch; when so much waits, of all partitions together, it is taken. A
-                        message larger than `batch_bytes` goes alone.
-        buffer_bytes:   how much may wait to be stored before `send` blocks; a message larger than that goes alone.
-                        A small message counts as 512.
+        batch_rows, batch_bytes: the most in one batch; when this amount waits, for all partitions together, it is sent.
+                        A message larger than `batch_bytes` is a batch by itself.
+        buffer_bytes:   how much may wait to be stored before `send` blocks; a larger message is accepted if nothing
+                        else waits. A small message counts as 512 bytes.
         buffer_timeout: how long `send` blocks before it raises BufferFull.
         tries_max:      how often a batch is tried if the log answers with AppendFailed.
         """
@@ -76,7 +76,8 @@ class Producer:
         tries = arguments.whole(InvalidArgument, "tries_max", tries_max, 1, 1_000)
         self._log = log
         self.hub: object = None
-        """The hub that made this producer. It closes its log with its last reference, which may be this one."""
+        """The hub that made this producer. The producer refers to it because a hub that nothing refers to closes its
+        log."""
         self._partitions = log.partitions
         self._hash = hash_named(log.topic.partitioner)
         self.sending = SendingThread(log, self._hash, limits, tries)
@@ -121,7 +122,7 @@ class Producer:
             if index < outbox.chunk_end:
                 now = _time()
                 rows.extend((key, value, now))
-                # The row is elsewhere if another sender added one at the same moment.
+                # Another sender may have added a row at the same moment; then the row is at another index.
                 if rows[index + 2] is not now or chunk.is_watched:
                     return outbox.recheck(chunk, index, now) or self._send_any(value, key, None, None, None)
                 receipt = RowReceipt()
@@ -180,7 +181,8 @@ class Producer:
         timestamp: int | datetime | None,
         partition: int | None,
     ) -> Receipt:
-        """A message that has more than a short key and a short value of bytes, or that finds the open chunk full."""
+        """The slow path of `send`: for a message with more than a short key and a short value of bytes, or if the open
+        chunk is full."""
         plain_key, plain_value = bytes_of("key", key), bytes_of("value", value)
         if plain_key is not key or plain_value is not value:
             return self.send(plain_value, plain_key, headers, timestamp, partition)

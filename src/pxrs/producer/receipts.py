@@ -92,7 +92,7 @@ class ChunkPlaces:
         return (batch, row) if batch.is_done else None
 
     def fail(self, error: BaseException) -> None:
-        """Unless the chunk was sorted: all its rows have this error."""
+        """Set this error for all rows, unless the chunk was sorted."""
         if self.sorted is None:
             failed = SentBatch(-1, self.done, None, 0)
             failed.error = error
@@ -100,7 +100,7 @@ class ChunkPlaces:
 
 
 class Receipt(ABC):
-    """Returned by `send`. `result()` tells where the message was stored."""
+    """Returned by `send`. `result()` returns where the message was stored."""
 
     __slots__ = ()
 
@@ -124,7 +124,7 @@ class RowReceipt(Receipt):
     __slots__ = ("index", "places")
     places: ChunkPlaces
     index: int
-    """Where the row begins in the chunk's list."""
+    """The index of the row's first element in the chunk's list."""
 
     def result(self, timeout: float | timedelta | None = None) -> tuple[int, int]:
         places, row = self.places, self.index // WIDTH
@@ -151,7 +151,7 @@ class Stored(NamedTuple):
 
 
 class TableReceipt:
-    """Returned by `send_batch`. `result()` tells where the rows were stored."""
+    """Returned by `send_batch`. `result()` returns where the rows were stored."""
 
     __slots__ = ("_batches",)
 

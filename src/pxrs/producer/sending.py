@@ -1,7 +1,7 @@
-"""The background thread of a producer: takes what is due, sorts it by partition, and has it appended.
+"""The background thread of a producer: takes what is due, sorts it by partition, and appends it.
 
-The thread refers to the outbox and never to the producer, so that a producer that nobody refers to is collected though
-its thread runs. The producer's finalizer then has this thread store what waits, and end.
+The thread refers to the outbox and never to the producer, so that a producer that nothing else refers to is
+garbage-collected although its thread runs. The producer's finalizer then makes this thread store what waits, and end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SendingThread:
         self._appender = Appender(log, tries_max)
         self.outbox = Outbox(log.name, log.partitions, hash_of, self._appender.broken, limits)
         self._kept: tuple[object, ...] = ()
-        """What must not be collected before the thread has ended, once the producer was dropped."""
+        """Objects that must not be garbage-collected before the thread has ended, once the producer was dropped."""
         self._is_dropped = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         """Refers to this object weakly: what has ended, and whose producer was dropped, is collected."""
@@ -85,7 +85,7 @@ class SendingThread:
             self._kept = ()
 
     def disown(self) -> None:
-        """In a forked child, where the thread does not exist."""
+        """Give up the outbox in a forked child, where the thread does not exist."""
         self.outbox.disown()
         atexit.unregister(self._at_exit)
 
@@ -100,7 +100,7 @@ class SendingThread:
                 is_open = outbox.take()
                 if is_open:
                     self._store(list(self._cut_in_hand()))
-        except BaseException as raised:  # noqa: BLE001 - whatever it is, those who wait must be told
+        except BaseException as raised:  # noqa: BLE001 - raised by `flush`, `close` and the receipts
             error = raised
         outbox.end(error)
         if self._is_dropped:
@@ -192,5 +192,5 @@ def _after_fork() -> None:
         each.disown()
 
 
-# A function at the fork, because asking for the process id at every `send` would cost a system call.
+# A hook of `fork`, because checking the process id at every `send` would cost a system call.
 os.register_at_fork(after_in_child=_after_fork)

@@ -23,14 +23,15 @@ MESSAGE_BYTES_MAX: Final = FRAME_BYTES_MAX - (1 << 16)
 """The most bytes of key, value and headers of one message, so that a frame can hold it alone."""
 PART_BYTES_MAX: Final = 1 << 30
 PAIR_BYTES: Final = 16
-"""What a header counts for besides its name and value, so that a row cannot have any number of empty ones."""
+"""How many bytes a header counts for besides its name and value, which bounds the number of empty headers of a row."""
 _OFFSET_MAX: Final = (1 << 31) - 1
 _PROBE_ROWS: Final = 64
 """How many partitions `_is_rising` compares before it compares all of them."""
 
 
 def cut(records: pa.RecordBatch, rows_max: int, bytes_max: int) -> Iterator[pa.RecordBatch]:
-    """Parts of at most so many rows and about so many bytes, in order, without a copy. A larger row goes alone."""
+    """Cut into parts of at most this number of rows and about this number of bytes, in order, without a copy. A larger
+    row is a part by itself."""
     for start in range(0, records.num_rows, rows_max):
         yield from _halve(records.slice(start, rows_max), bytes_max)
 
@@ -84,8 +85,8 @@ def read_table(table: pa.Table | pa.RecordBatch, partitions: int, row_bytes_max:
 
 
 def slices(rows: pa.Table, rows_max: int, bytes_max: int) -> Iterator[pa.Table]:
-    """The rows of `read_table` in order, cut without a copy: each part has at most so many rows, and so many bytes of
-    keys, values and headers. A row that is larger goes alone."""
+    """Cut the rows of `read_table`, in order and without a copy, into parts of at most this number of rows and of bytes
+    of keys, values and headers. A larger row is a part by itself."""
     sizes = pc.cumulative_sum(_row_bytes({name: rows.column(name) for name in SCHEMA.names}))
     sums = _int64_view(_combined(sizes)) if rows.num_rows else memoryview(b"")
     start = before = 0
@@ -127,8 +128,8 @@ def _split_part(rows: pa.Table, hash_of: Hash, partitions: int, fill: Fill) -> I
 def sort_by_partition(
     records: pa.RecordBatch, chosen: pa.Array
 ) -> tuple[pa.Array | None, list[tuple[int, pa.RecordBatch]]]:
-    """The rows of each partition, in their order, the partitions in rising order; before that, which row came to which
-    place, or None if all are where they were."""
+    """Sort rows by partition. Returns the order, None if no row moved; and the rows of each partition, in their order,
+    the partitions in rising order."""
     # The sort is stable, and by a small number; then each partition's rows lie together and are cut out without a copy.
     counts = sorted((each["values"], each["counts"]) for each in pc.value_counts(chosen).to_pylist())
     if len(counts) <= 1:
@@ -150,7 +151,8 @@ def sort_by_partition(
 
 
 def _is_rising(numbers: pa.Array) -> bool:
-    """Rows with keys go to any partition, so that the first few tell; then the others need not be compared."""
+    """Whether the partitions are in rising order. The first few are compared first: in a table with keys, they almost
+    always show that it is not so."""
     return (len(numbers) <= _PROBE_ROWS or _rises(numbers.slice(0, _PROBE_ROWS))) and _rises(numbers)
 
 
@@ -180,16 +182,16 @@ def _lengths(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
 
 
 def _header_bytes(headers: pa.ListArray) -> pa.Array:
-    """Of each row, from the running sum over all items at the row's two ends."""
+    """The bytes of the headers of each row: the difference of the running sum at the two ends of the row."""
     bounds = headers.offsets
     first, last = bounds[0].as_py(), bounds[-1].as_py()
-    items = headers.values.slice(first, last - first)  # of a slice, its own only
+    items = headers.values.slice(first, last - first)  # only the items of this slice
     names, values = (_lengths(pc.struct_field(items, name)) for name in ("key", "value"))
     sums = pc.cumulative_sum(pc.add(pc.add(names, values), PAIR_BYTES))
     sums = pa.concat_arrays([pa.array([0], pa.int64()), sums])
     bounds = pc.subtract(bounds, first)
     sizes = pc.subtract(sums.take(bounds.slice(1)), sums.take(bounds.slice(0, len(headers))))
-    # A row without headers may still span items that are nobody's.
+    # A row without headers may still span items, which belong to no row.
     return pc.if_else(headers.is_valid(), sizes, 0)
 
 
@@ -205,14 +207,14 @@ def _read_column(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedA
             return pa.chunked_array([part for chunk in column.chunks for part in _narrowed(chunk)], wanted)
         if given != column.type:
             column = column.cast(given)
-        # A time finer than microseconds is cut; nothing else may lose anything.
+        # Times are cut to microseconds; no other conversion may lose anything.
         return column.cast(options=pc.CastOptions(wanted, allow_time_truncate=True))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise InvalidRecord(f"the column {name} is {given} and cannot be taken as {wanted}: {error}") from error
 
 
 def _check_type(name: str, given: pa.DataType, wanted: pa.DataType) -> None:
-    """Refuse what a cast would take, and change or lose."""
+    """Raise InvalidRecord for types that a cast would accept but change, or lose a part of."""
     if wanted == pa.binary() and not _is_text(given):
         raise InvalidRecord(f"the column {name} is {given}; give binary or string")
     if name == "partition" and not (pa.types.is_integer(given) or pa.types.is_null(given)):
@@ -268,7 +270,7 @@ def _narrowed(chunk: pa.Array) -> Iterator[pa.Array]:
 
 
 def _int64_view(numbers: pa.Array) -> memoryview:
-    """To look numbers up one by one without an Arrow scalar for each."""
+    """A view of the numbers, to read single ones without making an Arrow scalar for each."""
     return memoryview(numbers.buffers()[1]).cast("q")[numbers.offset : numbers.offset + len(numbers)]
 
 

@@ -13,11 +13,11 @@ The reading side:
 
 The writing side:
 
-    feed.py         what a batch reads, as its source tells it to its sink
-    staging/        where tasks leave rows: a contract, and its implementation in a directory
+    feed.py         which offsets a batch reads: passed from the source of a query to its sink
+    staging/        where tasks put rows until they are published: a contract, and its implementation in a directory
     records.py      the manifest in the registry, the states that it goes through, and what to do in each of them
     manifest.py     `Publisher`: commits a manifest together with the group's checkpoints, then appends the staged rows
-    outage.py       registry calls that are repeated while the registry cannot be reached
+    outage.py       repeats registry calls while the registry cannot be reached
 
 What it promises:
 

@@ -1,4 +1,4 @@
-"""What a batch of a streaming query reads, as the query's source tells it to the query's sink.
+"""The offsets that a batch of a streaming query reads: passed from the query's source to its sink.
 
 The source and the sink of a query run in different processes, and only their tasks know the query's id. So the tasks
 that read store the feed where the driver's commit finds it (`Staging.announce`), before their rows reach the sink. The
@@ -24,7 +24,7 @@ class Feed:
     incarnation: str
     """Id of the group's member that planned the batch."""
     registry: str
-    """Fingerprint of the registry in which the group is; it holds no address. A sink with another registry cannot write
+    """The fingerprint of the registry that has the group; not its address. A sink with another registry cannot write
     the group's checkpoints."""
     spans: Spans
     """By partition: the offsets, and the epoch of the owner key under which they were planned."""

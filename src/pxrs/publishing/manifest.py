@@ -75,8 +75,8 @@ _NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
 _UNFINISHABLE: Final = (BatchRefused, InvalidRecord, SequenceGap, UnknownProducer)
 """Errors that concern one manifest. All others concern the topic, its disk or the registry."""
 _DELETED_S: Final = 86_400.0
-"""How long what is left of a deleted topic is kept at least: a topic may have been created after the topics were
-listed."""
+"""The minimum age of what was staged or committed for a deleted topic before it is removed. The age protects a topic
+that was created after the topics were listed."""
 _JOB_S: Final = 86_400.0
 """How long the manifest of a job is kept at least: its commit may be repeated, and must find the manifest."""
 PATIENCE_S: Final = 15.0
@@ -84,8 +84,8 @@ PATIENCE_S: Final = 15.0
 _TRIES_MAX: Final = 20
 """How often a commit whose outcome is unknown is made again."""
 _LOOKS_MAX: Final = 100
-"""How often `publish` looks at the manifest again. Each time another driver of the same query has changed it, or this
-driver has finished what it found."""
+"""How often `publish` looks at the manifest again, because another driver of the same query has changed it, or because
+this driver has finished the batch that it found."""
 _PAUSE_S: Final = (0.05, 1.0)
 _APPEND_BYTES_MAX: Final = 64 << 20
 _TOGETHER_MAX: Final = 4
@@ -100,18 +100,18 @@ RESTART: Final = (
 
 
 def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
-    """Remove the manifests of a deleted topic, which is named by its id, and what was staged for it."""
+    """Remove the manifests of a deleted topic, and what was staged for it. topic: its id."""
     for entry in registry.scan(manifests_of(topic)):
         registry.commit(delete=[entry.key])
     staging.forget_topic(topic)
 
 
 def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collection[str]) -> None:
-    """Remove what tasks and drivers have staged or committed for a topic after its deletion, when a day has passed:
-    they may notice the deletion late.
+    """Remove what tasks and drivers have staged or committed for topics after their deletion, which they may notice
+    late. What is younger than a day stays.
 
-    topics: the ids of the topics that exist. Deleted ones are known by the staging place: a manifest alone may be that
-    of a topic of another log which shares the registry."""
+    topics: the ids of the topics that exist. Deleted topics are found in the staging place only: a manifest of an
+    unknown topic may belong to another log that shares the registry."""
     before = time.time() - _DELETED_S
     for topic in staging.topics():
         if topic not in topics and max(staging.changed_at(topic), _written_at(registry, topic)) < before:
@@ -119,14 +119,14 @@ def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collecti
 
 
 def needed_batches(registry: Registry, topic: str) -> dict[str, int | None]:
-    """By query, the batch of the topic with this id that its manifest names and that is not published, so that its
-    staged files are needed; None if the manifest is damaged: any batch of that query may be needed."""
+    """The batches of a topic whose staged files are needed, because a manifest names them and they are not published.
+    By query; None if the manifest is damaged, so that any batch of that query may be needed."""
     needed: dict[str, int | None] = {}
     for entry in registry.scan(f"spark/{topic}/"):
         query = entry.key.rpartition("/")[2]
         try:
             manifest = Manifest.load(entry)
-        except RegistryCorrupt:  # the query's own publisher tells of it
+        except RegistryCorrupt:  # the query's own publisher reports it
             needed[query] = None
             continue
         if not manifest.is_published:
@@ -154,11 +154,11 @@ class Publisher:
         self._registry_id = ""
         self._patience_s = PATIENCE_S
         self._strangers: set[str] = set()
-        """Groups in other registries, of which a warning was logged."""
+        """Groups in other registries for which a warning was logged."""
         self._unfinished: dict[str, int] = {}
         """By query, the version of the manifest that `_finish_before` last found unpublished and left to its driver."""
         self._given_up: dict[str, int] = {}
-        """By query, the version of a manifest that cannot be read or finished, of which an error was logged."""
+        """By query, the version of a manifest that cannot be read or finished and for which an error was logged."""
 
     def publish(
         self,
@@ -185,13 +185,15 @@ class Publisher:
             last = None if entry is None else _load(entry)
             step = step_for(query, last, ours)
             if entry is not None and last is not None:
-                self._finish_own(query, last, entry.version)  # of a published batch, this removes what is staged
+                # If the batch is published, this only removes staged files.
+                self._finish_own(query, last, entry.version)
             if step in (Step.STOP, Step.FINISH_THEN_STOP):
                 return
             if step is Step.FINISH_THEN_LOOK:
                 continue  # finishing has changed the manifest's version, and another driver may have gone on since
             if not files and not any(ours.ranges.values()):
-                # The batch has neither input nor output. No manifest is written, because a repetition may read more.
+                # The batch has neither input nor output. No manifest is written, because the batch may read more when
+                # it is repeated.
                 self._staging.clear(self._topic.id, query, batch)
                 return
             if not self._staging.make_durable(self._topic.id, query, batch, files):
@@ -214,6 +216,7 @@ class Publisher:
         """Finish the manifests of queries that died between their commit and their last append, and remove staged files
         that no manifest names."""
         needed: dict[str, int | None] = {}
+        now = time.time()  # before the manifests are read: see `Staging.sweep`
         for entry in self._scan(self._prefix):
             query, manifest = query_of(entry.key), self._load_other(entry)
             if manifest is None:
@@ -221,9 +224,9 @@ class Publisher:
             elif not manifest.is_published:
                 needed[query] = manifest.batch
                 self._finish_other(query, manifest, entry.version)
-            elif query.startswith(JOB) and time.time() - manifest.at > _JOB_S:
+            elif query.startswith(JOB) and now - manifest.at > _JOB_S:
                 self.forget(query)  # the job's driver died before it removed its manifest
-        self._staging.sweep(self._topic.id, needed)
+        self._staging.sweep(self._topic.id, needed, now)
 
     def _finish_before(self, query: str, ours: Manifest) -> None:
         """Finish the manifests of other queries that have read of the same partitions as this batch: their rows precede
@@ -250,7 +253,7 @@ class Publisher:
         except RegistryCorrupt as error:
             if self._given_up.get(query) != entry.version:
                 self._given_up[query] = entry.version
-                _logger.error("the last batch of query %s stays as it is: %s", query, error)
+                _logger.error("the last batch of query %s is left as it is: %s", query, error)
             return None
 
     def _finish_other(self, query: str, manifest: Manifest, version: int) -> None:
@@ -258,9 +261,9 @@ class Publisher:
             return
         try:
             self._finish(query, manifest, version)
-        except _UNFINISHABLE as error:  # raised for its own query when that comes back, and only logged here
+        except _UNFINISHABLE as error:  # logged here, and raised to its own query when that comes back
             self._given_up[query] = version
-            _logger.error("batch %d of query %s, left unfinished, stays so: %s", manifest.batch, query, error)
+            _logger.error("batch %d of query %s is not finished, and cannot be: %s", manifest.batch, query, error)
 
     def _finish_own(self, query: str, manifest: Manifest, version: int) -> None:
         try:
@@ -277,7 +280,7 @@ class Publisher:
         try:
             self._registry.commit(delete=[self._prefix + query])
         except RegistryError as error:
-            _logger.warning("the manifest of %s stays in the registry: %s", query, error)
+            _logger.warning("the manifest of %s was not removed from the registry: %s", query, error)
 
     def _is_ours(self, feed: Feed) -> bool:
         self._registry_id = self._registry_id or ride_out(
@@ -305,7 +308,8 @@ class Publisher:
         return ride_out(lambda: self._registry.scan(prefix), self._patience_s)
 
     def _commit(self, expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
-        """Commit, again while the outcome is unknown. If an earlier try took effect, the next one raises Conflict."""
+        """Commit, and repeat the commit while its outcome is unknown. If an earlier try took effect, the next one
+        raises Conflict."""
         pause, pause_max = _PAUSE_S
         unknown: OutcomeUnknown | None = None
         for _ in range(_TRIES_MAX):
@@ -316,7 +320,7 @@ class Publisher:
             except RegistryUnavailable as error:
                 if unknown is None:
                     raise
-                raise unknown from error  # this try had no effect, but an earlier one may have had, or may have yet
+                raise unknown from error  # this try had no effect, but an earlier one may have had, or may still have
             time.sleep(pause)
             pause = min(2 * pause, pause_max)
         assert unknown is not None
@@ -340,13 +344,14 @@ class Publisher:
             raise _refusal(query, manifest, conflict, checkpoints) from conflict
 
     def _add_checkpoints(self, feed: Feed, parts: dict[str, CheckpointWrite]) -> None:
-        """What the batch has read is done when it is published: the owners must still be those who read it.
+        """Add the checkpoints of what the batch has read. They expect the owner keys as they were when the batch was
+        planned.
 
-        parts: by the key of the checkpoint."""
+        parts: the checkpoints so far, by their keys."""
         keys = Keys(feed.group)
         for number, span in feed.spans.items():
             key = keys.checkpoint(feed.topic, number)
-            if key in parts:  # two sources of this query have read it, one before and one after it was taken away
+            if key in parts:  # two sources of this query have read the partition, one before and one after it was lost
                 raise PartitionLost(feed.group, [number], advice=RESTART)
             entry = self._get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
@@ -414,12 +419,12 @@ class Publisher:
 
 def _was_stored(error: Exception, appends: Sequence[Append]) -> bool:
     """Whether the log refuses these batches of one partition because they are stored: another driver that published
-    this manifest has stored them, and so many behind them that the log remembers only later ones."""
+    this manifest has stored them, and enough later batches that the log remembers only those."""
     return isinstance(error, UnknownProducer) and error.stored is not None and error.stored >= appends[-1].origin[1:]
 
 
 def _load(entry: Entry) -> Manifest:
-    """Raise BatchRefused, with what to do, if the query's own manifest is damaged."""
+    """The query's own manifest. Raises BatchRefused, with advice, if it is damaged."""
     try:
         return Manifest.load(entry)
     except RegistryCorrupt as error:
@@ -430,7 +435,7 @@ def _load(entry: Entry) -> Manifest:
 
 
 def _refusal(query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite) -> PxrsError:
-    # Stale: somebody has written the checkpoint since this publisher read it.
+    # STALE: somebody has written the checkpoint since this publisher read it.
     lost = [each for each, settled in checkpoints.settle(conflict) if settled.outcome in (Outcome.LOST, Outcome.STALE)]
     if lost:
         group = lost[0].keys.group

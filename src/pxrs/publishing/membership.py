@@ -22,8 +22,9 @@ from typing import Final, TypeVar
 
 from pxrs.errors import GroupActive, PartitionLost, RegistryUnavailable
 from pxrs.group.lane import Lane
-from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, GroupMember, Timings
+from pxrs.group.member import GroupMember
 from pxrs.group.records import Checkpoint, Home
+from pxrs.group.timings import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, Timings
 from pxrs.log.contract import Source
 from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
 from pxrs.publishing.planning import Offsets
@@ -79,7 +80,7 @@ class Membership:
         """Lanes of `_lanes` that `take_unplaced` has not returned yet: their positions are still the group's
         checkpoints, and not where the streaming engine goes on."""
         self.changes = 0
-        """Counts the calls by which the member has told of a change of its lanes or its group."""
+        """How often the member has reported a change of its lanes or its group."""
         timings = Timings(options.lease_ttl, options.handover_timeout, progress_timeout=None)
         self.lease_s = timings.lease_ttl
         """How long the lease lives without a renewal."""
@@ -124,7 +125,7 @@ class Membership:
 
     @property
     def is_leased(self) -> bool:
-        """Whether anything may be handed out now (G8)."""
+        """Whether messages may be handed out now: the deadline of the lease has not passed (G8)."""
         return self._registry.clock.now() < self.member.deadline
 
     @property
@@ -143,7 +144,7 @@ class Membership:
     def holding(self, lane: Lane) -> tuple[Checkpoint, int] | None:
         """The checkpoint of an owned partition and the version of its owner key, which is the fence. None if the lane's
         partition is no longer owned."""
-        return self.member.checkpoint(lane)
+        return self.member.session.checkpoint(lane)
 
     # The registry.
 
@@ -176,12 +177,13 @@ class Membership:
             _logger.warning("group %s: the lease has run out: %s", self.group, error)
 
     def release_drained(self) -> None:
-        """Wake the member's thread if a lane is stopping: it releases what is done up to its position."""
+        """Wake the member's thread if a lane is stopping: the thread releases the lane once `done` has reached
+        `position`."""
         if any(lane.is_stopping for lane in self.lanes.values()):
             self.member.wake()
 
     def close(self) -> None:
-        """Release every partition at what is done, and leave the group."""
+        """Write the last checkpoints, release every partition, and leave the group."""
         self.member.close()
 
     # Lanes.
@@ -212,8 +214,8 @@ class Membership:
 
     def without_lease(self) -> RegistryUnavailable:
         return RegistryUnavailable(
-            f"group {self.group}: the lease has run out, and no other was had in {self.settle_s:g} s. Start the query "
-            "again when the registry can be reached: it goes on where it was"
+            f"group {self.group}: the lease has run out, and no new lease was granted in {self.settle_s:g} s. "
+            "Start the query again when the registry can be reached: it goes on where it was"
         )
 
     def take_unplaced(self) -> list[tuple[Lane, Checkpoint]]:
@@ -226,12 +228,12 @@ class Membership:
 
     def placed_lanes(self) -> dict[int, Lane] | None:
         """The lanes if all that should be owned are, all of them are placed, and the lease lives; else None."""
-        with self._changed:  # if the lease was lost meanwhile, all lanes may be new ones
+        with self._changed:  # under the lock: if the lease is lost meanwhile, all lanes are replaced
             is_placed, lanes = not self._unplaced, dict(self._lanes)
         has_all = self._options.is_shared or len(lanes) == self._source.partitions
         return lanes if is_placed and self.is_leased and has_all else None
 
-    # What the member tells, on its own thread (`pxrs.group.member.Listener`).
+    # Called by the member, on its own thread (`pxrs.group.events.MemberEvents`).
 
     def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
         with self._changed:

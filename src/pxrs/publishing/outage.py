@@ -1,4 +1,4 @@
-"""Registry calls that are repeated while the registry cannot be reached, instead of ending a streaming query.
+"""Repeats registry calls while the registry cannot be reached, so that an outage does not end a streaming query.
 
 A query owns its partitions until its lease ends, so an outage that is shorter than the lease need not end the query. A
 call is repeated only if it had no effect (RegistryUnavailable), or if the caller says that it may be made twice. Every

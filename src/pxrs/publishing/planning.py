@@ -223,9 +223,9 @@ def split(ranges: Sequence[Range], count_min: int | None) -> list[Range]:
 
 
 def split_ids(ranges: Iterable[Range], count_min: int | None) -> list[IdRange]:
-    """The ranges of ids of the tasks that together read every id once that is in the range of any partition.
+    """The ranges of ids that tasks read, so that together they read every id in the range of any partition once.
 
-    count_min: at least so many tasks, as far as there are ids. By default, `TASK_IDS` decides."""
+    count_min: the least number of tasks, as far as there are ids. By default, `TASK_IDS` decides."""
     merged: list[IdRange] = []
     for _, start, end in sorted(ranges, key=lambda each: each.start):
         if start >= end:

@@ -92,9 +92,9 @@ class Query:
         self.membership = Membership(source, registry, options, self._start_of, home)
 
     def _start_of(self, number: int, first: int) -> int:
-        """Where a partition without a checkpoint begins. first: retention may remove what lies before it.
+        """The offset at which a partition without a checkpoint begins. first: the first offset that retention has left.
 
-        An offset that the user gave is kept also if it lies before `first`: the loss is then reported as DataLost, or
+        An offset that the user gave is kept even if it is before `first`: the loss is then reported as DataLost, or
         logged."""
         check_start(self.source, number, first)
         is_given = isinstance(self._options.starting, dict) and self._options.starting.get(number, -1) >= 0
@@ -116,17 +116,18 @@ class Query:
         changes = self.membership.changes
         self.finish(start)
         for lane, _ in self._in_hand.values():
-            lane.position = lane.done  # what the engine has not finished by now, it will never ask for again
+            lane.position = lane.done  # the engine never asks again for what it has not finished by now
         self._in_hand.clear()
         self._answer = None
         until = time.monotonic() + self.membership.settle_s
         while True:
             lanes, counts, ends = self._chosen(start, rows_max, bytes_max, until)
-            # The sink's commit expects each checkpoint to be where the batch begins, also behind a loss of data.
+            # The sink's commit expects each checkpoint at the offset where the batch begins, also if messages were lost
+            # before it.
             self.membership.commit()
             if self.membership.is_leased:
                 break
-            if time.monotonic() >= until:  # leases were granted, and each was lost again
+            if time.monotonic() >= until:  # leases were granted and lost again until the time was up
                 raise self.membership.without_lease()
         planned = {}
         for number, count in counts.items():
@@ -140,16 +141,18 @@ class Query:
         return {**start, **planned}
 
     def ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
-        """What the batch between these reads, and the version of the owner key of each of its partitions.
+        """The offsets that the batch between these two reads, and the version of the owner key of each of its
+        partitions.
 
-        The engine asks once for each place at which the stream occurs in its plan, as in a union with itself. All get
-        the same answer, whatever is lost meanwhile: what the sink's commit checks must be what every task has read."""
+        The engine asks once for each place at which the stream occurs in its plan, for example twice in a union with
+        itself. All calls get the same answer, whatever is lost meanwhile: the sink's commit must check exactly what
+        every task has read."""
         if self._answer is None or self._answer[:2] != (start, end):
             self._answer = dict(start), dict(end), *self._ranges(start, end)
         return self._answer[2:]
 
     def feed(self, spans: Spans, fences: dict[int, int]) -> Feed:
-        """What the sink of the query needs to know of a batch that reads what `ranges` has returned."""
+        """The feed that the sink needs of a batch that reads what `ranges` has returned."""
         member = self.membership
         return Feed(
             self._options.group,
@@ -172,7 +175,7 @@ class Query:
         self.membership.release_drained()
 
     def close(self) -> None:
-        """Release every partition at what is done, and leave the group."""
+        """Write the last checkpoints, release every partition, and leave the group."""
         self.membership.close()
 
     # The next batch.
@@ -188,15 +191,16 @@ class Query:
     def _chosen(
         self, start: Mapping[int, Span], rows_max: int | None, bytes_max: int | None, until: float
     ) -> tuple[dict[int, Lane], dict[int, int], list[int]]:
-        """The lanes, how many rows of each the next batch has, and where the partitions end."""
+        """The lanes, how many rows of each lane the next batch reads, and the ends of the partitions."""
         placed = self._placed(start, until)
         self._look_at_paused(placed)
         lanes = {number: lane for number, lane in placed.items() if not lane.is_halted}
-        # Read after the lanes are placed: a previous owner may have read further than an end that was read before.
+        # Read the ends after the lanes are placed: a previous owner may have read beyond an end that was read before.
         ends = self.source.ends()
         available = {number: self._available(lane, ends[number]) for number, lane in lanes.items()}
         available = {number: count for number, count in available.items() if count > 0}
-        # The sink's one commit names two keys for each partition, and its own; each of them has one row at least.
+        # The sink's commit is one commit. It names two keys for each partition, and the manifest's key. Each chosen
+        # partition has at least one row.
         count_max = (self._registry.limits.commit_keys_max - 1) // 2
         chosen = first_of(available, self._last_chosen, count_max if rows_max is None else min(count_max, rows_max))
         if chosen:
@@ -209,8 +213,8 @@ class Query:
         return lanes, counts, ends
 
     def _placed(self, finished: Mapping[int, Span], until: float) -> dict[int, Lane]:
-        """The lanes, after new ones were set to where they go on by what the engine has finished and by the group's
-        checkpoints.
+        """The lanes. New ones are first set to the offset at which they go on, given what the engine has finished and
+        the group's checkpoints.
 
         Waits for a lease: an answer that there is nothing to read would end a query with Trigger.AvailableNow."""
         while True:
@@ -268,7 +272,8 @@ class Query:
         return end - lane.position
 
     def _within_bytes(self, lanes: Mapping[int, Lane], counts: Mapping[int, int], bytes_max: int) -> dict[int, int]:
-        """As many rows of each as fit into an equal part of the bytes; at least a stored batch of one of them."""
+        """As many rows of each partition as fit into an equal share of the bytes; at least one stored batch of one
+        partition."""
         share = max(1, bytes_max // max(1, len(counts)))
         result = {}
         for number, count in counts.items():
@@ -282,7 +287,7 @@ class Query:
         return result
 
     def _hand_out(self, lane: Lane, span: Span) -> bool:
-        """Have the batch read this range. False if the partition is being released or was lost."""
+        """Add this range to the batch. False if the partition is being released or was lost."""
         # Write `position`, then read `is_halted`. The member's thread sets `is_halted`, then reads `position`, so at
         # least one of the two sees the other's write.
         lane.position = span.end
@@ -292,7 +297,7 @@ class Query:
         self._in_hand[lane.partition] = lane, span
         return True
 
-    # A batch that is planned.
+    # A batch that was planned before.
 
     def _ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
         planned = spans = batch_between(start, end)
@@ -316,12 +321,12 @@ class Query:
         return {number: spans[number] for number in fences}, fences
 
     def _is_in_hand(self, number: int) -> bool:
-        """Whether the planned batch reads of this partition, and the partition is owned as it was then."""
+        """Whether the planned batch reads this partition, and the partition is still owned under the same claim."""
         return number in self._in_hand and self.membership.holding(self._in_hand[number][0]) is not None
 
     def _replayed(self, start: Mapping[int, Span], spans: Spans) -> tuple[Spans, set[int]]:
-        """What may be read of a batch that was planned before a restart, or before partitions were lost; and the
-        partitions of which nothing need be read, because the batch is published."""
+        """The offsets that may be read of a batch that was planned before a restart, or before partitions were lost;
+        and the partitions of which nothing need be read, because the batch is published."""
         kept = [] if self._options.is_shared else [number for number in spans if self._is_in_hand(number)]
         self._in_hand = {number: self._in_hand[number] for number in kept}
         self.membership.settle(time.monotonic() + self.membership.settle_s)
@@ -344,7 +349,7 @@ class Query:
                 if number in published and self._options.fails_on_loss:
                     self._check_kept(number, span, published[number])
                 allowed.append((lane, span))
-        self.membership.commit()  # the sink's commit expects each checkpoint to be where the batch begins
+        self.membership.commit()  # the sink's commit expects each checkpoint at the offset where the batch begins
         for lane, span in allowed:
             self._hand_out(lane, span)
         return {number: span for number, (_, span) in self._in_hand.items()}, done
@@ -372,8 +377,8 @@ class Query:
             raise DataLost(place, span.start, min(first, span.end), _FOR_STATE if has_state else _FOR_STATE_PERHAPS)
 
     def _may_be_published(self, spans: Spans) -> bool:
-        """Whether the sink may have published the batch, with some of these ranges, before the restart. The other
-        ranges are then no part of the batch: they are read in the next batch, from the group's checkpoints on."""
+        """Whether the sink may have published the batch before the restart, with some of these ranges. The other ranges
+        are then not part of the batch: the next batch reads them, from the group's checkpoints on."""
         prefix = f"{Keys(self._options.group).checkpoints}{self.source.id}/"
         for entry in self.membership.ride_out(lambda: self._registry.scan(prefix)):
             span = spans.get(partition_of(entry.key)[1])
@@ -391,10 +396,10 @@ class Query:
 
 
 def start_offsets(source: Source, starting: Offsets | None, starting_us: int | None) -> dict[int, int]:
-    """Where each partition begins: for a batch, or for a stream whose group has no checkpoint yet.
+    """The first offset of each partition, for a batch, or for a stream whose group has no checkpoint yet.
 
-    starting_us: a time in microseconds since 1970, which is used in place of `starting`. None and "committed" stand for
-                 "earliest"."""
+    starting_us: a time in microseconds since 1970, used in place of `starting`. None and "committed" stand for
+    "earliest"."""
     if starting_us is not None:
         return {number: source.offset_at(number, starting_us) for number in range(source.partitions)}
     offsets = "earliest" if starting is None or starting == "committed" else starting
@@ -402,6 +407,7 @@ def start_offsets(source: Source, starting: Offsets | None, starting_us: int | N
 
 
 def resolve_offsets(source: Source, offsets: Offsets, option: str) -> dict[int, int]:
-    """As numbers. Raises InvalidOption if a partition is missing or unknown, or an offset is beyond the end."""
+    """The offsets of all partitions as numbers. Raises InvalidOption if a partition is missing or unknown, or an offset
+    is beyond the end."""
     extents: list[tuple[int, int]] = list(source.bounds(range(source.partitions)).values())
     return resolve_within(source.name, extents, offsets, option)

@@ -35,12 +35,12 @@ def manifests_of(topic: str) -> str:
 
 
 def query_of(key: str) -> str:
-    """The query whose manifest this key is."""
+    """The query that the manifest with this key belongs to."""
     return key.rpartition("/")[2]
 
 
 class ManifestState(enum.Enum):
-    """Of the manifest of a query, as the registry has it."""
+    """The state of the manifest of a query in the registry."""
 
     ABSENT = "absent"
     """The query has committed no batch to the topic."""
@@ -70,7 +70,7 @@ one is committed over it, or the next one is refused. Deleting a topic removes i
 
 
 class Order(enum.Enum):
-    """Of the batch that a driver comes with, compared with the batch of the query's manifest."""
+    """The order of a driver's batch and the batch of the query's manifest."""
 
     EARLIER = "earlier"
     SAME = "same"
@@ -96,8 +96,8 @@ ON_ARRIVAL: Final[Mapping[tuple[ManifestState, Order], Step]] = {
     (ManifestState.PUBLISHED, Order.SAME): Step.STOP,
     (ManifestState.PUBLISHED, Order.EARLIER): Step.REFUSE,
 }
-"""What a driver does that comes with a batch. If its batch is earlier than the one of the manifest, an old checkpoint
-location was restored (K2)."""
+"""What a driver does with its batch. If the batch is earlier than the one of the manifest, an old checkpoint location
+was restored (K2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +110,12 @@ class Manifest:
     ranges: Ranges = field(default_factory=dict)
     is_published: bool = False
     ends: list[int] = field(default_factory=list)
-    """Of the topic's partitions, before anything of the batch was appended. Empty in manifests of version 0.1."""
+    """The ends of the topic's partitions before anything of the batch was appended. Empty in manifests of version
+    0.1."""
     planned: str = ""
     """A hash of what Spark has planned for the batch; empty if the plan could not be read."""
     at: float = 0.0
-    """When it was written, in seconds since 1970."""
+    """When the manifest was written, in seconds since 1970."""
     epochs: dict[str, dict[str, int]] = field(default_factory=dict)
     """Keys as in `ranges`; values are the epochs of the owner keys under which the batch was planned. They distinguish
     the batch from others that read the same offsets. Empty in manifests of version 0.1."""
@@ -192,17 +193,17 @@ def epochs_of(feeds: Sequence[Feed]) -> dict[str, dict[str, int]]:
 
 
 def have_common_partitions(one: Ranges, other: Ranges) -> bool:
-    """Whether two batches have read of the same partition of the same group."""
+    """Whether two batches have read from the same partition of the same group."""
     return any(parts.keys() & other.get(source, {}).keys() for source, parts in one.items())
 
 
 def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:
-    """By partition, which of these ranges of a group's topic a manifest in this registry names, and whether the query
-    of that manifest keeps state (None: not known).
+    """Which of these ranges of a group's topic a manifest in this registry names: by partition, whether the query of
+    that manifest keeps state (None: not known).
 
     A query's manifest names its last batch, and the commit that wrote it moved the group's checkpoints to the ends of
     these ranges. So publishing this batch again has no effect. A manifest counts only if it names the same range and
-    the same epoch: the same offsets may have been read by another query, before a reset."""
+    the same epoch: another query may have read the same offsets before a reset."""
     source = f"{group}/{topic}"
     found: dict[int, bool | None] = {}
     for entry in registry.scan(MANIFESTS):
@@ -211,7 +212,7 @@ def published_spans(registry: Registry, group: str, topic: str, spans: Spans) ->
         try:
             manifest = Manifest.load(entry)
         except RegistryCorrupt as error:
-            _logger.warning("whether this query's last batch is published cannot be told from %s: %s", entry.key, error)
+            _logger.warning("%s does not tell whether this query's last batch is published: %s", entry.key, error)
             continue
         ranges, epochs = manifest.ranges.get(source, {}), manifest.epochs.get(source, {})
         for number, span in spans.items():

@@ -173,11 +173,6 @@ class Head:
         finally:
             self._waiting.release()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a thread waits in the registry."""
-        return self._waiting.locked()
-
     def leave(self) -> None:
         """Stop waiting. Another waiting thread is woken, in case that this one was woken and has not looked."""
         with self._lock:

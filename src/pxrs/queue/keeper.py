@@ -33,6 +33,7 @@ from pxrs.queue.taker import Taker
 from pxrs.registry.contract import Registry
 from pxrs.registry.steps import drive
 from pxrs.registry.watch import Watch
+from pxrs.waiting import start_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -119,8 +120,7 @@ class Keeper:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._is_stopping:
-                self._thread = threading.Thread(target=self._run, name="pxrs-queue-keeper", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "pxrs-queue-keeper")
         self.wake()
 
     def wake(self) -> None:

@@ -90,11 +90,6 @@ class QueueStore:
                 self._heads[queue.id] = Head(self.registry, queue)
             return self._heads[queue.id]
 
-    def is_waiting_for(self, name: str) -> bool:
-        """Whether a thread waits in the registry for items of a queue of this name."""
-        with self._lock:
-            return any(head.queue.name == name and head.is_waiting for head in self._heads.values())
-
     def wake(self, name: str) -> None:
         """Have the threads that wait for items of the queues of this name check whether they still have to wait."""
         with self._lock:

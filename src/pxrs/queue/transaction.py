@@ -74,7 +74,7 @@ class Inbox(Protocol):
 
     def commit_with(self, write: CommitWith) -> dict[str, int]: ...
 
-    def settle_with(self, transaction: Transaction) -> None: ...
+    def enlist_in(self, transaction: Transaction) -> None: ...
 
     def partitions_in_hand(self) -> int: ...
 
@@ -191,7 +191,7 @@ class Transaction:
         nothing lost and nothing doubled. The consumer must be of the same registry."""
         with self._lock:
             self._check_open()
-            if not hasattr(inbox, "settle_with"):
+            if not hasattr(inbox, "enlist_in"):
                 raise InvalidItem(f"{inbox!r} is no consumer")
             if inbox.registry is not self._registry:
                 raise InvalidItem("the consumer is of another hub: open it and the transaction from the same one")
@@ -199,7 +199,7 @@ class Transaction:
             more = count - self._inboxes.get(inbox, 0)
             if more > 0:
                 self._capacity.check(partitions=more)
-            inbox.settle_with(self)
+            inbox.enlist_in(self)
             self._inboxes[inbox] = count
             self._capacity.note_partitions(sum(self._inboxes.values()))
 

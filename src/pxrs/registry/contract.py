@@ -40,6 +40,7 @@ from pxrs.errors import (
     InvalidArgument,
     InvalidCommit,
     InvalidKey,
+    LeaseExpired,
     UsedAfterFork,
 )
 from pxrs.registry.lease import LEASE_TTL_MIN, Lease, not_attached
@@ -47,6 +48,7 @@ from pxrs.registry.limit import check_time
 from pxrs.registry.renewal import Renewer
 from pxrs.registry.values import ABSENT, Commit, Entry, Limits, check_commit, check_key, check_prefix
 from pxrs.registry.watch import PrefixWatch, SharedWatches, Watch
+from pxrs.scheduler import Scheduler
 
 __all__ = ["ABSENT", "Commit", "Entry", "Limits", "Registry"]
 
@@ -83,6 +85,11 @@ class Registry(ABC):
         self._unrenewed: weakref.WeakSet[Lease] = weakref.WeakSet()
         """The other leases that this handle has given out."""
         self._renewer = Renewer(clock)
+        self.scheduler = Scheduler(clock, "pxrs-group")
+        """Runs the recurring work of everything that is built on this handle, such as members of groups."""
+        self.housekeeping = Scheduler(clock, "pxrs-housekeeping", threads_max=1)
+        """Runs work that no caller waits for and that may be slow, one piece at a time, such as writing readable
+        files."""
         self._watches = SharedWatches()
 
     # The public face.
@@ -138,7 +145,12 @@ class Registry(ABC):
         if not commit.keys and lease is None:
             return {}
         check_time(self.url)
-        return self._commit(commit)
+        try:
+            return self._commit(commit)
+        except LeaseExpired:
+            if lease is not None:
+                lease.expire()  # its holder must not wait for the next renewal to learn of it
+            raise
 
     def lease(self, ttl: float | timedelta, renewed: bool = True) -> Lease:
         """A new lease. The store may grant more than `ttl` seconds.
@@ -207,7 +219,7 @@ class Registry(ABC):
         """End the leases that this handle renews, wake the waiters, let go of the store. In this order: ending a lease
         needs the store. Leases that it does not renew stay in the store until they expire."""
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # in a forked child: the registry belongs to the parent
         with self._handles_lock:
             if self._closed:
                 return
@@ -248,7 +260,9 @@ class Registry(ABC):
     def _scan(self, prefix: str, after: str | None, limit: int | None) -> list[Entry]: ...
 
     @abstractmethod
-    def _commit(self, commit: Commit) -> dict[str, int]: ...
+    def _commit(self, commit: Commit) -> dict[str, int]:
+        """Raise LeaseExpired only if the store says that the named lease has ended: `commit` marks the lease as lost
+        then."""
 
     @abstractmethod
     def _lease(self, ttl: float, renewed: bool) -> Lease:

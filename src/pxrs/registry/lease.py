@@ -59,6 +59,7 @@ RENEWAL_WAIT_S_MAX: Final = 5.0
 
 _SECRET_BYTES: Final = 32
 _ID_LENGTH: Final = 32
+_HEX_DIGITS: Final = frozenset("0123456789abcdef")
 
 
 class StoredLease(Protocol):
@@ -80,7 +81,7 @@ class Renewal(Protocol):
     """The renewals of one lease, as `Renewer.add` returns them."""
 
     def stop(self, wait_s: float) -> None:
-        """Make no further renewal, and wait for one that is under way, for at most so many seconds."""
+        """Make no further renewal. Waits for one that is under way for at most this number of seconds."""
 
 
 class Lease:
@@ -154,6 +155,7 @@ class Lease:
         if not self._renewing.acquire(timeout=seconds_left(RENEWAL_WAIT_S_MAX)):
             raise RegistryUnavailable(f"lease {self.id}: another renewal of it has been under way for too long")
         try:
+            self.check()  # again: the lease may have ended while this thread waited
             deadline = self.stored.renew()
         except LeaseExpired:
             self.expire()
@@ -180,8 +182,9 @@ class Lease:
             self._on_closed(self)
 
     def close(self) -> None:
-        """Be done with this object. A lease that the registry renews ends in the store, with its keys; if the store
-        cannot be told, that is logged and happens at its expiry. Another lease stays in the store until its expiry."""
+        """Stop using this object. A lease that the registry renews ends in the store, with its keys; if the store
+        cannot be reached, that is logged, and the lease ends at its expiry. Another lease stays in the store until its
+        expiry."""
         if os.getpid() != self._pid or not self._begin_to_close():
             return  # the lease is the parent process's, or it was closed before
         self.expire()
@@ -198,7 +201,7 @@ class Lease:
 
     def expire(self) -> None:
         """Act as if the deadline had passed: the store has said that the lease has ended, or this object is closed."""
-        with self._guard:  # else a renewal that is returning could set a deadline again
+        with self._guard:  # otherwise a renewal that is returning could set a deadline again
             self.lost.set()
             self.deadline = float("-inf")
 
@@ -240,6 +243,11 @@ def new_secret() -> str:
 def id_of(secret: str) -> str:
     """The id of the lease that has this secret: a hash, from which the secret cannot be found."""
     return hashlib.sha256(secret.encode()).hexdigest()[:_ID_LENGTH]
+
+
+def is_id(text: str) -> bool:
+    """Whether this has the form of what `id_of` returns. The ids of version 0.1 had the same form."""
+    return len(text) == _ID_LENGTH and set(text) <= _HEX_DIGITS
 
 
 def not_attached() -> LeaseExpired:

@@ -31,8 +31,8 @@ _limit = _Limit()
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """All calls of a store that this thread makes inside the block end within so many seconds together. If an outer
-    block has an earlier limit, that one counts."""
+    """All calls of a store that this thread makes inside the block end within this number of seconds together. If an
+    outer block has an earlier limit, that one counts."""
     before = _limit.until
     _limit.until = min(before, time.monotonic() + seconds)
     try:

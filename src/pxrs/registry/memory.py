@@ -18,6 +18,7 @@ from pxrs.registry.contract import Commit, Entry, Limits, Registry
 from pxrs.registry.lease import Lease, id_of, new_secret, not_attached
 from pxrs.registry.state import Change, State
 from pxrs.registry.watch import PrefixWatch
+from pxrs.waiting import start_thread
 
 LIMITS = Limits(commit_keys_max=4096, commit_bytes_max=8 << 20, value_bytes_max=1 << 20)
 
@@ -66,10 +67,10 @@ class MemoryStore:
     def begin_lease(self, lease: str, ttl: float) -> float:
         """Begin a lease with this id; returns its deadline."""
         with self._lock:
+            self._time_expiry()  # first: if no thread can be started, no lease has begun
             self._apply(Change(lease_begins=lease))
             self._ttls[lease] = ttl
             deadline = self._expiry[lease] = self.clock.now() + ttl
-            self._time_expiry()
             self._begun.set()  # wakes the expiry thread: this lease may expire before all others
         return deadline
 
@@ -121,8 +122,7 @@ class MemoryStore:
         """Start the thread that ends leases at their expiry, so that watches are woken. The thread ends with the last
         lease, or with the last handle."""
         if self._timer is None:
-            self._timer = threading.Thread(target=self._expire_loop, name="pxrs-memory-expiry", daemon=True)
-            self._timer.start()
+            self._timer = start_thread(self._expire_loop, "pxrs-memory-expiry")
 
     def _expire_loop(self) -> None:
         while True:

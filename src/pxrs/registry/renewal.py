@@ -4,8 +4,9 @@ The problem: one thread for each lease does not scale, and one thread for all of
 every other lease (R6). So one scheduling thread decides when each lease is due and calls no store; a due lease goes to
 a queue, and worker threads take leases from the queue and renew them. There is one worker while renewals are answered
 promptly. A lease that has waited in the queue for `ttl / 16` gets another worker, up to `workers_max`; a worker that
-finds the queue empty while another one is idle ends. The scheduling thread does not log either, because a handler of
-the program's could block it: what it has to say is queued as a string, and a worker logs it.
+finds the queue empty while another one is idle ends. A logging handler of the program may block, or a logging filter
+may raise. So the scheduling thread does not log: it queues the line, and a worker logs it. And a worker logs the
+failure of a renewal only after it has set the time of the next one.
 
 The bound: at most `workers_max` renewals are under way at a time (WORKERS_MAX unless told otherwise). If all of them
 hang, further leases wait in the queue. Each backend bounds a renewal to a part of the ttl, so a worker becomes free
@@ -38,12 +39,12 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 from pxrs.clock import Clock
 from pxrs.errors import LeaseExpired
 from pxrs.registry.lease import RENEWALS_PER_TTL, Lease
+from pxrs.waiting import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Renewals:
         """The worker that renews the lease now."""
 
     def stop(self, wait_s: float) -> None:
-        """Make no further renewal, and wait for one that is under way, for at most so many seconds."""
+        """Make no further renewal. Waits for one that is under way for at most this number of seconds."""
         self._renewer.stop(self, wait_s)
 
 
@@ -113,7 +114,7 @@ class Renewer:
                 return
             self._look_at(renewals, min(self._clock.now() + lease.ttl / RENEWALS_PER_TTL, lease.deadline))
             if self._scheduler is None:
-                self._scheduler = _start(self._schedule, "pxrs-renewals")
+                self._scheduler = start_thread(self._schedule, "pxrs-renewals")
 
     def stop(self, renewals: Renewals, wait_s: float) -> None:
         """See `Renewals.stop`."""
@@ -170,7 +171,7 @@ class Renewer:
     def _act(self, renewals: Renewals, lease: Lease, now: float) -> None:
         if not lease.alive:
             renewals.state = State.STOPPED
-            if lease.deadline > float("-inf"):  # else it was ended, and whoever ended it knows
+            if lease.deadline > float("-inf"):  # otherwise it was ended, and whoever ended it knows
                 self._hand_over(f"lease {lease.id} could not be renewed before its deadline")
             return
         if renewals.state is State.RUNNING or lease.is_abandoned:
@@ -196,19 +197,22 @@ class Renewer:
 
     def _add_worker(self) -> None:
         try:
-            self._workers.add(_start(self._work, "pxrs-renewal"))
+            self._workers.add(start_thread(self._work, "pxrs-renewal"))
         except RuntimeError as error:  # the process has as many threads as it may have, or is ending
             self._queue.append(f"no further thread could be started to renew leases: {error}")
 
     # The workers
 
     def _work(self) -> None:
-        while (work := self._take()) is not None:
-            if isinstance(work, str):
-                log.warning(work)
-            else:
-                self._renew(work)
-            del work
+        try:
+            while (work := self._take()) is not None:
+                line = (logging.WARNING, work) if isinstance(work, str) else self._renew(work)
+                del work
+                if line is not None:
+                    log.log(*line)
+        finally:  # also if the log has raised: a dead worker must not count
+            with self._lock:
+                self._workers.discard(threading.current_thread())
 
     def _take(self) -> Renewals | str | None:
         """The next lease to renew, or line to log; None if this worker is to end."""
@@ -223,7 +227,7 @@ class Renewer:
                         work.state, work.thread = State.RUNNING, me
                         return work
                 if self._scheduler is None or self._is_closed or self._idle_count:
-                    self._workers.discard(me)
+                    self._workers.discard(me)  # here, so that `_hand_over` does not count on this worker
                     return None
                 self._idle_count += 1
                 try:
@@ -231,18 +235,22 @@ class Renewer:
                 finally:
                     self._idle_count -= 1
 
-    def _renew(self, renewals: Renewals) -> None:
+    def _renew(self, renewals: Renewals) -> tuple[int, str] | None:
+        """Renew the lease once, and set the time of the next renewal. Returns the level and the text of a line to log,
+        if there is one."""
         lease = renewals.lease()
         pause_s: float | None = None
+        line: tuple[int, str] | None = None
         try:
             if lease is not None:
                 lease.renew()
                 pause_s = lease.ttl / RENEWALS_PER_TTL
         except LeaseExpired as error:
-            log.warning("lease %s has expired: %s", lease and lease.id, error)
+            assert lease is not None
+            line = logging.WARNING, f"lease {lease.id} has expired: {error}"
         except Exception as error:  # noqa: BLE001 - whatever failed, the deadline decides
             assert lease is not None
-            log.info("lease %s: renewal failed, will try again: %s", lease.id, error)
+            line = logging.INFO, f"lease {lease.id}: renewal failed, will try again: {error}"
             pause_s = lease.ttl / RETRIES_PER_TTL
         with self._lock:
             renewals.thread = None
@@ -253,9 +261,4 @@ class Renewer:
                 renewals.state = State.WAITING
                 self._look_at(renewals, min(self._clock.now() + pause_s, lease.deadline))
             self._lock.notify_all()
-
-
-def _start(run: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
+        return line

@@ -8,7 +8,7 @@ process had died. The code that decides is the same in both cases.
     def increment(key: str) -> Steps[int]:
         entry = yield Get(key)
         expect = {key: ABSENT if entry is None else entry.version}
-        yield Write(expect, {key: b"..."}, is_leased=False)     # raises Conflict here if somebody else was faster
+        yield Write(expect, {key: b"..."}, is_leased=False)     # raises Conflict here if the key has changed
 
     drive(increment("counter"), registry)
 

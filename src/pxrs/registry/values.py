@@ -12,7 +12,7 @@ from pxrs.errors import CommitTooLarge, InvalidCommit, InvalidKey, ValueTooLarge
 from pxrs.registry.lease import Lease
 
 ABSENT: Final = 0
-"""As an expected version: the key is not there. No key that is there has this version."""
+"""An expected version that means: the key does not exist. No existing key has this version."""
 
 KEY_BYTES_MAX: Final = 512
 # Printable ASCII without the space, and without `;`, which marks folders in ZooKeeper.

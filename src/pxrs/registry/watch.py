@@ -1,8 +1,8 @@
-"""Watches: flags that a change raises and that `Watch.wait` lowers.
+"""Watches: flags that a change sets and that `Watch.wait` clears.
 
-A watch tells that something under its prefixes has changed, never what: the reader scans again. So several changes may
-be one wake, and a doubt (a reconnect, an overflow, a lost notification) is a wake too. Open the watch first, then scan:
-whatever changes after the scan raises the flag (R2).
+A watch says that something under its prefixes has changed, never what: the reader scans again. So several changes may
+be one wake, and a possibly missed change (a reconnect, an overflow, a lost notification) is a wake too. Open the watch
+first, then scan: every change after the scan sets the flag (R2).
 
 Any number of `Watch` handles of one open registry share what the store does for them (W6). The store arms a
 `PrefixWatch` once for each distinct prefix, and `SharedWatches` passes its wakes on to the handles:
@@ -52,7 +52,7 @@ class Watch:
         return any(covers(prefix, key) for prefix in self.prefixes)
 
     def wake(self) -> None:
-        """Raise the flag and call the callbacks. The store's side calls it; so may anyone who wants the waiter to
+        """Set the flag and call the callbacks. Called by the store's thread, and by any thread that wants the waiter to
         look."""
         self._raised.set()
         if self._callbacks:
@@ -216,7 +216,7 @@ class SharedWatches:
         return gone
 
     def wake(self, keys: Iterable[str] | None) -> None:
-        """Wake the handles that any of the keys concerns; None is a doubt, and wakes all."""
+        """Wake the handles that any of the keys concerns. None: it is not known what changed, so all handles wake."""
         if not self._handles:
             return
         with self._changed:

@@ -1,19 +1,20 @@
-"""Registered sources: somebody else's table under a name, so that it is used wherever a topic is.
+"""Registered sources: a table of another system under a name, so that it can be used wherever a topic can.
 
-A source is one registry key, `sources/<name>`, which holds what every process needs to read it in the same way: the
-address, the table, its columns, the number of partitions, and the id under which checkpoints are kept. The id is fixed
-when the source is registered, so no later spelling of the address changes it.
+A source is one registry key, `sources/<name>`. It holds what every process needs to read the source in the same way:
+the address, the table, its columns, the number of partitions, and the id under which checkpoints are kept. The id is
+fixed when the source is registered, so another spelling of the address does not change it.
 
-Credentials are never stored. A process takes the address, the first that is there, from
+Credentials are never stored. A process takes the address from the first of these that is given:
 1. `hub.source(name, url=...)`;
-2. the environment variable `PXRS_SOURCE_<NAME>`: the name in upper case, every other character as `_`;
-3. the record, which has neither user nor password: libpq then takes PGUSER, PGPASSWORD and PGPASSFILE.
+2. the environment variable `PXRS_SOURCE_<NAME>`: the name in upper case, every character that is no letter or digit as
+   `_`;
+3. the record, which has neither user nor password: libpq then uses PGUSER, PGPASSWORD and PGPASSFILE.
 
-An address that leads to another database than the registered one is refused (`WrongSource`): its ids would be taken
-for those of the registered table. PostgreSQL says which server, database and table it is: another name of the same host
-is accepted, and another server at the same address is refused. If the server does not say, the addresses are compared.
+An address of another database than the registered one is refused (`WrongSource`): its ids would be taken for those of
+the registered table. PostgreSQL says which server, database and table it is, so another name of the same host is
+accepted, and another server at the same address is refused. If the server does not say, the addresses are compared.
 
-On failure nothing here is retried: ReadFailed says that the database cannot be reached now.
+Nothing is retried here: ReadFailed says that the database cannot be reached now.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _logger = logging.getLogger(__name__)
 PREFIX: Final = "sources/"
 KIND: Final = "sql-table"
 FAILURE_KEPT_S: Final = 5.0
-"""Who only looks at a group is told again of a failure to open its source that is younger than this, instead of waiting
-for the database once more."""
+"""For how long `open_to_look` raises the last failure to open a source again, instead of waiting for the database once
+more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ class RegisteredSource:
 
     name: str
     id: str
-    """Checkpoints are kept under it, whatever becomes of the address."""
+    """The id under which checkpoints are kept. It does not change when the address does."""
     address: str
-    """Without user, password and options that may hold a secret."""
+    """The address without user, password and options that may hold a secret."""
     table: str
     kind: str = KIND
     id_column: str = "id"
@@ -77,16 +78,16 @@ class RegisteredSource:
     settle_s: float | None = None
     poll_s: float = TABLE_POLL_S_DEFAULT
     fingerprint: str | None = None
-    """What the database itself calls the table; None if it does not say."""
+    """The identity of the table as the database reports it; None if it does not."""
     since: float = 0.0
-    """When it was registered: seconds since 1970."""
+    """When the source was registered, in seconds since 1970."""
 
     def dump(self) -> bytes:
         return json.dumps({name: value for name, value in asdict(self).items() if name != "name"}).encode()
 
     @classmethod
     def load(cls, key: str, value: bytes) -> Self:
-        """Fields that this version does not know are left out: a later one wrote them."""
+        """Parse a record. Fields that this version does not know, because a later version wrote them, are ignored."""
         try:
             found = json.loads(value)
             known = {each.name: found[each.name] for each in fields(cls) if each.name in found}
@@ -105,7 +106,7 @@ class RegisteredSource:
 _COMPARED: Final = tuple(
     each.name for each in fields(RegisteredSource) if each.name not in ("address", "table", "fingerprint", "since")
 )
-"""What must agree for a source to be the one that is registered already; and the table, see `_is_same_table`."""
+"""The fields that must be equal for `exist_ok`; the table is compared by `_is_same_table`."""
 
 
 @dataclass(slots=True)
@@ -117,19 +118,20 @@ class _Opened:
 
 @dataclass(slots=True)
 class Catalog:
-    """The registered sources of one registry, and those that were opened here. Threads share it."""
+    """The registered sources of one registry, and the tables that were opened here. Threads share it."""
 
     registry: Registry
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _opened: dict[str, _Opened] = field(default_factory=dict)
-    """The tables that `open` has opened, by the source's name. All callers share them."""
+    """The tables that `open` has opened, by the name of the source. All callers share them."""
     _replaced: list[SqlTable] = field(default_factory=list)
-    """Opened for an address that is not used any more, and perhaps still read: closed with the catalog."""
+    """Tables of records or addresses that are not used any more. They may still be read, and are closed with the
+    catalog."""
     _failures: dict[str, tuple[float, PxrsError]] = field(default_factory=dict)
     _is_closed: bool = False
 
     def records(self) -> list[RegisteredSource]:
-        """In the order of their names."""
+        """All registered sources, sorted by name."""
         return [RegisteredSource.load(entry.key, entry.value) for entry in self.registry.scan(PREFIX)]
 
     def find(self, name: str) -> RegisteredSource | None:
@@ -139,17 +141,17 @@ class Catalog:
         return None if entry is None else RegisteredSource.load(entry.key, entry.value)
 
     def get(self, name: str) -> RegisteredSource:
-        """Raises UnknownSource."""
+        """The record of a source. Raises UnknownSource."""
         found = self.find(name)
         if found is None:
             raise UnknownSource(name, [each.name for each in self.records()])
         return found
 
     def add(self, wanted: RegisteredSource, url: str, identity: str | None, *, exist_ok: bool) -> RegisteredSource:
-        """Register a source, when its table was opened and found to be as it must be. What is registered.
+        """Open the table and check it, then register the source. Returns the record.
 
-        wanted: its `address` and `fingerprint` are filled in here, and its `id` if that is empty.
-        exist_ok: one of the same name, id and settings may be there. Raises SourceExists."""
+        wanted:   its `address` and `fingerprint` are filled in here, and its `id` if that is empty.
+        exist_ok: do not raise SourceExists if a source with the same name, id and settings is registered."""
         from pxrs.sources.sql_table.identity import hidden_options, public_url
 
         with _open(wanted, url, identity) as table:
@@ -161,8 +163,8 @@ class Catalog:
                 fingerprint=table.fingerprint,
                 since=time.time(),
             )
-        # Where a group is shown, names are looked up by id, so one id has one name. Two processes that register one
-        # table under two names at the same moment are not noticed.
+        # Commands that show a group find the name of a source by its id, so an id has one name. The check is not
+        # atomic: two processes that register one table under two names at the same moment both succeed.
         if others := [each.name for each in self.records() if each.id == record.id and each.name != record.name]:
             raise SourceExists(
                 f"{record.table} of {record.address} is registered already, under the name {others[0]} and the same id "
@@ -195,7 +197,7 @@ class Catalog:
         raise SourceExists(f"a source {wanted.name} is registered already" + (f": its {how}" if how else ""))
 
     def remove(self, record: RegisteredSource) -> None:
-        """Raises Conflict if another record has taken the place of this one."""
+        """Remove a source. Raises Conflict if the registry has another record under its name."""
         key = PREFIX + record.name
         entry = self.registry.get(key)
         if entry is None or RegisteredSource.load(key, entry.value) != record:
@@ -207,7 +209,8 @@ class Catalog:
                 self._replaced.append(opened.table)
 
     def open(self, name: str, url: str | None = None) -> SqlTable:
-        """The source, opened once for all who ask. Raises UnknownSource, WrongSource, and what `sql_table` raises."""
+        """The table of a source, opened once for all callers. Raises UnknownSource, WrongSource, and what `sql_table`
+        raises."""
         record = self.get(name)
         wanted = _address(record, url)
         with self._lock:
@@ -227,7 +230,8 @@ class Catalog:
         raise Closed(f"the hub was closed while the source {name} was opened")
 
     def open_to_look(self, name: str) -> SqlTable:
-        """As `open`. A failure is raised again for `FAILURE_KEPT_S` without asking the database."""
+        """As `open`, for a caller that only looks at a group. A failure is raised again for `FAILURE_KEPT_S` without
+        asking the database."""
         with self._lock:
             when, failure = self._failures.get(name, (0.0, None))
         if failure is not None and time.monotonic() - when < FAILURE_KEPT_S:
@@ -248,9 +252,11 @@ class Catalog:
 
 
 def open_record(record: RegisteredSource, url: str | None = None, given_by: str = "the url") -> SqlTable:
-    """A registered source, opened without a look into the registry, for processes that have none. Close it.
+    """Open a registered source by its record, for processes that have no registry. The caller closes it.
 
-    url: the address with user and password; given_by: what errors call the place from which it comes.
+    url:      the address with user and password.
+    given_by: where the address comes from, for error messages.
+
     Raises WrongSource, and what `sql_table` raises."""
     wanted = _address(record, url)
     given_by = record.variable if url is None else given_by
@@ -273,7 +279,7 @@ def open_record(record: RegisteredSource, url: str | None = None, given_by: str 
 
 
 def _address(record: RegisteredSource, url: str | None) -> str:
-    """Where this process looks for the table: see the module."""
+    """The address that this process uses: see the docstring of the module."""
     return (os.environ.get(record.variable) if url is None else url) or record.address
 
 
@@ -282,7 +288,7 @@ def variable_of(name: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """Sources share one namespace with topics, and their rules."""
+    """The name, checked. Sources and topics share one namespace, and the rules for names."""
     if not isinstance(name, str) or not TOPIC_NAME.fullmatch(name):
         raise InvalidTopic(
             f"source name {name!r}: use up to 200 letters, digits, '.', '_' or '-', a letter or digit first"
@@ -315,7 +321,8 @@ def _open(record: RegisteredSource, url: str, identity: str | None) -> SqlTable:
 
 
 def _is_same_table(one: RegisteredSource, other: RegisteredSource) -> bool:
-    """Compare the fingerprints that the databases gave; if one of them gave none, the addresses and table names."""
+    """Whether two records are of the same table: by the fingerprints that the databases gave, or, if one of them gave
+    none, by addresses and table names."""
     from sqlalchemy import make_url
 
     from pxrs.sources.sql_table.identity import place_of
@@ -326,9 +333,9 @@ def _is_same_table(one: RegisteredSource, other: RegisteredSource) -> bool:
 
 
 def _check_database(record: RegisteredSource, url: str, given_by: str) -> None:
-    """Raise WrongSource, before anything is connected to, if the address names another kind of database, or a database
-    of another name. An address that cannot be read or seems to show a password, and a missing driver, are left to
-    `sql_table` to refuse."""
+    """Raise WrongSource, before connecting, if the address names another kind of database, or a database with another
+    name. An address that cannot be parsed or that seems to show a password, and a missing driver, are left to
+    `sql_table`, which refuses them."""
     try:
         from sqlalchemy import make_url
         from sqlalchemy.exc import ArgumentError
@@ -340,7 +347,7 @@ def _check_database(record: RegisteredSource, url: str, given_by: str) -> None:
         given = make_url(url)
     except (ArgumentError, ValueError):
         return
-    if has_misplaced_secret(given):  # not to be shown
+    if has_misplaced_secret(given):  # WrongSource would show it
         return
     (kind, *_, database), (known_kind, *_, known) = place_of(given), place_of(make_url(record.address))
     if (kind, database) != (known_kind, known):
@@ -348,7 +355,7 @@ def _check_database(record: RegisteredSource, url: str, given_by: str) -> None:
 
 
 def _check_place(record: RegisteredSource, table: SqlTable, given_by: str) -> None:
-    """Raise WrongSource if the table is of another server than the registered one."""
+    """Raise WrongSource if the open table is on another server than the registered one."""
     from pxrs.sources.sql_table.identity import public_url
 
     found = replace(record, fingerprint=table.fingerprint, address=public_url(table.url).render_as_string())
@@ -368,5 +375,5 @@ def _wrong(record: RegisteredSource, url: URL, given_by: str) -> WrongSource:
 
 
 def _given_driver(url: str, address: str) -> str:
-    """The address with the scheme as the user wrote it: `postgresql:`, not `postgresql+psycopg:`."""
+    """The address with the scheme that the user wrote: `postgresql:`, not `postgresql+psycopg:`."""
     return url.partition(":")[0] + ":" + address.partition(":")[2]

@@ -1,4 +1,4 @@
-"""A base class for sources of one's own that learn of new messages only by looking."""
+"""A base class for sources that can learn of new messages only by asking again and again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log: Final = logging.getLogger(__name__)
 
 POLL_S_DEFAULT: Final = 1.0
 CLOSE_S_MAX: Final = 5.0
-"""How long `close` waits for a look of the thread to end."""
+"""How long `close` waits for a poll that is under way."""
 
 
 class PollingSource(Source):
-    """A `Source` with `subscribe` and `close`: one thread compares `ends()` with what it saw before, every `poll_s`
-    seconds, while anyone waits (W6). A subclass sets `name`, `id` and `partitions`, and implements `bounds`, `read` and
+    """A `Source` with `subscribe` and `close`. While anyone waits, one thread compares `ends()` with the last ones
+    every `poll_s` seconds (W6). A subclass sets `name`, `id` and `partitions`, and implements `bounds`, `read` and
     `offset_at`, each of which calls `check_usable` first."""
 
     def __init__(self, poll_s: float = POLL_S_DEFAULT) -> None:
@@ -31,7 +31,7 @@ class PollingSource(Source):
         self._closing = threading.Event()
         self._subscribers = Subscribers()
         self._seen: list[int] | None = None
-        """The ends at the last look of the thread; None before the first one and after one that failed."""
+        """The ends at the last poll; None before the first poll and after one that failed."""
         self._poller = BackgroundThread("pxrs-source-poller", self._poll, lambda: None)
 
     def check_usable(self, partitions: Iterable[int] = ()) -> None:
@@ -51,8 +51,10 @@ class PollingSource(Source):
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
         chosen = tuple(partitions)
         self.check_usable(chosen)
+        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
+            return self._subscribers.add(chosen, callback)
+        self._poller.need()  # first: it raises if no thread can be started
         added = self._subscribers.add(chosen, callback)
-        self._poller.need()
 
         def end() -> None:
             added.close()
@@ -60,26 +62,22 @@ class PollingSource(Source):
 
         return Subscription(end)
 
-    def wake(self) -> None:
-        """Have everyone who waits look now: for a subclass that has another way to learn of changes too."""
-        self._subscribers.wake_all()
-
     def close(self) -> None:
-        """Whoever waits gets Closed. Idempotent."""
+        """Threads that wait get Closed. Idempotent."""
         if os.getpid() != self._pid:
-            return  # it is the parent's
+            return  # in a forked child: the source belongs to the parent
         self._closing.set()
         self._poller.close(CLOSE_S_MAX)
         self._subscribers.wake_all()
 
     def _poll(self) -> None:
-        # The first look after a start of the thread finds `_seen` old or None, and so wakes all: what changed before it
-        # may have been missed by nobody or by somebody, and a wake too many costs only a look.
+        # The first poll after the thread starts finds `_seen` outdated or None, and wakes everybody. A change may have
+        # come before it; a wake without a change costs only one look.
         if self._closing.wait(self._poll_s):
             return
         try:
             ends = self.ends()
-        except (LogError, OSError) as error:  # whoever waits looks too, and raises what it meets
+        except (LogError, OSError) as error:  # the waiting threads are woken, look too, and raise it
             log.info("looking for news in %s: %s", self.name, error)
             self._seen = None
             self._subscribers.wake_all()

@@ -22,7 +22,7 @@ from pxrs.log.batch import SCHEMA
 from pxrs.spark.options import HEADERS
 
 BATCH_ROWS: Final = 10_000
-"""How many rows a batch for Spark has at most; with about so many Spark is fastest."""
+"""How many rows a batch for Spark has at most. Spark is fastest with batches of about this size."""
 _HEADER: Final = StructType([StructField("key", StringType(), False), StructField("value", BinaryType())])
 _IN_SPARK: Final = {
     "key": StructField("key", BinaryType()),

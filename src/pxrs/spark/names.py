@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def find_source(hub: Hub, name: str) -> RegisteredSource | None:
-    """The registered source of this name, None if there is none. If a topic has the same name, the name means the
-    topic: callers look for that first."""
+    """The registered source of this name; None if there is none. Callers look for a topic first: if a topic has the
+    same name, the name means the topic."""
     return next((each for each in hub.sources() if each.name == name), None)
 
 

@@ -40,8 +40,8 @@ class ParseJson:
     on_bad: OnBad = "fail"
 
     def good(self, messages: DataFrame, topic: str, are_bad_kept: bool) -> DataFrame:
-        """The parsed rows. are_bad_kept: the bad messages go to a dead-letter topic, and are left out here without an
-        error."""
+        """The parsed rows. are_bad_kept: bad messages are left out without an error, because they go to a dead-letter
+        topic."""
         from pyspark.sql import functions as F
 
         schema = self._struct(messages)
@@ -51,7 +51,7 @@ class ParseJson:
             what = F.concat(_origin(topic), F.lit(": "), F.col(_REASON))
             is_good = F.when(is_good, F.lit(True)).otherwise(F.raise_error(what).cast("boolean"))
         names = schema.fieldNames()
-        taken = {name.lower() for name in names}  # Spark does not tell key from Key
+        taken = {name.lower() for name in names}  # Spark ignores the case of column names
         kept = [name for name in MESSAGE_COLUMNS if name in messages.columns and name not in taken]
         parsed = [F.col(_PARSED)[name].alias(name) for name in names]
         return judged.filter(is_good).select(*parsed, *kept)

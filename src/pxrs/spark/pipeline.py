@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OutputMode = Literal["append", "update", "complete"]
 Function = Callable[["DataFrame"], "DataFrame"]
 SparkOption = bool | int | float | str | None
-"""The types that Spark takes as the value of an option of its readers and writers."""
+"""The types that Spark accepts as values of options of its readers and writers."""
 
 DEAD_LETTERS: Final = ".dead-letters"
 """Appended to the name and the group of a pipeline for the query that reads its bad rows."""

@@ -22,8 +22,8 @@ from pyspark.sql.streaming.datasource import (
 import pxrs
 from pxrs.clock import boot_id
 from pxrs.errors import CheckpointOutOfRange, InvalidOption, TopicDeleted, UnknownTopic
-from pxrs.group.member import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT
 from pxrs.group.records import Checkpoint, Keys, partition_of
+from pxrs.group.timings import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.feed import Feed
@@ -36,7 +36,8 @@ from pxrs.spark.table import TableSlice, table_slices
 from pxrs.spark.tasks import Slice, TaskReader, checked_start
 
 _TASK_ROWS_MIN: Final = 20_000
-"""Short ranges of several partitions are read by one task until it has so many rows, unless minPartitions is given."""
+"""Short ranges of several partitions are read by one task until it has this number of rows, unless minPartitions is
+given."""
 
 
 class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
@@ -88,8 +89,8 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         """The offset that Spark gave last, and its spans: for an idle query, Spark gives the same one each time."""
 
     def initialOffset(self) -> dict[str, Any]:
-        """No spans: nothing is read yet. The group's checkpoints hold where it begins; the member writes them when it
-        joins, before anything is handed out (G6)."""
+        """An offset without spans: nothing is read yet. The group's checkpoints say where the query begins; the member
+        writes them when it joins, before anything is handed out (G6)."""
         with open_hub(self._options.where) as hub:
             return dump_offset(topic_to_stream(hub, self._options.where.topic).id, {})
 
@@ -132,7 +133,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             spans, fences = query.ranges(begin, finish)
         feed = query.feed(spans, fences)
         ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
-        # Also a batch of which nothing may be read has a task, because a task has to store the feed for the sink.
+        # A batch of which nothing may be read has a task too, because a task has to store the feed for the sink.
         return _slices(self._options, topic, ranges or [Range(0, 0, 0)], feed)
 
     def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
@@ -157,6 +158,9 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
             _stop_on_sigterm()
             self._hub = open_hub(self._options.where)
             self._query = join_query(self._hub, self._options)
+            # This process lives as long as the query, and may be the only one that does: without it, nobody would apply
+            # the retention of the topics, or remove what earlier runs of queries have left in the staging folder.
+            self._hub.start_upkeep()
         return self._query
 
     @contextlib.contextmanager
@@ -211,7 +215,7 @@ def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed
 
 
 def _committed(hub: Hub, topic: TopicLog, options: ReadOptions) -> dict[int, int]:
-    """The group's checkpoints; where it has none, the beginning."""
+    """The group's checkpoint of each partition; the start of a partition that has none."""
     keys = Keys(options.group or "")
     found = {
         partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value).offset

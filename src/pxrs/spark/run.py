@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 REASON_CHARS_MAX: Final = 2_000
 SETTINGS: Final = {
-    # A query with nothing to read asks its source again after this time. Spark's own 10 ms keep a processor busy.
+    # After this time, a query with nothing to read asks its source again. Spark's default of 10 ms keeps a processor
+    # busy.
     "spark.sql.streaming.pollingDelay": "100ms",
 }
 """Settings of a Spark session that runs pipelines."""
@@ -79,7 +80,7 @@ class QueryRun:
     checkpoint: Path
     state: QueryState = "starting"
     batches: list[Batch] = field(default_factory=list)
-    """Those that were finished between the last two calls of `look`."""
+    """The batches that were finished between the last two calls of `look`."""
     last: Batch | None = None
     rows_done: int = 0
     """How many rows this run has read."""
@@ -107,8 +108,8 @@ class Run:
         checkpoints: Path,
         is_once: bool = False,
     ) -> None:
-        """Check and plan the queries, without starting them. is_once: the queries end when they have read what is there
-        at their start. Raises InvalidPipeline, SharedState."""
+        """Check and plan the queries, without starting them. is_once: each query ends when it has read what is there
+        when it starts. Raises InvalidPipeline, SharedState."""
         check_together(pipelines)
         check_topics(hub, pipelines)
         check_files(spark, pipelines, checkpoints)
@@ -161,7 +162,7 @@ class Run:
             each.batches = []
             if each.query is None or each.is_over:
                 continue
-            is_active = each.query.isActive  # read before the progress: else the last batch could be missed
+            is_active = each.query.isActive  # read before the progress: otherwise the last batch could be missed
             self._count(each)
             if not is_active:
                 self._end(each)
@@ -172,7 +173,7 @@ class Run:
             self.finish()
 
     def finish(self, patience_s: float = 60.0) -> None:
-        """Have `look` stop each query when its current batch is finished, or after this time."""
+        """Make `look` stop each query when its current batch is finished, or after this time."""
         self._stops_at = time.monotonic() + patience_s
         for each in self.queries:
             each.last_when_stopping = None if each.last is None else each.last.number
@@ -273,8 +274,8 @@ def check_sources(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
 
 
 def missing_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> list[str]:
-    """The topics that these name and that do not exist. A damaged topic exists: opening it raises an error that says
-    what is damaged."""
+    """The topics that these pipelines name and that do not exist. A damaged topic exists: opening it raises an error
+    that says what is damaged."""
     there = {topic.name for topic in hub.topics()} | {topic.name for topic in hub.damaged_topics()}
     return list(dict.fromkeys(topic for each in pipelines for topic in each.topics() if topic not in there))
 
@@ -339,7 +340,7 @@ def short_reason(text: str) -> str:
 
 
 def _named(name: str, plan: Callable[[], Any]) -> Any:
-    """The result of `plan`, which calls the user's function and Spark's analysis. Errors get the pipeline's name."""
+    """Call `plan`, which calls the user's function and Spark's analysis. An error gets the name of the pipeline."""
     try:
         return plan()
     except SharedState as error:

@@ -41,12 +41,12 @@ _LOCAL: Final = {
 def session(name: str, master: str | None = None, config: Mapping[str, str] | None = None) -> SparkSession:
     """A Spark session, or the one that this process has, with Java and Python set as Spark needs them.
 
-    master: as Spark has it, such as "local[4]" or "spark://host:7077"; by default that of the configuration: of
-            `config`, of spark-submit, of spark-defaults.conf, or of the variable MASTER. Else "local[*]".
-    config: more settings. Ours are only defaults, where the configuration has none: small shuffles, UTC, no web page,
-            no address of a registry in plans.
+        master: as Spark has it, such as "local[4]" or "spark://host:7077". By default the one of the configuration: of
+                `config`, of spark-submit, of spark-defaults.conf, or of the variable MASTER; without one, "local[*]".
+        config: more settings. The defaults of pxrs apply where the configuration has none: small shuffles, UTC, no web
+                page, no address of a registry in plans.
 
-    JAVA_HOME and PYSPARK_PYTHON are set in this process's environment if they are not: Spark reads them there.
+    Sets JAVA_HOME and PYSPARK_PYTHON in the environment of this process, where Spark reads them, if they are not set.
     Raises MissingDependency if there is no pyspark or no Java.
     """
     try:
@@ -71,7 +71,7 @@ def session(name: str, master: str | None = None, config: Mapping[str, str] | No
 def _configured() -> dict[str, str]:
     """The settings from outside this program. The defaults of this module are not applied to them, because a setting in
     the program would take precedence."""
-    if "PYSPARK_GATEWAY_PORT" in os.environ:  # run by spark-submit, which has read everything
+    if "PYSPARK_GATEWAY_PORT" in os.environ:  # started by spark-submit, which has read all configuration
         from pyspark import SparkConf, SparkContext
 
         SparkContext._ensure_initialized()
@@ -100,8 +100,8 @@ def _defaults() -> str:
 
 
 def _sockets(master: str) -> dict[str, str]:
-    """Have Spark talk to Python workers through Unix sockets, which costs a sixth less than the loopback interface.
-    Their paths must be short."""
+    """Use Unix sockets between Spark and its Python workers: a sixth faster than the loopback interface. Their paths
+    must be short."""
     folder = tempfile.gettempdir()
     if not master.startswith("local[") or len(os.fsencode(folder)) > _SOCKET_FOLDER_BYTES_MAX:
         return {}

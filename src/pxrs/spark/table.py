@@ -46,9 +46,9 @@ class TableSlice(InputPartition):  # type: ignore[misc]
     machine: str
     ids: IdRange
     starts: tuple[int, ...]
-    """By partition: rows with smaller ids are left out."""
+    """By partition, the first id of the range: rows with smaller ids are left out."""
     ends: tuple[int, ...]
-    """By partition: rows with these and larger ids are left out."""
+    """By partition, the end of the range: rows with this id or a larger one are left out."""
     columns: tuple[str, ...]
     address: str | None = field(default=None, repr=False)
     """The option `sourceUrl`, which may hold a password: neither shown nor logged."""
@@ -58,7 +58,7 @@ def table_slices(hub: Hub, record: RegisteredSource, options: ReadOptions) -> li
     """The tasks of a batch. Raises InvalidOption, what opening the table raises, and ReadFailed if a transaction that
     writes to the table stays open, because it is then not known which rows are final."""
     with _open(record, options.source_url) as table:
-        # Read once for all partitions: read again, the end could be another one.
+        # Read once for all partitions: a second call could return another end.
         first, end = table.bounds((0,))[0]
         extents = [(first, end)] * table.partitions
         if options.starting_us is not None:
@@ -115,9 +115,8 @@ def _open(record: RegisteredSource, address: str | None) -> SqlTable:
 
 
 def _committed(hub: Hub, table: SqlTable, group: str, first: int) -> dict[int, int]:
-    """By partition, the group's checkpoint, or the first id if it has none. Raises CheckpointOutOfRange, and as a
-    member of the group does IdentityChanged or SourceChanged, because rows would otherwise be read twice or left
-    out."""
+    """The checkpoint of the group, by partition; the first id if it has none. Raises CheckpointOutOfRange, and, as for
+    a member of the group, IdentityChanged or SourceChanged, because rows would otherwise be read twice or left out."""
     keys, registry = Keys(group), hub.registry
     found = {
         partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value)

@@ -32,7 +32,7 @@ from pxrs.spark.table import TableSlice, read_table
 _logger = logging.getLogger(__name__)
 
 _SMALL_ROWS: Final = BATCH_ROWS // 4
-"""A stored batch of at least so many rows is yielded as it is, and not joined with others."""
+"""A stored batch with at least this number of rows is yielded as it is, and not joined with others."""
 _READ_BYTES: Final = 4 << 20
 _COUNTING: Final = pa.array(range(BATCH_ROWS), pa.int64())
 
@@ -52,11 +52,12 @@ class Slice(InputPartition):  # type: ignore[misc]
     columns: tuple[str, ...]
     fails_on_loss: bool
     feed: Feed | None = None
-    """Of a streaming query: what the whole batch reads. The task stores it for the query's sink."""
+    """The offsets that the whole batch of a streaming query reads; None in a batch job. The task stores it for the
+    query's sink."""
 
 
 class TaskReader:
-    """What tasks are given of a reader: everything else is in their `Slice` or `TableSlice`."""
+    """The part of a reader that is sent to tasks: everything else is in their `Slice` or `TableSlice`."""
 
     def read(self, partition: Slice | TableSlice) -> Iterator[pa.RecordBatch]:
         if isinstance(partition, TableSlice):
@@ -82,7 +83,7 @@ def run_of(context: TaskContext) -> str:
 
 def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
     """The rows of a task, with the columns that Spark was promised."""
-    if not isinstance(part, Slice):  # where nothing is to be read, Spark makes an input of its own
+    if not isinstance(part, Slice):  # if there is nothing to read, Spark makes an input of its own
         return
     check_machine(part.machine)
     if part.feed is not None:
@@ -127,7 +128,7 @@ def _announce(url: str, feed: Feed) -> None:
 
 
 def _topic_of(part: Slice) -> TopicLog:
-    """The topic that was planned to be read. Raises UnknownTopic; TopicDeleted if there is another one of its name."""
+    """The topic for which the read was planned. Raises UnknownTopic; TopicDeleted if another topic has its name now."""
     topic = _topic(part.url, part.topic)
     if topic.id != part.topic_id:
         _topic.cache_clear()
@@ -140,7 +141,7 @@ def _topic_of(part: Slice) -> TopicLog:
 
 @functools.lru_cache(maxsize=16)
 def _topic(url: str, name: str) -> TopicLog:
-    """Cached, because an executor's process runs many tasks of one topic."""
+    """The open topic. Cached, because an executor's process runs many tasks of one topic."""
     return DirectoryLog(Path(url)).topic(name)
 
 
@@ -164,7 +165,7 @@ def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bo
 
 
 def _gathered(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Small batches with consecutive offsets, joined: each batch that Spark is given has a fixed cost."""
+    """Join small batches with consecutive offsets, because each batch that Spark gets has a fixed cost."""
     waiting: list[Batch] = []
     rows = size = 0
     for batch in batches:

@@ -51,8 +51,8 @@ class UpdateSink(DataSource):  # type: ignore[misc]
 
 
 class UpdateTask(DataSourceArrowWriter):  # type: ignore[misc]
-    """Stages rows as the writer of a stream does. The batch's number is given: to Spark, this is a write without
-    one."""
+    """Stages rows as the writer of a stream does. It is given the number of the batch, because for Spark this is a
+    write without one."""
 
     def __init__(self, stager: Stager, batch: int) -> None:
         self.stager, self.batch = stager, batch

@@ -54,8 +54,8 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Stager:
-    """What a task needs to stage rows for a topic. It does not hold the registry's address, which may hold a password:
-    Spark sends this object to every executor."""
+    """What a task needs to stage rows for a topic. Spark sends this object to every executor, so it does not contain
+    the address of the registry, which may contain a password."""
 
     staging: TaskStaging
     topic: Topic
@@ -217,8 +217,8 @@ class Publishers:
         self._hubs: dict[tuple[str, str | None], tuple[Hub, dict[str, Publisher]]] = {}
 
     def get(self, where: Where, topic_id: str) -> Publisher:
-        """The publisher of a topic. A new one first finishes what other queries have left unfinished. Raises
-        UnknownTopic; BatchRefused if there is another topic of this name now."""
+        """The publisher of a topic. A new one first finishes the unfinished manifests of other queries. Raises
+        UnknownTopic; BatchRefused if another topic has the name now."""
         place = where.url, where.registry
         hub, publishers = self._hubs.pop(place) if place in self._hubs else (open_hub(where), {})
         self._hubs[place] = hub, publishers  # put at the end: the first entry is the least recently used one
@@ -264,9 +264,11 @@ def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
 
 
 def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
-    """A publisher that has finished what others have left unfinished, and removed what is left of deleted topics.
-    Raises WrongRegistry: another registry does not have the manifests of this hub."""
-    hub.check_registry()
+    """A publisher that has finished the unfinished manifests of other queries, and has removed what was staged for
+    deleted topics. Raises WrongRegistry: another registry does not have the manifests of this hub. If the hub has no
+    registry on record, this one is recorded: a process with another registry would take the staged files of a batch
+    for abandoned ones, and remove them."""
+    hub.join_registry()
     staging = DirectoryStaging(where.url)
     publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
     publisher.finish_others()
@@ -274,10 +276,12 @@ def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
         damaged = hub.damaged_topics()
         topics = {each.id for each in hub.topics()} | {each.id for each in damaged if each.id is not None}
     except (LogError, OSError) as error:  # an error of another topic must not stop this one
-        _logger.warning("what is left of deleted topics stays: %s", error)
+        _logger.warning("what was staged for deleted topics is not removed: %s", error)
         return publisher
     if nameless := [each.name for each in damaged if each.id is None]:
-        _logger.warning("what is left of deleted topics stays: the id of topic %s cannot be told", nameless[0])
+        _logger.warning(
+            "what was staged for deleted topics is not removed: the id of topic %s is not known", nameless[0]
+        )
         return publisher
     ride_out(lambda: forget_deleted_topics(hub.registry, staging, topics), PATIENCE_S, errors=UNREACHABLE)
     return publisher
@@ -285,8 +289,8 @@ def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
 
 def find_location(query: str, given: str | None, locations: str | None) -> Path | None:
     """The checkpoint location of a query, if it is a folder of this machine: the given one, or one in the session's
-    folder. A location holds the id of its query. If several have this id, because somebody keeps a copy beside it, it
-    is the one that was written to last."""
+    folder. A location contains the id of its query. If several have this id, because somebody keeps a copy in the same
+    folder, it is the one that was written to last."""
     where = given or locations
     if where is None:
         return None

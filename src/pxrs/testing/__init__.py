@@ -1,6 +1,6 @@
-"""What proves a store or a handler, shipped for others to use.
+"""Test suites, checkers and tools for tests of stores and handlers, shipped so that others can use them.
 
-For tests of one's own handlers, the names below: they need nothing beyond pxrs itself, and `pxrs.testing.fixtures`
+For tests of your own handlers, use the names below: they need nothing beyond pxrs itself, and `pxrs.testing.fixtures`
 makes pytest fixtures of them. The other modules hold contract suites for stores, fault injection, checkers and a
 simulator; `pxrs.testing.servers` starts real servers and needs the extra `pxrs[testing]`.
 """

@@ -1,11 +1,11 @@
-"""An exact account of what a group has done: real workers that write down what they handle, and the reckoning.
+"""An exact account of what a group has done: real workers that write down what they handle, and the checks of it.
 
-Each worker appends a line to its own journal before it is asked for the next message: what it was assigned, what it
-began to handle, which checkpoints the registry took from it. A process that is killed leaves its journal as it was.
-`account` then says whether anything was lost, out of order, or done twice beyond the last checkpoint. It counts in
-messages, not in offsets, which may have gaps.
+Each worker appends a line to its own journal before it asks for the next message: which partition it was assigned,
+which message it began to handle, which checkpoints the registry accepted from it. A process that is killed leaves its
+journal as it was. `account` then says whether anything was lost, out of order, or done twice beyond the last
+checkpoint. It counts messages, not offsets, which may have gaps.
 
-    python -m pxrs.testing.accounting URL REGISTRY TOPIC GROUP NAME JOURNAL LEASE_TTL
+python -m pxrs.testing.accounting URL REGISTRY TOPIC GROUP NAME JOURNAL LEASE_TTL
 
 TOPIC is a name, or the settings of `sql_table` as a JSON object.
 """
@@ -41,7 +41,7 @@ HANDLING_S = 0.0005
 
 @dataclass
 class Ownership:
-    """One member's time with a partition, under one epoch."""
+    """The time during which one member owned a partition, under one epoch."""
 
     partition: int
     epoch: int
@@ -51,9 +51,9 @@ class Ownership:
     handled: list[int] = field(default_factory=list)
     handled_at: list[float] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
-    """The checkpoints that the registry is known to have taken from it."""
+    """The checkpoints that the registry is known to have accepted from this owner."""
     kept_at: list[float] = field(default_factory=list)
-    """When they were sent."""
+    """When each of these checkpoints was sent."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Account:
     lost: int
     out_of_order: int
     redone: int
-    """Handled again after a member died or was stopped: what it had not written down."""
+    """Messages that were handled again after a member died or was stopped, because no checkpoint covered them."""
     wrong_starts: int
     """Ownerships that began before an accepted checkpoint or behind what was handled."""
     late: int
     """Messages whose handling began after the partition had been claimed by another."""
     ownerships: int
     unfenced: int = 0
-    """Checkpoints that the registry took, though they were sent after the partition had been claimed by another."""
+    """Checkpoints that the registry accepted although they were sent after another member had claimed the partition."""
 
 
 class Worker:
@@ -102,7 +102,7 @@ class Worker:
         return self.process.poll() is None
 
     def end(self, timeout: float = 20.0) -> int:
-        """Gracefully; its exit code."""
+        """End the worker gracefully. Returns its exit code."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
         try:
@@ -122,7 +122,7 @@ class Worker:
 
 
 def read_journals(paths: Iterable[Path]) -> list[Ownership]:
-    """The ownerships that the journals tell of, in the order of their epochs."""
+    """The ownerships in the journals, in the order of their epochs."""
     found: dict[tuple[int, int], Ownership] = {}
     kept: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for path in paths:
@@ -141,7 +141,8 @@ def read_journals(paths: Iterable[Path]) -> list[Ownership]:
             elif kind == "kept":
                 kept.setdefault((partition, epoch), []).append((offset, float(rest[3])))
     for place, ownership in found.items():
-        # At the end: one that was given up at once may have been kept before it was known to be assigned.
+        # Done last: a checkpoint of an ownership that was given up at once may come before its assignment in the
+        # journal.
         ownership.kept = [offset for offset, _ in kept.get(place, ())]
         ownership.kept_at = [moment for _, moment in kept.get(place, ())]
     return sorted(found.values(), key=lambda each: (each.partition, each.epoch))
@@ -150,8 +151,8 @@ def read_journals(paths: Iterable[Path]) -> list[Ownership]:
 def account(
     ownerships: Sequence[Ownership], messages: Mapping[int, int | Sequence[int]], starts: Mapping[int, int] = {}
 ) -> Account:
-    """Reckon up. `messages` are the partitions' ends or, where offsets have gaps, the rising offsets that there are:
-    all of them from `starts` on must have been handled, and no others."""
+    """Compute the account. messages: the ends of the partitions or, where offsets have gaps, all offsets in rising
+    order. All of them from `starts` on must have been handled, and no others."""
     count = lost = out_of_order = redone = wrong_starts = late = unfenced = 0
     for partition, given in messages.items():
         offsets = range(given) if isinstance(given, int) else given
@@ -160,8 +161,9 @@ def account(
         todo = set(offsets[bisect_left(offsets, reached) :])
         handled: set[int] = set()
         for at, each in enumerate(mine):
-            # Not behind what was handled (a gap), nor before a checkpoint that was there (it went back).
-            # One that was stopped between its claim and its first look wakes to a later checkpoint, and does nothing.
+            # An ownership must not begin behind what was handled (a gap), nor before an accepted checkpoint (it went
+            # back). A member that was stopped between its claim and its first look finds a later checkpoint, and does
+            # nothing.
             if not each.handled and not each.kept:
                 continue
             first = bisect_left(offsets, each.start)
@@ -198,7 +200,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
         _events_type = NotedEvents
 
     def note_kept(partition: int, checkpoint: Checkpoint, moment: float) -> None:
-        if checkpoint.by == name:  # not where the group begins, which belongs to nobody
+        if checkpoint.by == name:  # not the start of the group, which no member has written
             note("kept", partition, checkpoint.epoch, checkpoint.offset, moment)
 
     source = sql_table(**json.loads(topic)) if topic.startswith("{") else hub.log.topic(topic)
@@ -222,7 +224,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
 
 
 def _tell_checkpoints(registry: Registry, keys: Keys, tell: Callable[[int, Checkpoint, float], None]) -> None:
-    """Have every checkpoint told that the registry has taken, from now on, and when it was sent."""
+    """Record every checkpoint that the registry accepts from now on, and when it was sent."""
     commit = registry.commit
     told: dict[str, bytes] = {}
 
@@ -230,7 +232,7 @@ def _tell_checkpoints(registry: Registry, keys: Keys, tell: Callable[[int, Check
         moment = SYSTEM.now()
         versions = commit(expect, put, *rest, **named)
         for key, value in put.items():
-            # One that is written again as it was is not new: it may even be of an earlier ownership.
+            # A checkpoint that is written again unchanged is not new: it may even be of an earlier ownership.
             if key.startswith(keys.checkpoints) and told.get(key) != value:
                 told[key] = value
                 tell(partition_of(key)[1], Checkpoint.load(key, value), moment)

@@ -1,11 +1,11 @@
-"""A registry client in a process of its own, told what to do line by line, so that a test can kill or stop it.
+"""A registry client in a process of its own that executes requests line by line, so that a test can kill or stop it.
 
     with Actor(url) as actor:
         actor.call("lease", ttl=1.0)
         actor.call("commit", ephemeral={"members/a": b""}, lease=True)
         actor.signal(signal.SIGKILL)
 
-One JSON line a request, one a reply. Errors of `pxrs.errors` come back as themselves.
+A request is one line of JSON, and so is a reply. Errors of `pxrs.errors` are raised as the same classes here.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Actor:
         self._lock = threading.Lock()
 
     def send(self, operation: str, **arguments: Any) -> None:
-        """Ask without waiting for the answer, so that several actors do something at once."""
+        """Send a request without waiting for the reply, so that several actors work at the same time."""
         self._requests.write((json.dumps({"do": operation, **_encode(arguments)}) + "\n").encode())
         self._requests.flush()
 
     def receive(self) -> Any:
-        """The answer to the oldest request that has none yet; raises what the operation raised."""
+        """The reply to the oldest request that has none yet. Raises what the operation raised."""
         line = self._replies.readline()
         if not line:
             raise EOFError(f"the actor {self.pid} is gone")
@@ -84,7 +84,7 @@ class Actor:
 
 
 class _Script:
-    """The child's side: one method an operation."""
+    """The child's side, with one method for each operation."""
 
     def __init__(self, registry: Registry) -> None:
         self.registry = registry
@@ -135,7 +135,7 @@ class _Script:
         return True
 
     def twin_writes(self, keys: list[str]) -> None:
-        """Write the same value to all keys in one commit, for ever: to be killed at."""
+        """Write the same value to all keys in one commit, again and again, until the process is killed."""
         count = 0
         while True:
             count += 1

@@ -49,7 +49,7 @@ def stop(name: str) -> None:
 
 
 def fail(number: int) -> Callable[[str], None]:
-    """Let the call fail as the kernel would; closing and reading never fail for want of room."""
+    """Make the call fail as the kernel would. Closing and reading do not fail for lack of space."""
 
     def act(name: str) -> None:
         if name not in ("close", "unlink", "stat", "flock", "rmdir"):
@@ -95,7 +95,8 @@ def counted(steps: Steps) -> Iterator[Steps]:
 
 @contextmanager
 def child(work: Callable[[], None]) -> Iterator[int]:
-    """Run `work` in a forked child, whose process id is given; at the end it is killed, if need be, and reaped."""
+    """Run `work` in a forked child; yields its process id. At the end the child is killed if it still runs, and
+    reaped."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -104,7 +105,7 @@ def child(work: Callable[[], None]) -> Iterator[int]:
         try:
             work()
             status = 0
-        except BaseException as error:  # noqa: BLE001 - told by the exit code and on stderr
+        except BaseException as error:  # noqa: BLE001 - reported by the exit code and on stderr
             os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
         finally:
             os._exit(status)

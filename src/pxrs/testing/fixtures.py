@@ -1,14 +1,14 @@
-"""Fixtures for the tests of somebody's own handlers. They need pytest and pxrs itself, and none of its extras.
+"""Fixtures for tests of your own handlers. They need pytest and pxrs itself, and none of its extras.
 
-    pytest_plugins = ["pxrs.testing.fixtures"]     # in the conftest.py at the root of the tests
+pytest_plugins = ["pxrs.testing.fixtures"] # in the conftest.py at the root of the tests
 
     def test_a_payment_is_booked(pxrs_hub):
         pxrs_hub.create_topic("payments")
         ...
         assert drain(pxrs_hub, "payments", book) == 3
 
-What goes by `pxrs_clock` is said at `memory_hub`: nothing expires while a test is looked at in a debugger, and what
-takes an hour takes one call of `advance`.
+`memory_hub` says what runs on `pxrs_clock`: nothing expires while a test is stopped in a debugger, and a wait of an
+hour is one call of `advance`.
 """
 
 from __future__ import annotations

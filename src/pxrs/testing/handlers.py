@@ -1,5 +1,5 @@
-"""What the tests of somebody's own handlers need: a hub in memory on a clock that moves when told to, messages and
-items made by hand, and a way to run a handler over a topic or a queue. It needs neither pytest nor a server.
+"""For tests of your own handlers: a hub in memory on a clock that only the test moves, messages and items made by hand,
+and functions that run a handler over a topic or a queue. Needs neither pytest nor a server.
 
     clock = ManualClock()
     with memory_hub(clock) as hub:
@@ -41,9 +41,9 @@ DELIVERIES_MAX: Final = 1_000
 def memory_hub(clock: Clock) -> Iterator[Hub]:
     """A hub in memory, closed at the end of the `with` block, on which time passes when `clock` is advanced.
 
-    By this clock go: leases, hand-over and progress deadlines, `commit_interval` and `retry_pause` of consumers; delays
-    and backoffs of queues, and the times of their items; the age that retention counts. Timeouts of calls, such as
-    `poll(timeout=...)` and `take(timeout=...)`, and the times of messages stay on the machine's clock.
+    This clock decides about leases, hand-over and progress deadlines, `commit_interval` and `retry_pause` of consumers;
+    delays and backoffs of queues, and the times of their items; and the age that retention counts. Timeouts of calls,
+    such as `poll(timeout=...)` and `take(timeout=...)`, and the times of messages stay on the machine's clock.
 
     Retention is applied when the test calls `hub.topic(name).retain()` or `hub.run_upkeep()`, not by a thread."""
     with Hub(MemoryLog(clock), MemoryRegistry(MemoryStore(clock)), upkeep=False) as hub:
@@ -127,10 +127,11 @@ def drain(
     dead_letters: str | None = None,
     **options: Unpack[ConsumerOptions],
 ) -> int:
-    """Call the handler with every message up to the topic's present end that the group has not done; how many it did.
+    """Call the handler with every message up to the topic's present end that the group has not done. Returns how many
+    were handled.
 
-    The first message that it cannot handle raises HandlerFailed, and is the first one of the next call. The other
-    arguments are those of `Hub.consumer`, but for `until`, which is "end" here: with `on_error="dead-letter",
+    The first message that the handler fails on raises HandlerFailed, and is the first one of the next call. The other
+    arguments are those of `Hub.consumer`, except `until`, which is "end" here: with `on_error="dead-letter",
     dead_letters=TOPIC` such a message goes to that topic and counts as done. With `on_error="retry"` it is tried again
     at once: nobody would advance the clock meanwhile, so `retry_pause` is 0 here."""
     if options.setdefault("until", "end") != "end":
@@ -159,7 +160,7 @@ class Drained:
     deliveries: tuple[Handled, ...]
     """Every call of the handler, in order: the item, the outcome, and the exception if there was one."""
     advanced_s: float = 0.0
-    """By how much it has advanced the clock."""
+    """How many seconds the clock was advanced."""
 
     @property
     def done(self) -> list[Item]:

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 from pxrs.errors import Conflict, OutcomeUnknown, PxrsError, RegistryUnavailable
 from pxrs.testing.linearizability import ABSENT, Commit, Get, Operation, Outcome
 
-# After a fault: long enough that an outage does not eat all operations, short enough to be there when it ends.
+# The pause after a fault: long enough that an outage does not use up all operations, short enough to continue soon.
 _PAUSE_MIN_S = 0.01
 _PAUSE_MAX_S = 0.5
 # The kinds of commit, and how often each is made among them.
@@ -45,7 +45,7 @@ _KILL_WAIT_S = 10.0
 
 
 class RecordingFailed(PxrsError):
-    """A client did not finish, so there is no history: `client` is its number. The message says what it met."""
+    """A client did not finish, so there is no history: `client` is its number. The message says what happened to it."""
 
     def __init__(self, client: int, reason: str) -> None:
         super().__init__(f"client {client}: {reason}")
@@ -162,7 +162,7 @@ class _Write:
 
 
 class _User:
-    """Chooses calls from what it last saw, as programs do, and performs them."""
+    """Chooses calls by what it last read, as programs do, and makes them."""
 
     def __init__(self, rng: random.Random, client: int, keys: tuple[str, ...], deletes: bool) -> None:
         self._rng = rng
@@ -176,8 +176,8 @@ class _User:
         rng = self._rng
         value = f"{self._client}:{counter}".encode()
         keys = rng.sample(self._keys, min(len(self._keys), rng.choice((1, 2))))
-        # What was never read, or not since a conflict, is mostly read before it is compared; else a client
-        # would expect ABSENT in vain for ever.
+        # A key that was never read, or not since a conflict, is mostly read before it is compared; otherwise a client
+        # would expect ABSENT again and again.
         unread = [key for key in keys if key not in self._seen]
         if rng.random() < 0.35 or (unread and rng.random() < 0.6):
             return _Read((unread or keys)[0])
@@ -198,7 +198,7 @@ class _User:
         return _Write(expect=expect, put=dict.fromkeys(keys, value))
 
     def act(self, registry: _Registry, request: _Read | _Write) -> Operation | None:
-        """Perform one call. None: it is known to have had no effect, and told nothing."""
+        """Make one call. None if it is known to have had no effect and returned nothing."""
         return self._get(registry, request) if isinstance(request, _Read) else self._commit(registry, request)
 
     def _get(self, registry: _Registry, request: _Read) -> Get | None:
@@ -248,7 +248,8 @@ class _User:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """What a child has of its parent. It sends ("ready",), ("half",), then ("done", history) or ("failed", why)."""
+    """The connection of a child to its parent. It sends ("ready",), ("half",), then ("done", history) or ("failed",
+    why)."""
 
     client: int
     half: int
@@ -344,6 +345,6 @@ def _receive(
 
 
 def _end(process: BaseProcess) -> None:
-    """After a success the child is on its way out; after a failure it is of no use any more."""
+    """Wait for a child that has finished, or kill it after a failure."""
     process.kill()
     process.join(_KILL_WAIT_S)

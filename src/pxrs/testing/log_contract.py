@@ -29,7 +29,7 @@ from pxrs.errors import (
     TopicExists,
     UnknownTopic,
 )
-from pxrs.log.contract import Append, Log, TopicLog
+from pxrs.log.contract import Append, Log, TopicLog, wait_for_messages
 from pxrs.log.outcomes import offsets_of
 from pxrs.testing.log_appends import Appends, Origins
 from pxrs.testing.log_fixtures import LogFixtures, new_topic, origin, records, values_from
@@ -191,7 +191,7 @@ class _Waits(LogFixtures):
     def test_x15_an_append_wakes_the_waiter(self, topic: TopicLog) -> None:
         with ThreadPoolExecutor(1) as pool:
             for i in range(5):
-                waiter = pool.submit(topic.wait, {0: 0, 1: i}, 30)
+                waiter = pool.submit(wait_for_messages, topic, {0: 0, 1: i}, 30)
                 offsets_of(topic.append([Append.encoded(1, records([b"a"]))]))
                 assert waiter.result(30) == {1}
 
@@ -201,7 +201,7 @@ class _Waits(LogFixtures):
         def wait() -> set[int]:
             handle = log.topic("orders")
             waiting.set()
-            return handle.wait({0: 0}, 30)
+            return wait_for_messages(handle, {0: 0}, 30)
 
         with ThreadPoolExecutor(1) as pool:
             waiter = pool.submit(wait)
@@ -211,13 +211,13 @@ class _Waits(LogFixtures):
 
     def test_a_waiter_learns_of_all_that_have_messages_at_once(self, topic: TopicLog) -> None:
         offsets_of(topic.append([Append.encoded(p, records([b"a"])) for p in (0, 1)]))
-        assert topic.wait({0: 0, 1: 0}, None) == {0, 1}
-        assert topic.wait({0: 1, 1: 0}, None) == {1}
+        assert wait_for_messages(topic, {0: 0, 1: 0}, None) == {0, 1}
+        assert wait_for_messages(topic, {0: 1, 1: 0}, None) == {1}
 
     def test_time_runs_out(self, topic: TopicLog) -> None:
         offsets_of(topic.append([Append.encoded(0, records([b"a"]))]))
-        assert topic.wait({0: 1, 1: 0}, 0.05) == set()
-        assert topic.wait({0: 1}, 0) == set()
+        assert wait_for_messages(topic, {0: 1, 1: 0}, 0.05) == set()
+        assert wait_for_messages(topic, {0: 1}, 0) == set()
 
     def test_nothing_is_missed_by_a_reader_that_waits(self, topic: TopicLog) -> None:
         last = 200
@@ -230,7 +230,7 @@ class _Waits(LogFixtures):
         with ThreadPoolExecutor(1) as pool:
             writer = pool.submit(write)
             while len(seen) < last:
-                assert topic.wait({0: len(seen)}, 30) == {0}
+                assert wait_for_messages(topic, {0: len(seen)}, 30) == {0}
                 for batch in topic.read(0, len(seen)):
                     seen += batch.records.column("value").to_pylist()
             writer.result(30)
@@ -264,7 +264,7 @@ class _Retention(LogFixtures):
                 topic.read(0, offset)
             assert (trimmed.value.offset, trimmed.value.first_offset) == (offset, start)
         assert topic.offset_at(0, 0) == start
-        assert topic.wait({0: 0}, 0) == {0}
+        assert wait_for_messages(topic, {0: 0}, 0) == {0}
         assert offsets_of(topic.append([Append.encoded(0, records([b"next"]))])) == [end]
 
     def test_retention_by_time_removes_only_what_is_old(self, log: Log, wall: list[int]) -> None:
@@ -305,7 +305,7 @@ class _Retention(LogFixtures):
     def test_a_clock_that_was_ahead_for_a_while_does_not_hold_up_retention(
         self, log: Log, wall: list[int], ahead: int
     ) -> None:
-        """Else what comes after such a message is kept for as long as the clock was ahead, a year here."""
+        """Otherwise what comes after such a message is kept for as long as the clock was ahead, a year here."""
         topic = log.create_topic(new_topic(retention_s=40.0))
         for second in range(200):
             year = 365 * 86_400 if 50 <= second < 50 + ahead else 0

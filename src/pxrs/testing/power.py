@@ -1,8 +1,9 @@
-"""Power loss, simulated: record what a run writes and syncs, then make the disks that a loss at any moment could leave.
+"""Simulated power loss: record what a run writes and syncs, then build the disks that a loss at any moment could leave.
 
-The model is harsher than most file systems. What was written since a file's last sync is in blocks of 4 KiB, each of
-which may have reached the medium or not, or half. A name that was made, moved or removed since its folder's last sync
-may or may not be so; a new folder itself is always there. What was synced is there.
+The model is harsher than most file systems. What was written since the last sync of a file is in blocks of 4 KiB; each
+block may have reached the medium as a whole, half, or not at all. A name that was created, moved or removed since the
+last sync of its folder may or may not have changed on the medium; a new folder itself is always there. What was synced
+is there.
 
     with recorded(root) as tape: ...do the work, tape.mark(...) what was acknowledged or seen...
     for at in tape.moments():
@@ -21,7 +22,8 @@ from typing import Any
 
 BLOCK_BYTES = 4096
 Choose = Callable[[int], int]
-"""Given how many possibilities there are, says which: 0 is always the loss, the last one that nothing is lost."""
+"""Chooses one of this number of possibilities: 0 means that as much as possible is lost, the last one that nothing
+is."""
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Tape:
         ]
 
     def mark(self, value: Any) -> None:
-        """Note that something was promised here, to be checked after any later loss."""
+        """Note that something was promised at this moment, to be checked after any later loss."""
         self.events.append(Event("mark", "", mark=value))
 
     def marks(self, at: int) -> list[Any]:
@@ -111,7 +113,7 @@ class Disk:
     """Path and content."""
 
     def digest(self) -> bytes:
-        """Equal for equal disks only."""
+        """A digest that is equal only for equal disks."""
         found = hashlib.blake2b(repr((sorted(self.folders), sorted(self.links))).encode())
         for name, content in sorted(self.files):
             found.update(b"\n%d %d\n" % (len(name), len(content)))
@@ -186,7 +188,7 @@ def _applied(data: bytes, writes: list[tuple[int, bytes]]) -> bytes:
 
 
 def _left(file: _File, choose: Choose) -> bytes:
-    """What is left of a file: its durable bytes, and of each unsynced block nothing, half or all."""
+    """What a loss leaves of a file: its durable bytes, and of each unsynced block nothing, half or all."""
     left: list[tuple[int, bytes]] = []
     for position, piece in file.pending:
         if not piece:
@@ -204,6 +206,7 @@ def _left(file: _File, choose: Choose) -> bytes:
     return _applied(file.durable, left)
 
 
+# Over the limit: each function of `os` that is replaced has a function here, and all of them share the two dicts.
 @contextmanager
 def recorded(root: Path) -> Iterator[Tape]:
     """Record this process's calls under `root` while the block runs. It changes `os` for all threads."""

@@ -150,7 +150,7 @@ def read_journal(text: str) -> Journal:
                 found.attempts.append(Attempt(taker))
             case "taker":
                 taker = words[0]
-                if found.attempts and not found.attempts[-1].taken:  # else it is bound to the former one
+                if found.attempts and not found.attempts[-1].taken:  # otherwise it is bound to the former one
                     found.attempts[-1].taker = taker
             case "took":
                 queue, item, deliveries, value = words

@@ -45,8 +45,8 @@ class Feed(ABC):
 
     @abstractmethod
     def put(self, values: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Store these messages, each readable when this returns; the partition and offset of each. Sixteen messages,
-        stored by one call or by one call each, must come into several partitions."""
+        """Store these messages, each readable when this returns. Returns the partition and offset of each. Sixteen
+        messages, stored by one call or by one call each, must be spread over several partitions."""
 
     @abstractmethod
     def trim(self, partition: int, offset: int) -> None:
@@ -75,7 +75,8 @@ def ends_of(source: Source) -> dict[int, int]:
 def fetch_all(
     source: Source, positions: Mapping[int, int], count: int, max_bytes: int = READ_BYTES_DEFAULT
 ) -> dict[tuple[int, int], bytes]:
-    """So many messages from these positions on, by partition and offset. Checks that each comes once and in order."""
+    """Fetch this number of messages from these positions on, by partition and offset. Checks that each comes once and
+    in order."""
     places = dict(positions)
     found: dict[tuple[int, int], bytes] = {}
     until = time.monotonic() + PATIENCE_S
@@ -304,6 +305,12 @@ class _Waits(_Fixtures):
             source.bounds(ends)
         with pytest.raises(Closed):
             source.read(0, ends[0])
+
+    def test_w6_a_subscriber_without_partitions_costs_no_thread(self, source: Source) -> None:
+        """A member of a group that owns no partition waits too. A thread that has nothing to look at would spin."""
+        before = set(threading.enumerate())
+        with source.subscribe((), lambda: None):
+            assert set(threading.enumerate()) <= before
 
     def test_a_subscriber_is_called_until_it_ends_its_subscription(
         self, feed: Feed, source: Source, values: list[bytes]

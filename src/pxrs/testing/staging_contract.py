@@ -38,7 +38,7 @@ def feed(incarnation: str = "member", start: int = 0) -> Feed:
 
 
 def staged(staging: Staging, query: str, batch: int, *names: str) -> list[tuple[int, list[bytes]]]:
-    """What the driver reads of these files."""
+    """What the driver reads from these files."""
     found = staging.chunks(TOPIC.id, query, batch, names)
     return [(partition, records.column("value").to_pylist()) for partition, records in found]
 
@@ -105,7 +105,7 @@ class StagingContract:
     def test_clearing_a_batch_removes_it_and_earlier_ones_of_its_query_alone(self, staging: Staging) -> None:
         names = {(query, batch): self.put(staging, query, batch, b"v") for query in ("q", "p") for batch in (0, 1, 2)}
         staging.clear(TOPIC.id, "q", 1)
-        staging.clear(TOPIC.id, "q", 1)  # by another driver
+        staging.clear(TOPIC.id, "q", 1)  # a second time, as by another driver
         staging.clear(OTHER, "q", 5)
         kept = {key for key, name in names.items() if staging.make_durable(TOPIC.id, *key, [name])}
         assert kept == {("q", 2), ("p", 0), ("p", 1), ("p", 2)}
@@ -144,7 +144,7 @@ class StagingContract:
         staging.sweep(TOPIC.id, needed)
         assert kept() == {("needed", 1), ("damaged", 0), ("damaged", 1)}
         assert staging.make_durable(TOPIC.id, "late", 0, [young])
-        staging.sweep(OTHER, {})  # of which nothing was staged
+        staging.sweep(OTHER, {})  # a topic for which nothing was staged
 
     def test_a_sweep_removes_feeds_only_after_a_month(self, staging: Staging) -> None:
         staging.announce("q", 0, "run", feed())

@@ -1,4 +1,4 @@
-"""An exact account of messages that went into a topic: what was lost, doubled, misplaced or brought out of order."""
+"""An exact account of messages that were sent to a topic: how many were lost, doubled, misplaced or out of order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Row = tuple[bytes | None, bytes | None]
 @dataclass(frozen=True)
 class Transfer:
     messages: int
-    """How many were to arrive."""
+    """How many messages were sent."""
     lost: int = 0
     doubled: int = 0
-    """How many arrived that were not sent, or more often than they were."""
+    """How many messages arrived that were not sent, or more often than they were sent."""
     misplaced: int = 0
-    """How many lie in another partition than their key's."""
+    """How many messages are in another partition than that of their key."""
     out_of_order: int = 0
     """How many keys have their messages in another order than they were sent in."""
 
@@ -31,12 +31,12 @@ class Transfer:
 
 
 def rows_of(topic: TopicHandle) -> list[Row]:
-    """All messages of a topic, those of each key in their order."""
+    """All messages of a topic; those with the same key in their order."""
     return [(each.key, each.value) for number in range(topic.partitions) for each in topic.messages(number)]
 
 
 def transfer(sent: Iterable[Row], topic: TopicHandle, is_ordered: bool = True) -> Transfer:
-    """Compare what the topic holds with what was to get there. `is_ordered`: those of each key in the order as sent."""
+    """Compare the messages in the topic with those that were sent. is_ordered: also check the order of each key."""
     wanted, found = list(sent), rows_of(topic)
     missing, more = Counter(wanted), Counter(found)
     hash_of = hash_named(topic.topic.partitioner)

@@ -1,4 +1,4 @@
-"""What a round of upkeep does. Each duty stands alone: one that fails keeps no other from being done.
+"""What a round of upkeep does. Duties are independent: one that fails does not prevent the others.
 
 A round is made of steps, and each step may run late, twice, or at the same time as that of another process: the table
 in the package's docstring says why. `Round.run` asks `should_stop` between steps, so that closing a hub does not wait
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pxrs.errors import Closed, HubMoved, PxrsError, UnknownTopic
 from pxrs.hub_parts import HubParts
 from pxrs.model import Topic
-from pxrs.upkeep import retention
+from pxrs.upkeep import deleted_topics, retention
 from pxrs.upkeep.records import RoundReport
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ class Round:
         self._with_registry, self._refusal = with_registry, refusal
         self.removed: dict[str, dict[str, int]] = {}
         self.errors: dict[str, Exception] = {}
-        """By subject, what failed."""
+        """The error of each duty that failed, by subject."""
         self.done: list[str] = []
-        """The subjects that were dealt with."""
+        """The subjects of the duties that were done."""
 
     def run(self, topics: Sequence[Topic], *, with_others: bool, by: str = "") -> RoundReport:
-        """Apply the retention of these topics; with_others: and do the other duties. Raises Closed, HubMoved: the hub
-        cannot be used any more. by: who does it, for the report."""
+        """Apply the retention of these topics; with_others: do the other duties too. Raises Closed and HubMoved, after
+        which the hub cannot be used. by: the incarnation that does the round, for the report."""
         begun = time.monotonic()
         try:
             for topic in topics:
@@ -58,10 +58,11 @@ class Round:
             if with_others:
                 self._step("removing deleted topics", self._parts.log.finish_deletions)
                 if self._with_registry:
+                    self._step("removing keys of deleted topics", self._finish_deleted_topics)
                     self._step("sweeping staged files", self._sweep_staging)
                     self._step("writing the readable files of groups", self._project_groups)
         except Stopped:
-            pass  # what was not done is due for whoever is the janitor next
+            pass  # the next janitor does what was not done
         return self._report(time.monotonic() - begun, by)
 
     def _step(self, subject: str, act: Callable[[], None]) -> None:
@@ -86,17 +87,26 @@ class Round:
         try:
             log = self._parts.log.topic(topic.name)
             if log.id != topic.id:
-                return  # it was deleted and made again since it was listed; the new topic is due by itself
+                return  # it was deleted and created again since it was listed; the new topic has its own turn
             moved = retention.retain(self._parts, log)
         except UnknownTopic:
             return  # it was deleted meanwhile
         if moved:
             self.removed[topic.name] = {str(number): start for number, start in sorted(moved.items())}
 
+    def _finish_deleted_topics(self) -> None:
+        if self._parts.log.folder is not None and (self._parts.log.folder / deleted_topics.FOLDER).is_dir():
+            deleted_topics.finish(self._parts, self._topic_ids())
+
     def _sweep_staging(self) -> None:
-        """Remove staged files that no manifest names, and what queries have left of topics that were deleted."""
-        folder = self._parts.log.folder
+        """Remove staged files that no manifest names, and what was staged and committed for topics that were deleted.
+
+        Only if a registry is recorded for the hub, which then is the one that this process has: another registry has no
+        manifests of this hub, and the files of a batch that is committed would be removed."""
+        folder, belonging = self._parts.log.folder, self._parts.belonging
         if folder is None or not (folder / "staging").is_dir():
+            return
+        if belonging is None or not belonging.is_recorded():
             return
         from pxrs.publishing.manifest import forget_deleted_topics, needed_batches
         from pxrs.publishing.staging.directory import DirectoryStaging
@@ -116,15 +126,19 @@ class Round:
         log = self._parts.log
         damaged = log.damaged_topics()
         if nameless := [topic.name for topic in damaged if topic.id is None]:
-            raise PxrsError(f"what is left of deleted topics stays: the id of topic {nameless[0]} cannot be told")
+            raise PxrsError(
+                f"what was staged for deleted topics is not removed: the id of topic {nameless[0]} is not known"
+            )
         return {topic.id for topic in log.topics()} | {topic.id for topic in damaged if topic.id is not None}
 
     def _project_groups(self) -> None:
         """Write the readable files of groups that nobody leads: a leader writes those of its own group."""
         registry, belonging = self._parts.registry.get(), self._parts.belonging
         if registry.folder is None or belonging is None:
-            return  # no files of groups, or the topics are this process's own: others know the names of theirs
-        from pxrs.group.admin import groups
+            # The registry is not kept in files; or the topics are in the memory of this process, and other processes
+            # know other names.
+            return
+        from pxrs.group.listing import groups
         from pxrs.group.projection import FOLDER, projection_of
         from pxrs.group.records import GROUP_NAME, Keys
 

@@ -1,4 +1,4 @@
-"""Which of the open hubs of one directory is the janitor: a claim in the registry with a lease, as of a group's leader.
+"""Which of the open hubs of one directory is the janitor: a claim in the registry with a lease, like a leader's.
 
 Taking the claim is one commit:
 
@@ -16,7 +16,7 @@ What a hub is, and what it may do:
 | ELECTED | it holds the claim, and its lease lives | all |
 | CANDIDATE | another hub holds the claim, and that one's lease lives | none |
 | APART | its registry is not shared with others, cannot be reached, or is not the hub's | those without registry |
-| BARRED | this process may not write to the directory | none |
+| BARRED | this process may not write to the directory, or a server keeps the log (W4) | none |
 
 The janitor key's version is the fence: what the janitor writes about its rounds expects it and names the lease.
 """
@@ -31,14 +31,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from pxrs import disk
-from pxrs.errors import Closed, Conflict, LeaseExpired, OutcomeUnknown, PxrsError
+from pxrs.errors import Closed, Conflict, LeaseExpired, LogNotWritable, OutcomeUnknown, PxrsError
 from pxrs.hub_parts import HubParts
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.lease import Lease
 from pxrs.upkeep.records import JanitorClaim, RoundReport, UpkeepKeys
 
 LEASE_TTL_S: Final = 15.0
-"""How long after its last renewal a janitor that is gone still keeps others from being elected."""
+"""The ttl of the janitor's lease: for this time after its last renewal, no other hub is elected."""
 
 
 class Role(enum.Enum):
@@ -82,7 +82,7 @@ class _Held:
     keys: UpkeepKeys
     claim: JanitorClaim
     version: int
-    """Of the janitor key: the fence."""
+    """The version of the janitor key: the fence."""
     lease: Lease
 
 
@@ -94,11 +94,15 @@ class Election:
         self._held: _Held | None = None
 
     def stand(self) -> Standing:
-        """Keep the claim, or take it if the janitor is gone. What this hub may do until the next call."""
+        """Keep the claim, or take it if the janitor is gone. Returns the role of this hub until the next call."""
         parts = self._parts
+        if parts.log.is_kept_by_server:
+            kept = LogNotWritable(parts.url, f"{parts.url}: its server does the upkeep, and no client may")
+            return Standing(Role.BARRED, str(kept), kept)
         if parts.log.folder is None:
             return Standing(Role.SOLE)
         if (refusal := disk.write_refusal(parts.log.folder)) is not None:
+            self.resign()  # the directory may have been writable when the claim was taken
             error = disk.log_error(refusal)
             return Standing(Role.BARRED, str(error), error)
         try:
@@ -111,12 +115,13 @@ class Election:
             return Standing(Role.ELECTED if is_janitor else Role.CANDIDATE)
         except Closed:
             raise
-        except PxrsError as raised:  # the outcome of a claim may be unknown: without its lease it is worth nothing
+        except PxrsError as raised:  # the outcome of a claim may be unknown; without its lease the claim has no effect
             self.resign()
             return Standing(Role.APART, str(raised), raised)
 
     def _keys(self) -> UpkeepKeys | None:
-        """None if there is nothing to be elected in: no registry that other processes have, or no id of the hub."""
+        """The keys of the election; None if no election is possible: no registry that other processes share, or no id
+        of the hub."""
         registry, belonging = self._parts.registry, self._parts.belonging
         if belonging is None or registry.is_in_memory or registry.is_missing:
             return None
@@ -151,7 +156,8 @@ class Election:
             versions = registry.commit(
                 expect, {keys.janitor: claim.dump()}, ephemeral={keys.alive(claim.incarnation): b""}, lease=lease
             )
-        except (Conflict, LeaseExpired):  # another hub was faster, or the store was too slow: the next call looks again
+        except (Conflict, LeaseExpired):
+            # Another hub was elected, or the store was too slow: the next call looks again.
             lease.close()
             return False
         except BaseException:
@@ -161,7 +167,8 @@ class Election:
         return True
 
     def report(self, report: RoundReport) -> bool:
-        """Write about a round, fenced by the claim. False if this process is the janitor no more; then it resigns."""
+        """Write the report of a round, fenced by the claim. False if this process is not the janitor any more; then it
+        resigns."""
         held = self._held
         if held is None:
             return False
@@ -175,13 +182,14 @@ class Election:
         except (Conflict, LeaseExpired):
             self.resign()
             return False
-        except OutcomeUnknown:  # it tells of this round, whenever it lands: the fence holds back what comes too late
+        except OutcomeUnknown:
+            # The report is about this round, whenever it is applied, and the fence refuses it after another election.
             return True
         return True
 
     @property
     def incarnation(self) -> str:
-        """That of this process's claim; empty if it has none."""
+        """The incarnation of this process's claim; empty if it has none."""
         return "" if self._held is None else self._held.claim.incarnation
 
     def resign(self) -> None:
@@ -191,7 +199,7 @@ class Election:
             held.lease.close()
 
     def look(self) -> Known:
-        """What the registry says, without taking anything. Nothing is known where there is nothing to be elected in.
+        """What the registry says about the janitor, without taking the claim. Empty if no election is possible.
 
         Raises WrongRegistry, and what the registry raises."""
         keys = self._keys()

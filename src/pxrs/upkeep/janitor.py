@@ -36,18 +36,18 @@ _logger = logging.getLogger(__name__)
 CLOSE_S: Final = 10.0
 """How long `close` waits for the step that the thread is in. The step then ends with the error Closed."""
 REPORT_S: Final = 15.0
-"""How often the janitor writes about its rounds, unless what failed has changed: rounds may follow each other fast."""
+"""How often the janitor writes a report, unless the errors have changed: rounds may follow each other fast."""
 _ELECTION: Final = "electing a janitor"
 """The subject under which failures of the election are logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpkeepStatus:
-    """Who keeps a hub, since when, and how its last round went: what `Hub.upkeep` returns."""
+    """What `Hub.upkeep` returns: the janitor of a hub, since when, and the result of its last round."""
 
     role: str
-    """Of this open hub: "elected", "candidate", "apart", "sole", "barred" (see `pxrs.upkeep.election`), or "idle" if it
-    takes no part, because it has made no producer or consumer of a topic with a retention."""
+    """The role of this open hub: "elected", "candidate", "apart", "sole", "barred" (see `pxrs.upkeep.election`), or
+    "idle" if it takes no part, because it has made no producer or consumer of a topic with a retention."""
     reason: str = ""
     """Why the role is "apart" or "barred", or why the registry could not be asked."""
     janitor: str = ""
@@ -82,7 +82,8 @@ class Janitor:
         """Held during a look: by the thread, by `run_round`, and by the round of `close`."""
         self._election = Election(parts)
         self._outages: dict[str, Outage] = {}
-        """By subject, the failures that are logged at most once a minute. Those of topics that are gone are dropped."""
+        """Limits the log of each failure to one record a minute, by subject. Those of topics that are gone are
+        removed."""
         self._reported_at = float("-inf")
         self._look_by = float("inf")
         """The moment by which the thread must look, as `take_part` has asked for since its last look."""
@@ -92,7 +93,7 @@ class Janitor:
 
     def take_part(self, topic: Topic, *, sends: bool) -> None:
         """This hub has made a producer (`sends`) or a consumer of the topic. If the topic has a retention, start the
-        thread, and have it look one interval of that retention from now at the latest."""
+        thread, and make it look within one interval of that retention."""
         if not self._takes_part or not topic.is_retained or self._parts.log.is_kept_by_server:
             return
         with self._guard:
@@ -103,7 +104,9 @@ class Janitor:
         self._wake.set()
 
     def start(self) -> None:
-        """Start the thread, which looks at once."""
+        """Start the thread, which looks at once. A client of a server, which does the upkeep, has none."""
+        if self._parts.log.is_kept_by_server:
+            return
         with self._guard:
             self._look_by = self._clock.now()
             self._start()
@@ -116,13 +119,14 @@ class Janitor:
         thread = threading.Thread(target=self._serve, name=f"pxrs-upkeep-{self._parts.url}", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the process has as many threads as it may have, or is ending
+        except RuntimeError as error:  # the limit of threads is reached, or the process is ending
             _logger.warning("the upkeep of %s has no thread; the next producer tries again: %s", self._parts.url, error)
             return
         self._thread = thread
 
     def run_round(self) -> RoundReport:
-        """Do all duties now that this process may do, whoever is the janitor, and wait for the end of it."""
+        """Do all duties that this process may do, now, even if another process is the janitor. Returns when they are
+        done."""
         with self._round:
             try:
                 standing = self._look()
@@ -143,7 +147,7 @@ class Janitor:
         self._election.resign()
 
     def status(self) -> UpkeepStatus:
-        """What is known now. The registry is asked, if there is one; if it cannot be, `reason` says so."""
+        """The status. The registry is asked, if there is one; if it cannot be reached, `reason` says so."""
         with self._guard:
             standing, last = self._standing, self._last
         role, reason = ("idle", "") if standing is None else (standing.role.value, standing.reason)
@@ -154,7 +158,8 @@ class Janitor:
             raise
         except PxrsError as error:
             reason = reason or str(error)
-        # A janitor reports only now and then, so its own memory is newer; a candidate's own rounds were long ago.
+        # A janitor writes a report only every REPORT_S, so `last` is newer than what the registry has. The rounds of a
+        # candidate are older than those of the janitor.
         is_at_work = standing is not None and standing.role is not Role.CANDIDATE
         report = last if is_at_work and last is not None else known.report or last
         if known.claim is None or not known.is_alive:
@@ -162,8 +167,8 @@ class Janitor:
         return UpkeepStatus(role, reason, f"{known.claim.host}:{known.claim.pid}", known.claim.since, report)
 
     def close(self) -> None:
-        """End the thread and give up the claim; before that, one round if this hub sent something and nobody else does
-        it. Errors of that round are logged. May be called again."""
+        """End the thread and give up the claim. Before that, do one round if this hub has sent messages and there is no
+        janitor. Errors of that round are logged. May be called again."""
         with self._guard:
             self._is_closing = True
             thread = self._thread
@@ -174,22 +179,22 @@ class Janitor:
             _logger.warning("the upkeep of %s is still at work while the hub is closed", self._parts.url)
             return
         try:
-            with contextlib.suppress(Closed, HubMoved):  # there is nothing to be kept any more
+            with contextlib.suppress(Closed, HubMoved):  # the hub cannot be used any more
                 self._run_last()
             self._election.resign()
         finally:
             self._round.release()
 
     def _run_last(self) -> None:
-        """The round of a process that was too short-lived for its thread."""
+        """One round when the hub is closed, for a process that ends before its thread has done one."""
         with self._guard:
             topics, self._sent = list(self._sent.values()), {}
             is_needed = bool(topics) and self._last is None and self._parts.log.folder is not None
         if not is_needed:
             return
         standing = Standing(Role.APART)
-        # A process that has had no use for the registry until now is not made to wait for a server that may be away,
-        # except by a topic whose retention has to ask the registry.
+        # A process that has not used the registry so far does not open it now, because the server may not answer;
+        # unless a topic has a retention that must ask the registry.
         if self._parts.registry.is_open or any(topic.keeps_unread for topic in topics):
             try:
                 if self._election.look().is_alive:
@@ -201,7 +206,8 @@ class Janitor:
         self._run(topics, standing, with_others=False, is_last=True)
 
     def _serve(self) -> None:
-        """The thread. However it ends, another hub may be elected then."""
+        """The function of the thread. When it ends, for whatever reason, the claim is given up, so that another hub can
+        be elected."""
         try:
             self._look_when_due()
         finally:
@@ -230,7 +236,7 @@ class Janitor:
                 until = self._clock.now() + LOOK_S
 
     def _turn(self, schedule: Schedule) -> float:
-        """Under `_round`: look, and do what is due. The moment of the next look."""
+        """Under `_round`: look, and do what is due. Returns the moment of the next look."""
         standing = self._look()
         now = self._clock.now()
         if standing.role.duties == "none":
@@ -240,7 +246,7 @@ class Janitor:
         if due or with_others:
             self._forget_outages(topics)
             self._run(due, standing, with_others=with_others)
-        # Not at once, also if this round has taken longer than the shortest retention allows.
+        # Wait at least ROUND_S_MIN, even if this round took longer than the shortest interval.
         return max(schedule.next_look_at(now), self._clock.now() + ROUND_S_MIN)
 
     def _look(self) -> Standing:
@@ -249,7 +255,7 @@ class Janitor:
         with self._guard:
             self._standing = standing
         # A process with another registry than the hub's may send to it; only retention with `keep_unread` is refused,
-        # and tells of it itself.
+        # and reports that itself.
         if standing.role is Role.APART and standing.error is not None and not isinstance(standing.error, WrongRegistry):
             self._note(_ELECTION, standing.error)
         elif _ELECTION in self._outages:
@@ -294,7 +300,7 @@ class Janitor:
         outage.failed(error)
 
     def _forget_outages(self, topics: Iterable[Topic]) -> None:
-        """One for each topic that is there, at most."""
+        """Remove the limits of topics that do not exist any more."""
         there = {f"retention of {topic.name}" for topic in topics}
         for subject in [each for each in list(self._outages) if each.startswith("retention of ") and each not in there]:
             del self._outages[subject]

@@ -1,6 +1,6 @@
 """What upkeep keeps in the registry, as JSON that a person can read.
 
-    upkeep/<hub id>/janitor                who was elected last, and its term; its version is the fence
+    upkeep/<hub id>/janitor                the hub that was elected last, and its term; its version is the fence
     upkeep/<hub id>/alive/<incarnation>    ephemeral: the janitor of this incarnation has a lease
     upkeep/<hub id>/report                 the last round of the janitor
 
@@ -17,7 +17,7 @@ from pxrs.registry.record import Record
 
 ENTRIES_MAX: Final = 100
 TEXT_CHARACTERS_MAX: Final = 500
-"""Of a report: it must fit into a value of any registry."""
+"""How many entries, and characters in each, a report has at most: it must fit into a value of any registry."""
 
 
 class UpkeepKeys:
@@ -35,7 +35,7 @@ class UpkeepKeys:
 
 @dataclass(frozen=True, slots=True)
 class JanitorClaim(Record):
-    """Who was elected. It is the janitor as long as the key `alive/<incarnation>` is there."""
+    """The hub that was elected. It is the janitor as long as the key `alive/<incarnation>` exists."""
 
     incarnation: str
     term: int
@@ -50,10 +50,10 @@ class RoundReport(Record):
     """What one round of upkeep did."""
 
     ended_at: float = 0.0
-    """In seconds since 1970."""
+    """When the round ended, in seconds since 1970."""
     took_s: float = 0.0
     removed: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By topic and partition, the new first offset where retention has removed messages."""
+    """The new first offset of each partition from which retention has removed messages, by topic and partition."""
     errors: dict[str, str] = field(default_factory=dict)
     """What failed, by subject, such as "retention of orders". The rest of the round was done."""
     by: str = ""

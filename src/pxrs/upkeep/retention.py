@@ -5,9 +5,9 @@ decide too, in this order (O10; `pxrs.group.retention` has the schedules):
 
 1. `Belonging.check_retention`: the registry that this process has is the one in which the hub's groups are.
 2. `move_start` commits the new start of each partition to the key `topics/<id>/start`, expecting the key
-   `topics/<id>/gate`, which everybody writes who gives a group a checkpoint.
+   `topics/<id>/gate`, which every commit writes that gives a group a first or an earlier checkpoint.
 3. Under the lock of the hub's record, `check_retention` again, and then `TopicLog.trim` removes the messages. `pxrs
-   registry adopt` takes the same lock, so the messages are removed on the word of the registry that the hub has then.
+   registry adopt` takes the same lock, so messages are removed only if the registry that was asked is still the hub's.
 
 Every step may be repeated, by any number of processes: a start only moves forward, and `trim` removes what lies before
 it. A process that is stopped between two steps and goes on an hour later removes nothing that another process would not
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def retain(parts: HubParts, log: TopicLog) -> dict[int, int]:
-    """Remove what the topic's retention allows; the new starts of the partitions that moved.
+    """Remove the messages that the topic's retention allows. Returns the new starts of the partitions that moved.
 
-    Of a topic with `keep_unread`: raises WrongRegistry or RetentionPostponed if nothing may be removed by this process,
-    and then nothing was."""
+    For a topic with `keep_unread`: raises WrongRegistry or RetentionPostponed, with nothing removed, if this process
+    may remove nothing."""
     if not log.keeps_unread:
         return log.retain(log.clock.wall_time_us())
     if parts.belonging is not None:
@@ -80,8 +80,8 @@ def _retain_unread(log: TopicLog, registry: Registry, belonging: Belonging | Non
 def _behind(log: TopicLog, starts: Mapping[int, int], plan: RetentionPlan) -> dict[int, int]:
     """The partitions that still hold messages from before their committed start, and that start.
 
-    These are the partitions of this plan, and those that an earlier retention has left: it died before it told the log
-    of the new start, or before it had removed every file; then the plan names the partition again."""
+    These are the partitions of this plan, and those of an earlier retention that died before it had called `trim`, or
+    before every file was removed; in the latter case the plan names the partition again."""
     found = {}
     for number, start in starts.items():
         try:

@@ -29,7 +29,7 @@ class Schedule:
 
     def __init__(self, now: float) -> None:
         self._due_at: dict[str, float] = {}
-        """By the id of a topic with a retention."""
+        """When the retention of a topic is due next, by the id of the topic."""
         self._others_due_at = now
 
     def due_topics(self, topics: Iterable[Topic], now: float) -> list[Topic]:

@@ -1,7 +1,9 @@
-"""What must be, and what is: the account at the end of the demo. Nothing here looks or waits.
+"""The account at the end of the demo: compares what the processes report with what must be true. Does no I/O and does
+not wait.
 
-The workers' part is reckoned from what each of them has told: every message handled, in order, and none again that lay
-before an accepted checkpoint. Spark's part compares what it has made with what Python makes of the same orders.
+The workers' part is computed from the events that each worker has printed: every message was handled, in order, and
+none again that was before an accepted checkpoint. Spark's part compares what Spark has written with what Python
+computes from the same orders.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from itertools import pairwise
 from pxrs.cli.demo.orders import Order, Totals
 from pxrs.cli.demo.orders import totals as totals_of
 from pxrs.cli.demo.sender import Place
-from pxrs.group.text import lag_text
+from pxrs.group.description import lag_text
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Of the table."""
+    """A line of the account."""
 
     what: str
     expected: str
@@ -36,15 +38,17 @@ class Line:
 class Account:
     messages: int
     lost: int
-    """Sent and acknowledged to the sender, and never handled."""
+    """Messages that were acknowledged to the sender and never handled."""
     order_violations: int
     duplicates: int
-    """Handled under a later epoch although they lay before a checkpoint that was accepted under an earlier one."""
+    """Messages that were handled under a later epoch although a checkpoint that was accepted under an earlier one
+    covers them."""
     redone: int
-    """Handled again because they were in hand, and not written down, when a worker was killed or stopped."""
+    """Messages that were handled again because they were in hand, and not covered by a checkpoint, when a worker was
+    killed or stopped."""
 
     def lines(self, sent: int) -> list[Line]:
-        """sent: how many were meant to be."""
+        """sent: how many messages were to be sent."""
         return [
             Line("messages handled", f"{sent:,}", f"{self.messages - self.lost:,}"),
             Line("lost", "0", f"{self.lost:,}"),
@@ -54,7 +58,8 @@ class Account:
 
 
 def account(sent: Iterable[Place], told: Iterable[str]) -> Account:
-    """Reckon up what the workers have told, in whatever order: the epochs say who came when."""
+    """Compute the account from the events of the workers, which may come in any order: the epochs say which owner came
+    first."""
     handled: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     committed: dict[Place, int] = {}
     for line in told:
@@ -70,7 +75,8 @@ def account(sent: Iterable[Place], told: Iterable[str]) -> Account:
     for partition, epochs in handled.items():
         reached = checkpoint = 0
         for epoch, offsets in sorted(epochs.items()):
-            # The first one may lie before what was reached, never behind it; the others follow one by one.
+            # The first message of an owner may be before the end of the former owner, never behind it; the others are
+            # consecutive.
             violations += offsets[0] > reached
             violations += sum(after != before + 1 for before, after in pairwise(offsets))
             duplicates += sum(offset < checkpoint for offset in offsets)
@@ -79,25 +85,25 @@ def account(sent: Iterable[Place], told: Iterable[str]) -> Account:
             reached = max(reached, offsets[-1] + 1)
             checkpoint = max(checkpoint, committed.get((partition, epoch), 0))
     places = set(sent)
-    violations += len(done - places)  # what nobody has sent
+    violations += len(done - places)  # messages that nobody has sent
     return Account(len(places), len(places - done), violations, duplicates, redone)
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What Spark has made."""
+    """What Spark has written."""
 
     totals: Totals
-    """In the topic."""
+    """The totals in the topic."""
     archived: Sequence[tuple[tuple[str, datetime], Decimal]]
-    """In Parquet, once for each window that has ended."""
+    """The totals in the Parquet files, one for each window that has ended."""
     dead_letters: Sequence[tuple[str, str]]
-    """Where each came from, and why."""
+    """The origin of each dead letter, and its reason."""
     lag: int | None
 
 
 def spark_lines(sent: Sequence[tuple[Place, Order]], topic: str, closed_before: datetime, made: Made) -> list[Line]:
-    """closed_before: windows that begin earlier have ended for Spark."""
+    """closed_before: windows that begin before this time have ended for Spark."""
     totals = totals_of(order for _, order in sent)
     closed = {place: total for place, total in totals.items() if place[1] < closed_before}
     bad = [(f"{topic}/{partition} offset {offset}", order.flaw) for (partition, offset), order in sent if order.flaw]
@@ -116,7 +122,7 @@ def _equal(expected: Totals, found: Iterable[tuple[tuple[str, datetime], Decimal
 
 
 def _same(expected: Iterable[object], found: Iterable[object]) -> str:
-    """How many are as they should be, and how many are there beside them."""
+    """How many values are correct, and how many others there are."""
     wanted, there = Counter(expected), Counter(found)
     others = (there - wanted).total()
     return f"{(there & wanted).total():,}" + (f", and {others:,} wrong" if others else "")
@@ -131,5 +137,5 @@ def are_right(lines: Iterable[Line]) -> bool:
 
 
 def reasons(dead_letters: Iterable[tuple[str, str]]) -> Mapping[str, int]:
-    """How often each, the most frequent first."""
+    """How often each reason occurs, the most frequent first."""
     return dict(Counter(reason for _, reason in dead_letters).most_common())

@@ -1,4 +1,4 @@
-"""The run as a picture: how fast, how far behind, and who had what. Needs matplotlib, and asks for it only here."""
+"""Draws a chart of the run: rates, lag, and the owners of partitions. Needs matplotlib, which is imported only here."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Final
 from pxrs.cli.demo.samples import Mark, Sample, rate, tenures
 from pxrs.errors import MissingDependency
 
-# Told apart also by those who see few colours.
+# Colours that colour-blind people can distinguish.
 SENT, HANDLED, READ = "#7f7f7f", "#0072b2", "#d55e00"
 OWNERS: Final = ("#56b4e9", "#009e73", "#e69f00")
 _INK, _FAINT = "#333333", "#dddddd"
 _STOPPED: Final = "ben is stopped"
 _WIDTH_S: Final = 1.0
 _BATCH_WIDTH_S: Final = 3.0
-"""Spark checkpoints once for each batch, so its speed is the mean over some of them."""
+"""Seconds over which the rate of Spark is averaged, because Spark writes a checkpoint only once for each batch."""
 
 
 def draw(path: Path, title: str, subtitle: str, samples: Sequence[Sample], marks: Sequence[Mark]) -> None:
-    """Save the picture. Raises MissingDependency."""
+    """Save the chart. Raises MissingDependency."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -58,7 +58,7 @@ def _speeds(axes: Any, samples: Sequence[Sample]) -> None:
         label = f"read by Spark (mean of {_BATCH_WIDTH_S:g} s)"
         axes.plot(at, values, color=READ, linewidth=1.8, label=label)
     axes.set_ylabel("messages per second")
-    # Spark begins with all that has gathered while it started. That peak would leave no room for the rest.
+    # Spark first reads what was sent while it started. That peak would make the rest of the chart flat, so it is cut.
     top = 2.2 * max(value for line in axes.lines[:2] for value in line.get_ydata())
     peak = max(values)
     if peak > top:
@@ -107,13 +107,13 @@ def _dress(axes: Any, marks: Sequence[Mark]) -> None:
         axes.spines[side].set_visible(False)
     for mark in marks:
         axes.axvline(mark.at_s, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
-    # Beside the lines, where nothing can lie under it; what is not an owner comes last.
+    # The legend is beside the axes, so that it covers nothing; entries that are no owners come last.
     entries = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda entry: entry[1] == _STOPPED)
     axes.legend(*zip(*entries, strict=True), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
 
 
 def _name_marks(axes: Any, marks: Sequence[Mark]) -> None:
-    """Above the first panel, on as many levels as keep them apart."""
+    """Write the names of the marks above the first panel, on several levels so that they do not overlap."""
     for number, mark in enumerate(marks):
         axes.annotate(
             mark.text,

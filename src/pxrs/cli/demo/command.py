@@ -1,7 +1,7 @@
-"""`pxrs demo`: the whole story. Producers, a topic, workers of which one is killed and one a zombie, a Spark pipeline
-over the same topic, an exact account of it all, and a chart of the run.
+"""`pxrs demo`: producers, a topic, workers of which one is killed and one is stopped past its lease, a Spark pipeline
+over the same topic, an account of every message, and a chart of the run.
 
-Here is what every `pxrs` loads of it; the rest is loaded when it is asked for."""
+Every `pxrs` command loads this module; the other modules of the demo are loaded when the demo runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def demo(
         Path, typer.Option("--chart", metavar="PATH", help="Where the picture of the run is saved.")
     ] = Path("pxrs-demo.png"),
 ) -> None:
-    """Show a consumer group, a kill -9, a take-over, a refused zombie and a Spark pipeline, with real processes.
+    """Show a consumer group, a kill -9, a take-over, a refused late commit and a Spark pipeline, with real processes.
 
-    At the end there is an account of every message, and a chart of the run. Exit code: 1 if the account is not exact.
+    At the end an account of every message is printed, and a chart of the run is saved. Exit code 1 if the account is
+    not exact.
     """
     if url is not None and parse(url).scheme == "memory":
         raise typer.BadParameter("memory: is one process's own; the workers are several", param_hint="--registry")

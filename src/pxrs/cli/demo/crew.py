@@ -1,4 +1,4 @@
-"""The workers of the demo, as seen by the one who started them."""
+"""The workers of the demo, in the process that starts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOP_S = 10.0
 
 
 class Worker:
-    """A worker process, and all that it has told."""
+    """A worker process, and the events that it has printed."""
 
     def __init__(self, url: str, registry: str, group: str, name: str, folder: Path) -> None:
         self.name, self.state = name, "starting"
@@ -51,7 +51,7 @@ class Worker:
         return self.process.poll() == -signal.SIGKILL
 
     def failure(self) -> str | None:
-        """Why it has ended, if it has and nobody has killed it."""
+        """Why the worker has ended, if it has and the demo has not killed it."""
         if self.process.poll() in (None, -signal.SIGKILL):
             return None
         self._reader.join(STOP_S)
@@ -64,6 +64,7 @@ class Worker:
             self.process.send_signal(signal.SIGCONT)
 
     def end(self) -> bool:
-        """Let it finish, or make it; whether it left gracefully. All that it has told is here then."""
+        """Wait for the worker to finish, or kill it. Returns whether it left gracefully. All its events are read
+        then."""
         self.ask_to_stop()
         return end(self.process, self._reader, STOP_S)

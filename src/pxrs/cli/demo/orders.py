@@ -1,8 +1,8 @@
-"""The orders of the demo: what is sent, and what must come out of it. No I/O, no clock; a seed makes them.
+"""The orders of the demo, and the totals that must follow from them. No I/O, no clock; a seed determines the orders.
 
-They are of one day of a shop, and Spark waits a day of event time for late orders: so none is ever too late, however
-far the readers of the partitions are apart. A last order, of two days later, ends every window of that day. It is sent
-when the others are read.
+The orders are of one day, and Spark accepts orders up to one day of event time late. So no order is too late, however
+far apart the readers of the partitions are. One last order, dated two days later, closes every window of that day. It
+is sent when all others are read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ OPENING: Final = datetime(2026, 1, 5, 8, tzinfo=UTC)
 LAST: Final = OPENING + timedelta(days=2)
 STEP_S: Final = 10
 JITTER_S: Final = 600
-"""So much earlier than its place among them an order may be."""
+"""How many seconds an order may be dated earlier than its place in the sequence."""
 COUNT_MAX: Final = 8_000
-"""As many as a day has room for."""
+"""How many orders fit into the day."""
 BAD_EVERY: Final = 16
-"""One of so many orders is bad."""
+"""Every how many orders one is bad."""
 
 Totals = dict[tuple[str, datetime], Decimal]
-"""By account, and by the begin of the window."""
+"""The total of each account in each window, by the account and the begin of the window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Order:
     amount: Decimal
     at: datetime
     value: bytes
-    """As it is sent."""
+    """The value of the message."""
     flaw: str | None = None
-    """Why it is no order, in the words of the dead letters."""
+    """Why the order is bad, as the dead letter will say; None if it is good."""
 
     @property
     def key(self) -> bytes:
@@ -48,14 +48,14 @@ class Order:
 
 
 def day(seed: int = 1) -> Iterator[Order]:
-    """The orders of the day, their times rising but for some minutes."""
+    """The orders of the day. Their times rise, except for up to `JITTER_S`."""
     chance = random.Random(seed)
     for number in range(COUNT_MAX):
         yield _order(chance, number, OPENING + timedelta(seconds=JITTER_S + STEP_S * number))
 
 
 def last_order() -> Order:
-    """A good one."""
+    """The last order, which closes all windows."""
     return _order(random.Random(0), 0, LAST + timedelta(seconds=JITTER_S))
 
 
@@ -64,7 +64,7 @@ def window_of(at: datetime) -> datetime:
 
 
 def totals(orders: Iterable[Order]) -> Totals:
-    """What each account has ordered in each window."""
+    """The total of each account in each window."""
     found: Totals = defaultdict(Decimal)
     for order in orders:
         if order.flaw is None:
@@ -84,7 +84,7 @@ def _order(chance: random.Random, number: int, at: datetime) -> Order:
 
 
 def _bad(fields: dict[str, object]) -> Iterator[tuple[bytes, str]]:
-    """Ways to spoil an order."""
+    """Bad orders of several kinds, each with its reason."""
     yield json.dumps({**fields, "amount": "many"}).encode(), "amount is no decimal(12,2)"
     yield (
         json.dumps({name: value for name, value in fields.items() if name != "account"}).encode(),

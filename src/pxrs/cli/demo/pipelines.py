@@ -1,4 +1,4 @@
-"""The pipelines of the demo: a file as anybody could write it, for `pxrs pipeline run`."""
+"""The pipelines of the demo: a file for `pxrs pipeline run`, as a user would write it."""
 
 import os
 
@@ -12,7 +12,7 @@ GROUP = os.environ.get("PXRS_DEMO_GROUP", "demo")
 
 
 def by_window(orders: DataFrame) -> DataFrame:
-    """What each account has ordered in each half hour of the orders' own time."""
+    """The total of each account in each half hour of the orders' own time."""
     windows = orders.withWatermark("at", "1 day").groupBy(F.window("at", "30 minutes").alias("window"), "account")
     sums = windows.agg(F.sum("amount").alias("total"), F.count("*").alias("orders"))
     return sums.select("account", F.col("window.start").alias("begin"), "total", "orders")
@@ -28,7 +28,7 @@ def by_window(orders: DataFrame) -> DataFrame:
     every="2 seconds",
 )
 def totals(orders: DataFrame) -> DataFrame:
-    """Told again whenever a total changes."""
+    """Sends a total to the topic whenever it changes."""
     return by_window(orders).withColumn("key", F.col("account"))
 
 
@@ -40,5 +40,5 @@ def totals(orders: DataFrame) -> DataFrame:
     every="2 seconds",
 )
 def archive(orders: DataFrame) -> DataFrame:
-    """Once, when no more orders of a window can come."""
+    """Writes each total once, when no more orders of its window can come."""
     return by_window(orders)

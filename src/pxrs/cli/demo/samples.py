@@ -1,4 +1,4 @@
-"""What the demo saw, and when; and the lines and bars that a chart makes of it. No drawing in here."""
+"""What the demo observed and when, and the lines and bars of the chart as numbers. Nothing is drawn here."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Sample:
     at_s: float
-    """Since the demo began."""
+    """Seconds since the demo began."""
     sent: int
-    """In the log."""
+    """How many messages are in the log."""
     handled: int
-    """Checkpointed by the workers."""
+    """How many messages the checkpoints of the workers cover."""
     read: int | None
-    """Checkpointed by the slowest of Spark's queries; None without Spark."""
+    """How many messages the checkpoints of the slowest query of Spark cover; None without Spark."""
     owners: tuple[str | None, ...]
-    """By partition; None if nobody has it who is there."""
+    """The owner of each partition; None if there is none, or if it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened."""
+    """An event to mark in the chart."""
 
     at_s: float
     text: str
@@ -31,7 +31,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Tenure:
-    """An owner has a partition for a while."""
+    """The time during which a member owned a partition."""
 
     partition: int
     owner: str
@@ -40,11 +40,11 @@ class Tenure:
 
 
 Line = tuple[list[float], list[float]]
-"""Times, and what there was."""
+"""Times, and the value at each time."""
 
 
 def rate(times: Sequence[float], counts: Sequence[float], width_s: float, step_s: float = 0.25) -> Line:
-    """How fast a count rises, in each second: the mean over `width_s` around each point of time."""
+    """The rate of a count per second: the mean over `width_s` around each time."""
     if len(times) < 2:
         return [], []
     first, last = times[0], times[-1]
@@ -57,7 +57,7 @@ def rate(times: Sequence[float], counts: Sequence[float], width_s: float, step_s
 
 
 def tenures(samples: Sequence[Sample]) -> list[Tenure]:
-    """Who had what from when to when: from the look that found it so first, to the one that found it otherwise."""
+    """Which member owned which partition, from the first sample that shows it to the first one that does not."""
     found: list[Tenure] = []
     since: dict[int, tuple[str, float]] = {}
 
@@ -79,7 +79,7 @@ def tenures(samples: Sequence[Sample]) -> list[Tenure]:
 
 
 def _count_at(times: Sequence[float], counts: Sequence[float], at: float) -> float:
-    """Between two looks, on the line between them."""
+    """The count at a time, interpolated between two samples."""
     after = bisect_right(times, at)
     if after == 0:
         return counts[0]

@@ -1,4 +1,4 @@
-"""Two producers that send orders at an even pace, on a thread of their own, so that the demo can look meanwhile."""
+"""Two producers that send orders at an even rate, on a thread of their own, while the demo goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pxrs.producer.receipts import Receipt
 Place = tuple[int, int]
 """(partition, offset)."""
 UNDER_WAY_MAX: Final = 60
-"""How many orders may be under way. Push back rather than run ahead of a slow disk."""
+"""How many orders may be sent and not acknowledged. Beyond that the sender waits for the disk."""
 WAIT_S: Final = 10.0
 
 
@@ -25,26 +25,26 @@ class Sender:
     def __init__(self, hub: pxrs.Hub) -> None:
         self.acknowledged: list[tuple[Place, Order]] = []
         self.count = 0
-        """How many were sent."""
+        """How many orders were sent."""
         self.error: str | None = None
         self._producers = [hub.producer(SOURCE) for _ in range(2)]
         self._thread: threading.Thread | None = None
         self._is_enough = threading.Event()
 
     def start(self, orders: Iterator[Order], rate: float) -> None:
-        """Begin to send these, so many in a second."""
+        """Begin to send these orders, at this rate per second."""
         assert self.is_done
         self._is_enough.clear()
         self._thread = threading.Thread(target=self._send, args=(orders, rate), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Send no more of these."""
+        """Stop sending the orders that `start` was given."""
         self._is_enough.set()
 
     @property
     def is_done(self) -> bool:
-        """Whether all are acknowledged."""
+        """Whether all orders are acknowledged."""
         return self._thread is None or not self._thread.is_alive()
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Sender:
             while not self._is_enough.wait(max(0.0, at - time.monotonic())):
                 if (order := next(orders, None)) is None:
                     break
-                # One producer for each account: what it orders stays in order.
+                # An account always has the same producer, so that its orders stay in order.
                 producer = self._producers[order.key[-1] % 2]
                 under_way.append((producer.send(order.value, key=order.key), order))
                 self.count += 1

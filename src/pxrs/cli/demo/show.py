@@ -1,4 +1,4 @@
-"""The demo from its beginning to its end: what is set up, told, drawn and forgotten again."""
+"""Runs the demo: sets it up, prints its progress, draws the chart, and removes everything again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pxrs.group.records import Keys
 
 
 def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
-    """The exit code: 1 if it did not come to its end, or the account is not exact."""
+    """Run the demo. Returns the exit code: 1 if the demo did not finish, or if the account is not exact."""
     console = Console()
     if has_spark and (reason := missing()) is not None:
         _say(console, f"[yellow]without Spark[/]: {escape(reason)}")
@@ -28,7 +28,7 @@ def show(url: str | None, has_spark: bool, messages: int, picture: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="pxrs-demo-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         with pxrs.open(folder / "data", registry=url) as hub:
-            hub.registry.get("groups")  # its tables are made before the workers race to make them
+            hub.registry.get("groups")  # makes the tables of the registry before several workers try to
             who = f"{len(WORKERS)} workers{' and Spark' if has_spark else ''}, {PARTITIONS} partitions"
             _say(console, f"[bold]pxrs[/] demo on {escape(hub.registry.url)}: {who}\n")
             try:
@@ -78,7 +78,8 @@ def _say(console: Console, text: str) -> None:
 
 
 def _forget(hub: pxrs.Hub, groups: list[str]) -> None:
-    """Leave nothing in somebody's registry. No name or id of this is ever used again, so no guard is needed (R4)."""
+    """Remove everything from the user's registry. No name or id of the demo is used again, so no guard must stay
+    (R4)."""
     prefixes = [Keys(group).root for group in groups] + [f"spark/{topic.id}/" for topic in hub.topics()]
     keys = [entry.key for prefix in prefixes for entry in hub.registry.scan(prefix)]
     size = hub.registry.limits.commit_keys_max

@@ -1,7 +1,7 @@
-"""The pipelines of the demo as a process of their own, and what they have made, read without Spark.
+"""The pipelines of the demo as a process of their own, and their results, read without Spark.
 
-The process is `pxrs pipeline run`, as anybody would start it. It stops in good order when its standard input ends,
-which is also how it notices that the demo has died.
+The process is `pxrs pipeline run`, as a user would start it. It stops gracefully when its standard input ends, which
+also happens if the demo dies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -36,15 +35,17 @@ ARCHIVE: Final = "archive"
 CORES: Final = 2
 STOP_S: Final = 20.0
 _FILE: Final = "shop.py"
+_CODE: Final = "from pxrs.cli.app import main; from pxrs.cli.demo.child import end_with_input; end_with_input(); main()"
+"""What the process runs: the command line, which ends as by SIGTERM when the demo closes the pipe to it."""
 _SETTINGS: Final = {
     "spark.sql.shuffle.partitions": "1",
-    # For a run of seconds, code that is compiled soon is worth more than code that is compiled well.
+    # A short run gains more from code that is compiled soon than from code that is compiled well.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
 
 
 def missing() -> str | None:
-    """Why there can be no Spark here, and what to do."""
+    """Why Spark cannot be used here, and what to do; None if it can."""
     if importlib.util.find_spec("pyspark") is None:
         return "pyspark is missing: pip install 'pxrs[spark]'"
     try:
@@ -64,7 +65,7 @@ def groups_of(group: str) -> dict[str, str]:
 
 
 class Spark:
-    """The process, and what it has told."""
+    """The process, and the events that it has printed."""
 
     def __init__(self, hub: pxrs.Hub, registry: str, group: str, folder: Path) -> None:
         self.groups = groups_of(group)
@@ -73,8 +74,7 @@ class Spark:
         self._hub, self._folder = hub, folder
         self._errors = folder / "spark.stderr"
         shutil.copyfile(Path(__file__).with_name("pipelines.py"), folder / _FILE)
-        code = "from pxrs.cli.demo.spark import main; main()"
-        self._command = [sys.executable, "-c", code, "pipeline", "run", _FILE, "--at", hub.url, "--json"]
+        self._command = [sys.executable, "-c", _CODE, "pipeline", "run", _FILE, "--at", hub.url, "--json"]
         self._command += ["--master", f"local[{CORES}]"]
         for setting in _SETTINGS.items():
             self._command += ["--conf", "=".join(setting)]
@@ -84,7 +84,7 @@ class Spark:
         self.start()
 
     def start(self) -> None:
-        """Also again, if it has ended: it goes on where it was."""
+        """Start the process; also again after it has ended: it goes on where it was."""
         self.state = "starting"
         self.starts += 1
         with self._errors.open("wb") as errors:
@@ -109,17 +109,17 @@ class Spark:
                     self.state = "running"
 
     def failure(self) -> str | None:
-        """Why it has ended, if it has."""
+        """Why the process has ended, if it has."""
         if self.process.poll() is None:
             return None
         return f"Spark ended with exit code {self.process.returncode}: {last_words(self._errors)}"
 
     def read(self) -> dict[str, int]:
-        """How many messages each query has done, as the registry has it."""
+        """How many messages the checkpoints of each query cover."""
         return {name: self._done(group) for name, group in self.groups.items()}
 
     def lag(self) -> int | None:
-        """Of all its groups, as the registry has it; None if it is not known of one of them."""
+        """The lag of all its groups together; None if the lag of one of them is not known."""
         lags = [self._hub.group(group).describe().lag for group in self.groups.values()]
         return None if None in lags else sum(lag for lag in lags if lag is not None)
 
@@ -128,7 +128,7 @@ class Spark:
         self.process.stdin.close()
 
     def end(self) -> bool:
-        """Let it finish, or make it; whether it ended gracefully."""
+        """Wait for the process to finish, or kill it. Returns whether it ended gracefully."""
         self.ask_to_stop()
         is_graceful = end(self.process, self._reader, STOP_S)
         self.state = "ended"
@@ -140,10 +140,10 @@ class Spark:
         except UnknownGroup:  # it has not joined yet
             return 0
 
-    # What it has made.
+    # Its results.
 
     def totals(self) -> Totals:
-        """What the topic tells last of each total."""
+        """The last value of each total in the topic."""
         found = {}
         for message in self._messages(TOTALS):
             row = json.loads(message.value or b"", parse_float=Decimal, parse_int=Decimal)
@@ -155,12 +155,12 @@ class Spark:
         found = []
         for path in committed_files(self._folder / ARCHIVE):
             for row in pq.read_table(path).to_pylist():
-                begin = row["begin"].replace(tzinfo=UTC)  # which Spark means, and does not write down
+                begin = row["begin"].replace(tzinfo=UTC)  # Spark writes times in UTC without a zone
                 found.append(((row["account"], begin), row["total"]))
         return found
 
     def dead_letters(self) -> list[tuple[str, str]]:
-        """Of each, where it came from and what is wrong with it."""
+        """The origin and the reason of each dead letter."""
         found = []
         for message in self._messages(DEAD_LETTERS):
             headers = {name: (value or b"").decode() for name, value in message.headers or ()}
@@ -174,21 +174,9 @@ class Spark:
 
 
 def committed_files(folder: Path) -> list[Path]:
-    """The files of a stream's Parquet sink that count: a batch that was tried twice may have left others."""
+    """The files of a Parquet sink that count: a batch that was tried twice may have left others."""
     found = set()
     for log in (folder / "_spark_metadata").glob("[0-9]*"):
         for line in log.read_text().splitlines()[1:]:
             found.add(Path(unquote(urlparse(json.loads(line)["path"]).path)))
     return sorted(found)
-
-
-def main() -> None:
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    from pxrs.cli.app import main as run
-
-    threading.Thread(target=watch, daemon=True).start()
-    run()

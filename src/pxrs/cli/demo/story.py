@@ -1,8 +1,10 @@
-"""A group at work, with real processes, a real kill, a real zombie, a Spark pipeline and an exact account (X19).
+"""The run of the demo: a group with real processes, one of which is killed and one stopped past its lease, a Spark
+pipeline, and an account of every message (X19).
 
-Three workers share a topic of eight partitions. One of them is killed with a message in hand, one is stopped past its
-lease and woken again, so that its late commit must be refused. Spark reads the same topic meanwhile, as groups of its
-own. Every wait has a bound, and all of them together have one: a demo that cannot go on says for what it waited.
+Three workers share a topic of eight partitions. One of them is killed with a message in hand. One is stopped until its
+lease has ended and continued then, so that its late commit must be refused. Spark reads the same topic meanwhile, with
+groups of its own. Every wait has a bound, and all of them together have one: a demo that cannot go on says what it
+waited for.
 """
 
 from __future__ import annotations
@@ -37,11 +39,12 @@ RATE: Final = 60.0
 """Orders sent in each second: about what three workers can handle, and more than two can."""
 SLOW_RATE: Final = 20.0
 STORY_S: Final = 140.0
-"""The whole story, up to the end of the processes."""
+"""How long the run may take, up to the end of the processes."""
 WAIT_S: Final = 60.0
 SPARK_START_S: Final = 110.0
 SPARK_STARTS_MAX: Final = 2
-"""Spark gives its Python processes ten seconds to start, which may be too few on a busy machine."""
+"""How often Spark is started. Spark gives its Python processes ten seconds to start, which may be too few on a busy
+machine."""
 LOOK_S: Final = 0.03
 SAMPLE_S: Final = 0.1
 SPARK_LOOK_S: Final = 0.25
@@ -53,14 +56,14 @@ class Stuck(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How it came out."""
+    """The result of the run."""
 
     lines: list[Line]
     redone: int
     messages: int
-    """How many were sent."""
+    """How many messages were sent."""
     dead_letters: dict[str, int]
-    """How many for each reason."""
+    """How many dead letters have each reason."""
     has_zombie: bool
 
     @property
@@ -80,7 +83,7 @@ class Demo:
         self._group = hub.group(group)
         self._is_sqlite = hub.registry.url.startswith("sqlite:")
         self._began = time.monotonic()
-        # First, as it takes longest to start.
+        # Started first, because it takes longest to start.
         self._spark = Spark(hub, registry, group, folder) if has_spark else None
         self._workers = [Worker(hub.url, registry, group, name, folder) for name in WORKERS]
         self._sender = Sender(hub)
@@ -93,7 +96,7 @@ class Demo:
         self.marks: list[Mark] = []
 
     def run(self) -> Ending:
-        """Raises Stuck."""
+        """Run the demo to its end. Raises Stuck."""
         try:
             with self._live:
                 self._story()
@@ -102,7 +105,7 @@ class Demo:
             have_left = self._end()
         return self._ending(have_left)
 
-    # The story.
+    # The steps of the run.
 
     def _story(self) -> None:
         self._until(lambda: self._owners() == set(WORKERS), "share the partitions")
@@ -132,7 +135,7 @@ class Demo:
             self._say("Spark has read them too, and written the totals of all windows that have ended")
 
     def _wait_for_spark(self) -> None:
-        """Some messages are sent until it is there, so that there is something to see."""
+        """Wait until Spark has started. Some messages are sent meanwhile, so that there is something to see."""
         if min(self._read.values()) < self._first:
             self._say(f"Spark is starting; {SLOW_RATE:g} messages in a second meanwhile")
             self._sender.start(self._orders, SLOW_RATE)
@@ -172,19 +175,19 @@ class Demo:
         ben.state, cleo.state = "a new member", "running"
 
     def _stop_with_a_message_in_hand(self, worker: Worker) -> float:
-        """The moment when it was stopped."""
+        """Stop a worker while it has a message in hand. Returns the moment at which it was stopped."""
         while True:
             self._until(lambda: worker.in_hand is not None, "handle messages")
             stopped_at = time.monotonic()
             worker.signal(signal.SIGSTOP, "stopped")
-            time.sleep(2 * WORK_S)  # had the signal come too late, it would have told of the end by then
+            time.sleep(2 * WORK_S)  # if the signal came too late, the worker has printed the end of the message by then
             if worker.in_hand is not None:
                 return stopped_at
             worker.signal(signal.SIGCONT, "running")
 
     def _ttl(self) -> float:
         with self._hub.registry.lease(TTL_S) as lease:
-            return lease.ttl  # some stores grant more than was asked for
+            return lease.ttl  # some stores grant a longer ttl than was asked for
 
     def _send(self, count: int) -> None:
         some = list(islice(self._orders, count))
@@ -196,12 +199,12 @@ class Demo:
     # The end.
 
     def _end(self) -> list[bool]:
-        """Whether each worker that was not killed, and Spark, has ended in good order."""
+        """End all processes. Returns whether each worker that was not killed, and Spark, ended gracefully."""
         everybody: list[Worker | Spark] = [worker for worker in self._workers if not worker.is_killed]
         if self._spark is not None:
             everybody.append(self._spark)
         for each in everybody:
-            each.ask_to_stop()  # all at once, and only then wait for each
+            each.ask_to_stop()  # ask all of them first, then wait for each
         return [each.end() for each in everybody]
 
     def _ending(self, have_left: list[bool]) -> Ending:
@@ -223,7 +226,7 @@ class Demo:
         lines.append(Line("processes that ended in good order", f"{len(have_left)}", f"{sum(have_left)}"))
         return Ending(lines, found.redone, len(sent), dead, has_zombie)
 
-    # Looking.
+    # What the registry and the log show.
 
     def _describe(self) -> GroupDescription | None:
         try:
@@ -232,7 +235,7 @@ class Demo:
             return None
 
     def _owners(self) -> set[str | None]:
-        """None among them if a partition is free, or its owner gone."""
+        """The owner of each partition; None if it is free, or if its owner is gone."""
         rows = self._found.partitions if self._found is not None else ()
         owners = {row.owner_name if row.is_owner_there else None for row in rows}
         return owners if len(rows) == PARTITIONS else {None}
@@ -245,19 +248,19 @@ class Demo:
         return sum(row.checkpoint or 0 for row in rows)
 
     def _is_archived(self) -> bool:
-        """Whether there is a total in Parquet for each that there must be; the account tells whether it is right."""
+        """Whether the Parquet files have all totals; the account checks whether they are right."""
         assert self._spark is not None
         closed = [order for _, order in self._sender.acknowledged if order.at < orders.LAST]
         return len(self._spark.archived()) >= len(orders.totals(closed))
 
     def _until_spark(self, count: int, what: str, wait_s: float = WAIT_S) -> None:
-        """Until each of its queries has done so many messages."""
+        """Wait until each query of Spark has read this number of messages."""
         self._until(lambda: min(self._read.values()) >= count, what, "Spark", wait_s)
 
     def _until(
         self, condition: Callable[[], bool], what: str, who: str = "the workers", wait_s: float = WAIT_S
     ) -> None:
-        """Look and redraw until the condition holds."""
+        """Redraw the screen until the condition holds."""
         until = min(time.monotonic() + wait_s, self._began + STORY_S)
         while True:
             self._look()

@@ -13,7 +13,7 @@ from pxrs.cli.demo.crew import Worker
 from pxrs.group.description import PartitionDescription
 
 WIDE = 104
-"""Columns from which on the tables are side by side."""
+"""From this number of columns on, the tables are side by side."""
 
 
 def picture(

@@ -1,11 +1,11 @@
-"""One worker of `pxrs demo`: a member of the group that tells on stdout what it does, each line before the next step.
+"""One worker of `pxrs demo`: a member of the group that prints an event for each step on stdout, before the next step.
 
     began PARTITION EPOCH OFFSET        a message is in hand
-    handled PARTITION EPOCH OFFSET      its work is done, and not yet written down
+    handled PARTITION EPOCH OFFSET      the message is handled, and no checkpoint covers it yet
     committed PARTITION EPOCH OFFSET    the store has accepted the checkpoint: the next one to read
-    refused WHY                         the store has not: the partition is somebody else's
+    refused WHY                         the store has refused the checkpoint: another member owns the partition
 
-It ends when its standard input does, which is also how it notices that the demo has died.
+It ends when its standard input ends, which also happens if the demo dies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 0.1
 
 
 def tell(*words: object) -> None:
-    """In one write: a line is there as a whole or not at all, also if this process is killed."""
+    """Print an event in one write, so that a line is there as a whole or not at all even if this process is killed."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
@@ -45,7 +45,7 @@ class Worker:
     def _handle(self, message: Message) -> None:
         place = message.partition, message.epoch
         tell("began", *place, message.offset)
-        time.sleep(WORK_S)  # here the demo stops or kills it
+        time.sleep(WORK_S)  # here the demo stops or kills the worker
         tell("handled", *place, message.offset)
         try:
             self._inbox.ack(message)
@@ -57,7 +57,7 @@ class Worker:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the demo gets it too, and ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the demo gets SIGINT too, and ends its workers
     url, registry, topic, group, name = sys.argv[1:]
     with pxrs.open(url, registry=registry or None) as hub:
         Worker(hub, topic, group, name).run()

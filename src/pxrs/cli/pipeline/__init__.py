@@ -1,4 +1,4 @@
-"""`pxrs pipeline`: runs the pipelines of a Python file on Spark, in this process, until they are told to stop.
+"""`pxrs pipeline`: runs the pipelines of a Python file on Spark, in this process, until they are stopped.
 
 command.py    the command, the Spark session, and the loop that follows the queries
 file.py       loads the pipelines of a Python file

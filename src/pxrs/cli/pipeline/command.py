@@ -43,7 +43,7 @@ LOG_BYTES_MAX: Final = 16 << 20
 
 @app.callback()
 def _pipelines() -> None:
-    """With one command and no callback, Typer would run it without its name: `pxrs pipeline FILE`."""
+    """Makes `run` a subcommand: with one command and no callback, Typer would run it as `pxrs pipeline FILE`."""
 
 
 # Over the limit: the parameters are the options of the command, one by one, and the help is made of them.
@@ -54,16 +54,20 @@ def run(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Only these of its pipelines.")] = None,
     registry: Annotated[
         str | None,
-        typer.Option("--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in there."),
+        typer.Option(
+            "--registry", envvar="PXRS_REGISTRY", metavar="URL", help="The registry, if it is not in the directory."
+        ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Handle what is there now, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Read what is there now, and end.")] = False,
     history: Annotated[
-        bool, typer.Option("--history", help="As a batch over all that the sources hold; no group moves.")
+        bool, typer.Option("--history", help="Run as a batch over all that the sources hold; no group changes.")
     ] = False,
-    write: Annotated[bool, typer.Option("--write", help="With --history: append to the sinks; else show it.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="With --history: append to the sinks, instead of printing.")
+    ] = False,
     since: Annotated[str | None, typer.Option(metavar="TIME", help="With --history: 2026-01-31T12:00+00:00.")] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="With --history: up to this time.")] = None,
-    last: Annotated[int, typer.Option("-n", "--rows", min=1, help="With --history: show so many rows.")] = 20,
+    last: Annotated[int, typer.Option("-n", "--rows", min=1, help="With --history: how many rows are printed.")] = 20,
     master: Annotated[
         str | None, typer.Option(help="Spark's master, on this machine; by default local[*].", show_default=False)
     ] = None,
@@ -71,15 +75,15 @@ def run(
     checkpoints: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where Spark keeps its checkpoints; by default in the hub.")
     ] = None,
-    create_topics: Annotated[bool, typer.Option("--create-topics", help="Make the topics that are missing.")] = False,
-    grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish the batch in hand, when stopped.")] = 60.0,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show what Spark logs.")] = False,
+    create_topics: Annotated[bool, typer.Option("--create-topics", help="Create the topics that are missing.")] = False,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish the current batch when stopped.")] = 60.0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print what Spark logs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON, one object a line.")] = False,
 ) -> None:
     """Run the pipelines of a file, until SIGTERM or Ctrl-C; a second one does not wait.
 
-    They finish the batch in hand, and the next run goes on where they were. Exit code: 0 after a graceful end, 1 if a
-    pipeline failed, 2 if they cannot be started as they are written.
+    They finish the current batch, and the next run goes on where they were. Exit code: 0 after a graceful end, 1 if a
+    pipeline failed, 2 if a pipeline is not valid.
     """
     if not history and (write or since or until):
         raise typer.BadParameter("--write, --since and --until go with --history")
@@ -148,7 +152,7 @@ def _chosen(pipelines: list[Pipeline], names: Sequence[str]) -> list[Pipeline]:
     return [each for each in pipelines if not names or each.name in names]
 
 
-# Where, and with what.
+# The hub, the checkpoints and Spark.
 
 
 def _directory(at: str, may_be_missing: bool) -> str:

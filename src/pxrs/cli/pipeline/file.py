@@ -25,7 +25,7 @@ def load(file: Path) -> list[Pipeline]:
         raise InvalidPipeline(f"there is no file {file}")
     folder = str(file.absolute().parent)
     sys.path.insert(0, folder)
-    # Spark's Python workers import what the file imports; they take the path from this variable.
+    # Spark's Python workers import what the file imports, and read this variable.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     spec = importlib.util.spec_from_file_location(_MODULE, file.absolute())
     if spec is None or spec.loader is None:
@@ -40,7 +40,7 @@ def load(file: Path) -> list[Pipeline]:
             spec.loader.exec_module(module)
         except InvalidPipeline as error:
             raise InvalidPipeline(f"{error}{_line(error, file)}") from error
-        except (Exception, SystemExit) as error:  # whatever the file's own code raises
+        except (Exception, SystemExit) as error:  # errors of the file's own code
             reason = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
             raise InvalidPipeline(f"{file} cannot be loaded: {reason}{_line(error, file)}") from error
     pipelines = [each for each in collected if getattr(each.function, "__module__", _MODULE) == _MODULE]

@@ -1,4 +1,5 @@
-"""`pxrs pipeline run --history`: the pipelines as a batch over what their sources hold. No group is read or moved."""
+"""`pxrs pipeline run --history`: runs the pipelines as a batch over what their sources hold. Reads and changes no
+group."""
 
 from __future__ import annotations
 
@@ -71,8 +72,8 @@ def show_rows(each: Pipeline, rows: DataFrame, rows_max: int, as_json: bool) -> 
             echo(json.dumps({"pipeline": each.name, "row": json.loads(text)}))
         return
     is_time = [isinstance(field.dataType, TimestampType) for field in rows.schema]
-    # Spark hands times to Python in the zone of the machine, without saying so: fetch microseconds since 1970 instead.
-    # By new names: those that the columns have need not be unique.
+    # Spark converts times to the zone of the machine, without saying so: fetch microseconds since 1970 instead, under
+    # new names, because the names of the columns need not be unique.
     names = [f"c{number}" for number in range(len(is_time))]
     columns = [F.unix_micros(name) if is_one else F.col(name) for name, is_one in zip(names, is_time, strict=True)]
     found = rows.limit(rows_max + 1).toDF(*names).select(*columns).collect()

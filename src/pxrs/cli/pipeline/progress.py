@@ -1,5 +1,5 @@
-"""What is shown of running queries: a line for each batch, JSON for machines, or on a terminal a table that is updated
-in place."""
+"""Prints the progress of running queries: a line for each batch, JSON for machines, or on a terminal a table that is
+updated in place."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class AppendLock:
         return self._descriptor >= 0
 
     def acquire(self) -> None:
-        """Raises LogBusy after the timeout."""
+        """Take the lock. Raises LogBusy after the timeout."""
         until = time.monotonic() + self._timeout
         pause = PAUSE_S_MIN
         while True:
@@ -48,7 +48,7 @@ class AppendLock:
                 pause = min(2 * pause, PAUSE_S_MAX)
 
     def release(self) -> None:
-        """Also if it is not held: an interrupt may come before or after `acquire` has taken it."""
+        """Release the lock, even if it is not held: an interrupt may come before or after `acquire` has taken it."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def check_in_place(self) -> None:

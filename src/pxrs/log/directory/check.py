@@ -1,12 +1,11 @@
-"""The consistency checker: reads every byte of a log in a directory, and tells of everything that is not as it must be.
+"""The consistency checker: reads every byte of a log in a directory, and reports everything that is wrong.
 
-It can be run at any time, beside producers, consumers and retention, and by who may only read: it takes no lock, makes
-and changes no file, and looks only at what is published. What retention or a deletion takes away meanwhile is no
-finding. Damage anywhere does not keep it from the rest: behind a damaged frame it goes on at the next one that it
-finds, so one run tells of all damage.
+It can be run at any time, beside producers, consumers and retention, and by a user that may only read: it takes no
+lock, changes no file, and looks only at what is published. A file that retention or a deletion removes meanwhile is no
+finding. Behind a damaged frame the checker goes on at the next whole one, so one run reports all damage.
 
-After another boot nothing is published until somebody opens the partition. Then the last segment is judged as the
-recovery will judge it, and left as it is: a torn append at its end is no finding, unless it was published before.
+After a start of the machine nothing is published until a process opens the partition. Until then the last segment is
+judged as recovery will judge it: a torn append at its end is no finding, unless it was published before.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ _PARTITION_FOLDER: Final = re.compile(r"partition-(0|[1-9][0-9]*)")
 
 
 class Finding(NamedTuple):
-    """Something that is wrong, and where."""
+    """One thing that is wrong, and where."""
 
     topic: str
     partition: int | None
-    """None if it concerns the topic as a whole."""
+    """None if the finding concerns the topic as a whole."""
     file: str
     position: int
     what: str
 
 
 class Checked(NamedTuple):
-    """A file that was read: what it holds, and what was found in it."""
+    """A file that was read, how many messages it holds, and what is wrong with it."""
 
     topic: str
     partition: int | None
@@ -74,35 +73,35 @@ class _Place(NamedTuple):
     number: int
     folder: str
     id: int
-    """As files name it: `place_id`."""
+    """The `place_id` by which files name the partition."""
     is_synced: bool = True
-    """Each append was; else a power loss may have taken any of the last segment."""
+    """Whether appends are synced. If not, a power loss may have taken any part of the last segment."""
     is_retained: bool = True
-    """The topic has a retention setting, as far as is known."""
+    """Whether the topic has a retention setting. True if that is not known, because `topic.json` is damaged."""
 
     def wrong(self, file: str, position: int, what: str) -> Finding:
         return Finding(self.topic, self.number, file, position, what)
 
     def only(self, file: str, what: str) -> Checked:
-        """All that there is to say of a file."""
+        """The only finding of a file."""
         return Checked(self.topic, self.number, file, 0, 0, [self.wrong(file, 0, what)])
 
 
 class _Bounds(NamedTuple):
-    """What must be in a segment."""
+    """Which offsets and bytes a segment must have."""
 
     end: int | None
-    """The offset at which it must end; None if that was not published in this boot."""
+    """The offset at which the segment must end; None if no end was published since the machine started."""
     limit: int | None
-    """How many bytes of it may be read; None if that is all."""
+    """How many bytes of the segment may be read; None if all."""
     is_sealed: bool
     end_min: int = 0
-    """Up to where messages were published before the last boot."""
+    """The offset up to which messages were published before the last start of the machine."""
 
 
 def check(path: Path) -> Iterator[Checked]:
     """Read the log in this directory, file by file. Raises InvalidUrl if there is none."""
-    DirectoryLog(path).close()  # refuses what cannot hold a log
+    DirectoryLog(path).close()  # raises an error if the path cannot hold a log
     topics = path / "topics"
     if not topics.is_dir():
         what = "it has no folder topics" if path.is_dir() else "there is no such directory"
@@ -119,11 +118,11 @@ def _check_topics(topics: Path) -> Iterator[Checked]:
 
 def _check_topic(name: str, link: Path) -> Iterator[Checked]:
     if not link.is_dir():
-        # A deletion takes the link first, and a creation makes it last.
+        # A deletion removes the link before the folder, and a creation makes the link last.
         if link.is_symlink() and not link.is_dir():
             yield _of_topic(name, link, "the folder that it leads to is missing, and with it all messages")
         return
-    folder = link.resolve()  # once: a topic that is made meanwhile under the same name has another one
+    folder = link.resolve()  # resolved once: a topic that is created meanwhile under the same name has another folder
     topic, what = _read_topic(link)
     there = _partition_numbers(folder)
     if not folder.exists() or link.resolve() != folder:
@@ -137,7 +136,7 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
         yield _of_topic(name, folder / "topic.json", what)
     is_synced = topic is None or topic.durability == "disk"
     for number in sorted(numbers | there):
-        # The folder bears the id; only what is no link was put together by hand.
+        # A folder is named by the id of its topic. A folder in place of the link was made by hand: see `topic.json`.
         identity = place_id(folder.name if topic is None or link.is_symlink() else topic.id, number)
         partition = str(folder / "partitions" / f"partition-{number}")
         place = _Place(name, number, partition, identity, is_synced, topic is None or topic.is_retained)
@@ -145,23 +144,23 @@ def _check_topic(name: str, link: Path) -> Iterator[Checked]:
 
 
 def _check_nameless(topics: Path) -> Iterator[Checked]:
-    """Folders with messages that no name leads to. One without is what a creation left that did not come to its end."""
+    """Report folders with messages that no topic links to. One without messages is left by an interrupted creation."""
     logs = topics.parent / "logs"
     folders = sorted(each for each in logs.glob("*") if not each.name.startswith("."))
     linked = _linked(topics)
     for folder in folders:
         if folder.name in linked or not any(map(_size, folder.glob("partitions/*/*.log"))):
             continue
-        # Looked at again: the topic may have been made, or deleted, a moment ago.
+        # Look again: the topic may have been created or deleted a moment ago.
         if folder.name not in _linked(topics) and folder.exists():
             yield _of_topic("", folder, "no topic leads to it, and it holds messages")
 
 
 def _linked(topics: Path) -> set[str]:
-    """The folders that links lead to, also those of topics that are being deleted."""
+    """The names of the folders that links point to, including links of topics that are being deleted."""
     found = set()
     for each in topics.iterdir():
-        with contextlib.suppress(OSError):  # it is none, or was deleted meanwhile
+        with contextlib.suppress(OSError):  # not a link, or deleted meanwhile
             found.add(os.path.basename(os.readlink(each)))
     return found
 
@@ -178,7 +177,7 @@ def _of_topic(name: str, file: Path, what: str) -> Checked:
 
 
 def _read_topic(link: Path) -> tuple[Topic | None, str | None]:
-    """The topic, or else what is wrong with its file."""
+    """The topic, or what is wrong with `topic.json`. Both are None if the topic was deleted meanwhile."""
     try:
         found = look_up(link.parent, link.name)
     except (OSError, LogBusy) as error:
@@ -192,7 +191,7 @@ def _partition_numbers(folder: Path) -> set[int]:
     try:
         names = os.listdir(folder / "partitions")
     except OSError:
-        return set()  # each partition that must be there is found missing
+        return set()  # so that each partition that must be there is reported as missing
     return {int(found[1]) for name in names if (found := _PARTITION_FOLDER.fullmatch(name))}
 
 
@@ -232,8 +231,8 @@ def _check_partition(place: _Place) -> Iterator[Checked]:
 
 
 def _check_start(place: _Place, bases: list[int], published: Published | None) -> Iterator[Checked]:
-    """Whether the first segment is there, and the end not before it. Called after `bases` were listed: retention writes
-    `start`, then unlinks."""
+    """Check that the first segment is there, and that the end is not before it. Called after `bases` were listed,
+    because retention writes `start` before it unlinks segments."""
     try:
         start = read_start(place.folder, place.id, is_retained=place.is_retained)
     except DamagedFrame as damage:
@@ -245,7 +244,7 @@ def _check_start(place: _Place, bases: list[int], published: Published | None) -
     if published is not None and start is not None and published.end < start:
         again, _ = _read_published(place)
         if again is None or again.end >= start:
-            return  # messages came, and retention removed them, between the two looks
+            return  # messages were appended and removed by retention between the two looks
         what = (
             f"the log ends at offset {published.end}, and retention has removed everything before {start}, as in a "
             f"copy that was made while the log was appended to; whoever appends goes on at {start}"
@@ -254,17 +253,17 @@ def _check_start(place: _Place, bases: list[int], published: Published | None) -
 
 
 def _check_unpublished(place: _Place, last: Published, bases: list[int]) -> Iterator[Checked]:
-    """A partition that nobody has opened since the machine was started. `last` was published before."""
+    """Check a partition that no process has opened since the machine started. `last`: what was published before."""
     tail = None
     if bases:
-        # Where appends are not synced, a power loss may have taken what was published; but no segment as a whole.
+        # Without syncs a power loss may have taken published messages of the last segment, never a whole segment.
         end_min = last.end if place.is_synced or last.segment > bases[-1] else 0
         tail = _check_segment(place, bases[-1], _Bounds(None, None, False, end_min))
     elif last.end:
         what = f"messages up to offset {last.end:,} were published, and no segment is there"
         tail = place.only(f"{place.folder}/{PUBLISHED}", what)
     if _is_opened(place):
-        # Somebody opened it meanwhile, and may have appended to what was being read.
+        # A process has opened the partition meanwhile, and may have appended to the segment that was read.
         yield from _check_partition(place)
         return
     for base, following in pairwise(bases):
@@ -277,11 +276,11 @@ def _is_opened(place: _Place) -> bool:
     try:
         return _read_published(place)[0] is not None
     except MisplacedFile:
-        return False  # nobody can open it
+        return False  # no process can open the partition
 
 
 def _look(place: _Place) -> tuple[Published | None, Published, list[int]]:
-    """What is published, what was last, also before this boot, and the segments that are there."""
+    """What is published in this boot, what was published last in any boot, and the segments that are there."""
     while True:
         published, last = _read_published(place)
         bases = segment_bases(place.folder)
@@ -290,7 +289,7 @@ def _look(place: _Place) -> tuple[Published | None, Published, list[int]]:
         again, _ = _read_published(place)
         if again is not None and again.segment == published.segment:
             return published, last, bases
-        # A writer went on to another segment, and retention took this one away: look again.
+        # A writer went on in another segment, and retention removed the first one: look again.
 
 
 def _is_damaged(place: _Place) -> bool:
@@ -317,13 +316,13 @@ def _read_published(place: _Place) -> tuple[Published | None, Published]:
 
 
 class _PublishedReader(PublishedFile):
-    """Only reads: a check makes no file, and can be made by who may not write."""
+    """Opens `published` for reading only, because the checker creates no file and may lack write permission."""
 
     def __init__(self, place: _Place) -> None:
         super().__init__(f"{place.folder}/{PUBLISHED}", place.id, os.O_RDONLY)
 
     def is_damaged(self) -> bool:
-        """In this boot. What a power loss tore is not: whoever opens the partition next makes it anew."""
+        """Whether a slot of this boot is damaged. One that a power loss has torn is written anew by recovery."""
         slots, damaged = self._parse()
         return bool(slots) and bool(damaged) and self.read() is None
 
@@ -332,7 +331,7 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
     path = segment_path(place.folder, base)
     try:
         data = pa.py_buffer(Path(path).read_bytes())
-    except FileNotFoundError:  # retention was faster
+    except FileNotFoundError:  # retention has removed the segment
         return Checked(place.topic, place.number, path, 0, 0, [])
     except OSError as error:
         return place.only(path, _unreadable(error))
@@ -342,7 +341,7 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
     offset, is_known = base, True
     for position, result in _walk(place, data, path, min(limit, data.size)):
         if bounds.end is not None and offset >= bounds.end:
-            break  # left behind by a failed sync; the next segment has taken its place
+            break  # left by a failed sync; the log went on in the next segment
         if isinstance(result, DamagedFrame):
             what = result.what
         elif is_known and result.base_offset != offset:
@@ -351,10 +350,10 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
             what = None
         if what is not None:
             if bounds.end is None and not _is_certain(place, data, path, position, offset, result):
-                break  # what was not synced before the boot; whoever opens the partition cuts it off
+                break  # not synced before the machine stopped; the next process that opens the partition cuts it off
             findings.append(place.wrong(path, position, what))
         if isinstance(result, DamagedFrame):
-            is_known = False  # how many messages it held
+            is_known = False  # the damaged frame does not tell how many messages it held
             continue
         offset, is_known = result.next_offset, True
         messages += 0 if result.is_gap else result.rows
@@ -371,8 +370,9 @@ def _check_segment(place: _Place, base: int, bounds: _Bounds) -> Checked:
 def _is_certain(
     place: _Place, data: pa.Buffer, path: str, position: int, offset: int, result: Header | DamagedFrame
 ) -> bool:
-    """Whether damage in the last segment is no append that a power loss tore: the file begins with a frame of another
-    place or offset, a later append proves that this one was synced, or, where none is, whole frames lie behind it."""
+    """Whether damage in the last segment cannot be an append that a power loss has torn: the file begins with a frame
+    of another partition or offset; or a later append proves that the damaged bytes were synced; or, where appends are
+    not synced, whole frames follow the damage."""
     if position == 0 and isinstance(result, Header | MisplacedFile):
         return True
     if place.is_synced:
@@ -381,7 +381,8 @@ def _is_certain(
 
 
 def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> str | None:
-    """What is wrong with a file of that size whose frames end at this offset. Damage before it explains a wrong end."""
+    """What is wrong with the end of a file of this size whose frames end at this offset. If damage was found in it,
+    only missing bytes count, because the damage explains a wrong end."""
     if bounds.limit is not None and size < bounds.limit:
         return (
             f"{bounds.limit - size:,} published bytes are missing at the end, as in a copy that was made while the log "
@@ -395,7 +396,7 @@ def _wrong_end(bounds: _Bounds, size: int, offset: int, *, is_sound: bool) -> st
 
 
 def _walk(place: _Place, data: pa.Buffer, path: str, limit: int) -> Iterator[tuple[int, Header | DamagedFrame]]:
-    """Every frame up to the limit, and for each stretch that is none, its damage."""
+    """Every frame up to the limit, and the damage in place of each stretch of bytes that is no frame."""
     view = memoryview(data)
     position = 0
     while position < limit:
@@ -416,7 +417,7 @@ def _check_index(place: _Place, segment: str, true: Index) -> list[Finding]:
     try:
         stored = Index.load(Path(path).read_bytes())
     except FileNotFoundError:
-        return []  # made when it is needed; or retention was faster
+        return []  # an index is made when it is needed; or retention has removed it
     except OSError as error:
         return [place.wrong(path, 0, _unreadable(error))]
     if stored is None:
@@ -424,14 +425,14 @@ def _check_index(place: _Place, segment: str, true: Index) -> list[Finding]:
     if stored.place_id not in (None, place.id):
         return [place.wrong(path, 0, "it was written for another topic or partition; remove it, it is made again")]
     if stored.place_id is None:
-        true.last_stored = stored.last_stored  # which the format before did not have
+        true.last_stored = stored.last_stored  # a field that the format before did not have
     if stored.dump(place.id) != true.dump(place.id):
         return [place.wrong(path, 0, "the index does not fit its segment; remove it, it is made again")]
     return []
 
 
 def _check_producers(place: _Place, segment: str, base: int) -> list[Finding]:
-    """The producers' state at the segment's beginning. One that is missing is found again in the segments before."""
+    """Check the producers' state at the beginning of a segment. If it is missing, older segments give it."""
     path = producers_path(segment)
     what = "the producers' state is damaged; remove it, it is found again in the segments"
     try:

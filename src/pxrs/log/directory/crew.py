@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Crew:
-    """Up to so many threads, hired when they are needed for the first time."""
+    """At most `helpers_max` threads, each started when it is first needed."""
 
     def __init__(self, helpers_max: int = HELPERS_MAX) -> None:
         self._helpers_max = helpers_max
@@ -28,8 +28,8 @@ class Crew:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Do all of them, in any order, and return when all are done. Raises the error of the first that has one. After
-        an interrupt no more are begun."""
+        """Do all pieces of work, in any order, and return when all are done. Raises the error of the first piece that
+        has one. After an interrupt no more pieces are begun."""
         waiting = deque(enumerate(tasks))
         done: SimpleQueue[tuple[int, T | None, BaseException | None]] = SimpleQueue()
         interrupts: list[BaseException] = []
@@ -60,19 +60,19 @@ class Crew:
         return [result for _, result, _ in outcomes]  # type: ignore[misc]
 
     def close(self) -> None:
-        """Let the threads go, each when it has done what it is at."""
+        """End the threads, each after the piece that it works on."""
         with self._lock:
             for _ in range(self._helpers):
                 self._calls.put(None)
             self._helpers = self._helpers_max = 0
 
     def _hire(self, wanted: int) -> int:
-        """How many helpers there are, of those wanted."""
+        """Start helpers, up to the number wanted. Returns how many there are."""
         with self._lock:
             while self._helpers < min(wanted, self._helpers_max):
                 try:
                     threading.Thread(target=_help, args=(self._calls,), name="pxrs-crew", daemon=True).start()
-                except RuntimeError:  # the system has none left, or the interpreter ends
+                except RuntimeError:  # the limit of threads is reached, or the interpreter is exiting
                     break
                 self._helpers += 1
             return min(wanted, self._helpers)
@@ -82,7 +82,7 @@ class Crew:
 
 
 def _help(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Does not know the crew, which would else never be collected."""
+    """The function of a helper thread. It has no reference to the Crew, which could not be collected otherwise."""
     while (work := calls.get()) is not None:
         work()
-        del work  # it keeps what was appended
+        del work  # it refers to the appended batches

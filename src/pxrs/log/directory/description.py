@@ -1,10 +1,9 @@
-"""`topic.json`: a topic as its folder describes it, and where a topic's name leads.
+"""`topic.json`, the description of a topic in its folder, and the link that gives the topic its name.
 
-`topics/<name>` is a link to `../logs/<id>`, the topic's folder. A deletion moves the link away before the folder, and a
-creation makes the link last, so a link that stays in place leads to a whole folder. If `topic.json` is missing or
-damaged all the same, or describes another topic than the link says, the topic is damaged: it cannot be opened, but the
-name is taken, and the topic can be deleted. A link whose folder is missing is no topic: somebody has removed the folder
-by hand.
+`topics/<name>` is a link to `../logs/<id>`, the topic's folder. A deletion removes the link before the folder, and a
+creation makes the link last, so a link always points to a whole folder. If `topic.json` is missing or damaged all the
+same, or describes another topic than the link says, the topic counts as damaged: it cannot be opened, but its name is
+taken, and it can be deleted. A link whose folder is missing is no topic: somebody has removed the folder by hand.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ from pxrs.model import Topic
 META: Final = "topic.json"
 _CHECKSUM: Final = "checksum"
 _LOOKS_MAX: Final = 1000
-"""How often a name is looked up again because its topic was deleted, and made again, between two system calls."""
+"""How often `look_up` starts again because the topic was deleted, and perhaps created again, between two system calls.
+"""
 
 
 def write_topic(folder: Path, topic: Topic) -> None:
-    """Describe a topic in its folder, durably but for the folder's own entry."""
+    """Write `topic.json` of a topic, durably; the caller syncs the folder."""
     with open(folder / META, "w") as file:
         described = asdict(topic)
         json.dump({**described, _CHECKSUM: _checksum(described)}, file, indent=2)
@@ -40,7 +40,7 @@ def write_topic(folder: Path, topic: Topic) -> None:
 
 
 def read_topic(path: Path) -> Topic:
-    """A topic as it is described in its folder. Raises DamagedFrame."""
+    """The topic that this file describes. Raises DamagedFrame."""
     try:
         found = json.loads(path.read_bytes())
         checksum = found.pop(_CHECKSUM, None)
@@ -55,12 +55,13 @@ def read_topic(path: Path) -> Topic:
 
 
 def _checksum(described: dict[str, Any]) -> str:
-    """Of what a topic's file says, however it is laid out."""
+    """The checksum of the description. It does not depend on the order of the keys or on white space."""
     return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True, separators=(",", ":")).encode())
 
 
 def look_up(topics: Path, name: str) -> Topic | DamagedTopic | None:
-    """What the name leads to; None if there is no such topic. Raises OSError if that cannot be told."""
+    """The topic of this name; DamagedTopic if its description cannot be used; None if there is no such topic. Raises
+    OSError if the file cannot be read for lack of memory or file descriptors."""
     link = topics / name
     for _ in range(_LOOKS_MAX):
         target = target_of(link)
@@ -78,7 +79,7 @@ def look_up(topics: Path, name: str) -> Topic | DamagedTopic | None:
             return DamagedTopic(name, target, error)
         except OSError as error:
             if error.errno in (*disk.NO_DESCRIPTORS, errno.ENOMEM):
-                raise  # the file may be as sound as any
+                raise  # this says nothing about the file
             what = f"it cannot be read: {error.strerror}"
             return DamagedTopic(name, target, DamagedFrame(str(folder / META), 0, what))
         if topic.name != name or target not in (None, topic.id):
@@ -89,7 +90,7 @@ def look_up(topics: Path, name: str) -> Topic | DamagedTopic | None:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a folder itself is there, and not a link: one may have been made in its place a moment ago."""
+    """Whether the path is a folder and not a link: a link may have been made in its place a moment ago."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -97,7 +98,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def target_of(link: Path) -> str | None:
-    """The name of the folder that a topic's link leads to; None if nothing is there, or something that is no link."""
+    """The name of the folder that a link of a topic points to; None if the path does not exist or is no link."""
     try:
         return os.path.basename(os.readlink(link))
     except FileNotFoundError:

@@ -9,7 +9,7 @@ Each partition has two counters. The tailer raises `_noted` for each event; a re
 `_noted` from before it read the file. An end is current if both are equal. So an event that arrives while the file is
 being read causes another read.
 
-Where the system cannot tell of changes (no inotify, or too few watches), every end is read each time.
+Where files cannot be watched (no inotify, or too few watches), every end is read each time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ class Ends:
         self._noted = [0] * partitions
         """How many events the tailer has noted, by partition. Changes under the tailer's lock."""
         self._seen = [_NEVER] * partitions
-        """The value of `_noted` that `_ends` is as new as, by partition. Changes under the partition's lock."""
+        """The value of `_noted` before the end in `_ends` was read, by partition. Changes under the partition's
+        lock."""
         self._is_watched = [False] * partitions
         self._locks = [threading.Lock() for _ in range(partitions)]
         """One for each partition: a partition that is slow to read, because it is being recovered, keeps no reader of
         another one waiting."""
         self._may_watch = True
-        """False once the system has refused a watch: then looks ask for none again. Subscriptions do."""
+        """False once the system has refused a watch. After that, `of` asks for no further watch; `subscribe` still
+        does."""
         self._subscribers = Subscribers()
 
     def look(self) -> list[int]:
@@ -65,25 +67,27 @@ class Ends:
             if self._is_current(number):  # another thread has read it while this one waited for the lock
                 return self._ends[number]
             noted = self._noted[number]
-            end = self._end_of(number)  # before the watch, because this makes the file that is watched, if it may
+            end = self._end_of(number)  # before the watch, because this creates the watched file if it may
             if not self._is_watched[number] and self._may_watch and self._try_watch(number):
                 noted = self._noted[number]
-                end = self._end_of(number)  # again: it may have moved before the watch was there
+                end = self._end_of(number)  # read again: the end may have moved before the watch was set
             self._ends[number] = end
             if self._is_watched[number]:
                 self._seen[number] = noted
             return end
 
     def subscribe(self, numbers: Iterable[int], callback: Callback) -> Subscription:
-        """Call the callback after each change of an end of these partitions. Raises OSError if the system refuses to
-        tell of changes, and what `path_of` raises."""
+        """Call the callback after each change of an end of these partitions. Raises OSError if the system refuses a
+        watch, and what `path_of` raises."""
         chosen = tuple(numbers)
         for number in chosen:
             if not self._is_watched[number]:
                 with self._locks[number]:
                     self._watch(number)
+        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
+            return self._subscribers.add(chosen, callback)
+        self._tailer.thread.need()  # first: it raises if no thread can be started
         added = self._subscribers.add(chosen, callback)
-        self._tailer.thread.need()
 
         def end() -> None:
             added.close()
@@ -92,7 +96,7 @@ class Ends:
         return Subscription(end)
 
     def close(self) -> None:
-        """End the watches, and have everyone who waits look: the topic tells them that it is closed."""
+        """End the watches and call all callbacks: the topic then raises Closed in the threads that wait."""
         self._tailer.forget(self)
         self._subscribers.wake_all()
 
@@ -112,7 +116,8 @@ class Ends:
         return self._is_watched[number]
 
     def _watch(self, number: int) -> bool:
-        """Under the partition's lock. False if this system cannot tell of changes."""
+        """Watch the file of a partition. The caller holds the lock of the partition. False if this system cannot watch
+        files."""
         if not self._is_watched[number]:
             # Set first: an event that ends the watch may be noted before `follow` returns, and must not be overwritten.
             self._is_watched[number] = True
@@ -122,7 +127,7 @@ class Ends:
             finally:
                 if not is_followed:
                     self._is_watched[number] = False
-            self._seen[number] = _NEVER  # what was read before the watch may be old
+            self._seen[number] = _NEVER  # ends that were read before the watch was set may be old
             return is_followed
         return True
 
@@ -144,7 +149,3 @@ class Ends:
             self._subscribers.wake_all()
         else:
             self._subscribers.wake(partitions)
-
-    def wake_all(self) -> None:
-        """Have everyone who waits look, though no end has moved."""
-        self._subscribers.wake_all()

@@ -22,7 +22,7 @@ INTERVAL_BYTES: Final = 64 << 10
 _MAGIC: Final = b"PXI3"
 _HEAD: Final = struct.Struct("<4sIQqqQ")
 _MAGIC_2: Final = b"PXI2"
-"""Of the format before, which has neither the time of storing nor the partition."""
+"""The magic of the format before, which has neither the time of storing nor the partition."""
 _HEAD_2: Final = struct.Struct("<4sIQq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<QQq")
@@ -45,15 +45,15 @@ class Index:
         self.first_stored = NO_TIME
         """When the first of its frames was stored; NO_TIME if that one does not say it (format 1). Not in the file."""
         self.place_id: int | None = None
-        """Of a loaded index: the partition that it was written for; None if the file is of the format before."""
+        """The partition that a loaded index was written for; None if the file is of the format before."""
         self.segment_bytes = 0
         """How many bytes of the segment it covers."""
         self.next_offset: int | None = None
-        """Behind the last frame that was noted; not kept in the file."""
+        """The offset behind the last frame that was noted. Not in the file."""
 
     def note(self, header: Header, position: int) -> None:
-        """Take in the segment's next frame. The first frame behind damage gets an entry, because no walk from an
-        earlier entry reaches it."""
+        """Add the next frame of the segment. The first frame behind damage gets an entry, because it cannot be reached
+        from an earlier entry."""
         is_next = position == self.segment_bytes
         if self.next_offset is None and header.place_id is not None:
             self.first_stored = header.stored_at
@@ -65,11 +65,11 @@ class Index:
 
     @property
     def is_stamped(self) -> bool:
-        """Whether all its frames say when they were stored: no frame of format 1 comes behind one of format 2."""
+        """Whether all frames have the time at which they were stored: no frame of format 1 follows one of format 2."""
         return self.first_stored != NO_TIME
 
     def position_of(self, offset: int) -> int:
-        """Where to begin to look for the offset: at a frame, not behind it."""
+        """The position of a frame from which to search for this offset; not behind it."""
         found = self.entry_of(offset)
         return 0 if found is None else found.position
 
@@ -78,7 +78,7 @@ class Index:
         return self.entries[at] if at >= 0 else None
 
     def position_at(self, timestamp: int) -> int:
-        """Where to begin to look for the first message of that time or later."""
+        """The position from which to search for the first message of this time or later."""
         found = self.entry_at(timestamp)
         return 0 if found is None else found.position
 
@@ -87,14 +87,14 @@ class Index:
         return next((entry for entry in reversed(self.entries) if entry.time < timestamp), None)
 
     def dump(self, place: int) -> bytes:
-        """As a file, for the partition with this `place_id`."""
+        """The content of the index file, for the partition with this `place_id`."""
         body = b"".join(_ENTRY.pack(*entry) for entry in self.entries)
         data = _HEAD.pack(_MAGIC, len(self.entries), self.segment_bytes, self.last_time, self.last_stored, place) + body
         return data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
 
     @classmethod
     def load(cls, data: bytes) -> Index | None:
-        """None if it is damaged."""
+        """The index of a file; None if the file is damaged."""
         head = _HEAD_2 if data.startswith(_MAGIC_2) else _HEAD
         if len(data) < head.size + _CHECKSUM.size:
             return None

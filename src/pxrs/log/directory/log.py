@@ -3,14 +3,16 @@
 A topic appears whole or not at all: its folder is prepared and synced before the link is made, which claims the name.
 From then on the topic stays until it is deleted, even if `create_topic` is interrupted or fails. A process that finds
 the link syncs it before its first append, in case the process that made it has not.
-Deleting moves the link away, then the folder. No folder is ever used again: who has a deleted topic open finds its
-files gone, and can never reach into a later topic of the same name (G7). Processes of one machine share the directory;
-network file systems are refused, because their locks are not safe (F8).
+
+Deleting moves the link away, then the folder. No folder is ever used again: a process that has a deleted topic open
+finds its files gone, and cannot read or write a later topic of the same name (G7).
+
+Processes of one machine share the directory. Network file systems are refused, because their locks are not safe (F8).
 
 A handle remembers the device and inode of the directory that it opened. If the directory is renamed, or another one is
 put in its place, every use of the handle raises HubMoved: what it would read and write by path and through open files
-would belong to two different hubs. An append needs no further system call for that: its look whether the published end
-is still the file that it has open fails then, and only after such a failure the directory is looked at.
+would belong to two different hubs. An append needs no further system call for that: it checks anyway whether the file
+`published` is still the one that it has open, and checks the directory only if that is not so.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class DirectoryLog(Log):
         self._lock = threading.Lock()
         self._open: dict[str, DirectoryTopic] = {}
         self._logged_as_damaged: set[str] = set()
-        """Names of the topics that were damaged when all topics were listed last: each was logged when it became so."""
+        """The names of the topics that were damaged when all topics were last listed. Each was logged when it first
+        appeared here."""
         self._pid = os.getpid()
         self._is_closed = False
 
@@ -94,7 +97,7 @@ class DirectoryLog(Log):
                     raise self._exists(topic.name) from error
                 raise
             sync_names(self._root)
-        created = self._opened(topic)  # by its id: the name may be another topic's by now
+        created = self._opened(topic)  # by its id: the name may belong to another topic by now
         created.is_name_durable = True
         return created
 
@@ -161,7 +164,7 @@ class DirectoryLog(Log):
                 raise UnknownTopic(name, [topic.name for topic in self.topics()])
             try:
                 identity = self._names.release(name)
-            except FileNotFoundError:  # another process was faster
+            except FileNotFoundError:  # another process has done it
                 raise UnknownTopic(name) from None
         with self._lock:
             if name in self._open and self._open[name].id == identity:

@@ -135,7 +135,7 @@ class Partition:
         return UnwritablePublished(self.folder, path, self.place, self._place_id, is_synced=self._is_synced), None
 
     def end_problem(self) -> str | None:
-        """Why the end that `published` tells is only a lower bound; None if it is exact."""
+        """Why the published end is only a lower bound; None if it is exact."""
         if not isinstance(self._published, UnwritablePublished):
             return None
         self.published()
@@ -222,7 +222,8 @@ class Partition:
         return pieces, headers
 
     def _mark_suspect(self, published: Published, cause: OSError) -> None:
-        """After a failed sync: have the next append of any process go on in a new segment (L3)."""
+        """After a failed sync: mark `published`, so that the next append of any process goes on in a new segment
+        (L3)."""
         try:
             self._published.write(published, *published[1:4], is_suspect=True)
         except OSError as error:
@@ -368,7 +369,7 @@ class Partition:
                 self._roll(published, tail)
 
     def drop_before(self, keep: int) -> int:
-        """Remove the sealed segments that end at or before this offset; the new start. Only unlinks (L2)."""
+        """Remove the sealed segments that end at or before this offset. Returns the new start. Only unlinks (L2)."""
         with self._exclusive():
             published, _ = self._current()
             bases = segment_bases(self.folder)

@@ -18,14 +18,14 @@ def producers_path(segment: str) -> str:
 
 
 def dump_producers(producers: Producers, place: int, base: int) -> bytes:
-    """As it is kept beside the segment that begins at `base`: JSON, with a checksum of its text. It names the partition
-    by its `place_id`, and the segment."""
+    """The content of the file beside the segment that begins at `base`: JSON, with a checksum of its text. It names the
+    partition by its `place_id`, and the segment."""
     return with_checksum(json.dumps({"place": f"{place:016x}", "segment": base, **producers.dump()}))
 
 
 def load_producers(path: str, place: int, base: int) -> Producers | None:
-    """None if the file is missing or damaged: the state is then found in the segments before it. Raises MisplacedFile
-    if it belongs to another partition or segment."""
+    """The state in the file; None if the file is missing or damaged: the state is then found in the segments before it.
+    Raises MisplacedFile if the file belongs to another partition or segment."""
     producers = Producers()
     try:
         text = read_with_checksum(path)

@@ -28,7 +28,7 @@ _SLOT: Final = struct.Struct("<QQQQBB2xI16s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _STRIDE: Final = 64
 _FORMAT: Final = 2
-"""In each slot. Slots of the format before have 0 there, and in the place of the partition."""
+"""The format of a slot. Slots of the format before have 0 here, and 0 in place of the partition."""
 _LOOKS: Final = 5
 """How often a slot that is not whole is read again, because a writer may be writing it."""
 
@@ -65,7 +65,8 @@ class PublishedFile:
         self._identity = (status.st_dev, status.st_ino)
 
     def is_in_place(self) -> bool:
-        """False if the file was removed. Raises DamagedFrame if it was made again: others may write another one."""
+        """Whether the file is still there. Raises DamagedFrame if it was removed and created again: other processes may
+        write to the new file."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -75,14 +76,14 @@ class PublishedFile:
         return True
 
     def last(self) -> Published:
-        """What was published last in any boot, as far as the file tells: up to its end messages were durable, unless
-        the topic's appends are not synced. Counters begin anew with each boot; ends only grow."""
+        """The last published end of any boot. Messages before it were durable, unless the topic's appends are not
+        synced. Counters start anew with each boot; ends only grow."""
         slots, _ = self._slots()
         return max((slot for slot, _ in slots), key=lambda slot: (slot.end, slot.segment), default=NOTHING)
 
     def read(self) -> Published | None:
-        """What is published. None if nothing was in this boot, or if a slot is damaged: that one may be the newer, and
-        only under the lock, with no writer at work, the truth can be found."""
+        """What is published. None if nothing was published since the machine started, or if a slot is damaged: the
+        damaged slot may be the newer one, and only recovery, under the append lock, can find the end."""
         for _ in range(_LOOKS):
             slots, damaged = self._parse()
             if not damaged:
@@ -100,11 +101,12 @@ class PublishedFile:
         return published
 
     def whole(self) -> Published | None:
-        """The newer one of the slots of this boot that are whole; None if none is."""
+        """The newer one of the undamaged slots of this boot; None if there is none."""
         return max(self._parse()[0], default=None)
 
     def is_of_this_boot(self) -> bool:
-        """Whether anything was published in it, as far as the file tells, a damaged slot among them."""
+        """Whether anything was published since the machine started. A damaged slot counts too, if its boot id can be
+        read."""
         data = self._bytes()
         return any(data[at : at + _SLOT.size].endswith(self._boot) for at in (0, _STRIDE))
 
@@ -112,7 +114,7 @@ class PublishedFile:
         return os.pread(self._descriptor, 2 * _STRIDE, 0)
 
     def _parse(self) -> tuple[list[Published], list[int]]:
-        """The slots of this boot, and where those are that are damaged, or that a writer is at."""
+        """The undamaged slots of this boot, and the positions of slots that are damaged or are being written."""
         slots, damaged = self._slots()
         return [slot for slot, boot in slots if boot == self._boot], damaged
 

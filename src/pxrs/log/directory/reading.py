@@ -1,7 +1,8 @@
-"""Reading a partition: sealed segments by map, the tail up to its published end, and what lies around damage.
+"""Reads a partition: sealed segments through memory maps, the last segment up to the published end, and what can be
+read before and behind damage.
 
-Takes no lock of the log. What readers know is kept between reads: which segments are there, maps of a few, the tail's
-index as far as they have read it.
+Takes no lock of the log. A `Reader` keeps between reads: the list of segments, the maps of a few of them, and an index
+of the last segment as far as it was read.
 """
 
 from __future__ import annotations
@@ -43,30 +44,31 @@ class Reader:
         `is_retained`: the topic has a retention setting."""
         self.folder, self.place, self._place_id, self._published = folder, place, place_id, published
         self._is_retained = is_retained
-        self._cache = threading.Lock()  # guards what follows
+        self._cache = threading.Lock()  # guards the fields below
         self._bases: list[int] = []
         self._mapped: OrderedDict[int, Sealed] = OrderedDict()
         self._last_times: dict[int, int] = {}
         self._seen = _Seen(-1)
 
     def start(self) -> int:
-        """The first offset that must be there. If the segment that holds it is missing, whoever reads there is told."""
+        """The first offset that must be there. If the segment that holds it is missing, `read` raises the error."""
         bases = segment_bases(self.folder)
-        # Listed again if there were none: the first append may have come in between.
+        # List the segments again if there were none: the first append may have come in between.
         if not bases and self._published().end and not (bases := segment_bases(self.folder)):
             raise DamagedFrame(self.folder, 0, "messages were published, and every segment is missing")
         known = self.known_start()
         return known if known is not None else (bases[0] if bases else 0)
 
     def known_start(self) -> int | None:
-        """As `read_start` tells it. Called after the segments were listed: retention writes it before it unlinks."""
+        """The first offset by the file `start`; None if it is not known. Call it after the segments are listed, because
+        retention writes `start` before it unlinks segments."""
         return read_start(self.folder, self._place_id, is_retained=self._is_retained)
 
     def read(self, offset: int, max_bytes: int) -> list[Batch]:
         try:
             published = self._published()
         except DamagedFrame:
-            # The tail could not be recovered; what is sealed before it can be read all the same (F5).
+            # The last segment could not be recovered; the sealed segments before it can still be read (F5).
             bases = segment_bases(self.folder)
             if not bases or offset >= bases[-1]:
                 raise
@@ -88,12 +90,12 @@ class Reader:
                     if size >= max_bytes:
                         break
         except DamagedFrame:
-            if not batches:  # else who reads on meets it
+            if not batches:  # otherwise the next read raises it
                 raise
         return batches
 
     def _read_segment(self, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
-        for _ in range(3):  # retention may take a segment away while we look for it
+        for _ in range(3):  # retention may remove the segment between the two calls
             base = self._base_of(offset, published)
             if base == published.segment:
                 try:
@@ -115,7 +117,7 @@ class Reader:
         raise OffsetTrimmed(self.place, offset, self.start())
 
     def _read_tail(self, descriptor: int, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
-        """Closes the file."""
+        """Read from the last segment, up to the published end. Closes the descriptor."""
         path = segment_path(self.folder, published.segment)
         try:
             position = self._tail_index(descriptor, path, published).position_of(offset)
@@ -133,10 +135,10 @@ class Reader:
             os.close(descriptor)
 
     def _tail_bytes(self, descriptor: int, path: str, published: Published, position: int) -> tuple[pa.Buffer, int]:
-        """The published bytes of the tail from this position or before it, and where they begin.
+        """The published bytes of the last segment from this position or an earlier one on, and where they begin.
 
-        A few are read. More are mapped, up to the published end and no further: that much of the file is never cut
-        again (L2), so the map is as safe as one of a sealed segment."""
+        A few bytes are read into memory. More are mapped, up to the published end and no further: this part of the file
+        is never cut (L2), so the map is as safe as that of a sealed segment."""
         is_short = os.fstat(descriptor).st_size < published.segment_bytes
         if is_short or published.segment_bytes - position <= TAIL_READ_BYTES:
             return pa.py_buffer(pread(descriptor, published.segment_bytes - position, position)), position
@@ -150,7 +152,7 @@ class Reader:
             return seen.mapped, 0
 
     def _tail_index(self, descriptor: int, path: str, published: Published) -> Index:
-        """Read the headers that are new since last time, each once."""
+        """Add the headers to the index that were published since the last call."""
         with self._cache:
             if self._seen.base != published.segment:
                 self._seen = _Seen(published.segment)
@@ -159,7 +161,8 @@ class Reader:
                 begin, end = index.segment_bytes, published.segment_bytes
                 for position, header in headers_of(descriptor, path, begin, end, self._place_id):
                     index.note(header, position)
-            except DamagedFrame as damage:  # who reads there meets it; what is around it can be found
+            except DamagedFrame as damage:
+                # A read at that offset raises it; frames before and behind it can still be found.
                 if self._seen.searched < published.segment_bytes:
                     self._seen.searched = published.segment_bytes
                     at, expected = damage.position, index.next_offset or published.segment
@@ -173,7 +176,7 @@ class Reader:
         for _ in range(3):
             try:
                 return self._offset_at(timestamp)
-            except OffsetTrimmed:  # retention was faster
+            except OffsetTrimmed:  # retention has removed the segment
                 self._refresh_bases()
         return self._offset_at(timestamp)
 
@@ -184,7 +187,8 @@ class Reader:
         for base in list(self._bases):
             if base > published.segment:
                 break
-            # Kept for all segments: few bytes each, so that a look for a time need not map every one again.
+            # The last times of all segments are kept, a few bytes each, so that a search by time does not map every
+            # segment again.
             if base in self._last_times and self._last_times[base] < timestamp:
                 continue
             found = self._offset_in(base, timestamp, published)
@@ -224,20 +228,21 @@ class Reader:
             return min(self._bases[at], published.segment)
 
     def _absent(self, offset: int, first: int) -> DamagedFrame | OffsetTrimmed:
-        """Why there is nothing at an offset before `first`, where the first segment begins that is there."""
+        """The error for a read at an offset before `first`, the base of the first segment that is there."""
         start = self.known_start()
         if start is not None and start <= offset:
             return missing_before(self.folder, start, first)
         return OffsetTrimmed(self.place, offset, first if start is None else start)
 
     def forget_dropped(self) -> int:
-        """Look again which segments are there, after some were dropped; the first offset."""
+        """List the segments again after some were removed. Returns the first offset."""
         with self._cache:
             self._bases = segment_bases(self.folder)
             for known in (self._mapped, self._last_times):
                 for base in [base for base in known if base not in self._bases]:
                     del known[base]
-            if not self._bases:  # the last segment is never dropped: somebody has removed it, or the topic is deleted
+            # The last segment is never removed by retention: somebody has removed it, or the topic is deleted.
+            if not self._bases:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.folder)
             return self._bases[0]
 
@@ -265,13 +270,14 @@ class Reader:
             return found
 
     def sealed_segments(self) -> list[SealedSegment]:
-        """Those that retention may remove. Raises MisplacedFile: what belongs to another partition must not go."""
+        """The segments that retention may remove: all but the last one. Raises MisplacedFile, because a file of another
+        partition must not be removed."""
         published = self._published()
         self._refresh_bases()
         found = []
         for base, following in pairwise(self._bases):
             if base < published.segment:
-                with contextlib.suppress(FileNotFoundError):  # another process retains too
+                with contextlib.suppress(FileNotFoundError):  # another process applies the retention too
                     sealed = self._sealed(base)
                     sealed.check_place()
                     found.append(SealedSegment(base, following, sealed.data.size, sealed.last_stored()))
@@ -279,29 +285,30 @@ class Reader:
 
 
 class SealedSegment(NamedTuple):
-    """What retention goes by."""
+    """The properties of a sealed segment by which retention decides."""
 
     base: int
     following: int
-    """The first offset of the next one."""
+    """The first offset of the next segment."""
     bytes: int
     last_stored: int
-    """When the last of its frames was stored."""
+    """When the last frame of the segment was stored."""
 
 
 class _Seen:
-    """The tail as readers know it."""
+    """The index of the last segment, as far as this reader has read it."""
 
     def __init__(self, base: int) -> None:
         self.base = base
         self.index = Index()
         self.mapped: pa.Buffer | None = None
         self.searched = 0
-        """Up to where it was looked for something behind damage."""
+        """The position up to which whole frames were searched for behind damage."""
 
 
 def _batch(header: Header, records: pa.RecordBatch, offset: int) -> tuple[Batch, int]:
-    """The records from the offset on, and what they take in memory, where a frame that was compressed is larger."""
+    """The records of a frame from this offset on, and their size in memory, which is larger than the frame if the frame
+    is compressed."""
     if header.is_gap:
         return Batch(max(offset, header.base_offset), records, _NO_OFFSETS, header.next_offset), header.frame_bytes
     size = header.frame_bytes if header.codec == 0 else max(header.frame_bytes, records.nbytes)

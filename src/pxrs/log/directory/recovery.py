@@ -1,5 +1,5 @@
-"""Finding the end of a partition in its last segment, when the file `published` cannot be used as it is: after a start
-of the machine, if it is damaged, if it is older than the segments, or if it names more bytes than there are.
+"""Finds the end of a partition in its last segment when the file `published` cannot be used: after a start of the
+machine, or if the file is damaged, older than the segments, or names more bytes than there are.
 
 `Partition` calls this under the append lock; only `without_missing`, which changes nothing, is called without it.
 `scanning.py` finds which frames are whole; this module decides what to keep, and publishes the end that was found. No
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Of one partition."""
+    """Finds the end of one partition again."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Recovery:
         """The first offset that retention has left; 0 if that is not known. It is never beyond the end."""
         try:
             return self._known_start() or 0
-        except DamagedFrame:  # raised to whoever asks where the partition begins
+        except DamagedFrame:  # reading the start of the partition raises it
             return 0
 
     def without_missing(self, published: Published) -> Published:
@@ -130,12 +130,12 @@ class Recovery:
         )
 
     def is_outdated(self, published: Published) -> bool:
-        """Whether `published` is an older copy than the segments, or that of another partition and of a format that
-        does not name it. Raises MisplacedFile before anything is cut by what it says.
+        """Whether `published` is an older copy than the segments, or the file of another partition in a format that
+        does not name the partition. Raises MisplacedFile before anything is cut because of it.
 
         A writer that died before it published leaves at most one append behind the published end of the last segment,
-        or an empty segment that begins there. If there is more, `published` is older. The caller holds the append lock;
-        the folder is not listed, because every append calls this."""
+        or an empty segment that begins there. If there is more, `published` is older. The caller holds the append lock.
+        The folder is not listed, because every append calls this."""
         if published.segment_bytes and _size(segment_path(self.folder, published.end)):
             return True
         path = segment_path(self.folder, published.segment)
@@ -292,7 +292,8 @@ class Recovery:
         return Producers()
 
     def _load_producers(self, base: int) -> Producers | None:
-        """None also if the file belongs elsewhere: the state is then found in the segments, as if it were damaged."""
+        """The producers' state in the file; None also if the file belongs to another partition: the state is then found
+        in the segments, as if the file were damaged."""
         path = producers_path(segment_path(self.folder, base))
         try:
             return load_producers(path, self._place_id, base)
@@ -302,7 +303,7 @@ class Recovery:
 
 
 def _size(path: str) -> int:
-    """Of a file; 0 if it is missing."""
+    """The size of a file; 0 if it is missing."""
     try:
         return os.stat(path).st_size
     except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""With durability "os": up to where offsets may have been given away without a sync (docs/decisions/0008)."""
+"""The file `reserved` of a partition with durability "os": every offset below the number in it may have been given to a
+message that was not synced (docs/decisions/0008)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pxrs.errors import DamagedFrame, MisplacedFile
 
 RESERVED: Final = "reserved"
 RESERVED_OFFSETS: Final = 1 << 16
-"""How many are reserved at a time."""
+"""How many offsets are reserved at a time."""
 
 
 def dump_reserved(reserved: int, place: int) -> bytes:
@@ -17,8 +18,8 @@ def dump_reserved(reserved: int, place: int) -> bytes:
 
 
 def read_reserved(folder: str, place: int) -> int:
-    """Every offset that was given away without a sync is smaller. 0 if there was none. Raises DamagedFrame, and
-    MisplacedFile if the file belongs to another partition."""
+    """The first offset that was never reserved; 0 if none was. Raises DamagedFrame, and MisplacedFile if the file
+    belongs to another partition."""
     path = f"{folder}/{RESERVED}"
     try:
         text = read_with_checksum(path)
@@ -27,7 +28,7 @@ def read_reserved(folder: str, place: int) -> int:
     if text is None:
         raise DamagedFrame(path, 0, "the checksum does not match")
     number, _, written_for = text.partition(" ")
-    if written_for and written_for != f"{place:016x}":  # the format before has the number alone
+    if written_for and written_for != f"{place:016x}":  # the format before has no `place`
         raise MisplacedFile(
             path, 0, "it was written for another topic or partition; put back the one that belongs here"
         )

@@ -1,4 +1,4 @@
-"""Which segments of a partition retention may remove. Decides by values; reads no file and no clock."""
+"""Pure: which segments of a partition retention may remove."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pxrs.model import Topic
 
 
 def keep_from(topic: Topic, segments: list[SealedSegment], tail_bytes: int, now: int) -> int:
-    """The first offset to keep. Whole segments are removed, the oldest first, while they are too old or too many bytes.
+    """The first offset to keep. Whole segments are removed, the oldest first, while they are too old or while there are
+    too many bytes.
 
-    segments: those that another one follows, in order. tail_bytes: of the last segment, which is kept."""
+    segments: those that another one follows, in order. tail_bytes: the size of the last segment, which is kept."""
     total = tail_bytes + sum(segment.bytes for segment in segments)
     keep = segments[0].base if segments else 0
     stored = [segment.last_stored for segment in segments]
@@ -24,5 +25,5 @@ def keep_from(topic: Topic, segments: list[SealedSegment], tail_bytes: int, now:
 
 
 def oldest_kept(retention_s: float, now: int) -> int:
-    """What was stored before this time may be removed, in microseconds since 1970."""
+    """The time before which messages may be removed, in microseconds since 1970."""
     return now - int(retention_s * 1_000_000)

@@ -1,13 +1,13 @@
-"""Where the last segment of a partition ends, found in its frames when no published end can be believed.
+"""Where the last segment of a partition ends, found in its frames when the published end cannot be used.
 
 Pure: it looks at bytes and changes nothing. `recovery` and the checker decide by it.
 
-Three things look alike at first, a frame that is not whole:
-- An append that a crash tore. Nothing of its kind was published, and nothing whole lies behind it. It is cut off.
-- Damage. Either what was published ends behind it though no byte is missing, or whole frames lie behind it. Nothing is
+A frame that is not whole has one of three causes:
+- An append that a crash has torn. Nothing of it was published, and nothing whole lies behind it. It is cut off.
+- Damage. Either the published end lies behind it although no byte is missing, or whole frames lie behind it. Nothing is
   cut.
-- A file that ends too early: it is a copy that somebody made while the log was appended to, of which `published` was
-  copied later than the segment. All that is whole is kept, and the offsets up to the published end become a gap.
+- A file that ends too early: a copy that was made while the log was appended to, with `published` copied later than the
+  segment. All whole frames are kept, and the offsets up to the published end become a gap.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Scanned(NamedTuple):
 
     found: list[tuple[int, Header]]
     position: int
-    """Where the last of them ends."""
+    """The position behind the last whole frame."""
     end: int
-    """The offset there."""
+    """The offset behind the last whole frame."""
     damage: DamagedFrame | None
     """Why the bytes behind them are no whole frame of this partition; None if there are none."""
 
@@ -47,7 +47,7 @@ class Damage(NamedTuple):
     position: int
     offset: int
     next_offset: int
-    """The offset of the first whole frame behind it."""
+    """The offset of the first whole frame behind the damage."""
     what: str
 
 
@@ -92,12 +92,12 @@ def _in_order(path: str, offset: int) -> FrameCheck:
 
 
 def is_later_than(offset: int) -> Callable[[Header], bool]:
-    """For `has_later_append`: whether a frame was given an offset behind this one."""
+    """A test for `has_later_append`: whether a frame has an offset behind this one."""
     return lambda header: header.base_offset > offset
 
 
 def check_short(data: pa.Buffer, path: str, base: int, scanned: Scanned, last: Published, place: int) -> None:
-    """Of a segment whose whole frames end before what was published: that its file ends too early, as in a copy that
+    """Check a segment whose whole frames end before what was published: its file must end too early, as in a copy that
     was made under load. Raises DamagedFrame if no byte is missing, or if whole appends lie behind the damage."""
     if scanned.damage is not None and scanning.has_later_append(
         data, path, scanned.position, is_later_than(scanned.end), place
@@ -143,7 +143,7 @@ def next_run(
         if header.base_offset == expected:
             begin, least = damaged + header.frame_bytes, header.next_offset
     except DamagedFrame:
-        pass  # the search begins right behind it
+        pass  # the search begins right behind the header
     while (begin := next_frame(view, path, begin, data.size, place)) < data.size:
         first = read_header(view[begin : begin + HEADER_BYTES], path, begin, place)
         run: list[tuple[int, Header]] = []
@@ -153,7 +153,7 @@ def next_run(
                     break
                 run.append((at, header))
         except DamagedFrame:
-            pass  # it ends there
+            pass  # the run ends there
         if run:
             return run
         begin += ALIGNMENT

@@ -26,15 +26,15 @@ class Sealed:
     """A sealed segment, mapped. Threads share it."""
 
     def __init__(self, path: str, base: int, end_offset: int, place: int) -> None:
-        """`end_offset` is the first offset of the next segment, `place` the partition's `place_id`. Raises
-        FileNotFoundError if retention was faster."""
+        """end_offset: the first offset of the next segment. place: the `place_id` of the partition. Raises
+        FileNotFoundError if retention has removed the segment."""
         self.path, self.base, self.end_offset, self._place = path, base, end_offset, place
         self._run: list[tuple[int, Header]] | None = None
-        """The frames behind the damage that was met; None if none was met."""
+        """The frames behind damage, once damage was found; None before."""
         with pa.memory_map(path) as file:
             self.data: pa.Buffer = file.read_buffer()
         self._is_index_checked = False
-        """The index was compared with all headers of the segment, or made from them."""
+        """Whether the index was compared with all headers of the segment, or made from them."""
         self.index = self._load_index()
 
     def check_place(self) -> None:
@@ -44,10 +44,10 @@ class Sealed:
         except MisplacedFile:
             raise
         except DamagedFrame:
-            pass  # raised to whoever reads the frame
+            pass  # a read of the frame raises it
 
     def last_stored(self) -> int:
-        """When its last frame was stored, as far as that can be told. Raises FileNotFoundError."""
+        """When the last frame of the segment was stored, as far as that is known. Raises FileNotFoundError."""
         try:
             first = read_header(memoryview(self.data)[:HEADER_BYTES], self.path, 0)
             is_stamped = first.place_id is not None
@@ -95,12 +95,12 @@ class Sealed:
         return read_payload(header, self.data.slice(position, header.frame_bytes), self.path, position)
 
     def position_of(self, offset: int) -> int:
-        """Where to begin to look for the offset: at a frame, not behind it."""
+        """The position of a frame from which to search for this offset; not behind it."""
         entry = self._checked(lambda index: index.entry_of(offset))
         return 0 if entry is None else entry.position
 
     def position_at(self, timestamp: int) -> int:
-        """Where to begin to look for the first message of that time or later."""
+        """The position from which to search for the first message of this time or later."""
         entry = self._checked(lambda index: index.entry_at(timestamp))
         return 0 if entry is None else entry.position
 
@@ -155,7 +155,7 @@ class Sealed:
             for position, header in self.frames_from(0):
                 index.note(header, position)
         except DamagedFrame:
-            # What lies before the damage can be found. ANY_TIME makes a search by time meet the damage, and keeps
+            # Frames before the damage are indexed. ANY_TIME makes a search by time reach the damage, and keeps
             # retention from removing the segment.
             index.last_time = index.last_stored = ANY_TIME
         return index
@@ -196,7 +196,7 @@ def last_run(
                 found.append((position, header))
                 begin = position - origin + header.frame_bytes
         except DamagedFrame:
-            pass  # another one: what leads up to it is not certain to be what it seems
+            pass  # more damage: the frames before it are not certain
         if found and begin == data.size and found[-1][1].next_offset == end_offset:
             return found
         begin = max(begin, ALIGNMENT) if found else begin + ALIGNMENT

@@ -1,8 +1,10 @@
-"""Where a partition begins: the file `start` tells segments that retention has removed from segments that are missing.
+"""The file `start` of a partition: its first offset. It distinguishes segments that retention has removed from segments
+that are missing.
 
-Retention writes it, durably, before it unlinks segments: every offset from `start` on must be there. Before the first
-time there is no such file, and the partition begins at 0. Version 0.1 removed segments without writing it: of a topic
-with a retention setting nothing can be said without the file. Where there is no such setting, nothing removes segments.
+Retention writes the file durably before it unlinks segments. Every offset from `start` on must be there. A partition
+from which nothing was removed has no such file and begins at 0. Version 0.1 removed segments without writing the file,
+so the first offset of a topic with a retention setting is not known without it. In a topic without such a setting,
+nothing removes segments.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ _ADVICE: Final = "remove it: the first segment that is there is then taken for t
 
 
 def read_start(folder: str, place: int, *, is_retained: bool) -> int | None:
-    """The first offset that must be there; None if that is not known. Raises DamagedFrame, and MisplacedFile if the
-    file belongs to another partition.
+    """The first offset that must be there; None if it is not known. Raises DamagedFrame, and MisplacedFile if the file
+    belongs to another partition.
 
     place: the partition's `place_id`. is_retained: the topic has a retention setting."""
     path = f"{folder}/{NAME}"
@@ -37,13 +39,13 @@ def read_start(folder: str, place: int, *, is_retained: bool) -> int | None:
 
 
 def write_start(folder: str, place: int, offset: int) -> None:
-    """Durable when it returns. Under the partition's lock."""
+    """Write the file, durably. The caller holds the append lock."""
     replace_file(f"{folder}/{NAME}", with_checksum(f"{offset} {place:016x}"), is_durable=True)
     disk.sync_folder(folder)
 
 
 def missing_before(folder: str, start: int, first: int) -> DamagedFrame:
-    """The error for a partition that begins at `start` and whose first segment that is there begins at `first`."""
+    """The error for a partition that must begin at `start` and whose first segment begins at `first`."""
     return DamagedFrame(
         segment_path(folder, start),
         0,

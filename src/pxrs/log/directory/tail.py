@@ -31,7 +31,7 @@ class Tail:
         self.index = Index()
 
     def learn(self, published: Published) -> None:
-        """Take in the headers up to the published end that are not known yet. Raises DamagedFrame if the frames do not
+        """Read the headers up to the published end that are not known yet. Raises DamagedFrame if the frames do not
         lead to the published end: then the segment or `published` is not the one that belongs here."""
         index, path = self.index, self.segment.path
         begin, end = index.segment_bytes, published.segment_bytes
@@ -56,7 +56,7 @@ class Tail:
             yield header
 
     def note(self, headers: list[Header]) -> int:
-        """Take in frames that this process has appended at the end; the position behind them."""
+        """Note frames that this process has appended at the end. Returns the position behind them."""
         position, now = self.index.segment_bytes, time.time()
         for header in headers:
             self.index.note(header, position)

@@ -82,7 +82,7 @@ class Tailer:
                     self._notifier.remove(watch)
 
     def take(self) -> None:
-        """Note all events that the kernel has queued, and wake those who are concerned."""
+        """Note all events that the kernel has queued, and call the callbacks that they concern."""
         if self._notifier is None:
             return
         concerned: dict[Followed, set[int] | None] = {}
@@ -130,7 +130,7 @@ class Tailer:
             topic.note_all()
 
     def close(self) -> None:
-        """Idempotent. Those who wait must be woken by the topics, which know that they are closed."""
+        """Idempotent. The topics, which know that they are closed, must wake the threads that wait."""
         self._is_closed = True
         self.thread.close()
 

@@ -50,7 +50,7 @@ class DirectoryTopic(TopicLog):
     """One topic, its partitions opened as they are used."""
 
     def __init__(self, topic: Topic, folder: Path, timeout: float, place: OpenedDirectory, tailer: Tailer) -> None:
-        """place: the directory of the whole log. tailer: that of the whole log, which tells of changes."""
+        """place: the directory of the whole log. tailer: the tailer of the whole log."""
         self.topic, self.name, self.id, self.partitions = topic, topic.name, topic.id, topic.partitions
         self.keeps_unread = topic.keeps_unread
         self.is_name_durable = False
@@ -71,7 +71,7 @@ class DirectoryTopic(TopicLog):
         self._place.check()  # the segments are listed by path; nothing that is open is looked at
         for partition in partitions:
             with self._reading(partition) as opened:
-                start = opened.reader.start()  # before the end, which never lies before it then
+                start = opened.reader.start()  # read before the end, so that the end is not before it
                 found[partition] = Bounds(start, opened.published().end)
         self._folder.check()
         return found
@@ -83,7 +83,7 @@ class DirectoryTopic(TopicLog):
     def ends(self) -> list[int]:
         self._check_usable()
         found = self._ends.look()
-        self._folder.check()  # a deletion moves the folder away first: its files may tell of that much later
+        self._folder.check()  # a deletion moves the folder first: the open files may stay for much longer
         return found
 
     def ends_problem(self) -> str | None:
@@ -205,14 +205,14 @@ class DirectoryTopic(TopicLog):
             if is_readable:
                 found.append(partition)
         if not found:
-            # Nothing is read now that would notice it. A deletion moves the folder first: the files in it, which are
-            # what the kernel tells of, go later.
+            # No file that is read here shows a deletion: it moves the folder first, and the watched files in it are
+            # removed later.
             self._place.check()
             self._folder.check()
         return found
 
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
-        """The kernel tells of each partition's published end, whether it moves in this process or another."""
+        """Watch the published end of each partition, in this process and others: see `Ends.subscribe`."""
         chosen = tuple(partitions)
         self._check_usable()
         for partition in chosen:
@@ -225,9 +225,6 @@ class DirectoryTopic(TopicLog):
                 f"{self.name}: the system refused to tell of changes: {disk.explain(error)}; see also `sysctl "
                 "fs.inotify.max_user_instances fs.inotify.max_user_watches`"
             ) from error
-
-    def wake(self) -> None:
-        self._ends.wake_all()
 
     def _watched_path(self, partition: int) -> str:
         """The file that is modified when the partition's published end moves, for the kernel to watch. That file may be
@@ -246,7 +243,7 @@ class DirectoryTopic(TopicLog):
                     segments = partition.reader.sealed_segments()
                     keep = keep_from(self.topic, segments, partition.published().segment_bytes, now)
                     keep = min(keep, (unread or {}).get(number, keep))
-                    # Whole segments go: the start is the end of the last one of which nothing is kept.
+                    # Whole segments are removed: the start is the end of the last one of which nothing is kept.
                     dropped = [each.following for each in segments if each.following <= keep]
                     if dropped:
                         plan.starts[number] = dropped[-1]
@@ -318,7 +315,8 @@ _in_use: weakref.WeakSet[DirectoryTopic] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A lock belongs to the open file, which a forked child would share and keep locked after its parent's death."""
+    """Close the files in a forked child: the child would share the lock of an open file, and keep it after the parent
+    has died."""
     for topic in list(_in_use):
         for partition in list(topic._open.values()):
             partition.let_go()

@@ -26,7 +26,7 @@ class TopicFolder:
             self._directory.check()
             return False
         except OSError:
-            return True  # it is not known: the error that the caller has is then the better one to raise
+            return True  # not known: then the error that the caller has is raised
         return True
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ from pxrs.errors import LogBusy
 
 _logger: Final = logging.getLogger(__name__)
 _PAUSE_S: Final = 0.005
-"""Between two tries to take the lock of the folder `topics`."""
+"""The pause between two tries to take the lock of the folder `topics`."""
 
 
 class TopicNames:
@@ -44,22 +44,22 @@ class TopicNames:
         os.symlink(_target(topic_id), link)
 
     def may_be_claimed(self, name: str, topic_id: str) -> bool:
-        """Whether the name's link leads to this topic. True, and logged, if that cannot be told."""
+        """Whether the link of this name points to this topic. True, and logged, if that is not known."""
         path = self.links / name
         try:
             return os.readlink(path) == _target(topic_id)
         except FileNotFoundError:
             return False
         except OSError as error:
-            if error.errno == errno.EINVAL:  # it is no link
+            if error.errno == errno.EINVAL:  # not a link
                 return False
             what = disk.explain(error, path)
             _logger.warning("%s: what was prepared for a topic is kept, since it may be in use", what)
             return True
 
     def release(self, name: str) -> str:
-        """Move a topic's link away, which deletes the topic; the name of the folder that it led to. Raises
-        FileNotFoundError if another process was faster."""
+        """Move the link of a topic away, which deletes the topic. Returns the name of the folder that the link pointed
+        to. Raises FileNotFoundError if another process has deleted the topic."""
         with self._locked():
             link = self.links / name
             target = os.readlink(link)
@@ -68,9 +68,9 @@ class TopicNames:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of the folder `topics`. Everyone who removes a topic's link holds it, so that the link that is
-        removed is the one that was read, and not that of a topic that another process has made meanwhile under the same
-        name. Making a link needs no lock."""
+        """Hold the lock of the folder `topics`. A process must hold it to remove the link of a topic, so that it
+        removes the link that it has read, and not that of a topic which another process has created meanwhile under the
+        same name. Creating a link needs no lock."""
         descriptor = os.open(self.links, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             until = time.monotonic() + self._timeout
@@ -90,7 +90,12 @@ class TopicNames:
         Several processes may do this at once. An error is logged: the topics are deleted all the same, and the next
         process that creates or deletes a topic tries again."""
         try:
-            for link in self.links.glob(".deleted-*"):
+            links = list(self.links.glob(".deleted-*"))
+            if links:
+                # The process that moved a link may not have synced that yet. If a power loss undid it after files of
+                # the folder were removed, the topic would be back without its messages.
+                disk.sync_folder(self.links)
+            for link in links:
                 with contextlib.suppress(FileNotFoundError):
                     folder = self.folders / os.path.basename(os.readlink(link))
                     with contextlib.suppress(FileNotFoundError):

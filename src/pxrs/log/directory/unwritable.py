@@ -1,17 +1,17 @@
-"""The published end of a partition for a process that may read its files and not write them.
+"""The published end of a partition, for a process that may read its files but not write them.
 
-Such a process does not make `published`, and cannot find the end anew after the machine was started again: recovery
-cuts a torn append and syncs before it publishes (`recovery.py`). Until a process with write permission has done that,
-it shows only messages that are known to be on disk (L1):
+Such a process cannot create `published`, and cannot rebuild the end after a start of the machine, because recovery cuts
+a torn append and syncs the segment (`recovery.py`). Until a process with write permission has done that, this process
+shows only messages that are known to be on disk (L1):
 
 - What `published` says was published in this boot. If one of its two slots is damaged, what the other one says: a slot
-  is written after the sync, so an older end is a smaller one, never a wrong one.
-- After another boot: what was published before it, where each append is synced (durability "disk"). With durability
+  is written after the sync, so the other slot may name a smaller end, but never one that is not synced.
+- After a start of the machine: what was published before, if each append is synced (durability "disk"). With durability
   "os" a power loss may have taken any of that.
-- All before the last segment: a segment is synced before the next one is made, with either durability.
+- All segments before the last one: a segment is synced before the next one is made, with either durability.
 
-It never waits for a writer. What it leaves out is logged once for each open partition, and is the `problem` of the end
-that it shows: that end is a lower bound then, and the lag of a group is not known.
+It never waits for a writer. If messages may be left out, that is logged once for each open partition, and `problem`
+says so: the end is then a lower bound, and the lag of a group is not known.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pxrs.log.directory.segments.files import segment_bases, segment_path
 _logger = logging.getLogger(__name__)
 _LOOKS: Final = 20
 _PAUSE_S: Final = 0.001
-"""Between two looks at a slot that is not whole: a writer may just be writing it."""
+"""The pause before a slot that is not whole is read again: a writer may be writing it at this moment."""
 
 
 class UnwritablePublished(PublishedFile):
-    """The file, open to be read. Threads share it. The file may be missing: the first process that opens the partition
-    with write permission makes it, before it makes the first segment."""
+    """The file `published`, open for reading. Threads share it. The file may be missing: the first process that opens
+    the partition with write permission creates it before the first segment."""
 
     def __init__(self, folder: str, path: str, place: str, place_id: int, *, is_synced: bool) -> None:
         """place, place_id: name the partition in messages and in files. is_synced: the choice of durability."""
@@ -42,9 +42,10 @@ class UnwritablePublished(PublishedFile):
         self._opening = threading.Lock()
         self._is_open = self._is_closed = False
         self._best = NOTHING
-        """What was found with the highest end so far. An end that was shown is never taken back."""
+        """The highest end that was shown so far. An end that was shown is never taken back."""
         self._damaged: bytes | None = None
-        """The content of the file when a slot of it was found damaged, and no writer was at it."""
+        """The content of the file when `_look_again` last found a slot that stays damaged, so that no writer is writing
+        it."""
         self._is_told = False
         """Whether `problem` was logged."""
         self.problem: str | None = None
@@ -54,7 +55,7 @@ class UnwritablePublished(PublishedFile):
         self._open()
 
     def _open(self) -> bool:
-        """False if the file is not there yet."""
+        """Open the file. False if it does not exist yet."""
         with self._opening:
             if not self._is_open and not self._is_closed:
                 try:
@@ -62,18 +63,18 @@ class UnwritablePublished(PublishedFile):
                 except FileNotFoundError:
                     return False
                 self._is_open = True
-                if self._is_closed:  # by another thread, just now
+                if self._is_closed:  # another thread has closed it
                     super().close()
             return True
 
     def is_in_place(self) -> bool:
-        """True. Raises DamagedFrame if somebody has removed the file."""
+        """Always True. Raises DamagedFrame if somebody has removed the file."""
         if self._is_open and not super().is_in_place():
             raise DamagedFrame(self.path, 0, "somebody has removed it; open the log again, in every process")
         return True
 
     def read(self) -> Published:
-        """What may be read. Raises MisplacedFile."""
+        """The end up to which messages may be read. Raises MisplacedFile."""
         published = super().read() if self._open() else None
         if published is None and self._is_open:
             published = self._look_again()
@@ -87,7 +88,8 @@ class UnwritablePublished(PublishedFile):
         return published
 
     def _look_again(self) -> Published | None:
-        """After a slot was found that is not whole: give a writer time to finish it. None if it stays as it is."""
+        """Read the file again after a slot was not whole, so that a writer has time to finish it. None if the slot
+        stays as it is."""
         for _ in range(_LOOKS):
             if self._bytes() == self._damaged or not self._parse()[1]:
                 return None
@@ -98,9 +100,10 @@ class UnwritablePublished(PublishedFile):
         return None
 
     def _known(self) -> tuple[list[int], Published]:
-        """The segments, and up to where messages are known to be on disk, although nothing is published, or not all of
-        it is whole."""
-        bases = segment_bases(self._folder)  # first: what is published meanwhile then only adds to it
+        """The segments that are there, and the end up to which messages are known to be on disk, if nothing is
+        published since the machine started or a slot is damaged."""
+        # Listed before `published` is read: what is published in between can only make the end larger.
+        bases = segment_bases(self._folder)
         published = NOTHING
         if self._open():
             published = self.whole() or (self.last() if self._is_synced else NOTHING)
@@ -109,8 +112,8 @@ class UnwritablePublished(PublishedFile):
         return bases, published
 
     def _hidden(self, bases: list[int], published: Published) -> str | None:
-        """Why messages may be left out if only those before this end are shown; logged the first time. None if the
-        files hold no more than that."""
+        """Why messages may follow this end that are not shown; None if the files hold nothing behind it. Logged the
+        first time."""
         if not bases or published.segment > bases[-1]:
             return None
         shown = published.segment_bytes if published.segment == bases[-1] else 0
@@ -127,6 +130,6 @@ class UnwritablePublished(PublishedFile):
         return problem
 
     def close(self) -> None:
-        """Takes no lock: in a forked child, a thread that is not there may hold it."""
+        """Takes no lock, because in a forked child the lock may be held by a thread that does not exist there."""
         self._is_closed = True
         super().close()

@@ -1,10 +1,10 @@
-"""Staging: what every place for the rows of unpublished batches does.
+"""The contract of a staging place, where the rows of unpublished batches are kept.
 
 A staged file is written once, by one attempt of one task, under a name of its own. It counts only if a manifest names
 it: attempts that failed, or that lost a race against another attempt, leave files that `clear` or `sweep` removes.
 
 Every method may be called by several processes at once. A file can be removed at any moment once its batch is
-published, also while a task that repeats the batch still writes it.
+published, even while a task that repeats the batch still writes it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Staged(NamedTuple):
     """What one attempt of a task has staged."""
 
     name: str | None
-    """Of the file; None if the task had no rows."""
+    """The name of the file; None if the task had no rows."""
     rows: int
 
 
 class TaskStaging(ABC):
-    """What a task needs. An implementation can be pickled, and holds nothing that an executor must not have, such as
-    the address of the registry."""
+    """The part that a task uses. An implementation can be pickled, and contains nothing that an executor must not have,
+    such as the address of the registry."""
 
     @abstractmethod
     def announce(self, query: str, batch: int, run: str, feed: Feed) -> None:
@@ -41,12 +41,12 @@ class TaskStaging(ABC):
     def stage(self, topic: Topic, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]) -> Staged:
         """Write a task's rows for the topic. Raises InvalidRecord for rows that the topic's log would refuse.
 
-        If the batch is published meanwhile, the file may be gone when this returns. It is named all the same: whoever
-        tries to publish it finds the batch published, or misses the file."""
+        If the batch is published meanwhile, the file may be gone when this returns. The name is returned all the same:
+        the driver that tries to publish the file then finds that the batch is published, or that the file is gone."""
 
 
 class Staging(TaskStaging):
-    """What the driver needs as well. Topics are named by their ids."""
+    """The part that the driver uses as well. Topics are named by their ids."""
 
     @abstractmethod
     def check_writable(self) -> None:
@@ -54,7 +54,7 @@ class Staging(TaskStaging):
 
     @abstractmethod
     def feeds(self, query: str, batch: int, run: str) -> list[Feed]:
-        """What the tasks of this batch have announced in this run, one feed for each source of the query."""
+        """The feeds that the tasks of this batch have announced in this run, one for each source of the query."""
 
     @abstractmethod
     def chunks(self, topic: str, query: str, batch: int, files: Iterable[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -83,8 +83,8 @@ class Staging(TaskStaging):
 
     @abstractmethod
     def keep_topic(self, topic: str) -> None:
-        """Have `topics` name this topic from now on, also if nothing is staged for it. A failure is only logged:
-        the batch is published, and what is left of the topic after its deletion is then not found by `topics`."""
+        """Make `topics` return this topic from now on, even if nothing is staged for it. A failure is only logged,
+        because the batch is published; what remains of the topic after its deletion may then never be removed."""
 
     @abstractmethod
     def topics(self) -> list[str]:

@@ -39,12 +39,13 @@ from pxrs.publishing.staging.rows import pieces_of
 _logger = logging.getLogger(__name__)
 
 _TOPIC_ID: Final = re.compile(r"[0-9a-f]{32}")
-"""As `create_topic` makes them. A folder with another name is not that of a topic."""
+"""The form of a topic's id. A folder with another name does not belong to a topic."""
 _PARTITION: Final = b"partition"
-"""The metadata of a record batch in a staged file under which its partition is."""
+"""The key in the metadata of a staged record batch whose value is the partition."""
 _ORPHAN_S: Final = 86_400.0
 _OLD_FEED_S: Final = 30 * 86_400.0
-"""Long, because a batch that is still running would be published without its checkpoints if its feed were removed."""
+"""The age at which a feed is removed. It is long, because a batch that is still running would be published without its
+checkpoints if its feed were removed."""
 _TRIES_MAX: Final = 10
 
 
@@ -64,7 +65,7 @@ class DirectoryStaging(Staging):
         path = self._root / "feeds" / query / f"{batch}-{run}-{feed.incarnation}.json"
         if path.exists():
             return
-        # Not synced: after a power loss another run reads the batch again, and announces it again.
+        # Not synced: after a power loss, the next run reads the batch again and announces it again.
         beside = path.with_suffix(f".{uuid.uuid4().hex}")
         with _new_file(beside, lambda folder: folder.mkdir(parents=True, exist_ok=True)) as file:
             file.write(feed.dump().encode())
@@ -75,7 +76,7 @@ class DirectoryStaging(Staging):
         folder = self._root / "feeds" / query
         with contextlib.suppress(FileNotFoundError):
             for other in os.listdir(folder):
-                if int(other.partition("-")[0]) < before:
+                if _is_below(other.partition("-")[0], before):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(folder / other)
 
@@ -118,8 +119,8 @@ class DirectoryStaging(Staging):
                 raise BatchRefused(f"the staged file {folder / name} cannot be read: {error}") from error
 
     def make_durable(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:
-        # A task syncs the folder that its file is in, but not the folders above it if they were there already: the
-        # process that made them may have died before it synced them.
+        # A task syncs the folder that its file is in, but not the folders above if they existed already: the process
+        # that made those may have died before it synced them.
         folder = self._folder(topic, query, batch)
         try:
             for above in folder.parents[:4] if files else ():
@@ -137,24 +138,22 @@ class DirectoryStaging(Staging):
         folder = self._root / topic / query
         with contextlib.suppress(FileNotFoundError):
             for other in os.listdir(folder):
-                if int(other) <= batch:
+                if _is_below(other, batch + 1):
                     shutil.rmtree(folder / other, ignore_errors=True)
         _remove_if_empty(folder)  # it is not empty if tasks of the next batch have begun to stage
         self._clear_feeds(query, batch + 1)
 
     def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
         now = time.time() if now is None else now
-        with contextlib.suppress(FileNotFoundError):
-            for query in (self._root / topic).iterdir():
-                if needed.get(query.name, -1) is None:
-                    continue
-                for batch in query.iterdir():
-                    if batch.name != str(needed.get(query.name)):
-                        _remove_old(batch, now - _ORPHAN_S)
-                _remove_if_empty(query)
-        with contextlib.suppress(FileNotFoundError):
-            for query in (self._root / "feeds").iterdir():
-                _remove_old(query, now - _OLD_FEED_S)
+        for query in _folders_in(self._root / topic):
+            if needed.get(query.name, -1) is None:
+                continue
+            for batch in _folders_in(query):
+                if batch.name != str(needed.get(query.name)):
+                    _remove_old(batch, now - _ORPHAN_S)
+            _remove_if_empty(query)
+        for query in _folders_in(self._root / "feeds"):
+            _remove_old(query, now - _OLD_FEED_S)
 
     # Topics.
 
@@ -162,7 +161,9 @@ class DirectoryStaging(Staging):
         try:
             (self._root / topic).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            _logger.warning("what is staged for topic %s may stay when the topic is deleted: %s", topic, error)
+            _logger.warning(
+                "what is staged for topic %s may not be removed when the topic is deleted: %s", topic, error
+            )
 
     def topics(self) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -182,14 +183,26 @@ class DirectoryStaging(Staging):
 
 
 def _new_file(path: Path, make_folders: Callable[[Path], None]) -> pa.OSFile:
-    """A new file, for which its folder is made. Another process may remove the folder as long as it is empty, so that
-    both are tried again."""
+    """Open a new file, and make its folder. Another process may remove the folder while it is empty, so both steps are
+    repeated if that happens."""
     for _ in range(_TRIES_MAX - 1):
         with contextlib.suppress(FileNotFoundError):
             make_folders(path.parent)
             return pa.OSFile(str(path), "wb")
     make_folders(path.parent)
     return pa.OSFile(str(path), "wb")
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """None if it is gone. Files that somebody else has put there are left alone."""
+    with contextlib.suppress(FileNotFoundError):
+        return [each for each in folder.iterdir() if each.is_dir()]
+    return []
+
+
+def _is_below(batch: str, limit: int) -> bool:
+    """Whether this is the number of a batch, and below the limit. Another name is that of somebody else's file."""
+    return batch.isascii() and batch.isdigit() and int(batch) < limit
 
 
 def _sync(path: Path) -> None:
@@ -202,7 +215,7 @@ def _sync(path: Path) -> None:
 
 def _remove_old(folder: Path, before: float) -> None:
     """Remove a folder of files if nothing in it was written since `before`, in seconds since 1970. A file that is added
-    meanwhile stays, and its folder."""
+    meanwhile stays, with its folder."""
     with contextlib.suppress(FileNotFoundError):
         files = list(folder.iterdir())
         if max(each.stat().st_mtime for each in (folder, *files)) < before:

@@ -1,4 +1,4 @@
-"""The rows of a task, cut into pieces that are appended to a partition as a whole."""
+"""Cuts the rows of a task into pieces, each of which is appended to one partition as a whole."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ HAS_LEADER: Metadata = (("hasleader", "true"),)
 
 _CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),
-    # Else gRPC gives a new channel the old one's socket, and its waiting time after a failure.
+    # Otherwise gRPC gives a new channel the socket of the old one, and its waiting time after a failure.
     ("grpc.use_local_subchannel_pool", 1),
     # etcd hangs up on a client that pings more often than every 5 s, or with no call under way.
     ("grpc.keepalive_time_ms", 7_000),

@@ -47,12 +47,12 @@ class Fault:
 
     @property
     def was_answered(self) -> bool:
-        """Whether a member said this, so that the connection to it is good."""
+        """Whether a member has answered, so that the connection to it works."""
         return self.proof is not Proof.LOST or self.text.startswith(_ANSWER)
 
     @property
     def is_final(self) -> bool:
-        """Whether the same call, with the same token, would meet it again."""
+        """Whether the same call, with the same token, would fail in the same way again."""
         return self.proof in (Proof.FINAL, Proof.LOGIN, Proof.FULL)
 
     def error(self, where: str) -> RegistryError:

@@ -226,7 +226,8 @@ class Link:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise AccessDenied(f"{self.where}: the user or the password was refused") from None
-            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:  # else the server asks nobody for a name
+            # Otherwise authentication is off on the server, and no user is needed.
+            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
                 self._give_up(connection)
                 raise
         with self._lock:
@@ -242,7 +243,8 @@ def _seconds_to(until: float) -> float:
 
 
 def _sender(connection: Connection, metadata: Metadata, until: float, repeatable: bool) -> Send:
-    """What can be done twice leaves time for another member; what cannot has all the time there is."""
+    """The time limit of a request: a repeatable one leaves time for another member, any other has all the time there
+    is."""
     if repeatable:
         now = time.monotonic()
         until = min(until, now + max((until - now) / 2, ATTEMPT_S_MIN))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 COUNTED_MAX = 1000
-"""How many keys a range may hold before the next one is made narrower: counting so many costs little."""
+"""How many keys a range may hold before the next one is made narrower. Counting this number of keys costs little."""
 PREFIXES_MAX = 1000
 
 
@@ -42,7 +42,8 @@ class Narrowing:
         yield end
 
     def learn(self, prefix: bytes, counted: int, widened: int, head: bytes | None) -> None:
-        """A scan's first range held `counted` keys, and had to be widened so many times. `head`: see `_Learned`."""
+        """A scan's first range held `counted` keys, and had to be widened this number of times. `head`: see
+        `_Learned`."""
         if len(self._learned) >= PREFIXES_MAX and prefix not in self._learned:
             self._learned.clear()
         learned = self._learned.setdefault(prefix, _Learned())

@@ -123,10 +123,6 @@ class EtcdRegistry(Registry):
         try:
             # What writes nothing is a read, and may be repeated like one.
             response = self._keys.call(lambda send: send("txn", request), repeatable=not commit.changed)
-        except LeaseExpired:
-            if commit.lease is not None:
-                commit.lease.expire()
-            raise
         except StorageFull as error:
             self._was_full = True
             if not commit.changed:
@@ -169,7 +165,6 @@ class EtcdRegistry(Registry):
     def _refusal(self, commit: Commit, response: Any) -> RegistryError:
         found = [answer.response_range.kvs for answer in response.responses]
         if commit.lease is not None and not found[-1]:
-            commit.lease.expire()
             return LeaseExpired(f"lease {commit.lease.id} has ended in etcd; take a new one and claim again")
         versions = [entries[0].mod_revision if entries else ABSENT for entries in found]
         return Conflict(

@@ -39,6 +39,7 @@ from pxrs.errors import AccessDenied, Closed, RegistryError, RegistryUnavailable
 from pxrs.registry.etcd.connection import Connection, Metadata
 from pxrs.registry.etcd.faults import Fault, Proof, fault_of
 from pxrs.registry.etcd.link import PAUSE_S_MAX, PAUSE_S_MIN, Link
+from pxrs.waiting import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +105,15 @@ class Stream:
                     for each in ranges.values():
                         self._outbox.put(each)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._follow_always, name="pxrs-etcd-watch", daemon=True)
-                    self._thread.start()
+                    self._thread = start_thread(self._follow_always, "pxrs-etcd-watch")
                 self._hurry.set()
                 while not all(each.was_live for each in ranges.values()):
                     failures = [each.failure for each in ranges.values() if each.failure is not None]
                     if failures:
                         raise failures[0]
                     self._check_open()
+                    if any(each.is_removed for each in ranges.values()):
+                        raise Closed("the watch was closed while it was made")
                     if not self._lock.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
                         raise self._failure or RegistryUnavailable("etcd did not confirm a watch in time")
         except BaseException:
@@ -151,6 +153,7 @@ class Stream:
             if self._ranges.get(key) is watched:
                 del self._ranges[key]
             watched.is_removed, watched.is_live = True, False
+            self._lock.notify_all()  # the thread that waits in `open` for this range
             if watched.id is not None:
                 self._by_id.pop(watched.id, None)
                 if self._outbox is not None:

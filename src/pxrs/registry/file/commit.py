@@ -39,6 +39,7 @@ from pxrs.registry.file.codec import encode_entry
 from pxrs.registry.file.folder import Generation
 from pxrs.registry.file.journal import Journal, NotMade, Published
 from pxrs.registry.file.lease import is_over
+from pxrs.registry.lease import is_id
 from pxrs.registry.limit import seconds_left
 from pxrs.registry.state import Change, State
 
@@ -240,7 +241,7 @@ class SharedJournal:
         """Remove the files of leases that never began, because their process died, and end all leases that are over."""
         names = {entry.name for entry in os.scandir(self.lease_folder)}
         for name in names - known:
-            if self.is_over(name):
+            if is_id(name) and self.is_over(name):
                 self._remove_lease_file(name)
         self.end_leases([lease for lease in known if self.is_over(lease)])
 
@@ -275,9 +276,15 @@ class SharedJournal:
             self.wake(keys)
 
     def end_leases(self, leases: Sequence[str]) -> None:
-        """Write the end of these leases into the journal, unless another process has done so; remove their files."""
+        """Remove the files of these leases, then write their end into the journal, unless another process has done so.
+
+        In this order: without its file a lease is over, so if this process is killed in between, any other process
+        writes the end. The other way round, a process that renews the lease would go on to do so, and would take the
+        lease for alive although its keys are gone."""
         if not leases:
             return
+        for lease in leases:
+            self._remove_lease_file(lease)
 
         def check() -> None:
             if not any(lease in self.journal.state.leases for lease in leases):
@@ -285,13 +292,11 @@ class SharedJournal:
 
         with contextlib.suppress(_Ended):
             self.publish(Change(leases_end=tuple(leases)), check)
-        for lease in leases:
-            self._remove_lease_file(lease)
 
     def _remove_lease_file(self, lease: str) -> None:
         try:
             (self.lease_folder / lease).unlink(missing_ok=True)
-        except OSError as error:  # the journal has the end of the lease; the next compaction removes the file
+        except OSError as error:  # the lease ends in the journal all the same; the next compaction removes the file
             log.warning("%s: the file of lease %s was left: %s", self.url, lease, error)
 
     # Errors.

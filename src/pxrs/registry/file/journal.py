@@ -17,7 +17,7 @@ compaction gets `ENOENT`, never an entry of another generation under the number 
 Durable before acknowledged: the scratch file is synced before the link, the folder after it; whoever follows a seal
 syncs the folder that holds it before writing behind it. A failure after the link is an unknown outcome.
 
-A missing entry has one of two causes, and they are told apart:
+A missing entry has one of two causes, which are distinguished:
 - A power loss may keep an entry and lose the one before it, if neither was synced. Then neither was acknowledged, and
   whoever opens the registry next publishes a seal in the place of the missing entry: it cuts off what lies behind.
 - Something other than pxrs removed the file. Each entry records up to which number its author had synced, and entries
@@ -158,7 +158,8 @@ class Journal:
 
     def _follow(self, seal: Seal) -> bool:
         """Go on in the folder that the seal names; False if that is gone too and all was loaded anew."""
-        # What is written behind the seal must not outlive it.
+        # Sync the seal first, so that a power loss cannot keep an entry of the next generation and lose the seal before
+        # it.
         sealed = self.generation
         sealed.sync()
         try:
@@ -339,8 +340,8 @@ class Journal:
         except (OSError, RegistryReplaced) as error:
             raise OutcomeUnknown(f"{generation.path}: published, but then: {error}") from error
         if not in_place:
-            # Either others have sealed and moved the folder behind our entry, or the link went into a folder that
-            # was being removed. It cannot be told, so it is not guessed.
+            # Either other processes have sealed the generation and moved the folder behind this entry, or the link went
+            # into a folder that was being removed. Which of the two is not known, so the outcome is unknown.
             raise OutcomeUnknown(f"{generation.path} was compacted in the very moment of the commit")
         changed: list[str] = []
         if isinstance(step, Change):  # a seal is followed by reading it, as all others do
@@ -362,7 +363,8 @@ class Journal:
         with self.prepared(encode_entry(step, self.synced)) as scratch:
             sealed = self.publish(scratch, step) is not None
         if not sealed:
-            with contextlib.suppress(FileNotFoundError):  # those who were first may have compacted it away already
+            # The process that published first may have compacted it away already.
+            with contextlib.suppress(FileNotFoundError):
                 os.rmdir(self.generations / step.successor)
         return sealed
 

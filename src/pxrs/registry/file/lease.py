@@ -24,7 +24,9 @@ that is stopped in between keeps others from renewing this one lease, which then
 
 The flock belongs to the open file, which a forked child would share and keep alive: the child closes its copy at once.
 
-File format: expiry, boot id, ttl, whether it is held. Version 0.1 wrote the first two only, for held leases.
+File format: expiry, boot id, ttl, whether it is held. Version 0.1 wrote the first two only, for held leases. The file
+is not synced, because no lease outlives the boot of the machine. A power loss may leave a file that is shorter than
+that, or empty: its lease is over, as every lease of an earlier boot is.
 """
 
 from __future__ import annotations
@@ -201,7 +203,7 @@ def expiry_of(path: str | os.PathLike[str]) -> float | None:
     try:
         if _read(descriptor).is_held:
             with contextlib.suppress(BlockingIOError):
-                # A shared lock: two who ask at once must not take each other for the holder.
+                # A shared lock: two processes that ask at the same time must not take each other for the holder.
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
         record = _read(descriptor)
@@ -231,6 +233,8 @@ def read(path: str | os.PathLike[str]) -> Record | None:
 
 def _read(descriptor: int) -> Record:
     data = os.pread(descriptor, _WHOLE.size, 0)
+    if len(data) < _DATE.size:  # no process writes so few bytes: a power loss has cut the file off
+        return Record(float("-inf"), b"", None, False)
     if len(data) < _WHOLE.size:
         expiry, boot = _DATE.unpack_from(data)
         return Record(expiry, boot, None, True)

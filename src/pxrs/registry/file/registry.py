@@ -107,9 +107,7 @@ class FileRegistry(Registry):
         with self._watching_lock:
             if self._watcher is None:
                 with self.shared.os_errors():
-                    watcher = FileWatcher(self.shared)
-                watcher.thread.start()
-                self._watcher = watcher
+                    self._watcher = FileWatcher(self.shared)
         self._watcher.await_armed(self._timeout)
 
     def _is_idle(self) -> bool:

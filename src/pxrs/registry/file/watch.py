@@ -28,6 +28,7 @@ from pxrs.errors import RegistryUnavailable
 from pxrs.inotify import CLOSE_WRITE, CREATE, DELETE, MOVE_SELF, Notifier
 from pxrs.registry.file.commit import SharedJournal
 from pxrs.registry.file.lease import expiry_of, read
+from pxrs.waiting import start_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,7 +40,7 @@ WATCH_RETRY_S: Final = 0.5
 
 
 class FileWatcher:
-    """One thread for each open file registry, started with the first watch."""
+    """One thread for each open file registry, made and started with the first watch."""
 
     def __init__(self, journal: SharedJournal) -> None:
         self._journal = weakref.ref(journal)
@@ -47,7 +48,6 @@ class FileWatcher:
         the thread ends."""
         self._url = journal.url
         self.notifier = Notifier()
-        self.thread = threading.Thread(target=self._run, name="pxrs-file-watch", daemon=True)
         self._armed = threading.Event()
         self._stopped = threading.Event()
         self._trouble: Exception | None = None
@@ -56,10 +56,16 @@ class FileWatcher:
         self._due: dict[str, float] = {}
         """The expiry of each living lease, on the machine's clock, as its file had it when it was last read."""
         self._suspects: dict[str, int] = {}
-        """Leases whose file was closed, perhaps because their holder is dying, and how often each was looked at."""
+        """Leases whose file was removed, or was closed, perhaps because their holder is dying; and how often the thread
+        has looked at each."""
+        try:
+            self.thread = start_thread(self._run, "pxrs-file-watch")
+        except BaseException:
+            self.notifier.close()
+            raise
 
     def await_armed(self, timeout: float) -> None:
-        """Return when every later change causes an event. Raises RegistryUnavailable after so many seconds."""
+        """Return when every later change causes an event. Raises RegistryUnavailable after this number of seconds."""
         if not self._armed.wait(timeout):
             raise RegistryUnavailable(f"{self._url}: no watch could be set up: {self._trouble}")
 
@@ -68,7 +74,7 @@ class FileWatcher:
         self.notifier.interrupt()
 
     def stop(self, timeout: float) -> None:
-        """End the thread; wait for that no longer than so many seconds."""
+        """End the thread, and wait for its end for at most this number of seconds."""
         self._stopped.set()
         self.notifier.interrupt()
         self.thread.join(timeout)

@@ -33,7 +33,7 @@ from pxrs.registry.sql.database import Row, TransactionAborted
 from pxrs.registry.sql.statements import ALIVE, Call, Statements
 
 PAYLOAD_BYTES_MAX = 2000
-"""PostgreSQL takes 8,000, and keeps all of them in a queue that every listener reads."""
+"""The size of a NOTIFY payload. PostgreSQL allows 8,000 bytes, but every listener reads all payloads from one queue."""
 
 
 VERSION_MAX = 2**63 - 1
@@ -78,7 +78,7 @@ class CommitPlan:
         return {key: found[key] for key in self._commit.written}
 
     def _notification(self, changed: list[str]) -> list[Call]:
-        """What tells the listeners, if there are any and they are to be told."""
+        """The notification for the listeners, if the commit sends one."""
         commit, statements = self._commit, self._statements
         if statements.notify is None or not self._channel or commit.quiet:
             return []
@@ -198,7 +198,8 @@ class CommitPlan:
         if key in self._commit.expect:
             return self._commit.expect[key] == ABSENT
         if key in self._commit.delete:
-            # Nothing else hangs on a deletion that stands alone. With others, nobody may make the key meanwhile.
+            # A deletion of one key alone needs no row to lock. With other keys in the commit, no other process may
+            # create the key meanwhile.
             return len(self._keys) > 1
         return key in self._commit.put or key in self._commit.ephemeral
 

@@ -8,9 +8,9 @@ Invariants:
   mean that nothing was written: after `ConnectionLost` the caller retries once on a new connection, after
   `TransactionAborted` up to `ATTEMPTS_MAX` times.
 - Only `commit` and `commit_at_once` raise OutcomeUnknown, and only if COMMIT was sent and no answer came.
-- The number of connections is bounded for each lane. Renewals of leases have a lane of their own, so that they do not
+- The number of connections is bounded for each pool. Renewals of leases have a pool of their own, so that they do not
   wait for connections that commits use.
-- A connection is returned to its lane only if it works and is in no transaction; otherwise it is closed, and the server
+- A connection is returned to its pool only if it works and is in no transaction; otherwise it is closed, and the server
   rolls back.
 - A connection belongs to the process that made it: a forked child neither uses nor closes it.
 """
@@ -33,8 +33,8 @@ from pxrs.registry.sql.statements import Call, Statements, statements_for
 TIMEOUT_S: Final = 10.0
 """How long an operation may take unless the address says otherwise."""
 
-Lane = Literal["work", "leases"]
-CONNECTIONS_MAX: Final[dict[Lane, int]] = {"work": 8, "leases": 2}
+PoolName = Literal["work", "leases"]
+CONNECTIONS_MAX: Final[dict[PoolName, int]] = {"work": 8, "leases": 2}
 
 Row = tuple[Any, ...]
 
@@ -98,7 +98,7 @@ class Gate(ABC):
     def close(self) -> None: ...
 
 
-class _Lane:
+class _Pool:
     """A bounded stack of connections. Taking one waits, or connects, no longer than the caller's deadline."""
 
     def __init__(self, connect: Callable[[float], Any], size: int) -> None:
@@ -146,7 +146,7 @@ class _Lane:
 
 
 class Database(ABC):
-    """One database, reached through bounded lanes of connections."""
+    """One database, reached through bounded pools of connections."""
 
     dialect: DialectName
     is_read_only = False
@@ -156,16 +156,16 @@ class Database(ABC):
         self.url = url
         self.timeout = timeout
         self.statements: Statements = statements_for(self.dialect)
-        self._lanes: dict[Lane, _Lane] = {
-            lane: _Lane(self._connect_in_time, size) for lane, size in CONNECTIONS_MAX.items()
+        self._pools: dict[PoolName, _Pool] = {
+            pool: _Pool(self._connect_in_time, size) for pool, size in CONNECTIONS_MAX.items()
         }
         self._is_closed = False
 
     @contextmanager
-    def session(self, deadline: float, lane: Lane = "work") -> Iterator[Session]:
-        """A connection of the lane, until the deadline on `time.monotonic()`."""
+    def session(self, deadline: float, pool: PoolName = "work") -> Iterator[Session]:
+        """A connection of the pool, until the deadline on `time.monotonic()`."""
         try:
-            connection, generation = self._lanes[lane].take(deadline)
+            connection, generation = self._pools[pool].take(deadline)
         except TimeoutError as error:
             raise RegistryUnavailable(f"{self.url}: all connections were busy for {self.timeout:g} s") from error
         session = self._session(connection, deadline)
@@ -177,12 +177,12 @@ class Database(ABC):
             raise
         finally:
             is_idle = session.is_idle and not self._is_closed
-            self._lanes[lane].give_back(connection, generation, is_idle=is_idle)
+            self._pools[pool].give_back(connection, generation, is_idle=is_idle)
 
     def drop_connections(self) -> None:
         """Close all connections: after a restart of the server none of them works."""
-        for lane in self._lanes.values():
-            lane.drop()
+        for pool in self._pools.values():
+            pool.drop()
 
     def close(self) -> None:
         self._is_closed = True

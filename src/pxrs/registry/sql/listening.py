@@ -31,6 +31,7 @@ from pxrs.registry.contract import Entry
 from pxrs.registry.sql.commit import parse_payload
 from pxrs.registry.sql.wire import Command, Reply, Wire
 from pxrs.registry.watch import PrefixWatch
+from pxrs.waiting import start_thread
 
 if TYPE_CHECKING:
     from pxrs.registry.sql.registry import SqlRegistry
@@ -74,10 +75,11 @@ class Listener:
                 raise Closed(f"the registry {self._registry.url} was closed")
             if self._thread is None:
                 # On the caller's thread, so that an error of the first connection is raised to the caller.
-                self._listen()
-                self._bell_receiver, self._bell_sender = os.pipe()
-                self._thread = threading.Thread(target=self._run, name="pxrs-sql-listener", daemon=True)
-                self._thread.start()
+                if self._wire is None:
+                    self._listen()
+                if self._bell_sender < 0:
+                    self._bell_receiver, self._bell_sender = os.pipe()
+                self._thread = start_thread(self._run, "pxrs-sql-listener")
 
     def remove(self, watch: PrefixWatch) -> None:
         """Nothing is kept for each prefix."""
@@ -89,13 +91,18 @@ class Listener:
         with self._lock:
             self._stopped.set()
             thread, self._thread = self._thread, None
-        if thread is None:
+        if self._bell_sender < 0:
             return
-        os.write(self._bell_sender, b"!")
-        thread.join(self._database.timeout)
-        if not thread.is_alive():
-            os.close(self._bell_sender)
-            os.close(self._bell_receiver)
+        if thread is None:  # it could not be started
+            self._drop()
+        else:
+            os.write(self._bell_sender, b"!")
+            thread.join(self._database.timeout)
+            if thread.is_alive():
+                return
+        os.close(self._bell_sender)
+        os.close(self._bell_receiver)
+        self._bell_sender = self._bell_receiver = -1
 
     def _run(self) -> None:
         backoff = BACKOFF_S_MIN
@@ -107,8 +114,11 @@ class Listener:
                     self._registry.watched.wake(None)
                     backoff = BACKOFF_S_MIN
                 self._serve(wire)
-            except (PxrsError, psycopg.Error) as error:
-                log.info("watching %s: %s; will connect again", self._registry.url, error)
+            except Exception as error:  # logged; the thread must go on, or watches would never wake
+                if isinstance(error, PxrsError | psycopg.Error):
+                    log.info("watching %s: %s; will connect again", self._registry.url, error)
+                else:
+                    log.exception("watching %s failed unexpectedly; will connect again", self._registry.url)
                 if self._drop():
                     self._registry.watched.wake(None)
                 self._stopped.wait(backoff)

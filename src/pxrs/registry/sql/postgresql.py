@@ -102,7 +102,7 @@ class PostgresDatabase(Database):
             session.commit([Call(insert, {"the_name": n, "the_value": v}) for n, v in schema.first_rows().items()])
 
     def connect_alone(self, timeout: float) -> Wire:
-        """A connection that belongs to no lane, for a `Listener`."""
+        """A connection that belongs to no pool, for a `Listener`."""
         return self._connect(timeout)
 
     def _connect(self, timeout: float) -> Wire:

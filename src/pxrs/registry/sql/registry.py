@@ -59,7 +59,7 @@ class Watcher(Protocol):
     def remove(self, watch: PrefixWatch) -> None: ...
 
     def note_read(self, entries: Iterable[Entry]) -> None:
-        """A user of this handle has seen these."""
+        """A caller of this handle has read these entries."""
 
     def close(self) -> None: ...
 
@@ -190,14 +190,9 @@ class SqlRegistry(Registry):
     def _commit(self, commit: Commit) -> dict[str, int]:
         self.database.check_writable()
         plan = self.plan(commit)
-        try:
-            versions = self._patiently(lambda deadline: self._try_commit(plan, deadline))
-            self._may_end_leases = True  # the refusal has passed, as that of a standby server that became the primary
-            return versions
-        except LeaseExpired:
-            if commit.lease is not None:
-                commit.lease.expire()
-            raise
+        versions = self._patiently(lambda deadline: self._try_commit(plan, deadline))
+        self._may_end_leases = True  # the refusal has passed, as that of a standby server that became the primary
+        return versions
 
     def _try_commit(self, plan: CommitPlan, deadline: float) -> dict[str, int]:
         with self.database.session(deadline) as session:
@@ -253,7 +248,7 @@ class SqlRegistry(Registry):
     def sweep(self) -> float | None:
         """End the leases that are due, correct those that expire too far ahead; returns in how many seconds the next
         one is due, None if there is none."""
-        # Those in `_over` stay and are the oldest: the new ones are behind them.
+        # The leases in `_over` stay in the table and are the oldest: new ones come behind them.
         limit = DUE_LEASES_MAX + len(self._over)
         due = self.call(self.statements.due_leases, limit=limit)
         nearest = self.call(self.statements.nearest_expiry)
@@ -272,7 +267,7 @@ class SqlRegistry(Registry):
                 return 0.0
             ((left_ms,),) = self._read(nearest, deadline)
             left = None if left_ms is None else max(float(left_ms), 0.0) / 1000
-            # Those that are over stay the nearest until somebody else has ended them.
+            # Leases that are over stay first until another process has ended them.
             return left if left is None or self._may_end_leases else max(left, UNENDED_S)
 
         return self._patiently(attempt)

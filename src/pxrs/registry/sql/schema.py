@@ -1,7 +1,7 @@
 """The tables, for each database.
 
-Keys must sort by byte, whatever language the database speaks, because a prefix is read as a range of keys: so their
-collation is said outright on PostgreSQL, is the default on SQLite, and on Oracle is set for each session. Versions
+Keys must sort by byte, whatever the language of the database, because a prefix is read as a range of keys. So their
+collation is explicit on PostgreSQL, the default on SQLite, and set for each session on Oracle. Versions
 come from one sequence that never repeats; SQLite has no sequences, and one writer at a time, so a row counts there.
 
     pxrs_entry   one row a key. A row with version 0 is a placeholder inside a transaction and never outlives it.
@@ -100,7 +100,8 @@ class Schema:
         self.version = None if dialect == "sqlite" else Sequence("pxrs_version", metadata=metadata)
 
     def create(self, *, if_not_exists: bool) -> list[str]:
-        """The statements that make the tables, in order. Oracle knows no IF NOT EXISTS: there the caller forgives."""
+        """The statements that create the tables, in order. Oracle has no IF NOT EXISTS: there the caller ignores the
+        error of a table that exists."""
         optional = if_not_exists and self.dialect != "oracle"
         statements: list[Any] = [
             *(CreateTable(table, if_not_exists=optional) for table in (self.entry, self.lease, self.meta)),

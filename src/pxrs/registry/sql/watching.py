@@ -24,6 +24,7 @@ from pxrs.errors import PxrsError, RegistryReplaced
 from pxrs.registry.contract import Entry
 from pxrs.registry.sql.database import Gate
 from pxrs.registry.watch import PrefixWatch
+from pxrs.waiting import start_thread
 
 if TYPE_CHECKING:
     from pxrs.registry.sql.registry import SqlRegistry
@@ -59,9 +60,9 @@ class Poller:
             # each change only once: the next round must compare whatever the gate says.
             self._must_compare = True
             if self._thread is None:
-                self._gate = self._registry.database.gate()
-                self._thread = threading.Thread(target=self._run, name="pxrs-sql-poller", daemon=True)
-                self._thread.start()
+                if self._gate is None:
+                    self._gate = self._registry.database.gate()
+                self._thread = start_thread(self._run, "pxrs-sql-poller")
             self._wanted.set()
 
     def remove(self, watch: PrefixWatch) -> None:
@@ -83,32 +84,44 @@ class Poller:
         self._stopped.set()
         self._wanted.set()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None:  # there was no watch, or the thread could not be started
+            self._close_gate()
+        elif thread is not threading.current_thread():
             thread.join(self._registry.database.timeout)
 
+    def _close_gate(self) -> None:
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.close()
+
     def _run(self) -> None:
-        is_replaced = False
+        is_told = False
         try:
             while not self._stopped.wait(self._interval):
                 self._wanted.wait()
                 try:
                     self._look()
-                    is_replaced = False
-                except RegistryReplaced as error:
-                    # Log and wake once, not in every round. The woken users read, and get the error.
-                    if not is_replaced:
-                        log.warning("watching %s: %s", self._registry.url, error)
-                        self._registry.watched.wake(None)
-                    is_replaced = True
-                    with self._lock:
-                        self._must_compare = True
-                except PxrsError as error:
-                    log.info("watching %s: %s", self._registry.url, error)
+                    is_told = False
+                except Exception as error:  # noqa: BLE001 - logged; the thread must go on, or watches would never wake
+                    is_told = self._tell(error, is_told)
                     with self._lock:  # the gate reports each change only once
                         self._must_compare = True
         finally:
-            if self._gate is not None:
-                self._gate.close()
+            self._close_gate()
+
+    def _tell(self, error: Exception, is_told: bool) -> bool:
+        """Log the error of a round. An error that may last is logged, and wakes, once and not in every round: the woken
+        users read, and get the error. Returns whether this error, or one before it, was such a one.
+
+        is_told: what the call for the round before has returned; False if that round had no error."""
+        if isinstance(error, PxrsError) and not isinstance(error, RegistryReplaced):
+            log.info("watching %s: %s", self._registry.url, error)
+            return is_told
+        if not is_told:
+            is_known = isinstance(error, RegistryReplaced)
+            log.warning("watching %s failed: %s", self._registry.url, error, exc_info=None if is_known else error)
+            self._registry.watched.wake(None)
+        return True
 
     def _look(self) -> None:
         with self._lock:

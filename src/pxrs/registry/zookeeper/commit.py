@@ -125,7 +125,7 @@ class Attempt:
         return answers
 
     def _meaning(self, todo: list[Step], step: Step, error: Exception) -> Exception:
-        """The error that a failed transaction stands for. The transaction has changed nothing."""
+        """The error to raise for a failed transaction, which has changed nothing."""
         if isinstance(error, NoNodeError) and self.holder is not None and step.request.path == self.holder.path:
             return self.holder.expire()
         if isinstance(error, NoNodeError) and (isinstance(step.request, Create) or step.key is None):

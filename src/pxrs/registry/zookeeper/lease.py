@@ -62,7 +62,7 @@ SESSIONS_MAX: Final = 256
 """How many connections of leases a handle may have, unless the option `sessions` says otherwise."""
 
 SESSION_S_MIN: Final = 1.0
-"""kazoo also takes what it asks for as its time to connect, and less than this would not do on a busy machine."""
+"""The shortest session time-out to ask for. kazoo also takes it as its time limit to connect."""
 
 MARGIN: Final = 0.05
 """The part of the granted time that the holder does without."""
@@ -108,7 +108,7 @@ class Connections:
         self._free = threading.BoundedSemaphore(count_max)
 
     def take(self, wait_s: float) -> None:
-        """Raises RegistryUnavailable, which names the option, if there are too many for so many seconds."""
+        """Take one. Raises RegistryUnavailable, naming the option, if all stay in use for this number of seconds."""
         if not self._free.acquire(timeout=wait_s):
             raise RegistryUnavailable(
                 f"{self._url}: {self.count_max} sessions of leases are open, the most that this handle may have: close "

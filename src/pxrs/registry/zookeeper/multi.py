@@ -27,7 +27,7 @@ from pxrs.registry.contract import Commit
 from pxrs.registry.zookeeper.layout import Layout, Version
 
 ANY = -1
-"""As a number of writes: any number, but the node must exist."""
+"""In place of a number of writes: any number, but the node must exist."""
 PROBE = "/;p"
 _EPHEMERAL, _PERSISTENT = 1, 0
 

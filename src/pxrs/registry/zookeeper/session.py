@@ -160,7 +160,8 @@ class Session(ABC):
             count = next_count(answer)
 
     def watch(self, client: Client, paths: Sequence[str]) -> None:
-        """Have an event come to `Line.on_event` when one of these keys is written or removed, or if it is not there."""
+        """Register watches, so that `Line.on_event` gets an event when one of these keys is written or removed, or
+        created if it does not exist."""
         for start in range(0, len(paths), NODES_MAX):
             self.wait(client.ask(SetWatches(tuple(paths[start : start + NODES_MAX]))), self.bound())
 

@@ -1,20 +1,22 @@
 """A SQL table with a rising integer id, read as a topic of virtual partitions (X21).
 
-The table stays as it is and is only ever read. A row belongs to the partition that the hash of its key names, its
-offset is its id. So offsets have gaps: the rows of other partitions, rolled back ids, deleted rows. What makes this
-hard is that ids are given out before the commit: 6 may be there when 5 is still to come, and a reader who goes on at 7
-never sees it.
+The table is only read, never changed. The hash of a row's key decides its partition, and its id is its offset. So the
+offsets of a partition have gaps: rows of other partitions, ids of rolled back transactions, deleted rows.
+
+The problem: a transaction draws an id before it commits. Row 6 may be visible while the transaction of row 5 is still
+open, and a reader that goes on at 7 would never see row 5.
 
 Invariants:
-- Nothing at or beyond the *settled end* is handed out; below it no row will appear any more. `Settling` decides what
-  is settled, from what the database tells: see there.
-- A stretch of ids is read once for all partitions and split; pages are kept in a cache of bounded bytes. One page is
-  `page_bytes` and a few rows at most.
-- A batch says how far it was looked (`next_offset`), so that positions pass the rows of other partitions. It may be
-  empty for that reason alone.
-- An id that the table cannot have given out yet is an error: the table was emptied and counts anew.
+- Nothing at or behind the *settled end* is handed out; before it no new row can appear. `SettledEnd` computes it from
+  what the database tells.
+- A range of ids is read once for all partitions and split by partition; these pages are kept in a cache of bounded
+  size. A page has at most `page_bytes` and a few more rows.
+- A batch says up to which id it was read (`next_offset`), so that a position can pass the rows of other partitions. It
+  may be empty for that reason alone.
+- An id that the table cannot have given out yet is an error: the table was emptied and counts from the start again.
 
-On failure a read raises ReadFailed and has changed nothing. Settling begins anew with each process and needs no memory.
+A read that fails raises ReadFailed and changes nothing. The settled end is computed anew by each process; nothing is
+stored.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from pxrs.errors import InvalidTopic, InvalidUrl, MissingDependency
 from pxrs.model import PARTITIONS_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
 from pxrs.sources.sql_table.identity import Meaning, checked_id, has_misplaced_secret
 from pxrs.sources.sql_table.pages import Stretch
-from pxrs.sources.sql_table.settling import Settling
+from pxrs.sources.sql_table.settled_end import SettledEnd
 from pxrs.sources.sql_table.source import SqlTable
 from pxrs.sources.sql_table.table import Columns
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Engine
 
-__all__ = ["Settling", "SqlTable", "Stretch", "sql_table"]
+__all__ = ["SettledEnd", "SqlTable", "Stretch", "sql_table"]
 
 PAGE_BYTES_DEFAULT: Final = 4 << 20
 CACHE_BYTES_DEFAULT: Final = 32 << 20
@@ -43,6 +45,7 @@ CONNECT_S_MAX: Final = 10
 _DRIVERS: Final = {"postgresql": "postgresql+psycopg", "oracle": "oracle+oracledb"}
 
 
+# Over the limit: two thirds are the settings of a table and what each of them means.
 def sql_table(
     url_or_engine: str | Engine,
     table: str,
@@ -63,18 +66,18 @@ def sql_table(
     page_bytes: int = PAGE_BYTES_DEFAULT,
     cache_bytes: int = CACHE_BYTES_DEFAULT,
 ) -> SqlTable:
-    """A table, `NAME` or `SCHEMA.NAME`, as a Source of so many virtual partitions.
+    """A table, `NAME` or `SCHEMA.NAME`, as a Source with this number of virtual partitions.
 
-    value_column      its text or bytes are the message; anything else is given as JSON
-    value_columns     or several: the message is a JSON object of them
-    key_column        rows of one key stay in one partition, in order: whole numbers (as decimal text), text, bytes or
-                      UUIDs. Without it, or where it is null, the id decides
-    timestamp_column  the message's time; without a zone it is taken as UTC. Without it, messages are of 1970
-    identity          names the table in place of its address, for checkpoints to stay when the address changes
-    id                the id under which checkpoints are kept, in place of the one that is computed from the address
-    notify_channel    PostgreSQL: look when somebody says NOTIFY there, instead of every `poll_s` seconds
-    settle_s          hold rows back for so long after they were first seen; see docs/sources.md for who needs it
-    page_bytes, cache_bytes  how much is read at a time, and kept for the other partitions
+        value_column      its text or bytes are the message; other types are converted to JSON
+        value_columns     instead: several columns, the message is a JSON object of them
+        key_column        rows with equal keys stay in one partition, in order. The type is a whole number (as decimal
+                          text), text, bytes or UUID. Without it, or where it is null, the id decides
+        timestamp_column  the time of the message; without a time zone it is taken as UTC. Without it, the time is 1970
+        identity          names the table in place of its address, so that checkpoints stay when the address changes
+        id                the id under which checkpoints are kept, in place of the one that is computed from the address
+        notify_channel    PostgreSQL: look when a NOTIFY comes on this channel, instead of every `poll_s` seconds
+        settle_s          hold rows back for this time after they were first seen; docs/sources.md says when to use it
+        page_bytes, cache_bytes  how much is read at a time, and kept for the other partitions
 
     Raises InvalidUrl, InvalidTopic, MissingDependency at once, and ReadFailed if the database cannot be reached.
     """
@@ -90,7 +93,7 @@ def sql_table(
     if id is not None and identity is not None:
         raise InvalidTopic(f"{table}: give identity or id, one of them")
     columns = Columns(id_column, key_column, value_column, tuple(value_columns or ()), timestamp_column)
-    # Checks name, partition count and partitioner; the id is known when the database has been asked.
+    # The constructor checks name, partition count and partitioner. The id follows once the database was asked.
     topic = Topic(table if name is None else name, "" if id is None else checked_id(id), partitions, partitioner)
     engine, is_ours = _engine_of(url_or_engine)
     try:
@@ -115,7 +118,7 @@ def sql_table(
 
 
 def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
-    """The engine, and whether it was made here."""
+    """The engine, and whether it was made here, so that it must be closed here."""
     try:
         import sqlalchemy
     except ImportError as error:
@@ -125,9 +128,10 @@ def _engine_of(url_or_engine: str | Engine) -> tuple[Engine, bool]:
     try:
         url = sqlalchemy.make_url(url_or_engine)
     except (sqlalchemy.exc.ArgumentError, ValueError):
-        # Without the text and without the cause: there may be a password in both.
+        # Neither the text nor the cause is shown: both may contain a password.
         raise InvalidUrl("the table's address cannot be read; write postgresql://USER@HOST/DATABASE") from None
-    if has_misplaced_secret(url):  # not shown: host and database are, and are stored
+    # The address is not shown: its host or database seems to contain a part of the password.
+    if has_misplaced_secret(url):
         raise InvalidUrl(
             "the host or the database in the table's address has '@' or ':' in it, which is probably a part of the "
             "password: write postgresql://USER:PASSWORD@HOST/DATABASE, and '@' in a user name or password as %40"

@@ -1,4 +1,4 @@
-"""What a cell of the table is as a key, a value or a time of a message."""
+"""Converts cells of the table to keys, values and times of messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pxrs.model import microseconds_of
 
 
 def key_bytes(key: Any, column: str) -> bytes | None:
-    """The same bytes for the same key, in whichever database: whole numbers as decimal text."""
+    """The key as bytes, the same in every database: whole numbers as decimal text."""
     if key is None:
         return None
     if isinstance(key, str):
@@ -50,7 +50,7 @@ def as_json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: times as ISO 8601, bytes as base64, exact numbers and all else as text."""
+    """Types that JSON does not have: times as ISO 8601, bytes as base64, exact numbers and all others as text."""
     if isinstance(value, (datetime, date)):
         return value.isoformat()
     if isinstance(value, (bytes, bytearray, memoryview)):

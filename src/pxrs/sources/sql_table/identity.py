@@ -1,16 +1,16 @@
-"""Which table a source is: its id, however the address and the table's name are spelled; and what of an address may be
-stored or shown.
+"""Which table a source is: its id, however the address and the table's name are spelled; and which parts of an address
+may be stored or shown.
 
-Checkpoints are kept under the id, so an id that changes with the spelling would restart a group from the beginning. The
+Checkpoints are kept under the id, so an id that changed with the spelling would restart a group from the beginning. The
 id is a hash of the address and the table in one canonical spelling:
-- `localhost`, `127.0.0.1` and `::1` are `localhost`; other hosts are as they are written, in lower case;
-- on PostgreSQL a table is named without its schema if the search path finds the same table by the bare name.
+- `localhost`, `127.0.0.1` and `::1` become `localhost`; other hosts stay as they are written, in lower case;
+- on PostgreSQL the schema is left out if the search path finds the same table by the bare name.
 
-Version 0.1 hashed what was written. `former_ids` are the ids that it gave to the spellings of the same table, as far as
-they are not the id itself: a group that has checkpoints under one of them, and none under the id, is refused instead of
-restarted (`IdentityChanged`), also if the id was given by the user. The `fingerprint` names the table as the database
-itself does, so that two host names of one server are noticed too. Neither the `fingerprint` nor the `mark` depends on
-the columns and partitions, so that a group which has read the table with other ones is noticed (`SourceChanged`).
+Version 0.1 hashed the address as it was written. `former_ids` are the ids that it gave to the spellings of the same
+table, except the id itself. A group that has checkpoints under one of them, and none under the id, is refused instead
+of restarted (`IdentityChanged`), also if the user gave the id. The `fingerprint` names the table as the database itself
+does, so that two host names of one server are recognised as the same. Neither the `fingerprint` nor the `mark` depends
+on the columns and partitions, so that a group which has read the table with other ones is recognised (`SourceChanged`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONS_WITHOUT_SECRETS: Final = frozenset(
         *("keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count"),
     ]
 )
-"""The options after '?' that are stored and shown. Any other one may hold a secret."""
+"""The options of an address ('?...') that may be stored and shown. Any other option may hold a secret."""
 _ID_CHARACTERS_MAX: Final = 100
 
 
@@ -48,19 +48,20 @@ class Identity:
     """The ids of a table: the one it is read under, and those that version 0.1 may have used."""
 
     id: str
-    """Checkpoints are kept under it."""
+    """The id under which checkpoints are kept."""
     former_ids: tuple[str, ...]
-    """Other ids that the same table may have had: those of its spellings in version 0.1."""
+    """The ids that version 0.1 gave to the same table, one for each spelling of its address."""
     fingerprint: str | None
-    """Names the table as the database knows it; None if the database does not tell."""
+    """Identifies the table by what the database reports; None if the database reports nothing."""
     mark: str
-    """Names the table for the record that a group keeps of it: the fingerprint, or, if that is not known, the
-    `identity` that was given, or the address and the table's name."""
+    """Identifies the table in the record that a group keeps of it: the fingerprint; if there is none, the `identity`
+    that was given, or else the address and the name of the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What offsets and partitions of a table mean: with another one of these, old checkpoints mean nothing."""
+    """The settings that decide which row has which offset and partition. With other settings, old checkpoints are
+    meaningless."""
 
     id_column: str
     key_column: str | None
@@ -74,21 +75,24 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What the database says of the table's name."""
+    """What the database reports about the name of a table."""
 
     fingerprint: str | None
     names: tuple[str, ...]
-    """All names that find the same table, such as `events` and `public.events`, the canonical one first."""
+    """All names by which the same table is found, such as `events` and `public.events`; the canonical one first."""
 
 
 def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | None, id: str | None) -> Identity:
-    """identity: stands for the address and the table, if given; id: stands for everything."""
+    """The ids of a table.
+
+    identity: replaces the address and the table in the id, if given.
+    id:       is the id, if given."""
     fingerprint = None if resolved.fingerprint is None else _hash([resolved.fingerprint])
     dialect, host, port, database = place_of(url)
     spelled = [url.host] if url.host != host else []
     is_local = dialect != "sqlite" and (host in (None, "localhost") or str(host).startswith("/"))
     hosts = [host, *spelled, *((*_LOOPBACK, None) if is_local else ())]
-    # Version 0.1 did not see a port among the options.
+    # Version 0.1 ignored a port that was given as an option.
     ports = dict.fromkeys([port, url.port or _PORTS.get(dialect)])
     ids = [
         _hash([dialect, each, number, database, name], meaning)
@@ -106,30 +110,30 @@ def identify(url: URL, resolved: Resolved, meaning: Meaning, identity: str | Non
 
 
 def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
-    """Dialect, host, port and database of an address in the canonical spelling. The host may be the folder of a socket,
-    or name a service of libpq. Version 0.1 left out both, and options for host and port: see `identify`."""
+    """Dialect, host, port and database of an address, in the canonical spelling. The host may be the folder of a Unix
+    socket, or name a service of libpq. Version 0.1 ignored both, and options for host and port: see `identify`."""
     dialect, database = url.get_backend_name(), url.database
     if dialect == "sqlite" and database not in (None, "", ":memory:"):
         database = str(Path(str(database)).resolve())
     host, port = url.host or _option(url, "host"), url.port or _option(url, "port")
     if host is not None:
-        # A folder is where a server on this machine has its socket.
+        # An absolute path is the folder of a Unix socket on this machine.
         host = host if host.startswith("/") else host.strip("[]").lower()
         host = "localhost" if host in _LOOPBACK else host
-    if (service := _option(url, "service")) is not None:  # libpq takes what the address leaves out from that service
+    if (service := _option(url, "service")) is not None:  # libpq takes missing parts of the address from that service
         host = f"service={service} {host or ''}".rstrip()
     return dialect, host, int(port) if port and str(port).isdecimal() else _PORTS.get(dialect), database
 
 
 def has_misplaced_secret(url: URL) -> bool:
-    """Whether a part of the password was probably taken for the host or the database, because of a '@' in the password
-    or a slash too many before it. Then neither may be shown."""
+    """Whether a part of the password was probably parsed as the host or the database, because the password contains a
+    '@' or is preceded by a superfluous slash. Then neither may be shown."""
     is_in_database = url.get_backend_name() != "sqlite" and any(each in (url.database or "") for each in "@:")
     return "@" in (url.host or "") or is_in_database
 
 
 def checked_id(id: str) -> str:
-    """An id that a user gives. It becomes a part of registry keys."""
+    """Check an id that a user gives. It becomes a part of registry keys."""
     is_plain = isinstance(id, str) and id.isascii() and id.isalnum() and len(id) <= _ID_CHARACTERS_MAX
     if not is_plain:
         raise InvalidTopic(f"id {id!r}: give the id of a source, letters and digits, as `pxrs group describe` shows it")
@@ -137,7 +141,7 @@ def checked_id(id: str) -> str:
 
 
 def public_url(url: URL) -> URL:
-    """The address without the user, the password, and options that may hold a secret: what is stored."""
+    """The address as it is stored: without user, password, and options that may hold a secret."""
     known = {name: value for name, value in url.query.items() if name in OPTIONS_WITHOUT_SECRETS}
     if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
         url = url.set(database=str(Path(str(url.database)).resolve()))
@@ -145,17 +149,17 @@ def public_url(url: URL) -> URL:
 
 
 def shown_url(url: URL) -> str:
-    """The address for messages: with the user, without the password and without options that may hold one."""
+    """The address as messages show it: with the user, without the password and options that may hold a secret."""
     return str(public_url(url)._replace(username=url.username).render_as_string(hide_password=True))
 
 
 def hidden_options(url: URL) -> list[str]:
-    """The names of the options that are not stored."""
+    """The names of the options of an address that are not stored."""
     return sorted(name for name in url.query if name not in OPTIONS_WITHOUT_SECRETS)
 
 
 def without_secrets(text: str, url: URL) -> str:
-    """A driver's message without the secrets of the address."""
+    """The text of a driver's error, with the secrets of the address removed."""
     secrets = [str(url.password)] if url.password else []
     for name in hidden_options(url):
         value = url.query[name]
@@ -172,7 +176,7 @@ def _option(url: URL, name: str) -> str | None:
 
 
 def _hash(where: Sequence[str | int | None], meaning: Meaning | None = None) -> str:
-    """With a meaning, as version 0.1 made it: its ids must stay."""
+    """The hash of these parts. With a meaning, it is computed as in version 0.1, because existing ids must stay."""
     means: list[str | int | None] = []
     if meaning is not None:
         means = [meaning.id_column, meaning.key_column, meaning.partitions, meaning.partitioner]

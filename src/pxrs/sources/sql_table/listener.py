@@ -1,4 +1,4 @@
-"""Hearing that there is something new, where the database tells (PostgreSQL)."""
+"""Learns of new rows through NOTIFY, where the database has it (PostgreSQL)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pxrs.errors import InvalidTopic, ReadFailed
 from pxrs.sources.sql_table.table import Table
+from pxrs.waiting import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -19,13 +20,14 @@ _BACKOFF_S: Final = (0.1, 5.0)
 
 
 class Listener:
-    """One connection and one thread, which tells of notifications, and of every doubt."""
+    """Calls `wake` after each notification on a channel, and whenever one may have been missed, such as after a lost
+    connection. Has one connection and one thread."""
 
     def __init__(self, table: Table, channel: str, wake: Callable[[], None]) -> None:
         self._table, self._channel, self._wake = table, channel, wake
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._connection = table.listen(channel)  # here, so that the caller gets the error if there is one
+        self._connection = table.listen(channel)  # in the constructor, so that its caller gets the error
         self._bell_receiver, self._bell_sender = os.pipe()
         self._stopped = threading.Event()
 
@@ -36,8 +38,7 @@ class Listener:
     def start(self) -> None:
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
-                self._thread = threading.Thread(target=self._run, name="pxrs-table-listener", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "pxrs-table-listener")
 
     def close(self) -> None:
         with self._lock:
@@ -58,7 +59,7 @@ class Listener:
             try:
                 if self._connection is None:
                     self._connection = self._table.listen(self._channel)
-                    self._wake()  # what was said meanwhile was not heard
+                    self._wake()  # notifications were missed while there was no connection
                 backoff = _BACKOFF_S[0]
                 self._hear(self._connection)
             except (ReadFailed, InvalidTopic, OSError, self._table.engine.dialect.loaded_dbapi.Error) as error:
@@ -69,11 +70,11 @@ class Listener:
                 backoff = min(backoff * 2, _BACKOFF_S[1])
 
     def _hear(self, connection: Any) -> None:
-        events = select.poll()  # `select.select` fails with descriptors above 1,023, which a large process has
+        events = select.poll()  # `select.select` fails with descriptors above 1,023
         events.register(connection.fileno(), select.POLLIN)
         events.register(self._bell_receiver, select.POLLIN)
         while not self._stopped.is_set():
-            # Notifications that came in the same packet as an answer are in memory already: `poll` does not see them.
+            # The driver may have read notifications together with an answer; `poll` does not report those.
             heard = list(connection.notifies(timeout=0))
             if heard:
                 self._wake()

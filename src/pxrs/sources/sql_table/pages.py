@@ -1,4 +1,4 @@
-"""Stretches of ids that were read, split by partition and kept for the other partitions."""
+"""Ranges of ids that were read, split by partition, and kept for the other partitions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pxrs.log.batch import SCHEMA, Batch
 
 
 class Page(NamedTuple):
-    """A stretch of ids, split by partition."""
+    """The rows with ids from `start` to `end`, split by partition."""
 
     start: int
     end: int
@@ -21,7 +21,7 @@ class Page(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Rows of all partitions in the order of their ids: the partition, the id and the record of each."""
+    """Rows of all partitions in the order of their ids, as three columns: partition, id and record."""
 
     partitions: pa.Int32Array
     offsets: pa.Int64Array
@@ -29,7 +29,7 @@ class Stretch(NamedTuple):
 
 
 class Pages:
-    """The pages that were read last, within a bound of bytes. They never overlap."""
+    """The pages that were used last, up to a number of bytes. They never overlap."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -48,7 +48,7 @@ class Pages:
         return page
 
     def next_start(self, offset: int, end: int) -> int:
-        """Where the next page after this offset begins, or the end."""
+        """The start of the first page behind this offset; `end` if there is none before it."""
         place = bisect_right(self._starts, offset)
         return min(end, self._starts[place]) if place < len(self._starts) else end
 
@@ -63,7 +63,7 @@ class Pages:
 
 
 def cut(page: Page, partition: int, offset: int, max_bytes: int) -> Batch:
-    """What the page has for the partition from the offset on, about so many bytes of it."""
+    """The rows of one partition in the page, from this offset on, about `max_bytes` of them."""
     if partition not in page.parts:
         return nothing(offset, page.end)
     ids, records = page.parts[partition]
@@ -78,7 +78,7 @@ def cut(page: Page, partition: int, offset: int, max_bytes: int) -> Batch:
 
 
 def append(batches: list[Batch], batch: Batch) -> None:
-    """Put it to the others; an empty stretch is made part of its neighbour."""
+    """Append a batch to the list. If it or the last one is empty, both become one batch."""
     if batches and not (batch.records.num_rows and batches[-1].records.num_rows):
         last = batches.pop()
         full = batch if batch.records.num_rows else last

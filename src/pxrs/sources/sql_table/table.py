@@ -1,4 +1,4 @@
-"""The questions that are put to the database."""
+"""The SQL queries on the table, and the translation of their errors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import Connection, Engine
 
 FETCH_ROWS: Final = 64
-"""Rows come from the database in parts of this size: that many may be more than `page_bytes`."""
+"""How many rows are fetched from the database at a time, so that a page may exceed `page_bytes` by that many rows."""
 _ROW_OVERHEAD: Final = 64
 
-# The table, and all that share its rows: an insert by way of a parent locks the child late, and the reverse.
+# The transactions that hold a writer's lock on the table or on a table that shares its rows by inheritance: an INSERT
+# into the parent locks the child late, and the reverse.
 _HOLDERS: Final = """
 WITH RECURSIVE family(oid) AS (
     SELECT CAST(:relation AS oid)
@@ -30,7 +31,7 @@ SELECT DISTINCT l.virtualtransaction FROM pg_locks l JOIN family ON l.relation =
 WHERE l.locktype = 'relation' AND l.mode = 'RowExclusiveLock' AND l.granted
 AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
-# The sequence behind the id: of an identity or serial column, or named in its default.
+# The sequence that the id comes from: that of an identity or serial column, or the one named in its default.
 _SEQUENCE: Final = """
 SELECT s.seqrelid, s.seqcache FROM pg_sequence s, pg_attribute t
 WHERE t.attrelid = :relation AND t.attname = :id_column AND (
@@ -59,7 +60,7 @@ _SQLITE_LAST: Final = "SELECT max(seq) FROM sqlite_sequence WHERE name = :name C
 
 
 class Columns(NamedTuple):
-    """What the table's columns mean."""
+    """The names of the columns, by what they mean."""
 
     id: str
     key: str | None
@@ -69,7 +70,7 @@ class Columns(NamedTuple):
 
     @property
     def read(self) -> tuple[str, ...]:
-        """In the order in which they are selected, each once."""
+        """The names of all columns, each once, in the order in which they are selected."""
         named = (self.id, self.key, self.timestamp, self.value, *self.values)
         return tuple(dict.fromkeys(name for name in named if name is not None))
 
@@ -79,7 +80,8 @@ Row = tuple[int, bytes | None, bytes | None, int]
 
 
 class Rows(NamedTuple):
-    """Rows, the last id that was looked at, and whether there may be more before the end that was asked for."""
+    """Rows that were read, the last id that was looked at, and whether rows may follow before the end that was asked
+    for."""
 
     rows: list[Row]
     last: int
@@ -87,7 +89,7 @@ class Rows(NamedTuple):
 
 
 class Table:
-    """The questions that are put to the database. Errors are translated here."""
+    """Runs the queries on one table. Raises ReadFailed and InvalidTopic in place of errors of the driver."""
 
     def __init__(self, engine: Engine, table: str, columns: Columns, name: str) -> None:
         import sqlalchemy
@@ -104,8 +106,8 @@ class Table:
         self._sequence: int | None = None
 
     def check(self, settle_s: float | None) -> tuple[bool, Resolved]:
-        """Whether the database tells who is writing, and which table the name finds. Raises InvalidTopic if the table
-        is not as it must be."""
+        """Check the table. Returns whether the database reports who is writing, and which table the name stands for.
+        Raises InvalidTopic if the table cannot be a source."""
         with self._connection() as connection:
             inspector = self._sa.inspect(connection)
             try:
@@ -148,8 +150,8 @@ class Table:
         return True, self._resolve_postgresql(connection, oid)
 
     def _resolve_postgresql(self, connection: Connection, oid: int) -> Resolved:
-        """The names of the table, and what PostgreSQL itself calls it: the server by the identifier that it was made
-        with, the database and the table by their oids."""
+        """The names of the table, and its identity as PostgreSQL reports it: the system identifier of the server, and
+        the oids of the database and the table."""
         text = self._sa.text
         schema: str = connection.execute(text(_SCHEMA_OF), {"relation": oid}).scalar_one()
         bare = connection.execute(text("SELECT CAST(to_regclass(:name) AS oid)"), {"name": self._quoted(self._bare)})
@@ -176,14 +178,14 @@ class Table:
         return None if first is None else int(first)
 
     def holders(self) -> frozenset[str]:
-        """The transactions that hold a writer's lock; none where nobody tells."""
+        """The transactions that hold a writer's lock; empty if the database does not report them."""
         if self._relation is None:
             return frozenset()
         with self._connection() as connection:
             return frozenset(connection.execute(self._sa.text(_HOLDERS), {"relation": self._relation}).scalars())
 
     def drawn_end(self, visible_end: int) -> int | None:
-        """Behind the last id that was ever given out, though its row may be gone; None if that is not known."""
+        """The id behind the last one that was ever given out, though its row may be deleted; None if not known."""
         text = self._sa.text
         with self._connection() as connection:
             if self._sequence is not None:
@@ -193,12 +195,12 @@ class Table:
                 return None
             made = connection.execute(text(_SQLITE_MADE), {"name": self._bare}).scalar()
             if made is None or "AUTOINCREMENT" not in made.upper():
-                return visible_end  # the ids of deleted rows are given out again
+                return visible_end  # SQLite gives out the ids of deleted rows again
             last = connection.execute(text(_SQLITE_LAST), {"name": self._bare}).scalar()
             return max(int(last or 0) + 1, visible_end)
 
     def rows(self, start: int, end: int, bytes_max: int) -> Rows:
-        """The rows of these ids, until they are so many bytes."""
+        """The rows with these ids, until they exceed this number of bytes."""
         columns = self._columns
         wanted = self._sa.select(self._from).where(self._id >= start, self._id < end).order_by(self._id)
         rows: list[Row] = []
@@ -230,7 +232,7 @@ class Table:
                 wanted = self._sa.select(self._sa.func.min(self._id)).where(column >= bound, self._id < end)
                 found = connection.execute(wanted).scalar()
                 return None if found is None else int(found)
-            # Times as text: only reading them tells how they compare.
+            # Times that are text: their order is only known once they are parsed.
             every = self._sa.select(self._id, column).where(self._id < end).order_by(self._id)
             for row in connection.execution_options(yield_per=FETCH_ROWS).execute(every):
                 if micros(row[1], name) >= timestamp:
@@ -238,7 +240,7 @@ class Table:
         return None
 
     def listen(self, channel: str) -> Any:
-        """A connection of psycopg, out of the pool for good, that hears the channel."""
+        """A psycopg connection that listens to the channel. It is taken from the pool for good."""
         if self.engine.dialect.driver != "psycopg":
             raise InvalidTopic(f"{self._full_name}: notify_channel needs PostgreSQL and its driver psycopg")
         from psycopg import sql
@@ -258,10 +260,10 @@ class Table:
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
-        """One connection for one question: its transaction ends with it, so that the next one sees what is new."""
+        """A connection for one query. Its transaction ends with it, so that the next query sees new rows."""
         with self._translated(), self.engine.connect() as connection:
             if self.dialect == "postgresql":
-                # A cursor on the server needs a transaction, also if the engine commits by itself.
+                # A server-side cursor needs a transaction, also if the engine is in autocommit mode.
                 connection = connection.execution_options(isolation_level="READ COMMITTED", postgresql_readonly=True)
             yield connection
 

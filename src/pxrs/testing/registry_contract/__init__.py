@@ -15,7 +15,7 @@ import pytest
 for part in ("commits", "keys", "leases", "lifecycle", "races", "suites", "watches"):
     pytest.register_assert_rewrite(f"{__name__}.{part}")
 
-from pxrs.testing.registry_contract.store import Backend, Store, at_once, eventually, quieten  # noqa: E402
+from pxrs.testing.registry_contract.store import Backend, Store, at_once, quieten  # noqa: E402
 from pxrs.testing.registry_contract.suites import RegistryContract, SharedRegistryContract  # noqa: E402
 
-__all__ = ["Backend", "RegistryContract", "SharedRegistryContract", "Store", "at_once", "eventually", "quieten"]
+__all__ = ["Backend", "RegistryContract", "SharedRegistryContract", "Store", "at_once", "quieten"]

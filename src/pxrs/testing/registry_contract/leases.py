@@ -17,7 +17,8 @@ from pxrs.errors import (
     LeaseExpired,
 )
 from pxrs.registry import ABSENT, Lease, Registry
-from pxrs.testing.registry_contract.store import Backend, Fixtures, Store, at_once, end_in_store, eventually
+from pxrs.testing.registry_contract.store import Backend, Fixtures, Store, at_once, end_in_store
+from pxrs.testing.waiting import eventually
 
 
 class Leases(Fixtures):
@@ -65,13 +66,16 @@ class Leases(Fixtures):
         assert not lease.alive
 
     def test_r3_a_commit_with_an_expired_lease_is_refused(self, store: Store, registry: Registry, ttl: float) -> None:
-        lease = registry.lease(ttl)
-        version = registry.commit(put={"guard": b""}, lease=lease)["guard"]
-        end_in_store(lease)
-        assert lease.alive, "its holder has not noticed"
+        version = registry.commit(put={"guard": b""})["guard"]
         for write in ({"put": {"a": b""}}, {"ephemeral": {"a": b""}}, {"delete": ["guard"]}, {}):
+            lease = registry.lease(ttl)
+            registry.commit(expect={"guard": version}, lease=lease)
+            end_in_store(lease)
+            assert lease.alive, "its holder has not noticed"
             with pytest.raises(LeaseExpired):
                 registry.commit(expect={"guard": version}, lease=lease, **write)
+            assert lease.lost.is_set(), "the store has said that it has ended"
+            lease.close()
         assert [e.key for e in store.open().scan("")] == ["guard"]
 
     def test_r3_an_expired_lease_is_never_revived(self, store: Store, registry: Registry, ttl: float) -> None:
@@ -273,7 +277,7 @@ class Leases(Fixtures):
                 attached.end()
         assert registry.scan("m/") == []
 
-    # What renews the others.
+    # Renewals of other leases.
 
     def test_r6_a_renewal_that_hangs_does_not_expire_another_lease(
         self, store: Store, registry: Registry, ttl: float
@@ -329,7 +333,7 @@ class _Hanging:
 
 @contextmanager
 def hanging(lease: Lease) -> Iterator[None]:
-    """The renewals of the lease hang in this block."""
+    """Within the block, the renewals of the lease are not answered."""
     stored = lease.stored = _Hanging(lease)
     try:
         yield

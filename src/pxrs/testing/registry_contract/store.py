@@ -1,9 +1,8 @@
-"""How the suite reaches the store under test, and what its tests share."""
+"""The access to the store under test, and functions that the tests share."""
 
 from __future__ import annotations
 
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,17 +57,6 @@ class Store:
         return self._stack.enter_context(Actor(self.url))
 
 
-def eventually(condition: Callable[[], T], timeout: float = 30.0) -> T:
-    """The condition's first true value; asks again and again, for stores that tell nothing."""
-    until = time.monotonic() + timeout
-    while True:
-        value = condition()
-        if value or time.monotonic() > until:
-            assert value, f"not within {timeout} s"
-            return value
-        time.sleep(0.005)
-
-
 def at_once(*actions: Callable[[], T]) -> list[T]:
     """Run the actions in threads that start together; their results, or the first error."""
     barrier = threading.Barrier(len(actions))
@@ -82,7 +70,7 @@ def at_once(*actions: Callable[[], T]) -> list[T]:
 
 
 def end_in_store(lease: Lease) -> None:
-    """End a lease in the store while its holder still believes in it, as an expiry that it has not noticed."""
+    """End a lease in the store without its holder noticing, as after an expiry."""
     lease.abandon()
     lease.stored.end()
 
@@ -103,6 +91,6 @@ class Fixtures:
 
 
 def quieten(watch: registries_module.Watch) -> None:
-    """Take the wakes that are under way, so that the next one is of the next change."""
+    """Consume the wakes that are under way, so that the next one belongs to the next change."""
     while watch.wait(0.1):
         continue

@@ -1,4 +1,4 @@
-"""The two suites: what every registry keeps, and what those keep besides that processes share."""
+"""The two suites: for every registry, and in addition for those that several processes share."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from pxrs.testing.registry_contract.keys import Keys, Scans
 from pxrs.testing.registry_contract.leases import Leases
 from pxrs.testing.registry_contract.lifecycle import Lifecycle
 from pxrs.testing.registry_contract.races import Races
-from pxrs.testing.registry_contract.store import Store, eventually, quieten
+from pxrs.testing.registry_contract.store import Store, quieten
 from pxrs.testing.registry_contract.watches import Watches
+from pxrs.testing.waiting import eventually
 
 
 class RegistryContract(Keys, Scans, Commits, BadInput, Lifecycle, Races, Leases, Watches):
-    """What every backend keeps, with threads."""
+    """The contract of every backend, tested with threads."""
 
 
 class SharedRegistryContract(RegistryContract):
-    """What every backend that processes share keeps besides, with real processes."""
+    """The further contract of backends that processes share, tested with real processes."""
 
     def test_one_of_many_processes_wins_each_claim(self, store: Store) -> None:
         actors = [store.actor() for _ in range(4)]
@@ -70,7 +71,7 @@ class SharedRegistryContract(RegistryContract):
                 eventually(lambda b=before: registry.get(keys[0]) != b)  # type: ignore[misc]
                 time.sleep(dice.random() * 0.02)  # at a random moment of its work
                 actor.signal(signal.SIGKILL)
-            # What the dead client sent may still land; it lands whole.
+            # What the killed client has sent may still be applied, but only as a whole.
             eventually(lambda: len({(e.value, e.version) for e in registry.scan("twin/")}) == 1)
 
     def test_a_killed_holder_is_noticed(self, store: Store) -> None:

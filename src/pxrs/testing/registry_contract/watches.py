@@ -1,4 +1,4 @@
-"""Watches: nothing is missed, and nothing is made up."""
+"""Watches: no change is missed, and none is invented."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ class Server(abc.ABC):
         """End every process of the server at once (SIGKILL), as a crash would. The data stay."""
         processes: list[psutil.Process] = []
         with suppress(ServerFailed, psutil.NoSuchProcess):  # it may end by itself meanwhile
-            processes = self._freeze()
+            processes = _freeze(self)
         if self._process is None or not self.is_running:
             return
         for process in reversed(processes):  # the parent last, so that it cannot act on the death of a child
@@ -265,7 +265,7 @@ class Server(abc.ABC):
     def pause(self) -> None:
         """Stop every process of the server (SIGSTOP): connections stay open and nobody answers."""
         self._running()
-        self._freeze()
+        _freeze(self)
         self._is_paused = True
 
     def resume(self) -> None:
@@ -332,16 +332,19 @@ class Server(abc.ABC):
         parent = psutil.Process(self.pid)
         return [parent, *parent.children(recursive=True)]
 
-    def _freeze(self) -> list[psutil.Process]:
-        """Stop all processes and return them. The parent first: from then on there are no new children."""
-        self._freeze_these([psutil.Process(self.pid)])
-        processes = self._processes()
-        self._freeze_these(processes[1:])
-        return processes
 
-    def _freeze_these(self, processes: Sequence[psutil.Process]) -> None:
-        for process in processes:
-            _signal(process, signal.SIGSTOP)
-        frozen = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-        if not wait_until(lambda: all(_has_status(p, *frozen) for p in processes), STOP_S_MAX):
-            raise ServerFailed(f"{self!r} did not stop on SIGSTOP")
+def _freeze(server: Server) -> list[psutil.Process]:
+    """Stop all processes of a server (SIGSTOP) and return them. The parent first: it can start no more children then.
+    Raises ServerFailed."""
+    _freeze_these(server, [psutil.Process(server.pid)])
+    processes = server._processes()
+    _freeze_these(server, processes[1:])
+    return processes
+
+
+def _freeze_these(server: Server, processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        _signal(process, signal.SIGSTOP)
+    frozen = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    if not wait_until(lambda: all(_has_status(p, *frozen) for p in processes), STOP_S_MAX):
+        raise ServerFailed(f"{server!r} did not stop on SIGSTOP")

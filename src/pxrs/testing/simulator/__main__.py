@@ -27,12 +27,12 @@ def replay(seed: int) -> int:
     try:
         simulation.run()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is shown
-        say(*simulation.events)
+        say(*simulation.environment.events)
         say(f"SEED={seed} {type(error).__name__}: {error}")
         if not isinstance(error, AssertionError):
             traceback.print_exc()
         return 1
-    say(*simulation.events, f"SEED={seed} passed")
+    say(*simulation.environment.events, f"SEED={seed} passed")
     return 0
 
 
@@ -49,7 +49,7 @@ def sweep(options: argparse.Namespace) -> int:
                 return 1
             continue
         ghost = simulation.ghost
-        steps, commits, claims = steps + simulation.steps, commits + ghost.commits, claims + ghost.claims
+        steps, commits, claims = steps + simulation.environment.steps, commits + ghost.commits, claims + ghost.claims
         fences, handed = fences + ghost.fences, handed + ghost.handed
     seconds = time.perf_counter() - begin
     say(

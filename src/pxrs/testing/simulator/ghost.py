@@ -1,15 +1,17 @@
-"""What really happened, kept beside the registry by one who sees everything; and the rules, held against it.
+"""What has really happened in a schedule (ghost state, as in program verification), and the rules of the protocol.
 
-The ghost is told of every write that the store accepts, of every message that is handed out or finished, and of every
-lane that a member is given. It trusts no key and no version, only the order of these events.
+The ghost receives every write that the store accepts, every message that is handed out or finished, and every lane that
+a member is given. It relies on no key and no version, only on the order of these events. Each rule is named after the
+requirement that it checks, such as "X9 stale epoch"; `Violation.rule` has the name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from pxrs.group.lane import Lane
 from pxrs.group.records import (
     BY_HAND,
     Checkpoint,
@@ -27,19 +29,14 @@ from pxrs.group.snapshot import NOBODY
 from pxrs.registry.steps import Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
-if TYPE_CHECKING:
-    from pxrs.group.lane import Lane
-    from pxrs.testing.simulator.member import SimulatedMember
-
-
 ADMIN: Final = "admin"
-"""Who resets checkpoints."""
+"""The sender of requests that reset checkpoints."""
 RETENTION: Final = "retention"
-"""Who moves a topic's start."""
+"""The sender of requests that move a topic's start."""
 
 
 class Violation(AssertionError):
-    """A rule was broken. `rule` names it; the seed replays it."""
+    """A rule was broken. `rule` is its name. Running the same seed again breaks it again."""
 
     def __init__(self, rule: str, message: str) -> None:
         self.rule, self.message = rule, message
@@ -47,32 +44,43 @@ class Violation(AssertionError):
 
 
 class Ghost:
+    """The facts of one schedule. Its methods raise Violation."""
+
     def __init__(self, keys: Keys, store: SimulatedStore) -> None:
         self.keys, self.store = keys, store
         self.owners: dict[TopicPartition, Owner] = {}
+        """The owner that was written last."""
         self.checkpoints: dict[TopicPartition, int] = {}
+        """The offset that was written last."""
         self.at_claim: dict[tuple[TopicPartition, int], int | None] = {}
         """The checkpoint at the moment of each claim, by epoch; None if there was none."""
         self.leader: Leader | None = None
+        """The leader that was written last."""
         self.targets: dict[str, Target] = {}
-        """By incarnation, as the leader has written them last."""
+        """By incarnation: the target that was written last."""
         self.taken: set[tuple[TopicPartition, int]] = set()
-        """Epochs that were taken from a living owner, by a fence or a reset: it may not know for a while."""
+        """Partitions and epochs that a fence or a reset has taken from a living owner, which may not know it yet."""
         self.start: dict[TopicPartition, int] = {}
-        """Where retention has left each partition: what lies before it may be gone."""
+        """The start that retention has written last: messages before it may be removed."""
         self.end: dict[TopicPartition, int] = {}
+        """The offset that the next message of the partition gets."""
         self.end_at_first_join: dict[TopicPartition, int] = {}
+        """`end` when the first member had joined: the group must read every message from there on."""
         self.finished: dict[TopicPartition, set[int]] = {}
+        """Offsets that a handler has finished, and no reset has asked for again."""
         self.next_out: dict[tuple[TopicPartition, int], int] = {}
+        """By partition and epoch: the offset that must be handed out next."""
         self.failures: set[str] = set()
-        """Those whose pause was written. An admin may have removed it since."""
+        """Failures whose pause was written. An administrator may have deleted the pause since."""
         self.is_calm = False
-        """Nobody is slow and nothing fails: then nothing is fenced."""
+        """No member is slow and nothing fails, so that no partition may be fenced."""
         self.claims = self.commits = self.fences = self.handed = self.moves = 0
 
     # What the store accepts.
 
     def accepted(self, request: Request, write: Write) -> None:
+        """The store accepts this write, and applies it next. Checkpoints are looked at before owners: the commit that
+        releases a partition writes both."""
         for key, value in {**write.put, **write.ephemeral}.items():
             if key.startswith(self.keys.checkpoints):
                 self._checkpoint(request, partition_of(key), Checkpoint.load(key, value))
@@ -122,7 +130,7 @@ class Ghost:
                 raise Violation("G6 pinned once", f"{place} had {before} and was pinned at {checkpoint.offset}")
             self._not_skipped(place, checkpoint.offset)
         elif request.incarnation == ADMIN:
-            # What is behind it has to be handed out and finished once more.
+            # Messages from the new checkpoint on must be handed out and finished again.
             finished = self.finished.setdefault(place, set())
             self.finished[place] = {offset for offset in finished if offset < checkpoint.offset}
         else:
@@ -158,7 +166,7 @@ class Ghost:
         if owner.incarnation is not None:
             self._claimed(request, place, before, owner)
         elif before.incarnation != request.incarnation or self.keys.checkpoint(*place) not in write.put:
-            self._fenced(request, write, place, before)  # a leader may be the slow one itself
+            self._fenced(request, write, place, before)  # a leader may also fence a partition of its own
         self.owners[place] = owner
 
     def _claimed(self, request: Request, place: TopicPartition, before: Owner, owner: Owner) -> None:
@@ -229,6 +237,7 @@ class Ghost:
     # What members do.
 
     def joined(self, topic: str, partitions: int) -> None:
+        """A member has joined: the start of every partition is written."""
         for number in range(partitions):
             place = (topic, number)
             self.end_at_first_join.setdefault(place, self.end.get(place, 0))
@@ -236,9 +245,10 @@ class Ghost:
                 self._not_skipped(place, min(self.checkpoints[place], self.end_at_first_join[place]))
 
     def assigned(self, place: TopicPartition, epoch: int, offset: int) -> None:
+        """A member begins to hand out a partition, from this offset on."""
         at_claim = self.at_claim[place, epoch]
         if self.owners[place].epoch != epoch:
-            pass  # it was slow to read the checkpoint, and has lost the partition already
+            pass  # the member was slow to read the checkpoint, and does not own the partition any more
         elif at_claim is None:
             self._not_skipped(place, offset)
         elif offset != at_claim:
@@ -246,6 +256,7 @@ class Ghost:
         self.next_out[place, epoch] = offset
 
     def hand_out(self, place: TopicPartition, lane: Lane) -> None:
+        """A member hands out the message at the lane's position."""
         self.handed += 1
         epoch, offset = lane.epoch, lane.position
         if offset != self.next_out[place, epoch]:
@@ -255,15 +266,18 @@ class Ghost:
             raise Violation("X11 nothing again", f"{place}: {offset} is below the checkpoint {self.checkpoints[place]}")
 
     def finish(self, place: TopicPartition, offset: int) -> None:
+        """A handler has finished the message."""
         self.finished.setdefault(place, set()).add(offset)
 
-    def check_owners(self, members: Iterable[SimulatedMember]) -> None:
-        """At most one member acts as the owner of a partition, those aside from whom it was taken."""
-        seen: dict[TopicPartition, SimulatedMember] = {}
-        for member in members:
-            for place, lane in member.acting():
-                if (place, lane.epoch) in self.taken:
-                    continue
-                if place in seen:
-                    raise Violation("X3 one owner", f"{place}: {seen[place]} and {member} act as its owner")
-                seen[place] = member
+    def check_owners(self, acting: Iterable[tuple[object, TopicPartition, Lane]]) -> None:
+        """At most one member acts as the owner of a partition. A member from which the partition was taken does not
+        count: it may not know that yet, and its commits are fenced.
+
+        acting: which member acts as the owner of which partition."""
+        seen: dict[TopicPartition, object] = {}
+        for member, place, lane in acting:
+            if (place, lane.epoch) in self.taken:
+                continue
+            if place in seen:
+                raise Violation("X3 one owner", f"{place}: {seen[place]} and {member} act as its owner")
+            seen[place] = member

@@ -1,150 +1,145 @@
-"""A member of a simulated group: the shell around `MemberProtocol`, one step at a time.
+"""A member of a simulated group: what a real member's thread does (`pxrs.group.member`), one step at a time.
 
-It does what a real member's threads do: join, look when something has woken it, commit now and then, renew its lease,
-hand out messages while it may, write down a message that its handler could not handle. Between any two of these steps
-it can be stopped, for ever or for a while.
+The member performs one procedure of `MemberProtocol` at a time. `step` continues the procedure that is under way, or
+begins the next one:
+
+    what is the case                                         `step` does
+    the lease's deadline has passed                          `lose`: give up everything
+    an operation or a request is under way                   `Connection.step`
+    no protocol, and it is leaving                           `is_out`: the member is removed from the group
+    no protocol                                              join, as a new incarnation
+    the topic was created anew                               `lose`
+    it is leaving, and nothing is in hand                    leave: the last commit, which releases everything
+    the starts of some partitions are not written yet        pin
+    a watched key has changed, or a deadline was reached     look
+    something is done that no checkpoint covers              commit
+    the handler has failed on a message                      pause
+
+Between any two steps the member can be stopped, for a while or for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from pxrs.errors import AssignorMismatch, Conflict, LeaseExpired, OutcomeUnknown, RegistryError, RegistryUnavailable
+from pxrs.group.checkpoints import Holding
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol, rearmed
-from pxrs.group.records import Member, Paused, TopicPartition
-from pxrs.registry.steps import Operation, Steps, Write
-from pxrs.testing.simulator.store import Request
-
-if TYPE_CHECKING:
-    from pxrs.testing.simulator.simulation import Simulation
+from pxrs.group.records import Home, Member
+from pxrs.registry.steps import Steps, Write
+from pxrs.testing.simulator.admin import retry_paused
+from pxrs.testing.simulator.connection import Connection
+from pxrs.testing.simulator.consumer import SimulatedConsumer
+from pxrs.testing.simulator.environment import Environment
+from pxrs.testing.simulator.settings import TTL_S
 
 
 class SimulatedMember:
-    def __init__(self, simulation: Simulation, name: str, *, acks_in_any_order: bool) -> None:
-        self.simulation, self.name = simulation, name
-        self.acks_in_any_order = acks_in_any_order
-        self.assignor = simulation.assignor_of()
-        self.topic = simulation.topic
+    """One member, through all its incarnations."""
+
+    def __init__(self, environment: Environment, name: str, *, acks_in_any_order: bool) -> None:
+        self.environment, self.name = environment, name
+        self.assignor = environment.assignor_of()
+        self.consumer = SimulatedConsumer(environment, self, acks_in_any_order=acks_in_any_order)
+        self.connection = Connection(environment, self)
         self.protocol: MemberProtocol | None = None
+        """Of the present incarnation; None before it joins and after it has lost everything."""
         self.incarnation = ""
         self.lease = ""
         self.deadline = 0.0
+        """The lease's deadline, on the member's own clock."""
         self.clock_ahead = 0.0
-        """How far its own clock has jumped ahead of the store's."""
+        """How far the member's clock is ahead of the store's."""
         self.stopped_until = 0.0
+        """The member takes no step before this time of the store."""
         self.stops_at_write_s = 0.0
-        """If not 0, it is stopped for so long when it has decided on its next write."""
+        """If not 0, the member is stopped for so many seconds when it has decided on its next write."""
         self.renewals_fail_until = 0.0
-        self.hangs_until = 0.0
-        """Its handler finishes nothing before."""
-        self.renewal_sent: float | None = None
-        self.renewed_at = 0.0
+        """Renewals of the lease fail before this time of the store."""
+        self._renewal_sent: float | None = None
+        """When the renewal was sent that is under way."""
+        self._renewed_at = 0.0
         self.is_leaving = False
         self.is_out = False
+        """The member has left for good."""
         self.is_woken = False
-        """A key that it watches has changed since its last look, or it has to look for another reason."""
+        """A watched key has changed since the last look began, or the member has to look for another reason."""
         self.watching: frozenset[str] = frozenset()
-        """Keys and folders, as a real member's watch covers them."""
-        self.is_joined = False
-        """Every partition's start is written."""
-        self.is_woken_to_pin = False
+        """The keys and folders that the member's watch covers."""
+        self._is_joined = False
+        """The start of every partition is written."""
+        self._is_woken_to_pin = False
         self.task = ""
-        self.steps: Steps[Any] | None = None
-        self.operation: Operation | None = None
-        """Decided, and not sent yet."""
-        self.request: Request | None = None
-        self.in_hand: list[tuple[str, Lane, int]] = []
-        """Topic, lane and offset of what the handler is at."""
-        self.revoked_places: list[TopicPartition] = []
-        self.failures: dict[int, tuple[Lane, Paused]] = {}
-        """By partition, a pause that it does not know to be written."""
+        """The name of the procedure that is under way, or was last."""
+        self.procedure: Steps[Any] | None = None
 
     def __repr__(self) -> str:
         return self.incarnation or self.name
-
-    # Hooks of the protocol.
-
-    def assigned(self, partition: int, epoch: int, offset: int) -> Lane:
-        self.simulation.note(self, "assigned", partition, epoch, offset)
-        self.simulation.ghost.assigned((self.topic, partition), epoch, offset)
-        return Lane(partition, epoch, offset)
-
-    def resumed(self, lane: Lane) -> None:
-        pass
-
-    def revoked(self, lane: Lane) -> None:
-        self.simulation.note(self, "revoked", lane)
-        self.revoked_places.append((self.topic, lane.partition))
-
-    def released(self, lane: Lane) -> None:
-        self.simulation.note(self, "released", lane)
-
-    def lost(self, lane: Lane) -> None:
-        self.simulation.note(self, "lost", lane)
-        self.revoked_places.append((self.topic, lane.partition))
 
     # Time and lease.
 
     @property
     def now(self) -> float:
-        return self.simulation.now + self.clock_ahead
+        """The time on the member's own clock."""
+        return self.environment.now + self.clock_ahead
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may act as an owner: its lease's deadline is ahead (G8)."""
+        """Whether the member may act as an owner: the deadline of its lease is ahead (G8)."""
         return self.now < self.deadline
 
     @property
     def is_stopped(self) -> bool:
-        return self.simulation.now < self.stopped_until
+        return self.environment.now < self.stopped_until
 
-    def acting(self) -> Iterator[tuple[TopicPartition, Lane]]:
-        """The lanes of which it hands out messages, or has some in hand, believing that they are its own."""
-        if self.protocol is None or not self.is_alive:
-            return
-        for partition, holding in self.protocol.held.items():
-            lane = holding.lane
-            if not lane.is_lost and not (lane.is_stopping and lane.is_drained):
-                yield (self.topic, partition), lane
+    @property
+    def held(self) -> Mapping[int, Holding]:
+        """What the member believes to own, by partition; nothing past the lease's deadline."""
+        return {} if self.protocol is None or not self.is_alive else self.protocol.held
 
-    def renew(self) -> None:
-        """Send a renewal, or take the reply to one: the deadline counts from the sending."""
+    def renew(self, *, anew: bool = False) -> None:
+        """Send a renewal of the lease, or take the reply to the one that was sent. The new deadline counts from the
+        sending.
+
+        anew: forget a renewal that is under way; send one, and take its reply."""
         if self.protocol is None:
             return
-        sent, self.renewal_sent = self.renewal_sent, None
+        sent = self.now if anew else self._renewal_sent
+        self._renewal_sent = None
         if sent is None:
-            self.renewal_sent = self.now
+            self._renewal_sent = self.now
             return
-        are_failing = self.simulation.now < self.renewals_fail_until
-        if are_failing and self.simulation.rng.random() < 0.5:
+        environment = self.environment
+        are_failing = environment.now < self.renewals_fail_until
+        if are_failing and environment.rng.random() < 0.5:
             return
-        if not self.simulation.store.renew_lease(self.lease, self.simulation.now + self.simulation.ttl):
+        if not environment.store.renew_lease(self.lease, environment.now + TTL_S):
             return
         if self.is_alive and not are_failing:
-            self.deadline = max(self.deadline, sent + self.simulation.ttl)
-            self.renewed_at = self.now
+            self.deadline = max(self.deadline, sent + TTL_S)
+            self._renewed_at = self.now
 
     @property
     def is_renewal_due(self) -> bool:
         if self.protocol is None or not self.is_alive:
             return False
-        return self.renewal_sent is not None or self.now >= self.renewed_at + self.simulation.ttl / 4
+        return self._renewal_sent is not None or self.now >= self._renewed_at + TTL_S / 4
 
-    # Its procedures.
+    # What is to be done.
 
     def woken(self, keys: list[str]) -> None:
-        """These keys have changed. Nothing wakes it but what it watches."""
+        """These keys have changed. Only a key that the member watches wakes it."""
         if any(key in self.watching or f"{key.rpartition('/')[0]}/" in self.watching for key in keys):
             self.is_woken = True
         if self.protocol is not None and any(key in self.protocol.pin_keys for key in keys):
-            self.is_woken_to_pin = True
+            self._is_woken_to_pin = True
 
     @property
     def must_look(self) -> bool:
         protocol = self.protocol
-        if protocol is None or not self.is_joined:
+        if protocol is None or not self._is_joined:
             return False
         if self.is_woken:
             return True
@@ -154,197 +149,148 @@ class SimulatedMember:
 
     @property
     def fence_at(self) -> float:
-        """When, as the leader, it has to look whether a partition was handed over in time."""
+        """When the member, as the leader, has to see whether a partition was handed over in time."""
         return float("inf") if self.protocol is None else self.protocol.fence_at
 
-    @property
-    def next_operation(self) -> Operation | None:
-        """What it is about to send, or has sent."""
-        return self.operation if self.request is None else self.request.operation
-
-    @property
-    def is_writing(self) -> bool:
-        return isinstance(self.next_operation, Write)
+    def readable(self) -> list[Lane]:
+        """The lanes of which a message can be handed out now."""
+        return [] if self.is_leaving else self.consumer.readable(self.held)
 
     @property
     def has_task(self) -> bool:
-        """Whether there is something to do at once, messages aside."""
+        """Whether `step` has something to do now. Messages are not counted."""
         if self.is_out:
             return False
-        if self.steps is not None or self.protocol is None or not self.is_alive:
+        if self.procedure is not None or self.protocol is None or not self.is_alive:
             return True
         if self.is_leaving:
-            return not self.in_hand
-        if not self.is_joined:
-            return self.is_woken_to_pin
-        return self.topic != self.simulation.topic or self.must_look or bool(self.protocol.due() or self.failures)
+            return not self.consumer.in_hand
+        if not self._is_joined:
+            return self._is_woken_to_pin
+        is_of_another_topic = self.consumer.topic != self.environment.topic
+        return is_of_another_topic or self.must_look or bool(self.protocol.due() or self.consumer.failures)
+
+    # Its procedures.
 
     def step(self) -> None:
-        """The next step of what it is at, or the first of what is to be done next."""
-        is_at_it = self.operation is not None or self.request is not None
-        if self.protocol is not None and not self.is_alive and not (is_at_it and self.simulation.rng.random() < 0.8):
+        """Take the next step, see the table in the module's docstring."""
+        connection, rng = self.connection, self.environment.rng
+        if self.protocol is not None and not self.is_alive and not (connection.is_busy and rng.random() < 0.8):
             self.lose("its lease's deadline has passed")
-        elif self.request is not None:
-            self._go_on(self.request)
-        elif self.operation is not None:
-            self._send(self.operation)
+        elif connection.is_busy:
+            connection.step()
         else:
             self._begin()
 
     def _begin(self) -> None:
-        protocol = self.protocol
+        protocol, consumer = self.protocol, self.consumer
         if protocol is None:
             if self.is_leaving:
                 self.is_out = True
             else:
                 self._join()
-        elif self.topic != self.simulation.topic:
+        elif consumer.topic != self.environment.topic:
             self.lose("its topic was created anew")
         elif self.is_leaving:
             for holding in protocol.held.values():
                 holding.lane.is_stopping = True
-            if not self.in_hand:
+            if not consumer.in_hand:
                 self._perform("leave", protocol.commit(list(protocol.held), is_last=True))
-        elif not self.is_joined:
-            self.is_woken_to_pin = False
+        elif not self._is_joined:
+            self._is_woken_to_pin = False
             self._perform("pin", protocol.pin())
         elif self.must_look:
             self.is_woken = False
             self.watching = rearmed(self.watching, protocol.watched_keys()) or self.watching
             self._perform("look", protocol.look(self.now))
-        elif protocol.due() and not (self.failures and self.simulation.rng.random() < 0.5):
+        elif protocol.due() and not (consumer.failures and self.environment.rng.random() < 0.5):
             self._perform("commit", protocol.commit(protocol.due()))
-        elif self.failures:
+        elif consumer.failures:
             self._pause(protocol)
 
-    def fail(self) -> None:
-        """A handler could not handle a message. Whether more is handed out does not matter to the protocol."""
-        if self.protocol is None or not self.is_alive:
-            return
-        for partition, holding in self.protocol.held.items():
-            if partition not in self.failures and not holding.lane.is_lost:
-                failure = f"failure-{self.simulation.next_serial()}"
-                self.failures[partition] = holding.lane, Paused(holding.lane.done, "ZeroDivisionError", failure=failure)
-                self.simulation.note(self, failure, "of", partition)
-                return
-
     def _pause(self, protocol: MemberProtocol) -> None:
-        partition, (lane, paused) = next(iter(self.failures.items()))
+        partition, (lane, paused) = next(iter(self.consumer.failures.items()))
         holding = protocol.held.get(partition)
         if holding is None or holding.lane is not lane:
-            del self.failures[partition]  # it is the next owner's
+            del self.consumer.failures[partition]  # another owner has the partition, and will fail by itself
         else:
-            self.simulation.decide()  # where it does most harm: the reply to an earlier try may be lost
+            # Here, because the reply to an earlier try may have been lost.
+            retry_paused(self.environment)
             self._perform("pause", protocol.pause(partition, paused))
 
     def _join(self) -> None:
-        simulation = self.simulation
-        self.topic = simulation.topic
-        serial = simulation.next_serial()
-        self.incarnation = simulation.incarnation_of(self.name, serial)
+        environment = self.environment
+        settings, topic = environment.settings, environment.topic
+        self.consumer.topic = topic
+        serial = environment.next_serial()
+        self.incarnation = environment.incarnation_of(self.name, serial)
         self.lease = f"lease-{serial}"
-        self.deadline = self.now + simulation.ttl
-        self.renewed_at, self.renewal_sent = self.now, None
-        simulation.store.begin_lease(self.lease, simulation.now + simulation.ttl)
-        handover_s = simulation.rng.choice((None, simulation.handover_s, simulation.handover_s, 1.0, 30.0))
+        self.deadline = self.now + TTL_S
+        self._renewed_at, self._renewal_sent = self.now, None
+        environment.store.begin_lease(self.lease, environment.now + TTL_S)
+        handover_s = environment.rng.choice((None, settings.handover_s, settings.handover_s, 1.0, 30.0))
         record = Member(
             self.name,
-            self.topic,
+            topic,
             "orders",
-            simulation.partitions,
-            since=simulation.now,
+            settings.partitions,
+            since=environment.now,
             assignor=self.assignor,
             handover_s=handover_s,
         )
-        self.protocol = simulation.protocol_of(self, record)
+        self.protocol = environment.protocol(
+            environment.keys,
+            self.incarnation,
+            record,
+            self.consumer,
+            lambda number, first: environment.ghost.end[topic, number] if settings.starts_latest else first,
+            wall=lambda: environment.now,
+            keys_max=settings.keys_max,
+            handover_s=settings.handover_s,
+            home=Home("hub", "the only one"),
+            keeps_unread=True,
+        )
         self.is_woken = True
-        self.is_joined, self.is_woken_to_pin, self.watching = False, False, frozenset()
+        self._is_joined, self._is_woken_to_pin, self.watching = False, False, frozenset()
         self._perform("join", self.protocol.join())
 
-    def _perform(self, task: str, steps: Steps[Any]) -> None:
-        self.task, self.steps = task, steps
-        self.simulation.note(self, task)
-        self._advance(None, None)
+    def _perform(self, task: str, procedure: Steps[Any]) -> None:
+        self.task, self.procedure = task, procedure
+        self.environment.note(self, task)
+        self.advance(None, None)
 
-    def _send(self, operation: Operation) -> None:
-        simulation = self.simulation
-        operation = simulation.altered(operation, self)
-        request = Request(operation, self.incarnation, self.lease)
-        needs_lease = isinstance(operation, Write) and (operation.is_leased or operation.ephemeral)
-        self.operation = None
-        if needs_lease and not self.is_alive:
-            self._advance(None, LeaseExpired("the deadline has passed"))
-        elif simulation.strikes(self._rate(operation, simulation.rates.unavailable)):
-            self._advance(None, RegistryUnavailable("no answer"))
-        else:
-            self.request = request
-            if not simulation.strikes(simulation.rates.slow):
-                self._go_on(request)
-
-    def _rate(self, operation: Operation, rate: float) -> float:
-        return rate if isinstance(operation, Write) else self.simulation.rates.unanswered_read
-
-    def _go_on(self, request: Request) -> None:
-        simulation = self.simulation
-        if simulation.strikes(self._rate(request.operation, simulation.rates.timeout)):
-            self._give_up(request)
-        elif not request.is_applied:
-            simulation.apply(request)
-            if request.is_applied and not simulation.strikes(simulation.rates.slow):
-                self._take_reply(request)
-        else:
-            self._take_reply(request)
-
-    def _take_reply(self, request: Request) -> None:
-        if self.simulation.strikes(self._rate(request.operation, self.simulation.rates.lost_reply)):
-            self._give_up(request)
-        else:
-            self.request = None
-            self._advance(request.result, request.error)
-
-    def _give_up(self, request: Request) -> None:
-        self.simulation.note(self, "gives up waiting", request.operation)
-        self._abandon_request()
-        if isinstance(request.operation, Write):
-            self._advance(None, OutcomeUnknown("no answer"))
-        else:
-            self._advance(None, RegistryUnavailable("no answer"))
-
-    def _abandon_request(self) -> None:
-        """A write that was sent may still land."""
-        request, self.request = self.request, None
-        if request is not None and not request.is_applied and isinstance(request.operation, Write):
-            self.simulation.late.append(request)
-
-    def _advance(self, result: Any, error: RegistryError | None) -> None:
-        assert self.steps is not None
+    def advance(self, result: Any, error: RegistryError | None) -> None:
+        """Continue the procedure with the result of its last operation, or with an error."""
+        assert self.procedure is not None
+        connection = self.connection
         try:
-            self.operation = self.steps.send(result) if error is None else self.steps.throw(error)
+            connection.operation = self.procedure.send(result) if error is None else self.procedure.throw(error)
         except StopIteration as end:
-            self.steps = None
+            self.procedure = None
             self._ended(end.value)
         except LeaseExpired:
-            self.steps = None
+            self.procedure = None
             self.lose("its lease has ended")
         except AssignorMismatch as refusal:
-            self.steps = None
+            self.procedure = None
             self.lose(str(refusal))
-            self.assignor = next(iter(refusal.others.values()))  # somebody corrects it, and starts it again
+            self.assignor = next(iter(refusal.others.values()))  # somebody corrects the setting and starts it again
         except (OutcomeUnknown, RegistryUnavailable, Conflict) as failure:
-            self.steps = None
+            self.procedure = None
             self._failed(failure)
-        if self.stops_at_write_s and isinstance(self.operation, Write):
-            self.stopped_until = self.simulation.now + self.stops_at_write_s
+        if self.stops_at_write_s and isinstance(connection.operation, Write):
+            self.stopped_until = self.environment.now + self.stops_at_write_s
             self.stops_at_write_s = 0.0
-            self.simulation.note(self, "is stopped before it writes")
+            self.environment.note(self, "is stopped before it writes")
 
     def _ended(self, value: Any) -> None:
+        """The procedure has returned this value."""
         assert self.protocol is not None
         match self.task:
             case "join" | "pin":
-                self.is_joined = bool(value)
-                if self.is_joined:
-                    self.simulation.ghost.joined(self.topic, self.simulation.partitions)
+                self._is_joined = bool(value)
+                if self._is_joined:
+                    self.environment.ghost.joined(self.consumer.topic, self.environment.settings.partitions)
             case "look":
                 is_armed = rearmed(self.watching, self.protocol.watched_keys()) is None
                 self.is_woken = self.is_woken or bool(value) or not is_armed
@@ -353,80 +299,42 @@ class SimulatedMember:
             case "commit":
                 self.is_woken = self.is_woken or bool(value)
             case "pause":
-                del self.failures[next(iter(self.failures))]
-                self.simulation.decide()
+                del self.consumer.failures[next(iter(self.consumer.failures))]
+                retry_paused(self.environment)
             case "leave":
                 self._leave()
 
     def _failed(self, failure: RegistryError) -> None:
-        self.simulation.note(self, f"{self.task} failed", type(failure).__name__)
+        """The procedure has raised this error."""
+        self.environment.note(self, f"{self.task} failed", type(failure).__name__)
         match self.task:
             case "join" | "pin":
                 self.lose("it could not join")
             case "leave":
-                if self.simulation.rng.random() < 0.5:
+                if self.environment.rng.random() < 0.5:
                     self._leave()
             case _:
                 self.is_woken = True
 
     def _leave(self) -> None:
-        self.simulation.note(self, "has left")
-        self.simulation.store.end_lease(self.lease)
+        self.environment.note(self, "has left")
+        self.environment.store.end_lease(self.lease)
         self.drop()
         self.is_out = True
 
     def lose(self, reason: str) -> None:
-        """Everything is lost; it comes back as another incarnation. The lease may or may not be ended at once."""
-        self.simulation.note(self, "loses all:", reason)
+        """Give up everything; the next step joins as another incarnation. The lease may or may not be ended at once."""
+        self.environment.note(self, "loses all:", reason)
         if self.protocol is not None:
             self.protocol.lose_all(reason)
-        if self.simulation.rng.random() < 0.5:
-            self.simulation.store.end_lease(self.lease)
+        if self.environment.rng.random() < 0.5:
+            self.environment.store.end_lease(self.lease)
         self.drop()
 
     def drop(self) -> None:
-        """Forget what it is at; a write that was sent may still land."""
-        if self.steps is not None:
-            self.steps.close()
-        if self.operation is not None and self.simulation.rng.random() < 0.5:
-            self.request = Request(self.simulation.altered(self.operation, self), self.incarnation, self.lease)
-        self._abandon_request()
-        self.steps = self.operation = self.protocol = None
-        self.failures.clear()
-
-    # Messages.
-
-    def lanes_to_hand_out(self) -> list[Lane]:
-        if self.protocol is None or self.is_leaving or not self.is_alive:
-            return []
-        end = self.simulation.ghost.end
-        return [
-            holding.lane
-            for partition, holding in self.protocol.held.items()
-            if not holding.lane.is_stopping
-            and not holding.lane.is_lost
-            and holding.lane.position < end[self.topic, partition]
-            and holding.lane.position - holding.lane.done < self.simulation.in_hand_max
-        ]
-
-    def hand_out(self) -> bool:
-        lanes = self.lanes_to_hand_out()
-        if not lanes:
-            return False
-        lane = self.simulation.rng.choice(lanes)
-        self.simulation.note(self, "hands out", lane.partition, lane.position)
-        self.simulation.ghost.hand_out((self.topic, lane.partition), lane)
-        self.in_hand.append((self.topic, lane, lane.position))
-        lane.expect((lane.position,))
-        lane.position += 1
-        return True
-
-    def finish(self) -> bool:
-        """Finish a message in hand, be the lane lost or not: nobody can stop a handler."""
-        if not self.in_hand or self.simulation.now < self.hangs_until:
-            return False
-        at = self.simulation.rng.randrange(len(self.in_hand)) if self.acks_in_any_order else 0
-        topic, lane, offset = self.in_hand.pop(at)
-        self.simulation.ghost.finish((topic, lane.partition), offset)
-        lane.ack(offset)
-        return True
+        """Forget the incarnation and its procedure, as a crash does. A write that was sent may still be applied."""
+        if self.procedure is not None:
+            self.procedure.close()
+        self.connection.abandon()
+        self.procedure = self.protocol = None
+        self.consumer.failures.clear()

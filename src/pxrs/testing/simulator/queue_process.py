@@ -8,7 +8,7 @@ operations each of them can be stopped, for ever or for a while.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pxrs.errors import Conflict, LeaseExpired, OutcomeLost, OutcomeUnknown, PxrsError, RegistryUnavailable
 from pxrs.failures import Failure
@@ -23,10 +23,8 @@ from pxrs.queue.sweeping import claim_sweeper, read_takers
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Operation, Scan, Steps, Write
 from pxrs.testing.simulator.queue_ghost import TransactionFacts
+from pxrs.testing.simulator.queue_schedule import QueueSchedule
 from pxrs.testing.simulator.store import Request
-
-if TYPE_CHECKING:
-    from pxrs.testing.simulator.queue_simulation import QueueSimulation
 
 Ended = Callable[[Any, PxrsError | None], None]
 """Called with what a procedure returned or raised."""
@@ -57,7 +55,7 @@ class SimulatedThread:
 
     def _send(self, operation: Operation) -> None:
         simulation = self.process.simulation
-        operation = simulation.altered(operation, self.process)
+        operation = simulation.altered(operation)
         self.operation = None
         is_leased = isinstance(operation, Write) and (operation.is_leased or bool(operation.ephemeral))
         # A process may pass the check of its own deadline just before it is stopped: then the store has to refuse.
@@ -107,7 +105,7 @@ class SimulatedThread:
         """The process dies. A write that was sent, or was about to be, may still be applied."""
         simulation = self.process.simulation
         if self.operation is not None and simulation.rng.random() < 0.5:
-            self.request = Request(simulation.altered(self.operation, self.process), self.taker, self.lease)
+            self.request = Request(simulation.altered(self.operation), self.taker, self.lease)
         if self.request is not None and not self.request.is_applied and isinstance(self.request.operation, Write):
             simulation.late.append(self.request)
         if self.steps is not None:
@@ -142,7 +140,7 @@ class SimulatedTransaction:
 
 
 class QueueProcess:
-    def __init__(self, simulation: QueueSimulation, name: str) -> None:
+    def __init__(self, simulation: QueueSchedule, name: str) -> None:
         self.simulation, self.name = simulation, name
         self.user, self.keeper = SimulatedThread(self), SimulatedThread(self)
         self.versions = PutVersions()

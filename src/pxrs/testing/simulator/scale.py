@@ -1,10 +1,11 @@
 """What a rebalance costs a large group: registry calls, keys and bytes for each member, counted on a simulated store.
 
 Nothing fails here, and a procedure is not interrupted: the schedules of `simulation.py` are for that. Members are woken
-by exactly the keys that they watch, so a member that a change does not concern costs nothing, and is seen to.
+by exactly the keys that they watch, so the counts show that a change costs nothing for members that it does not
+concern.
 
     crowd = Crowd(1_000, 10_000)
-    crowd.costs_of(crowd.join)      # by who they are: the leader, the joiner, those that lose a partition, all others
+    crowd.costs_of(crowd.join)      # by role: the leader, the joiner, those that lose a partition, all others
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KEYS_MAX = 127
 
 
 class CrowdMember:
-    """A member without messages, that does all that is to be done at once when it is woken."""
+    """A member without messages that does everything at once when it is woken."""
 
     def __init__(self, crowd: Crowd, number: int) -> None:
         self.crowd, self.incarnation = crowd, f"member-{number:06d}"
@@ -91,11 +92,11 @@ class Share:
     moved_max: int
     """How many partitions one of them has gained or lost, at most."""
     most: Cost
-    """Of the one with the most calls, and of the one with the most bytes, if that is another."""
+    """The cost of the member with the most calls, and of the member with the most bytes, if that is another one."""
 
 
 class Crowd:
-    """A settled group with so many members and partitions."""
+    """A settled group with these numbers of members and partitions."""
 
     def __init__(self, members: int, partitions: int) -> None:
         self.partitions = partitions
@@ -120,7 +121,7 @@ class Crowd:
         return member
 
     def die(self) -> CrowdMember:
-        """One that does not lead dies: its lease ends. Returns it."""
+        """A member that does not lead dies: its lease ends. Returns it."""
         return self._end(next(member for member in reversed(self.members) if not member.protocol.is_leading))
 
     def die_leading(self) -> CrowdMember:
@@ -131,7 +132,7 @@ class Crowd:
         return next(member for member in self.members if member.protocol.is_leading)
 
     def costs_of(self, change: Callable[[], CrowdMember]) -> list[Share]:
-        """What a change has cost, by who the members are."""
+        """The cost of a change, by the role of the members."""
         self.store.costs.clear()
         for member in self.members:
             member.gained = member.lost_count = 0

@@ -1,7 +1,7 @@
 """The registry of a simulation: the exact rules of `registry.state`, with the clock and the delays of a schedule.
 
-A request is sent, applied and answered in three moments, between which anything may happen. One whose sender gave up
-waiting may still be applied later, and is judged then.
+A request is sent, applied and answered at three moments, between which anything may happen. A request whose sender gave
+up waiting may still be applied later; its expectations are checked then.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Request:
 
 @dataclass(slots=True)
 class Cost:
-    """What somebody has asked of the store."""
+    """What a member has asked of the store."""
 
     calls: int = 0
     keys: int = 0
-    """That were read, expected, written or deleted."""
+    """How many keys were read, expected, written or deleted."""
     size: int = 0
-    """Of these keys and their values, in bytes."""
+    """The size of these keys and their values, in bytes."""
     writes: int = 0
 
     def add(self, keys: Iterable[str], values: Iterable[bytes], *, is_write: bool = False) -> None:
@@ -55,7 +55,8 @@ Accepted = Callable[[Request, Write], None]
 
 
 class SimulatedStore:
-    """`counts_anew` is ZooKeeper's way: every key counts its own versions, and from the start when re-created."""
+    """A simulated store. counts_anew: as on ZooKeeper, every key counts its own versions, from the start when it is
+    created again."""
 
     def __init__(self, rng: random.Random, *, counts_anew: bool, scans_in_two_moments: bool) -> None:
         self.rng = rng
@@ -67,7 +68,7 @@ class SimulatedStore:
         self.writes = 0
         """How many writes were accepted, leases aside."""
         self.costs: defaultdict[str, Cost] = defaultdict(Cost)
-        """By who has sent the requests."""
+        """The cost of all requests, by the member that has sent them."""
         self.on_accepted: Accepted = lambda request, write: None
         """Told of a write before it is applied."""
         self.on_changed: Callable[[list[str], bool], None] = lambda keys, is_quiet: None
@@ -112,7 +113,8 @@ class SimulatedStore:
         request.is_applied = True
 
     def _mix(self, first: list[Entry], second: list[Entry]) -> list[Entry]:
-        """For each key its value at either moment, as R1 allows; what came or went in between may be there or not."""
+        """Each key with its value at either of two moments, as R1 allows; a key that was written or deleted in between
+        may be there or not."""
         before = {entry.key: entry for entry in first}
         after = {entry.key: entry for entry in second}
         found = []

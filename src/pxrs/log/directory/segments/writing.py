@@ -28,7 +28,8 @@ class OpenSegment:
 
     @classmethod
     def open(cls, folder: str, base: int, *, is_created: bool = False) -> Self:
-        """is_created: the file is made if it is missing; otherwise that raises FileNotFoundError."""
+        """Open a segment file. is_created: create the file if it is missing; otherwise a missing file raises
+        FileNotFoundError."""
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if is_created else 0)
         return cls(folder, base, os.open(segment_path(folder, base), flags, 0o644))
 
@@ -39,7 +40,7 @@ class OpenSegment:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the file has lost its name, so that nobody else would see what is written to it."""
+        """Whether the file was removed, so that no other process would see what is written to it."""
         return not os.fstat(self.descriptor).st_nlink
 
     def read(self, size: int | None = None) -> pa.Buffer:

@@ -1,0 +1,107 @@
+"""Removing what the registry and the staging folder hold of a topic that was deleted, also after a failure.
+
+The registry holds, of a topic with `keep_unread`, the keys `topics/<id>/start` and `gate`, and of a topic that queries
+have published to, their manifests. They are removed after the topic itself. The registry may not be reachable then, or
+the process may die in between, so a file in the hub's directory records what is left to do:
+
+    deleted/<topic id>    empty: the registry may hold `start` and `gate` of this topic
+
+| step                                       | if the process dies after it                               |
+|--------------------------------------------|------------------------------------------------------------|
+| `note` makes the file                      | the file stays; it has no effect while the topic exists    |
+| `Log.delete_topic` deletes the topic       | the janitor removes the keys and the file (`finish`)       |
+| `forget` removes the keys, then the file   | nothing is left to do, or the janitor does it once more    |
+
+What queries have left is found by the staging folder instead (`publishing.manifest.forget_deleted_topics`).
+
+Every step may be repeated by any process: ids of topics are never used again, so what is removed by the id of a deleted
+topic belongs to no other topic. A failure of `note` or `forget` is logged, and never fails the deletion: the topic
+itself is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from pxrs import disk
+from pxrs.errors import PxrsError, RetentionPostponed
+from pxrs.hub_parts import HubParts
+
+_logger = logging.getLogger(__name__)
+
+FOLDER: Final = "deleted"
+
+
+def note(parts: HubParts, topic: str) -> None:
+    """Record, before the topic with this id is deleted, that its keys are to be removed from the registry."""
+    folder = _folder(parts)
+    if folder is None:
+        return
+    try:
+        disk.make_folders(folder)
+        (folder / topic).touch()
+        disk.sync_folder(folder)
+    except OSError as error:  # such as a full disk, for which a topic may be deleted
+        what = disk.explain(error, folder)
+        _logger.warning("if its deletion is cut short, topics/%s/ stays in the registry: %s", topic, what)
+
+
+def forget(parts: HubParts, topic: str) -> None:
+    """Remove the keys of a deleted topic. If that fails, the janitor tries again."""
+    try:
+        _forget(parts, topic)
+    except PxrsError as error:
+        _logger.warning("topics/%s/ of a deleted topic stays in the registry until the janitor comes: %s", topic, error)
+
+
+def forget_published(parts: HubParts, topic: str) -> None:
+    """Remove the manifests of a deleted topic, and what was staged for it. If that fails, the janitor tries again."""
+    if parts.log.folder is None or not (parts.log.folder / "staging").is_dir():  # no query has written here
+        return
+    from pxrs.publishing.manifest import forget_topic
+    from pxrs.publishing.staging.directory import DirectoryStaging
+
+    try:
+        parts.check_registry()
+        forget_topic(parts.registry.get(), DirectoryStaging(str(parts.log.folder)), topic)
+    except PxrsError as error:
+        _logger.warning("what queries have left of the deleted topic %s stays for a while: %s", topic, error)
+
+
+def finish(parts: HubParts, topics: Collection[str]) -> None:
+    """Remove the keys of topics whose deletion was cut short.
+
+    topics: the ids of the topics that exist now. Raises PxrsError."""
+    folder = _folder(parts)
+    if folder is None or not folder.is_dir():
+        return
+    for name in sorted(os.listdir(folder)):
+        if name not in topics and not name.startswith("."):
+            _forget(parts, name)
+
+
+def _forget(parts: HubParts, topic: str) -> None:
+    from pxrs.group.records import gate_key, start_key
+
+    try:
+        if parts.belonging is not None:
+            parts.belonging.check_retention(topic)
+    except RetentionPostponed:
+        pass  # no registry is on record, so that nothing was ever written there
+    else:
+        parts.registry.get().commit(delete=[start_key(topic), gate_key(topic)])
+    folder = _folder(parts)
+    if folder is None:
+        return
+    try:
+        (folder / topic).unlink(missing_ok=True)
+    except OSError as error:
+        raise disk.log_error(error, folder) from error
+
+
+def _folder(parts: HubParts) -> Path | None:
+    return None if parts.log.folder is None else parts.log.folder / FOLDER

@@ -1,0 +1,43 @@
+"""New topics, groups and registries for the tests of publishing."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pxrs.publishing import manifest, outage
+from tests.integration.publishing.driver import Place, Places
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Places]:
+    """Makes a new place each time."""
+    caplog.set_level(logging.ERROR, "pxrs")
+    made: list[Place] = []
+    numbers = itertools.count()
+    monkeypatch.setattr(manifest, "_PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(outage, "_PAUSE_S", (0.0, 0.0))
+
+    # Processes die here, not the power: there is no need for a disk, and thousands of files come and go.
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="pxrs-publishing-", dir=folder) as root:
+
+        def make(*arguments: Any, **named: Any) -> Place:
+            made.append(Place(Path(root, str(next(numbers))), *arguments, **named))
+            return made[-1]
+
+        yield make
+        for place in made:
+            place.close()
+
+
+@pytest.fixture
+def place(places: Places) -> Place:
+    return places()
