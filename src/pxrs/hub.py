@@ -472,7 +472,8 @@ class Hub:
         arguments.flag(InvalidQueue, "fifo", fifo)
         arguments.flag(InvalidQueue, "exist_ok", exist_ok)
         store = self.parts.queue_store()
-        queue = store.create(name, AtLeastOnce() if policy is None else policy, fifo, backoff, exist_ok=exist_ok)
+        rule = AtLeastOnce() if policy is None else policy
+        queue = store.catalog.create(name, rule, fifo, backoff, exist_ok=exist_ok)
         return self._keep(QueueHandle(store, queue))
 
     def queue(self, name: str) -> QueueHandle:
@@ -480,18 +481,18 @@ class Hub:
         from pxrs.queue.handle import QueueHandle
 
         store = self.parts.queue_store()
-        return self._keep(QueueHandle(store, store.queue(name)))
+        return self._keep(QueueHandle(store, store.catalog.queue(name)))
 
     def queues(self) -> list[QueueHandle]:
         """All queues, in the order of their names."""
         from pxrs.queue.handle import QueueHandle
 
         store = self.parts.queue_store()
-        return [self._keep(QueueHandle(store, queue)) for queue in store.queues()]
+        return [self._keep(QueueHandle(store, queue)) for queue in store.catalog.queues()]
 
     def delete_queue(self, name: str) -> None:
         """Remove a queue and all that is in it. Raises UnknownQueue."""
-        self.parts.queue_store().delete(name)
+        self.parts.queue_store().catalog.delete(name)
 
     def transaction(self) -> Transaction:
         """Take and put items of queues, all or nothing. Commits on a clean exit, rolls back on an exception."""

@@ -18,8 +18,9 @@ import pytest
 import pxrs
 from pxrs.errors import CommitUnknown, GroupUnavailable, OutcomeUnknown, PxrsError, RegistryUnavailable
 from pxrs.hub import Hub
-from pxrs.queue.taker import settle
+from pxrs.queue.outcomes import resolve
 from pxrs.queue.transaction import Transaction
+from pxrs.registry.steps import drive
 from pxrs.testing.proxy import Proxy
 from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 
@@ -131,7 +132,12 @@ def test_r5_a_request_that_lands_after_it_was_settled_does_nothing(place: Place)
         assert tx._slot is not None
         slot = tx._slot
         # By the same steps as `outcome`, from where the network is well.
-        assert patiently(lambda: str(settle(observer.registry, copy.copy(slot), tx.id))) == "False"
+        registry = observer.registry
+
+        def outcome() -> str:
+            return str(drive(resolve(copy.copy(slot), tx.id, registry.clock.now, time.time()), registry))
+
+        assert patiently(outcome) == "False"
         place.proxy.release_requests()
         assert patiently(tx.outcome) == "rolled back"
         eventually(lambda: depths(observer) == (1, 0, 0))

@@ -55,16 +55,10 @@ PLANNED: set[str] = set()
 KNOWN_BACK_ARROWS: set[str] = set()
 """`<importing module> -> <imported module>`."""
 
-KNOWN_CYCLES = {
-    "queue",
-}
+KNOWN_CYCLES: set[str] = set()
 """Packages among whose modules there are cycles."""
 
-KNOWN_UNDERSCORES = {
-    "queue.combine",
-    "queue.transaction",
-    "testing.queue_worker",
-}
+KNOWN_UNDERSCORES: set[str] = set()
 """Modules that use underscore names of other modules."""
 
 DOCUMENTED = {

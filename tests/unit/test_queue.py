@@ -1,27 +1,20 @@
-"""Work queues in memory: what a transaction, a policy and a listener promise."""
+"""Work queues in memory: transactions, policies, items and their settings."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import pxrs
-from pxrs import AtLeastOnce, ConsumeOnce, ConsumeTimes, ExponentialBackoff, FixedBackoff, QueueListener
-from pxrs.clock import ManualClock
-from pxrs.consumer.consumer import Consumer
+from pxrs import AtLeastOnce, ConsumeOnce, ConsumeTimes, ExponentialBackoff, FixedBackoff
 from pxrs.errors import (
     Closed,
     Conflict,
-    InvalidGroup,
     InvalidItem,
     InvalidQueue,
-    PartitionLost,
     QueueExists,
     RegistryUnavailable,
     TransactionEnded,
@@ -30,66 +23,12 @@ from pxrs.errors import (
     UnknownQueue,
 )
 from pxrs.hub import Hub
-from pxrs.log.memory import MemoryLog
 from pxrs.queue.records import OUTCOMES, TAKERS
 from pxrs.queue.transaction import Transaction
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import LIMITS, MemoryRegistry, MemoryStore
-from pxrs.testing.hooked import wall_time_shifted
-from pxrs.testing.waiting import eventually
-
-PATIENCE_S = 30.0
-
-
-class Place:
-    """A store in memory, and hubs on it as so many processes would have them."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.clock = ManualClock()
-        self.store = MemoryStore(self.clock)
-        self._stack = stack
-
-    def open(self, registry: MemoryRegistry | None = None) -> Hub:
-        hub = Hub(MemoryLog(), registry or MemoryRegistry(self.store))
-        return self._stack.enter_context(hub)
-
-    def die(self, hub: Hub) -> None:
-        """The hub's process is stopped, for longer than its lease lives; it does not know yet."""
-        taker = hub.parts.queue_store()._taker
-        assert taker is not None
-        taker.lease.abandon()
-        for _ in range(8):  # in steps, so that the others renew theirs
-            self.clock.advance(2.4)
-            time.sleep(0.01)
-
-
-@pytest.fixture
-def place() -> Iterator[Place]:
-    with ExitStack() as stack:
-        yield Place(stack)
-
-
-@pytest.fixture
-def hub(place: Place) -> Hub:
-    return place.open()
-
-
-def fail(hub: Hub, queue: str, why: str = "it failed", target: str | None = None) -> Transaction:
-    """Take an item, perhaps put it elsewhere, and fail."""
-    tx = hub.transaction()
-
-    def work() -> None:
-        with tx:
-            item = tx.take(queue, timeout=PATIENCE_S)
-            assert item is not None
-            if target is not None:
-                tx.put(target, item.value)
-            raise ZeroDivisionError(why)
-
-    with pytest.raises(ZeroDivisionError):
-        work()
-    return tx
-
+from pxrs.testing.hooked import SharedStore, wall_time_shifted
+from tests.unit.queue_faults import PATIENCE_S, die, eventually, fail
 
 # Transactions.
 
@@ -139,7 +78,7 @@ def test_z2_an_ended_transaction_says_so(hub: Hub) -> None:
             use()
 
 
-def test_z2_nobody_else_gets_what_is_taken_and_everybody_what_is_given_back(place: Place, hub: Hub) -> None:
+def test_z2_nobody_else_gets_what_is_taken_and_everybody_what_is_given_back(place: SharedStore, hub: Hub) -> None:
     hub.create_queue("q").put("x")
     other = place.open()
     tx = hub.transaction()
@@ -161,7 +100,7 @@ def test_z2_an_explicit_end_inside_the_block_is_the_end(hub: Hub) -> None:
     assert queue.depth().ready == 1
 
 
-def test_z3_a_dead_process_loses_its_items_and_its_commit_is_refused(place: Place, hub: Hub) -> None:
+def test_z3_a_dead_process_loses_its_items_and_its_commit_is_refused(place: SharedStore, hub: Hub) -> None:
     queue = hub.create_queue("q")
     queue.put("x")
     other = place.open()
@@ -171,7 +110,7 @@ def test_z3_a_dead_process_loses_its_items_and_its_commit_is_refused(place: Plac
     tx = hub.transaction()
     assert tx.take("q") is not None
     tx.put("q", "never")
-    place.die(hub)
+    die(place, hub)
     with other.transaction() as theirs:
         item = theirs.take("q", timeout=PATIENCE_S)
         assert item is not None
@@ -204,7 +143,7 @@ class Holding(MemoryRegistry):
         return super()._commit(commit)
 
 
-def test_r3_q2_a_commit_that_lands_after_the_item_went_to_another_is_refused(place: Place) -> None:
+def test_r3_q2_a_commit_that_lands_after_the_item_went_to_another_is_refused(place: SharedStore) -> None:
     registry = Holding(place.store)
     hub, other = place.open(registry), place.open()
     hub.create_queue("q").put("x")
@@ -218,7 +157,7 @@ def test_r3_q2_a_commit_that_lands_after_the_item_went_to_another_is_refused(pla
     hub.parts.queue_store().keeper.close()
     with pytest.raises(pxrs.errors.OutcomeUnknown, match="no reply"):
         tx.commit()
-    place.die(hub)
+    die(place, hub)
     with other.transaction() as theirs:
         assert theirs.take("q", timeout=PATIENCE_S) is not None
         (held,) = registry.held
@@ -233,7 +172,7 @@ def test_r3_q2_a_commit_that_lands_after_the_item_went_to_another_is_refused(pla
     assert tx.outcome() == "rolled back"
 
 
-def test_z3_what_a_closed_hub_had_taken_is_there_at_once(place: Place) -> None:
+def test_z3_what_a_closed_hub_had_taken_is_there_at_once(place: SharedStore) -> None:
     hub = place.open()
     hub.create_queue("q").put("x")
     tx = hub.transaction()
@@ -245,17 +184,17 @@ def test_z3_what_a_closed_hub_had_taken_is_there_at_once(place: Place) -> None:
         tx.commit()
 
 
-def test_q1_what_the_last_of_all_processes_held_goes_to_the_first_that_comes(place: Place, hub: Hub) -> None:
+def test_q1_what_the_last_of_all_processes_held_goes_to_the_first_that_comes(place: SharedStore, hub: Hub) -> None:
     hub.create_queue("q").put("x")
     tx = hub.transaction()
     assert tx.take("q") is not None
-    place.die(hub)
+    die(place, hub)
     hub.parts.queue_store().keeper.close()  # it sleeps on
     with place.open().transaction() as theirs:
         assert theirs.take("q", timeout=PATIENCE_S) is not None
 
 
-def test_q1_one_that_lost_its_lease_while_it_waited_still_gets_what_comes(place: Place, hub: Hub) -> None:
+def test_q1_one_that_lost_its_lease_while_it_waited_still_gets_what_comes(place: SharedStore, hub: Hub) -> None:
     queue = hub.create_queue("q")
     found: list[Any] = []
 
@@ -266,13 +205,13 @@ def test_q1_one_that_lost_its_lease_while_it_waited_still_gets_what_comes(place:
     thread = threading.Thread(target=wait)
     thread.start()
     eventually(lambda: hub.registry.scan(TAKERS))
-    place.die(hub)
+    die(place, hub)
     queue.put("x")
     thread.join(PATIENCE_S)
     assert [item.value for item in found] == [b"x"]
 
 
-def test_r5_a_hub_leaves_no_outcomes_behind_and_uses_few(place: Place) -> None:
+def test_r5_a_hub_leaves_no_outcomes_behind_and_uses_few(place: SharedStore) -> None:
     observer = place.open()
     hub = place.open()
     hub.create_queue("q")
@@ -284,7 +223,7 @@ def test_r5_a_hub_leaves_no_outcomes_behind_and_uses_few(place: Place) -> None:
     assert observer.registry.scan(OUTCOMES) == observer.registry.scan(TAKERS) == []
 
 
-def test_z2_a_rollback_succeeds_when_the_store_is_away_and_leaves_no_lock(place: Place) -> None:
+def test_z2_a_rollback_succeeds_when_the_store_is_away_and_leaves_no_lock(place: SharedStore) -> None:
     class Away(MemoryRegistry):
         is_away = False
 
@@ -326,7 +265,7 @@ def test_unknown_and_double_queues_are_errors_at_once(hub: Hub) -> None:
     assert [queue.name for queue in hub.queues()] == ["mail"]
 
 
-def test_q3_the_settings_belong_to_the_queue(place: Place, hub: Hub) -> None:
+def test_q3_the_settings_belong_to_the_queue(place: SharedStore, hub: Hub) -> None:
     made = hub.create_queue("q", ConsumeTimes(3), fifo=True, backoff=ExponentialBackoff(timedelta(seconds=2), cap=60))
     found = place.open().queue("q")
     assert found.settings == made.settings
@@ -433,7 +372,7 @@ def test_z7_priorities_come_first_and_age_decides_among_equals(hub: Hub) -> None
     assert [item.priority for item in taken if item] == [9, 1, 0, 0, -3]
 
 
-def test_z7_a_delayed_item_comes_when_it_is_due(place: Place, hub: Hub) -> None:
+def test_z7_a_delayed_item_comes_when_it_is_due(place: SharedStore, hub: Hub) -> None:
     queue = hub.create_queue("q")
     queue.put("later", delay=timedelta(seconds=3))
     queue.put("never", delay=3_600)
@@ -497,7 +436,7 @@ def test_z5_dead_letters_are_listed_retried_and_purged(hub: Hub) -> None:
     assert queue.depth().ready == 2
 
 
-def test_z5_a_dead_letter_of_a_machine_whose_clock_is_ahead_can_be_retried(place: Place, hub: Hub) -> None:
+def test_z5_a_dead_letter_of_a_machine_whose_clock_is_ahead_can_be_retried(place: SharedStore, hub: Hub) -> None:
     queue = hub.create_queue("q", ConsumeOnce())
     queue.put_many(list("ab"))
     with wall_time_shifted(place.clock, 3_600):
@@ -508,7 +447,7 @@ def test_z5_a_dead_letter_of_a_machine_whose_clock_is_ahead_can_be_retried(place
     assert dead.purge() == 1
 
 
-def test_z7_an_item_that_came_back_waits_and_others_do_not(place: Place, hub: Hub) -> None:
+def test_z7_an_item_that_came_back_waits_and_others_do_not(place: SharedStore, hub: Hub) -> None:
     queue = hub.create_queue("q", backoff=FixedBackoff(2))
     queue.put("slow")
     queue.put("quick")
@@ -529,397 +468,3 @@ def test_z7_backoff_grows_to_its_cap_with_jitter() -> None:
     assert backoff.delay_s(2, lambda: 0.0) == 1.5
     assert backoff.delay_s(2, lambda: 1.0) == 4.5
     assert FixedBackoff(timedelta(minutes=1)).delay_s(9, lambda: 0.0) == 60
-
-
-# Strict FIFO.
-
-
-def test_z7_strict_fifo_is_one_transaction_at_a_time_in_order(place: Place, hub: Hub) -> None:
-    queue = hub.create_queue("q", fifo=True)
-    queue.put_many(list("abc"))
-    other = place.open()
-    with hub.transaction() as tx, other.transaction() as theirs:
-        assert [item.value for item in tx.take_many("q", 2)] == [b"a", b"b"]
-        assert theirs.take("q", timeout=0) is None
-        tx.rollback()
-        assert [item.value for item in theirs.take_many("q", 1)] == [b"a"]
-        assert [item.value for item in theirs.take_many("q", 5)] == [b"b", b"c"]
-
-
-def test_z7_in_a_strict_queue_an_item_that_came_back_is_the_next_and_all_wait_for_it(place: Place, hub: Hub) -> None:
-    queue = hub.create_queue("q", ConsumeTimes(2), fifo=True, backoff=FixedBackoff(2))
-    queue.put_many(list("abc"))
-    fail(hub, "q")
-    with hub.transaction() as tx:
-        place.clock.advance(1.9)
-        assert tx.take("q", timeout=0) is None
-    place.clock.advance(0.1)
-    fail(hub, "q")
-    assert [item.value for item in queue.dead_letters()] == [b"a"]
-    with hub.transaction() as tx:
-        assert [item.value for item in tx.take_many("q", 3)] == [b"b", b"c"]
-        queue.dead_letters().retry()
-        tx.put("q", "d")
-    with hub.transaction() as tx:
-        assert [item.value for item in tx.take_many("q", 3)] == [b"a", b"d"]
-
-
-def test_z7_the_turn_of_a_dead_process_goes_to_the_next_with_its_items_first(place: Place, hub: Hub) -> None:
-    hub.create_queue("q", fifo=True).put_many(list("abc"))
-    other = place.open()
-    with other.transaction() as theirs:
-        assert theirs.take("q") is not None
-        theirs.rollback()
-    tx = hub.transaction()
-    assert len(tx.take_many("q", 2)) == 2
-    place.die(hub)
-    with other.transaction() as theirs:
-        assert [theirs.take("q", timeout=PATIENCE_S).value for _ in range(3)] == [b"a", b"b", b"c"]  # type: ignore[union-attr]
-        with pytest.raises(TransactionLost):
-            tx.commit()
-
-
-def test_q3_the_order_of_a_strict_queue_is_that_of_the_commits(place: Place, hub: Hub) -> None:
-    queue = hub.create_queue("q", fifo=True)
-    other = place.open()
-    first, second = hub.transaction(), other.transaction()
-    first.put("q", "put first, committed last")
-    second.put("q", "put last, committed first")
-    second.commit()
-    first.commit()
-    assert [item.value for item in queue.peek(2)] == [b"put last, committed first", b"put first, committed last"]
-
-
-def test_q3_many_putters_of_a_strict_queue_leave_no_gap(place: Place) -> None:
-    hubs = [place.open() for _ in range(4)]
-    hubs[0].create_queue("q", fifo=True)
-
-    def put(hub: Hub, number: int) -> None:
-        for count in range(25):
-            hub.queue("q").put(f"{number}-{count}")
-
-    threads = [threading.Thread(target=put, args=(hub, number)) for number, hub in enumerate(hubs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    values = [item.value.decode() for item in hubs[0].queue("q").peek(200)]
-    assert len(values) == 100
-    for number in range(4):
-        assert [value for value in values if value.startswith(f"{number}-")] == [f"{number}-{n}" for n in range(25)]
-
-
-# Waiting.
-
-
-def test_a_waiting_taker_wakes_when_something_is_put(place: Place, hub: Hub) -> None:
-    queue = hub.create_queue("q")
-    other = place.open()
-    found: list[Any] = []
-
-    def wait() -> None:
-        with other.transaction() as tx:
-            found.append((tx.take("q", timeout=PATIENCE_S), time.monotonic()))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    eventually(lambda: other.parts.queue_store()._heads and _waiters(other) == 1)
-    began = time.monotonic()
-    queue.put("x")
-    thread.join(PATIENCE_S)
-    ((item, at),) = found
-    assert item.value == b"x"
-    assert at - began < PATIENCE_S / 2
-    assert _waiters(other) == 0
-
-
-def _waiters(hub: Hub) -> int:
-    return sum(head._waiters for head in hub.parts.queue_store()._heads.values())
-
-
-def test_several_waiting_threads_get_one_each(hub: Hub) -> None:
-    queue = hub.create_queue("q")
-    found: list[bytes] = []
-
-    def wait() -> None:
-        with hub.transaction() as tx:
-            item = tx.take("q", timeout=PATIENCE_S)
-            assert item is not None
-            found.append(item.value)
-
-    threads = [threading.Thread(target=wait) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: hub.parts.queue_store()._heads and _waiters(hub) == 8)
-    queue.put_many(list("abcdefgh"))
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert sorted(found) == [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"h"]
-
-
-def test_a_deleted_queue_ends_the_wait_and_refuses_what_was_taken(place: Place, hub: Hub) -> None:
-    queue = hub.create_queue("q")
-    queue.put("x")
-    hub.create_queue("other").put("y")
-    tx = hub.transaction()
-    tx.take("q")
-    tx.take("other")
-    caught: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            place.open().transaction().take("q", timeout=PATIENCE_S)
-        except UnknownQueue as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    eventually(lambda: len(hub.registry.scan(TAKERS)) == 2)
-    hub.delete_queue("q")
-    thread.join(PATIENCE_S)
-    assert len(caught) == 1
-    with pytest.raises(TransactionLost):
-        tx.commit()
-    assert hub.queue("other").depth().ready == 1
-    assert hub.create_queue("q").depth().ready == 0
-
-
-# Listeners.
-
-
-def test_z6_a_listener_commits_what_its_handlers_put(hub: Hub) -> None:
-    queue, done = hub.create_queue("q"), hub.create_queue("done")
-    queue.put_many(str(n) for n in range(50))
-    with QueueListener(queue, lambda tx, item: tx.put("done", item.value), threads=4) as listener:
-        eventually(lambda: done.depth().ready == 50)
-    assert (listener.committed, listener.failed) == (50, 0)
-    assert sorted(int(item.value) for item in done.peek(50)) == list(range(50))
-
-
-def test_z6_an_exception_of_a_handler_gives_back_and_ends_in_the_dead_letters(hub: Hub) -> None:
-    queue = hub.create_queue("q", ConsumeTimes(2))
-    hub.create_queue("done")
-    queue.put("poison")
-
-    def handle(tx: Any, item: Any) -> None:
-        tx.put("done", "never")
-        raise ValueError(item.deliveries)
-
-    with QueueListener(queue, handle) as listener:
-        eventually(lambda: queue.depth().dead == 1)
-    assert (listener.committed, listener.failed) == (0, 2)
-    assert hub.queue("done").depth().ready == 0
-    assert queue.dead_letters().list()[0].error == "ValueError: 2"
-
-
-def test_z6_closing_wakes_those_who_wait_and_lets_handlers_finish(hub: Hub) -> None:
-    queue = hub.create_queue("q")
-    began, may_end = threading.Event(), threading.Event()
-
-    def handle(tx: Any, item: Any) -> None:
-        began.set()
-        may_end.wait(PATIENCE_S)
-
-    listener = QueueListener(queue, handle, threads=8).start()
-    queue.put("x")
-    assert began.wait(PATIENCE_S)
-    closing = threading.Thread(target=listener.close)
-    closing.start()
-    assert listener.committed == 0
-    may_end.set()
-    closing.join(PATIENCE_S)
-    assert not closing.is_alive()
-    assert (listener.committed, queue.depth().in_flight) == (1, 0)
-
-
-CALLS = ("get", "scan", "commit", "lease", "watch")
-
-
-@pytest.mark.parametrize("away", [CALLS, *((call,) for call in CALLS)], ids="-".join)
-def test_z6_a_listener_survives_an_outage(place: Place, away: tuple[str, ...]) -> None:
-    refused: set[str] = set()
-    """What the listener's own thread was refused."""
-
-    class Flaky(MemoryRegistry):
-        away: tuple[str, ...] = ()
-
-        def _check(self, call: str) -> None:
-            if call in self.away:
-                if threading.current_thread().name.startswith("pxrs-queue-q-"):
-                    refused.add(call)
-                raise RegistryUnavailable("away")
-
-        def _get(self, key: str) -> Any:
-            self._check("get")
-            return super()._get(key)
-
-        def _scan(self, *arguments: Any) -> Any:
-            self._check("scan")
-            return super()._scan(*arguments)
-
-        def _commit(self, commit: Commit) -> dict[str, int]:
-            self._check("commit")
-            return super()._commit(commit)
-
-        def _lease(self, ttl: float, renewed: bool) -> Any:
-            self._check("lease")
-            return super()._lease(ttl, renewed)
-
-        def _watch(self, watches: Any) -> None:
-            self._check("watch")
-            super()._watch(watches)
-
-    registry = Flaky(place.store)
-    hub, observer = place.open(registry), place.open()
-    queue = hub.create_queue("q")
-    done = hub.create_queue("done")
-    with QueueListener(queue, lambda tx, item: tx.put("done", item.value)):
-        observer.queue("q").put("before")
-        eventually(lambda: observer.queue("done").depth().ready == 1 and _waiters(hub) == 1)
-        registry.away = away
-        if "lease" in away:
-            place.die(hub)
-        observer.queue("q").put_many(["during"] * 3)
-        eventually(lambda: refused)
-        registry.away = ()
-        eventually(lambda: observer.queue("done").depth().ready == 4)
-    assert done.depth().ready == 4
-
-
-def test_z6_a_handler_keeps_its_item_for_as_long_as_it_takes(place: Place, hub: Hub) -> None:
-    queue = hub.create_queue("q")
-    other = place.open()
-    queue.put("x")
-    began, may_end = threading.Event(), threading.Event()
-
-    def handle(tx: Any, item: Any) -> None:
-        began.set()
-        may_end.wait(PATIENCE_S)
-
-    with QueueListener(queue, handle) as listener:
-        assert began.wait(PATIENCE_S)
-        for _ in range(12):  # more than one lease, and it is renewed
-            place.clock.advance(2.4)
-            time.sleep(0.01)
-        with other.transaction() as tx:
-            assert tx.take("q", timeout=0) is None
-        may_end.set()
-        eventually(lambda: listener.committed == 1)
-
-
-def test_z6_a_handler_may_commit_or_roll_back_by_itself(hub: Hub) -> None:
-    queue = hub.create_queue("q", ConsumeTimes(2))
-    queue.put_many(["commit", "rollback"])
-    with QueueListener(queue, lambda tx, item: getattr(tx, item.value.decode())()) as listener:
-        eventually(lambda: queue.depth().dead == 1 and listener.committed == 1)
-    assert listener.failed == 2
-
-
-def test_z6_a_handler_that_ends_the_process_ends_the_listener(hub: Hub) -> None:
-    queue = hub.create_queue("q")
-    queue.put("x")
-
-    def handle(tx: Any, item: Any) -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(SystemExit):
-        QueueListener(queue, handle, threads=4).run()
-    assert queue.depth().ready == 1
-
-
-def test_bad_listeners_are_refused(hub: Hub) -> None:
-    queue = hub.create_queue("q")
-    for threads in (0, 1.5, True, 2_000):
-        with pytest.raises(InvalidQueue, match="threads"):
-            QueueListener(queue, print, threads=threads)  # type: ignore[arg-type]
-    with pytest.raises(InvalidQueue, match="handler"):
-        QueueListener(queue, "handler")  # type: ignore[arg-type]
-
-
-# From topic to queue.
-
-
-@pytest.fixture
-def topic(hub: Hub) -> Hub:
-    hub.create_topic("t", partitions=1)
-    hub.create_queue("jobs")
-    with hub.producer("t") as out:
-        for number in range(5):
-            out.send(b"%d" % number)
-    return hub
-
-
-def checkpoint_of(hub: Hub) -> int:
-    return hub.group("g").describe().partitions[0].checkpoint
-
-
-def test_z1_a_checkpoint_and_a_put_are_one(topic: Hub) -> None:
-    with topic.consumer("t", "g", until="end", commit_interval=3_600) as inbox:
-        for message in inbox:
-            with topic.transaction() as tx:
-                tx.put("jobs", message.value)
-                tx.checkpoint(inbox)
-            assert topic.queue("jobs").depth().ready == message.offset + 1 == checkpoint_of(topic)
-            if message.offset == 2:
-                break
-    with topic.consumer("t", "g", until="end") as inbox:
-        assert [message.offset for message in inbox] == [3, 4]
-
-
-def test_z1_a_rolled_back_transaction_leaves_the_message_undone(topic: Hub) -> None:
-    def read(inbox: Consumer) -> None:
-        for message in inbox:
-            with topic.transaction() as tx:
-                tx.put("jobs", message.value)
-                tx.checkpoint(inbox)
-                if message.offset == 2:
-                    raise ZeroDivisionError
-
-    with topic.consumer("t", "g", until="end", commit_interval=0.001) as inbox, pytest.raises(ZeroDivisionError):
-        read(inbox)
-    assert (topic.queue("jobs").depth().ready, checkpoint_of(topic)) == (2, 2)
-
-
-def test_z1_a_commit_that_fails_takes_the_checkpoint_back(topic: Hub) -> None:
-    with topic.consumer("t", "g", until="end", commit_interval=0.001) as inbox:
-        messages = inbox.poll(2, timeout=PATIENCE_S)
-        tx = topic.transaction()
-        tx.put("jobs", messages[0].value)
-        tx.checkpoint(inbox)
-        registry = topic.registry
-        original = registry.commit
-
-        def refuse(*arguments: Any, **named: Any) -> Any:
-            if len(arguments) > 1 and any(key.startswith("items/") for key in arguments[1]):
-                raise RegistryUnavailable("away")
-            return original(*arguments, **named)
-
-        registry.commit = refuse  # type: ignore[method-assign]
-        with pytest.raises(RegistryUnavailable):
-            tx.commit()
-        registry.commit = original  # type: ignore[method-assign]
-        inbox._member.commit()  # what the member's thread does by itself
-        assert checkpoint_of(topic) == 0
-        tx.commit()
-        assert checkpoint_of(topic) == 2
-
-
-def test_z1_a_lost_partition_refuses_the_transaction(topic: Hub) -> None:
-    with topic.consumer("t", "g", until="end", commit_interval=3_600) as inbox:
-        message = inbox.poll(1, timeout=PATIENCE_S)[0]
-        topic.group("g").reset("earliest", force=True)
-        tx = topic.transaction()
-        tx.put("jobs", message.value)
-        tx.checkpoint(inbox)
-        with pytest.raises(PartitionLost):
-            tx.commit()
-        tx.rollback()
-    assert topic.queue("jobs").depth().ready == 0
-
-
-def test_z1_a_checkpoint_needs_the_same_hub_and_automatic_acknowledgement(place: Place, topic: Hub) -> None:
-    with topic.consumer("t", "g", ack="manual") as inbox:
-        with pytest.raises(InvalidItem, match="another hub"):
-            place.open().transaction().checkpoint(inbox)
-        with pytest.raises(InvalidGroup, match="ack='auto'"), topic.transaction() as tx:
-            tx.checkpoint(inbox)

@@ -1,44 +1,54 @@
-"""Commits of several threads that come together are made together.
+"""Merges the commits that several threads of a process want to make at the same time into one.
 
 The problem: each take and each transaction is a commit of its own, and a durable commit costs the store about the same
 for one item as for twenty. With many threads in a process most of them wait for the store.
 
-So one thread at a time commits, and takes along what the others have brought meanwhile. Alone, a thread waits for
-nobody. They share no keys but such as all of them only expect, in the same version, or are not put together; so all of
-them together happen exactly when each of them may.
+So one thread at a time commits, and merges into its commit what the other threads have requested meanwhile. A thread
+that is alone waits for nobody. Two requests are merged only if neither changes a key that the other one names, and
+their expectations of shared keys agree. So the merged commit succeeds exactly if each of its requests would.
 
-On failure: those that a conflict names are refused, and the rest is tried again without them. An unknown outcome is
-unknown for all that were in it. What else the store says is said to each."""
+On failure: the requests that a conflict names are refused, and the rest is committed without them. If the outcome of
+the merged commit is unknown, it is unknown for each request in it. Any other error is raised by each of them."""
 
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections import deque
 from typing import Final
 
-from pxrs.errors import Conflict, OutcomeUnknown
-from pxrs.queue.moves import Changes
+from pxrs.errors import Conflict, OutcomeUnknown, UsedAfterFork
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import Lease
+from pxrs.registry.steps import Write
 
 TOGETHER_MAX: Final = 64
 _LOOK_S: Final = 1.0
 _BYTES_MAX: Final = 1 << 20
-"""More at once would keep the small ones waiting for the large."""
+"""Of a merged commit, so that small requests do not wait for many large ones."""
 
 
 class _Request:
-    __slots__ = ("changed", "changes", "error", "is_done", "is_quiet", "keys", "lease", "size", "versions")
+    __slots__ = ("changed", "changes", "error", "is_done", "keys", "lease", "size", "versions")
 
-    def __init__(self, changes: Changes, lease: Lease | None, is_quiet: bool) -> None:
-        self.changes, self.lease, self.is_quiet = changes, lease, is_quiet
-        self.changed = {*changes.put, *changes.delete}
-        self.keys = {*changes.expect, *self.changed}
-        self.size = sum(map(len, self.keys)) + sum(map(len, changes.put.values()))
+    def __init__(self, changes: Write, lease: Lease | None) -> None:
+        self.changes, self.lease = changes, lease
+        self.size = -1
+        """Of its keys and values, in bytes; -1 before `measure` was called."""
         self.is_done = False
         self.versions: dict[str, int] = {}
         self.error: BaseException | None = None
+
+    def measure(self) -> None:
+        """Set `changed`, `keys` and `size`, which decide whether the request can be merged with others. A request that
+        is alone needs none of them."""
+        if self.size >= 0:
+            return
+        changes = self.changes
+        self.changed = {*changes.put, *changes.delete}
+        self.keys = {*changes.expect, *self.changed}
+        self.size = sum(map(len, self.keys)) + sum(map(len, changes.put.values()))
 
     def end(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -53,11 +63,17 @@ class Combiner:
         self._changed = threading.Condition()
         self._waiting: deque[_Request] = deque()
         self._leader: _Request | None = None
+        """The request whose thread commits now."""
+        self._pid = os.getpid()
 
-    def commit(self, changes: Changes, lease: Lease | None = None, *, quiet: bool = False) -> dict[str, int]:
-        """As `Registry.commit`."""
-        self._registry._check_usable()  # a forked child: the leader is the parent's
-        request = _Request(changes, lease, quiet)
+    def commit(self, write: Write, lease: Lease | None = None) -> dict[str, int]:
+        """As `Registry.commit`, without ephemeral keys. lease: named by the commit if the write `is_leased`."""
+        if os.getpid() != self._pid:  # a thread of the parent may be the leader, and is not in this process
+            raise UsedAfterFork(f"the registry {self._registry.url} was opened before a fork: open it in the child")
+        assert not write.ephemeral
+        request = _Request(write, lease if write.is_leased else None)
+        if self._leader is not None:
+            request.measure()  # here, and not under the lock
         together: list[_Request] = []
         try:
             with self._changed:
@@ -65,7 +81,8 @@ class Combiner:
             while not request.is_done:
                 with self._changed:
                     while self._leader is not None and not request.is_done:
-                        self._changed.wait(_LOOK_S)  # an interrupt may have kept the leader from telling
+                        # For a bounded time: a KeyboardInterrupt may have kept the leader from notifying.
+                        self._changed.wait(_LOOK_S)
                     if request.is_done:
                         break
                     self._leader = request
@@ -86,10 +103,14 @@ class Combiner:
         return request.versions
 
     def _next(self) -> list[_Request]:
-        """The first that waits, and those behind it that go well with it. Others keep their places."""
+        """The first waiting request, and those behind it that can be merged with it. The others keep their places."""
+        first, *behind = self._waiting
+        if not behind:
+            self._waiting = deque()
+            return [first]
         limits = self._registry.limits
-        waiting = list(self._waiting)
-        first, *behind = waiting
+        for request in self._waiting:
+            request.measure()
         together, others = [first], []
         keys, changed, expect, size = set(first.keys), set(first.changed), dict(first.changes.expect), first.size
         bytes_max = min(limits.commit_bytes_max, _BYTES_MAX)
@@ -110,7 +131,7 @@ class Combiner:
                 size += request.size
             else:
                 others.append(request)
-        self._waiting = deque(others)  # last, and at once: an interrupt leaves all where they are
+        self._waiting = deque(others)  # in one step, and last: an interrupt before it leaves all requests waiting
         return together
 
     def _perform(self, together: list[_Request]) -> None:
@@ -122,20 +143,27 @@ class Combiner:
                     together = _refuse(together, conflict)
                     continue
                 for request in together:
-                    request.versions = {key: versions[key] for key in request.changes.put}
+                    is_alone = len(together) == 1
+                    request.versions = versions if is_alone else {key: versions[key] for key in request.changes.put}
                     request.end()
                 return
-        except Exception as error:  # noqa: BLE001 - each raises it in its own thread
+        except Exception as error:  # noqa: BLE001 - each request raises it in its own thread
             for request in together:
                 told = copy.copy(error)
                 told.__cause__ = error
                 request.end(told)
-        except BaseException:  # an interrupt of this thread: the others only know that they do not know
+        except BaseException:  # an interrupt of this thread: nobody knows whether the commit was sent
             for request in together:
                 request.end(OutcomeUnknown(f"{self._registry.url}: the thread that committed was interrupted"))
             raise
 
     def _commit(self, together: list[_Request]) -> dict[str, int]:
+        first = together[0]
+        if len(together) == 1:
+            write = first.changes
+            return self._registry.commit(
+                write.expect, write.put, lease=first.lease, delete=write.delete, quiet=write.is_quiet
+            )
         expect: dict[str, int] = {}
         put: dict[str, bytes] = {}
         delete: list[str] = []
@@ -143,17 +171,20 @@ class Combiner:
             expect |= request.changes.expect
             put |= request.changes.put
             delete += request.changes.delete
-        is_quiet = all(request.is_quiet for request in together)
-        return self._registry.commit(expect, put, lease=together[0].lease, delete=delete, quiet=is_quiet)
+        is_quiet = all(request.changes.is_quiet for request in together)
+        return self._registry.commit(expect, put, lease=first.lease, delete=delete, quiet=is_quiet)
 
 
 def _refuse(together: list[_Request], conflict: Conflict) -> list[_Request]:
-    """Refuse those that the conflict names; the others."""
+    """Refuse the requests that the conflict names. Returns the others."""
+    if len(together) == 1:
+        together[0].end(Conflict(conflict.keys))
+        return []
     differing = set(conflict.keys)
     rest = [request for request in together if request.keys.isdisjoint(differing)]
     for request in together:
         if mine := [key for key in conflict.keys if key in request.keys]:
             request.end(Conflict(mine))
-    if len(rest) == len(together):  # it names nothing of theirs, which cannot be
+    if len(rest) == len(together):  # it names none of their keys: an error of the store
         raise conflict
     return rest

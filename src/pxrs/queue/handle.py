@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Final
 
 from pxrs import arguments
 from pxrs.errors import Conflict, InvalidItem, MissingDependency, RegistryCorrupt
-from pxrs.queue.items import BYTES_PER_KEY, Item, Put, add_puts, check_put, note_numbers, placed_in
-from pxrs.queue.moves import Changes, Move
+from pxrs.queue import moves
+from pxrs.queue.items import BYTES_PER_KEY, Item, Put, check_put, placed_in
+from pxrs.queue.moves import Move
 from pxrs.queue.policy import Backoff, Policy
+from pxrs.queue.protocol import move_all
+from pxrs.queue.puts import put as put_steps
 from pxrs.queue.records import Queue, Record, time_in
-from pxrs.queue.store import SCAN_ITEMS, QueueStore
+from pxrs.queue.store import QueueStore
 from pxrs.registry.contract import Entry
+from pxrs.registry.steps import drive
 
 if TYPE_CHECKING:
     from pxrs.registry.sql.borrowed import Connection
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 PEEK_MAX: Final = 10_000
+SCAN_ITEMS: Final = 500
+"""How many keys are read at a time."""
 _KEYS_BESIDE: Final = 2
 """Of a put, beside those of the items: that the queue is there, and its last number."""
 
@@ -121,7 +127,7 @@ class QueueHandle:
     def _checked(
         self, value: bytes | str, priority: int, delay: float | timedelta | None, key: bytes | str | None
     ) -> Put:
-        queue = self.store.queue(self.name)
+        queue = self.store.catalog.queue(self.name)
         now, bytes_max = self.store.wall_time(), self._registry.limits.value_bytes_max
         return check_put(queue, value, priority, delay, key, now, bytes_max)
 
@@ -129,24 +135,22 @@ class QueueHandle:
         queues: list[Queue] = []
 
         def attempt() -> None:
-            queue = self.store.queue(self.name)  # another, if it was made again meanwhile
+            queue = self.store.catalog.queue(self.name)  # another, if it was made again meanwhile
             queues[:] = [queue]
-            changes = Changes({}, {}, [])
-            numbers = add_puts(self.store, [placed_in(queue, put) for put in puts], changes)
-            note_numbers(self.store, numbers, self.store.combiner.commit(changes))
+            _put(self.store, [placed_in(queue, put) for put in puts])
 
-        self.store.patiently(queues, (), attempt)
+        self.store.catalog.retry(queues, lambda: (), attempt)
 
     def peek(self, max_items: int = 1) -> list[Item]:
         """The items at the head, without taking them."""
         max_items = arguments.whole(InvalidItem, "max_items", max_items, 1, PEEK_MAX)
-        queue = self.store.queue(self.name)
+        queue = self.store.catalog.queue(self.name)
         entries = self._registry.scan(queue.ready, limit=max_items)
         return [Item.of(queue, record) for _, record in _whole(queue, entries)]
 
     def depth(self) -> Depth:
         """How many items there are, by where they are. It reads them all: each number is of a moment of its own."""
-        queue = self.store.queue(self.name)
+        queue = self.store.catalog.queue(self.name)
         folders = (queue.ready, queue.delayed, queue.inflight, queue.dead)
         return Depth(*(sum(len(page) for page in _pages(self.store, folder)) for folder in folders))
 
@@ -170,53 +174,48 @@ class DeadLetters:
         return [*islice(self, max_items)]
 
     def __iter__(self) -> Iterator[Item]:
-        queue = self._store.queue(self._handle.name)
+        queue = self._store.catalog.queue(self._handle.name)
         for page in _pages(self._store, queue.dead):
             for entry, record in _whole(queue, page):
                 yield Item.of(queue, record, time_in(entry.key))
 
     def __len__(self) -> int:
-        return sum(len(page) for page in _pages(self._store, self._store.queue(self._handle.name).dead))
+        return sum(len(page) for page in _pages(self._store, self._store.catalog.queue(self._handle.name).dead))
 
     def retry(self, ids: Iterable[str] | None = None) -> int:
         """Put those with these ids, or all, back into the queue, as if never delivered; how many that were.
 
-        In a strict queue they come last. It may be called again if it was interrupted."""
-        queue, chosen = self._store.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
+        In a FIFO queue they come last. It may be called again if it was interrupted."""
+        queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         done = 0
         for page in self._chosen(queue, chosen):
             if queue.is_fifo:
                 done += sum(self._retry_in_order(queue, entry, record) for entry, record in _whole(queue, page))
                 continue
-            moves = []
-            for entry, found in _whole(queue, page):
-                record = found.revived()
-                moves.append(Move(entry.key, entry.version, f"{queue.ready}{record.name}", record.dump()))
-            done += self._store.move_all(moves)
+            done += self._move([moves.retry(queue, entry, record) for entry, record in _whole(queue, page)])
         return done
 
     def _retry_in_order(self, queue: Queue, entry: Entry, found: Record) -> int:
         record = found.revived()
 
         def attempt() -> None:
-            self._store.check_same(queue)
-            changes = Changes.of([Move(entry.key, entry.version, None)])
-            numbers = add_puts(self._store, [Put(queue, record, 0.0)], changes)
-            note_numbers(self._store, numbers, self._store.combiner.commit(changes))
+            self._store.catalog.check_same(queue)
+            _put(self._store, [Put(queue, record, 0.0)], [Move(entry.key, entry.version, None)])
 
         try:
-            self._store.patiently([queue], [entry.key], attempt)
+            self._store.catalog.retry([queue], lambda: [entry.key], attempt)
         except Conflict:
-            return 0  # somebody else was faster
+            self._store.catalog.check_same(queue)  # the conflict may also name the existence key of a deleted queue
+            return 0  # somebody else has retried or removed the dead letter
         return 1
 
     def purge(self, ids: Iterable[str] | None = None) -> int:
         """Remove those with these ids, or all, for good; how many that were."""
-        queue, chosen = self._store.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
-        return sum(
-            self._store.move_all([Move(entry.key, entry.version, None) for entry in page])
-            for page in self._chosen(queue, chosen)
-        )
+        queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
+        return sum(self._move([moves.purge(entry) for entry in page]) for page in self._chosen(queue, chosen))
+
+    def _move(self, planned: Sequence[Move]) -> int:
+        return drive(move_all(planned, self._store.registry.limits), self._store.registry)
 
     def _chosen(self, queue: Queue, wanted: set[str] | None) -> Iterator[Sequence[Entry]]:
         """Page by page, and no more than there are now: what is tried again may soon be dead again."""
@@ -230,6 +229,12 @@ class DeadLetters:
             left -= len(page)
             if left <= 0:
                 return
+
+
+def _put(store: QueueStore, puts: Sequence[Put], removed: Sequence[Move] = ()) -> None:
+    """Put items in one commit, which removes what `removed` says."""
+    steps = put_steps(puts, store.versions, store.wall_time(), removed)
+    drive(steps, store.registry, commit=store.combiner.commit)
 
 
 def _whole(queue: Queue, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Record]]:

@@ -1,11 +1,13 @@
-"""The items at the head of a queue that this process may try to take, and the wait for the next ones.
+"""The items at the head of a queue that the threads of this process may try to take, and the wait for the next ones.
 
-Looking at the head is a request, and so is each take. So a look brings several items, which the threads of this process
-share out: looking is no delivery (Q2). Another process may have the same in its hand, and then one of the two is
-refused. The more often that happens, the further apart the takers choose: at random among the first few (Q1). Alone, a
-process takes them in their order; in a strict queue there is only the first.
+A look at the head is a request to the store, and so is each take. So one look reads several items, which the threads of
+this process share out among them. Looking is no delivery (Q2). Another process may have read the same items; if both
+try to take one, one of them is refused. The more often a process is refused, the larger the number of first items among
+which it chooses at random (`_spread`, Q1). A process that is never refused takes the items in their order. In a FIFO
+queue only the first item is tried.
 
-One thread at a time waits in the store, for all that wait here."""
+Threads: one thread at a time looks (`_looking`), and one at a time waits in the store for all that wait (`_waiting`).
+`_lock` guards the other attributes, and is never held during a call of the store."""
 
 from __future__ import annotations
 
@@ -17,29 +19,32 @@ from collections.abc import Callable
 from typing import Final
 
 from pxrs.errors import PxrsError
+from pxrs.queue.protocol import read_head
 from pxrs.queue.records import Queue, name_in
 from pxrs.registry.contract import Entry, Registry
+from pxrs.registry.steps import drive
 from pxrs.registry.watch import Watch
 
 LOOK_ITEMS: Final = 64
 UNKNOWN_ITEMS_MAX: Final = 500
-"""How many a look is to bring at most while it is not known how large they are."""
+"""How many items a look reads at most while their size is not known."""
 LOOK_BYTES: Final = 8 << 20
-"""How much a look is to bring; how large items are is known from the look before."""
+"""How many bytes a look should read; the size of the items is estimated from the look before."""
 LOOK_AGE_S: Final = 0.25
-"""An item of a higher priority is seen after so long at the latest, but looking takes no more than a tenth of the
-time."""
+"""How old what was read may be, so that an item of a higher priority is seen after that time. If a look takes long, ten
+times its duration: looking takes at most a tenth of the time."""
 SPREAD_MAX: Final = 64
-TURN_S_MAX: Final = 0.5
-"""So long one who waits behind another does not look whether it is still to wait."""
+RECHECK_S: Final = 0.5
+"""How often a thread that waits behind another one checks whether it still has to wait."""
 TRIED_S_MAX: Final = 1.0
-"""So long what one thread tries to take is kept from the others; an interrupt may have kept it from giving it free."""
+"""How long an item that one thread tries to take is kept from the other threads. Bounded, because a KeyboardInterrupt
+may have kept that thread from calling `tried`."""
 REFUSALS_MAX: Final = 3
-"""After so many in a row what is known of the head is too old."""
+"""After so many refusals in a row the head is read again."""
 
 
 class Head:
-    """Of one queue, shared by the threads of a process."""
+    """The head of one queue, shared by the threads of a process."""
 
     def __init__(self, registry: Registry, queue: Queue) -> None:
         self.queue = queue
@@ -47,9 +52,9 @@ class Head:
         self._lock = threading.Lock()
         self._seen: list[Entry] = []
         self._tried: dict[str, float] = {}
-        """The keys of those that threads of this process are trying to take now, and since when."""
+        """The keys of the items that threads of this process are trying to take now, and since when."""
         self._hidden: set[str] = set()
-        """Those that are damaged."""
+        """The keys of damaged items."""
         self._look_items = 1 if queue.is_fifo else LOOK_ITEMS
         self._look_items_max = UNKNOWN_ITEMS_MAX
         self._good_until = 0.0
@@ -62,12 +67,12 @@ class Head:
         self._watch: Watch | None = None
 
     def choose(self, count: int) -> list[Entry]:
-        """Up to so many items to try, looking at the store if none is known here."""
+        """Up to `count` items to try to take, read from the store if too few are known here."""
         came = time.monotonic()
-        with self._looking:  # and not `_lock`: who wants to wake those who wait must not wait for the store
+        with self._looking:  # and not `_lock`, which `wake` needs: that must not wait for the store
             if len(self._seen) < count or self._refusals >= REFUSALS_MAX or time.monotonic() > self._good_until:
                 if self._failed is not None and self._failed[0] >= came:
-                    raise copy.copy(self._failed[1])  # the look that this one has waited for: not one after the other
+                    raise copy.copy(self._failed[1])  # of the look that this thread has waited for: it would fail too
                 try:
                     self._look(count)
                 except PxrsError as error:
@@ -83,21 +88,17 @@ class Head:
             chosen = [self._pick() for _ in range(min(count, len(self._seen)))]
             self._tried |= dict.fromkeys((entry.key for entry in chosen), time.monotonic())
             if self._seen and self._watch is not None:
-                self._watch.wake()  # one that waits does not know of these yet
+                self._watch.wake()  # a waiting thread has not seen these items
             return chosen
 
     def _look(self, count: int) -> None:
         began = time.monotonic()
         with self._lock:
             self._tried = {key: since for key, since in self._tried.items() if began - since < TRIED_S_MAX}
-            tried = self._tried.keys() | self._hidden  # one that was taken meanwhile may still be in what is found
+            # An item that is taken during the scan may still be in what the scan finds.
+            tried = self._tried.keys() | self._hidden
         limit = max(self._look_items, min(count, self._look_items_max)) + len(tried)
-        found = self._registry.scan(self.queue.ready, limit=limit)
-        if self.queue.is_fifo and found:
-            # A scan may see a later item and not an earlier one that came meanwhile (R1). What the first scan has seen
-            # was there before the second, and so was all that is before it.
-            last = found[-1].key
-            found = [entry for entry in self._registry.scan(self.queue.ready, limit=limit) if entry.key <= last]
+        found = drive(read_head(self.queue, limit), self._registry)
         with self._lock:
             self._seen = [entry for entry in found if entry.key not in tried and entry.key not in self._tried]
         now = time.monotonic()
@@ -120,12 +121,14 @@ class Head:
         return self._seen.pop(random.randrange(few))
 
     def hide(self, entry: Entry) -> None:
-        """It is damaged: nobody here is to try it again."""
+        """The item is damaged: no thread of this process tries it again."""
         with self._lock:
             self._hidden |= {entry.key}
 
     def tried(self, entries: list[Entry], *, was_refused: bool, are_left: bool = False) -> None:
-        """These were chosen here and tried: taken, or somebody else was faster."""
+        """A thread has tried to take these items.
+
+        was_refused: it got none of them. are_left: some of them may still be there."""
         with self._lock:
             for entry in entries:
                 self._tried.pop(entry.key, None)
@@ -135,10 +138,10 @@ class Head:
             else:
                 self._refusals = 0
             if are_left and self._watch is not None:
-                self._watch.wake()  # one that waits looked while these were kept from it
+                self._watch.wake()  # a waiting thread may have looked while these items were kept from it
 
     def enter(self) -> None:
-        """Begin to wait: from now on nothing that comes is missed. Look again after this (R2)."""
+        """Begin to wait: the watch sees everything from now on. The caller has to look once more after this (R2)."""
         queue = self.queue
         prefixes = (queue.ready, queue.key, queue.turn) if queue.is_fifo else (queue.ready, queue.key)
         with self._lock:
@@ -152,10 +155,10 @@ class Head:
             self._good_until = 0.0
 
     def wait(self, timeout: float | None, is_over: Callable[[], bool], until_at: float | None = None) -> None:
-        """Until there may be items, or something else is to be looked at; for `timeout` seconds at most, and no longer
-        than until the registry's clock has reached `until_at`."""
+        """Wait until there may be items, or the caller has to check something else; at most `timeout` seconds, and no
+        longer than until the registry's clock reaches `until_at`."""
         until = None if timeout is None else time.monotonic() + timeout
-        # Not for long at a time: who has it may be another's, and take no notice when this one is to end.
+        # For a bounded time: the thread that waits in the store does not notice that this thread should end.
         while not self._waiting.acquire(timeout=_left_s(until)):
             if is_over() or (until is not None and time.monotonic() >= until):
                 return
@@ -163,7 +166,7 @@ class Head:
             with self._lock:
                 watch, is_known = self._watch, bool(self._seen)
                 left_s = None if until is None else max(until - time.monotonic(), 0.0)
-                if self._tried:  # kept from the look before this wait: it may not be taken in the end
+                if self._tried:  # these were left out of the last look, and may become free without a change of a key
                     left_s = TRIED_S_MAX if left_s is None else min(left_s, TRIED_S_MAX)
             if watch is not None and not is_known and not is_over():
                 watch.wait_until(until_at, self._registry.clock, left_s)
@@ -171,7 +174,7 @@ class Head:
             self._waiting.release()
 
     def leave(self) -> None:
-        """Wait no more. If this one was woken and did not look, another does."""
+        """Stop waiting. Another waiting thread is woken, in case that this one was woken and has not looked."""
         with self._lock:
             self._waiters -= 1
             watch, is_used = self._watch, self._waiters > 0
@@ -181,7 +184,7 @@ class Head:
             watch.wake() if is_used else watch.close()
 
     def wake(self) -> None:
-        """Those who wait here are to look whether they are still to wait."""
+        """Have the waiting threads check whether they still have to wait."""
         with self._lock:
             watch = self._watch
         if watch is not None:
@@ -189,4 +192,4 @@ class Head:
 
 
 def _left_s(until: float | None) -> float:
-    return TURN_S_MAX if until is None else min(max(until - time.monotonic(), 0.0), TURN_S_MAX)
+    return RECHECK_S if until is None else min(max(until - time.monotonic(), 0.0), RECHECK_S)

@@ -1,21 +1,17 @@
-"""What is put and taken, as values, and what a put writes."""
+"""What is put and taken, as values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, NamedTuple
 
 from pxrs.errors import InvalidItem, InvalidQueue
-from pxrs.queue.moves import Changes
 from pxrs.queue.policy import seconds
-from pxrs.queue.records import Queue, Record, first_key, in_sequence, new_record
-from pxrs.queue.store import QueueStore
-from pxrs.registry.contract import ABSENT
+from pxrs.queue.records import Queue, Record, new_record
 
 BYTES_PER_KEY: Final = 160
-"""What an item's key takes at most, to be counted on."""
+"""An upper bound of the length of a queue's keys, for the sizes of commits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +22,7 @@ class Item:
     id: str
     value: bytes
     key: bytes | None
-    """Carried along as it was put; the queue does not look at it."""
+    """As it was put. The queue makes no use of it."""
     priority: int
     deliveries: int
     """How often it was delivered, this time included."""
@@ -59,6 +55,8 @@ class Item:
 
 
 class Taken(NamedTuple):
+    """An item that a transaction has taken: its key in flight, and the version in which the take wrote that key."""
+
     queue: Queue
     key: str
     version: int
@@ -66,6 +64,8 @@ class Taken(NamedTuple):
 
 
 class Put(NamedTuple):
+    """An item that is to be put."""
+
     queue: Queue
     record: Record
     delay_s: float
@@ -98,34 +98,8 @@ def check_put(
 
 
 def placed_in(queue: Queue, put: Put) -> Put:
-    """The same for a queue that was made again. Raises InvalidItem if that one does not take it."""
+    """The same item for another queue, such as one that was created again under the name. Raises InvalidItem if that
+    queue cannot keep the item's priority or delay."""
     if queue.is_fifo and (put.record.priority or put.delay_s):
         raise InvalidItem(f"queue {queue.name} is strictly first in, first out: no priority or delay can be kept there")
     return put._replace(queue=queue)
-
-
-def add_puts(store: QueueStore, puts: list[Put], changes: Changes) -> dict[str, tuple[Queue, int]]:
-    """Into a commit: each where it belongs, if the queue is still there, numbered where that is strict (Q3). The strict
-    ones' last numbers."""
-    numbers: dict[str, tuple[Queue, int]] = {}
-    now = store.wall_time()
-    for queue, record, delay_s in puts:
-        if queue.standing not in changes.expect:
-            changes.expect[queue.standing] = store.standing(queue)
-        if queue.is_fifo:
-            if queue.id in numbers:
-                number = numbers[queue.id][1]
-            else:
-                number, changes.expect[queue.sequence] = store.next_number(queue)
-            number += 1
-            numbers[queue.id] = queue, number
-            changes.put[queue.sequence] = str(number).encode()
-            record = in_sequence(record, number)
-        key = first_key(queue, record, delay_s, now)
-        changes.expect[key], changes.put[key] = ABSENT, record.dump()
-    return numbers
-
-
-def note_numbers(store: QueueStore, numbers: dict[str, tuple[Queue, int]], versions: Mapping[str, int]) -> None:
-    for queue, number in numbers.values():
-        store.numbered(queue, number, versions[queue.sequence])

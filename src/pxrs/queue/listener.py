@@ -14,7 +14,7 @@ raised is logged with its traceback, a few times a minute for each exception cla
 counted. The item is this process's for as long as its lease is renewed, however long the handler takes.
 
 On failure: while the store cannot be reached the threads try again, ever less often. A commit whose reply was lost is
-settled before the next item is taken. A handler that fails time and again slows its thread down, so that an item that
+resolved before the next item is taken. A handler that fails time and again slows its thread down, so that an item that
 comes back at once does not keep the machine busy. What ends a listener, such as the end of its queue, is raised by
 `run`, by `close` and at the end of a `with` block; the end of another queue, which a handler puts into, is a failure
 of the item."""
@@ -90,7 +90,7 @@ class QueueListener:
                 raise Closed(f"the listener of queue {self.queue.name} was stopped: make another one")
             if self._threads:
                 return self
-            self.queue.store.queue(self.queue.name)
+            self.queue.store.catalog.queue(self.queue.name)
             self._running = self._count
             name = f"pxrs-queue-{self.queue.name}"
             self._threads = [
@@ -124,12 +124,12 @@ class QueueListener:
             if self._threads:
                 raise InvalidQueue(f"the listener of queue {self.queue.name} was started: its threads handle the items")
         store = self.queue.store
-        queue = store.queue(self.queue.name)
-        store.keeper.end_delays(queue)
+        queue = store.catalog.queue(self.queue.name)
+        store.end_delays(queue)
         handled = self._handle_one(_Delivery(self, waits=False))
         if handled is None:
-            store.keeper.return_items_of_dead(queue)
-            store.keeper.end_delays(queue)
+            store.return_items_of_dead(queue)
+            store.end_delays(queue)
             # In any case once more: another thread or process may have given items back just before.
             handled = self._handle_one(_Delivery(self, waits=False))
         return handled
@@ -209,7 +209,7 @@ class QueueListener:
                 check_result(self._handler(transaction, item))
             except Exception as error:  # noqa: BLE001 - the queue's policy decides what becomes of the item
                 self._tell(item, "the handler failed", error)
-                outcome = self._settle(transaction)  # it may have committed by itself, and failed after that
+                outcome = self._resolve(transaction)  # it may have committed by itself, and failed after that
                 if outcome == "open":
                     transaction.rollback(error)
                     outcome = "rolled back"
@@ -220,13 +220,13 @@ class QueueListener:
             return handled
 
     def _commit(self, transaction: _Delivery, item: Item) -> Handled:
-        outcome = self._settle(transaction)  # the handler may have ended it by itself
+        outcome = self._resolve(transaction)  # the handler may have ended it by itself
         try:
             if outcome == "open":
                 transaction.commit()
                 outcome = "committed"
         except OutcomeUnknown:
-            outcome = self._settle(transaction)
+            outcome = self._resolve(transaction)
         except Closed:
             raise
         except PxrsError as error:
@@ -270,7 +270,7 @@ class QueueListener:
         kind = (what, place_of(error))
         self._log.log(kind, logging.WARNING, "queue %s: %s; %s", self.queue.name, error, what, extra=fields)
 
-    def _settle(self, transaction: _Delivery) -> Outcome:
+    def _resolve(self, transaction: _Delivery) -> Outcome:
         """What became of it, also if the reply to a commit was lost. While the store cannot be reached, a thread of the
         listener asks again until the listener is stopped; a delivery that must not wait raises at once."""
         pause_s = PAUSE_S[0]

@@ -1,21 +1,22 @@
 """What a queue keeps in the registry: its keys, and the values under them. Nothing here does I/O.
 
     queues/<name>                       the queue's settings, with its id
-    standing/<id>                       there as long as the queue is: whoever puts into it expects this
-    deleted/<id>                        the queue was deleted, and what was in it may not all be gone
-    items/<id>/ready/<name>             to be taken, the first name first
-    items/<id>/inflight/<name>~<transaction>~<taker>    taken by a process, counted as delivered
-    items/<id>/delayed/<due>~<name>     not to be taken before its time
-    items/<id>/dead/<when>~<name>       given up
-    items/<id>/turn                     strict FIFO: whose turn it is, or from when on it is somebody's
-    items/<id>/sequence                 strict FIFO: the number of the last item
-    items/<id>/sweeper                  ephemeral: who brings back what the dead and the delays hold
-    takers/<taker>                      ephemeral: a process that takes items, while it lives
-    outcomes/<taker>-<slot>             which of a taker's transactions was committed last
+    standing/<id>                       the existence key: written with the queue, deleted with it; every put expects it
+    deleted/<id>                        the queue was deleted, and some of its keys may still be there
+    items/<id>/ready/<name>             an item that can be taken; takers take them in the order of the keys
+    items/<id>/inflight/<name>~<transaction>~<taker>    an item that this transaction of this taker has taken
+    items/<id>/delayed/<due>~<name>     an item that cannot be taken before the time `due`
+    items/<id>/dead/<when>~<name>       a dead letter, and when it became one
+    items/<id>/turn                     FIFO queues: which taker may take, or before which time none may
+    items/<id>/sequence                 FIFO queues: the number of the last item that was put
+    items/<id>/sweeper                  ephemeral: the taker that returns items of dead takers and ends delays
+    takers/<taker>                      ephemeral: a process that takes items, while its lease lives
+    outcomes/<taker>-<slot>             the last transaction that was committed, or aborted, with this slot
 
-An item's name is its place in the order, its id, and how often it was moved: `5000.<id>.2`. So no key is ever there
-twice, and a write that lands late finds nothing that it could take for what it expected (R4). For the same reason puts
-do not expect the settings: the name may be used again, and on ZooKeeper its versions too.
+An item's name is its place in the order, its id, and how often it was moved: `5000.<id>.2`. Each move gives the item a
+name that no key had before. So a write that is applied late, expecting the key of an earlier name, is refused, also on
+a store that counts the versions of a key from 1 again when the key is re-created (R4). For the same reason a put
+expects the existence key, whose name holds the queue's id, and not the settings, whose name a later queue may have.
 
 An item's value is a line of JSON and then the bytes as they were put.
 """
@@ -33,6 +34,7 @@ from pxrs.errors import InvalidItem, InvalidQueue, RegistryCorrupt
 from pxrs.failures import Failure, last_lines
 from pxrs.queue import policy as policies
 from pxrs.queue.policy import Backoff, ExponentialBackoff, FixedBackoff, Policy
+from pxrs.queue.states import ItemEvent, ItemState, item_after
 
 QUEUE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 QUEUES: Final = "queues/"
@@ -49,6 +51,10 @@ with, in escapes."""
 _COUNTS_BYTES: Final = 200
 """The part of these bytes that names of fields, counts and times take at most."""
 _FAILED_WITH: Final = ("error", "error_type", "traceback")
+_PUT: Final = item_after(None, ItemEvent.PUT)
+_PUT_DELAYED: Final = item_after(None, ItemEvent.PUT_DELAYED)
+_encode: Final = json.JSONEncoder(separators=(",", ":")).encode  # `json.dumps` would make an encoder at each call
+_decode: Final = json.JSONDecoder().decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,10 @@ class Queue:
     def root(self) -> str:
         return root_of(self.id)
 
+    def folder(self, state: ItemState) -> str:
+        """The folder of the keys of items in this state."""
+        return f"items/{self.id}/{state.value}/"
+
     @property
     def ready(self) -> str:
         return f"items/{self.id}/ready/"
@@ -137,7 +147,8 @@ class Queue:
         return f"{QUEUES}{self.name}"
 
     @property
-    def standing(self) -> str:
+    def existence(self) -> str:
+        """The key that is there exactly as long as the queue is. Its version never changes."""
         return f"standing/{self.id}"
 
     @property
@@ -161,7 +172,7 @@ class Record:
     """An item as it is stored."""
 
     order: str
-    """Where it stands among the ready ones: by priority and age, or by its number if the queue is strict."""
+    """Sorts the keys of ready items: the priority, as four digits, or in a FIFO queue the item's number."""
     id: str
     moves: int
     value: bytes
@@ -184,8 +195,9 @@ class Record:
         found: dict[str, Any] = {"put_at": self.put_at, "deliveries": self.deliveries}
         if self.key is not None:
             found["key"] = base64.b64encode(self.key).decode()
-        found |= {name: text for name in _FAILED_WITH if (text := getattr(self, name))}
-        return json.dumps(found, separators=(",", ":")).encode() + b"\n" + self.value
+        if self.error or self.error_type or self.traceback:
+            found |= {name: text for name in _FAILED_WITH if (text := getattr(self, name))}
+        return _encode(found).encode() + b"\n" + self.value
 
     @classmethod
     def load(cls, key: str, stored: bytes) -> Self:
@@ -193,20 +205,35 @@ class Record:
         try:
             order, item, moves = name_in(key).split(".")
             line, _, value = stored.partition(b"\n")
-            found = json.loads(line)
+            found = _decode(line.decode())
+            put_at, deliveries = found["put_at"], found["deliveries"]
+            if len(found) == 2:  # most items have neither a key nor a failed delivery
+                return cls(order, item, int(moves, 16), value, put_at, deliveries)
             carried = base64.b64decode(found["key"]) if "key" in found else None
-            failed_with = {name: str(found.get(name, "")) for name in _FAILED_WITH}
-            return cls(order, item, int(moves, 16), value, found["put_at"], found["deliveries"], carried, **failed_with)
+            failed_with = (str(found.get(name, "")) for name in _FAILED_WITH)
+            return cls(order, item, int(moves, 16), value, put_at, deliveries, carried, *failed_with)
         except (ValueError, KeyError, TypeError) as error:
             raise RegistryCorrupt(key, f"it is no item: {error!r}") from error
 
     @property
     def priority(self) -> int:
-        """0 in a strict queue, which knows none."""
+        """0 in a FIFO queue, which has no priorities."""
         return PRIORITY_MAX + 1 - int(self.order) if len(self.order) == 4 else 0
 
-    def taken(self) -> Self:
-        return replace(self, deliveries=self.deliveries + 1)
+    def taken(self) -> Record:
+        """The item with one more delivery counted. `dataclasses.replace` would take several times as long."""
+        return Record(
+            self.order,
+            self.id,
+            self.moves,
+            self.value,
+            self.put_at,
+            self.deliveries + 1,
+            self.key,
+            self.error,
+            self.error_type,
+            self.traceback,
+        )
 
     def moved(self, **changes: Any) -> Self:
         return replace(self, moves=self.moves + 1, **changes)
@@ -264,7 +291,7 @@ def new_record(value: bytes | str, key: bytes | str | None, priority: int, now: 
 
 
 def in_sequence(record: Record, number: int) -> Record:
-    """The same with its place in a strict queue."""
+    """The same item with its number in a FIFO queue."""
     return replace(record, order=f"{number:016x}")
 
 
@@ -291,25 +318,31 @@ def time_in(key: str) -> float:
         raise RegistryCorrupt(key, "it names no time") from error
 
 
-def timed(folder: str, when: float, record: Record) -> str:
-    """The key of a delayed or a dead item."""
-    return f"{folder}{int(when * 1e6):016x}~{record.name}"
+def key_of(queue: Queue, record: Record, state: ItemState | None, when: float = 0.0) -> str:
+    """The key of an item that is READY, DELAYED or DEAD. when: when a delayed item is due, or when a dead one died."""
+    assert state is not None
+    if state is ItemState.READY:
+        return f"{queue.ready}{record.name}"
+    return f"{queue.folder(state)}{int(when * 1e6):016x}~{record.name}"
 
 
 def first_key(queue: Queue, record: Record, delay_s: float, now: float) -> str:
-    """Where an item begins that is put now."""
-    return timed(queue.delayed, now + delay_s, record) if delay_s > 0 else f"{queue.ready}{record.name}"
+    """The key under which an item is put now."""
+    return key_of(queue, record, _PUT_DELAYED if delay_s > 0 else _PUT, now + delay_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Strict FIFO: one transaction at a time. `holder` is a taker, or empty; nobody's before `not_before`."""
+    """Which taker may take from a FIFO queue: one transaction at a time.
+
+    holder:     the taker of the transaction that has taken items; empty if no transaction has.
+    not_before: if there is no holder, the time before which none may take: the first item waits for its backoff."""
 
     holder: str = ""
     not_before: float = 0.0
 
     def dump(self) -> bytes:
-        return json.dumps({"holder": self.holder, "not_before": self.not_before}, separators=(",", ":")).encode()
+        return _encode({"holder": self.holder, "not_before": self.not_before}).encode()
 
     @classmethod
     def load(cls, key: str, value: bytes) -> Self:
@@ -321,7 +354,7 @@ class Turn:
 
 
 def load_number(key: str, value: bytes) -> int:
-    """Strict FIFO: the number of the last item."""
+    """The value of a FIFO queue's key `sequence`."""
     try:
         return int(value)
     except ValueError as error:

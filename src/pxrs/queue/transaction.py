@@ -5,22 +5,25 @@
         tx.put("sent", item.value)
 
 A take moves the item into this process's hands, and counts it as delivered, in a commit of its own: so nobody else has
-it, and nothing that is held or delayed stands at the head of the queue (Q1). What is put stays in memory. The commit
-removes what was taken, expecting each item as it was taken (Q2), and writes what was put, under the taker's lease.
+the item, and nothing that is held or delayed stands at the head of the queue (Q1). What is put stays in memory. The
+commit removes what was taken, expecting each item as it was taken (Q2), and writes what was put, under the taker's
+lease. `protocol` has these steps; this module is what runs them on a registry, for the threads of a process.
 
 On failure:
-- The lease was lost: others may have the items already. The commit is refused, with TransactionLost.
-- A queue that it puts into was deleted: UnknownQueue, also if there is another of that name by now.
-- The reply to the commit was lost: OutcomeUnknown. `outcome` settles it, for good; so does the keeper if nobody asks.
-- The reply to a take was lost: what it left is looked at and made certain before anything else happens.
-- A rollback always succeeds. If the store cannot be reached, the keeper gives the items back when it can be, and the
-  end of the lease does so in any case.
+- The lease was lost: other processes may have the items already. The commit is refused, with TransactionLost.
+- A queue that the transaction puts into was deleted: UnknownQueue, also if another queue has its name by now.
+- The reply to the commit was lost: OutcomeUnknown. `outcome` resolves it for good; so does the keeper if nobody asks.
+- The reply to a take was lost: the take is resolved before anything else happens, or by the keeper if the store does
+  not answer.
+- A rollback always succeeds. If the store cannot be reached, the keeper returns the items when it can be, and a sweeper
+  returns them in any case once the lease has ended.
+
+The states and their transitions are in `states`. `_lock` guards everything; it is not held while `take` waits.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 import uuid
@@ -28,7 +31,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Protocol, Self
+from typing import Literal, Protocol, Self, cast
 
 from pxrs import arguments
 from pxrs.errors import (
@@ -40,45 +43,27 @@ from pxrs.errors import (
     PartitionLost,
     PxrsError,
     RegistryCorrupt,
-    RegistryUnavailable,
     TransactionEnded,
     TransactionLost,
-    TransactionTooLarge,
     UnknownQueue,
 )
 from pxrs.failures import Failure, failure_of
-from pxrs.queue import moves
-from pxrs.queue.head import Head
-from pxrs.queue.items import BYTES_PER_KEY, Item, Put, Taken, add_puts, check_put, duration, note_numbers
-from pxrs.queue.moves import Changes, Move, Take
-from pxrs.queue.records import Queue, Turn
+from pxrs.queue.capacity import Capacity
+from pxrs.queue.items import Item, check_put, duration
+from pxrs.queue.outcomes import Slot, resolve
+from pxrs.queue.protocol import TransactionProtocol, give_back
+from pxrs.queue.states import TransactionEvent, TransactionState, transaction_after
 from pxrs.queue.store import QueueStore
-from pxrs.queue.taker import SETTLE_ATTEMPTS, Slot, Taker, settle
-from pxrs.registry.contract import ABSENT, Entry, Registry
-from pxrs.wording import counted
+from pxrs.queue.taker import Taker
+from pxrs.queue.taking import Taking
+from pxrs.registry.contract import Registry
+from pxrs.registry.steps import Write, drive
 
 _logger = logging.getLogger(__name__)
 
 Outcome = Literal["open", "committed", "rolled back"]
-Write = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
-_KEYS_RESERVED: Final = 2
-_KEYS_SPARE: Final = 16
-_BYTES_PER_PARTITION: Final = 1_024
-"""What a checkpoint takes at most for each, to be counted on: two keys and a value."""
-_AGAIN_S: Final = 0.02
-_CLOCKS_APART_S: Final = 60.0
-"""How far two machines' clocks may differ before a backoff that was given by the other is not waited for."""
-_LOOK_S_MAX: Final = 1.0
-"""How long a wait is that is counted on the wall clock, which may be set meanwhile."""
-
-
-class _Retry(NamedTuple):
-    """When a take that found nothing tries again: at one of the two moments, whichever comes first."""
-
-    at: float | None
-    """On the registry's clock."""
-    within_s: float
-    """Seconds of the machine's time."""
+CommitWith = Callable[[Mapping[str, int], Mapping[str, bytes]], dict[str, int]]
+"""Makes a commit with these expectations and puts added; returns the versions of the keys that it wrote."""
 
 
 class Inbox(Protocol):
@@ -87,7 +72,7 @@ class Inbox(Protocol):
     @property
     def registry(self) -> Registry: ...
 
-    def commit_with(self, write: Write) -> dict[str, int]: ...
+    def commit_with(self, write: CommitWith) -> dict[str, int]: ...
 
     def enlist_in(self, transaction: Transaction) -> None: ...
 
@@ -95,15 +80,16 @@ class Inbox(Protocol):
 
 
 class Named(Protocol):
-    """A queue's handle, which may stand for its name."""
+    """A queue's handle, which callers may give in place of the queue's name."""
 
     @property
     def name(self) -> str: ...
 
 
 class Transaction:
-    """What `hub.transaction()` returns. Threads may share it; one call at a time is made, but one that waits for items
-    keeps nobody. If the transaction ends meanwhile, that one raises TransactionEnded when it is woken."""
+    """What `hub.transaction()` returns. Threads may share it: it makes one call at a time, but a take that waits for
+    items holds up none of the others. If the transaction ends meanwhile, that take raises TransactionEnded when it is
+    woken."""
 
     def __init__(self, store: QueueStore) -> None:
         self.id = uuid.uuid4().hex
@@ -113,22 +99,18 @@ class Transaction:
         self._registry = store.registry
         self._lock = threading.RLock()
         self._taker: Taker | None = None
+        """The taker whose lease the commit names. It stays the same once something was taken."""
         self._slot: Slot | None = None
-        self._taken: list[Taken] = []
-        self._puts: list[Put] = []
-        self._turns: dict[str, tuple[Queue, int]] = {}
-        """By queue: of the strict ones taken from, the version of the turn's key as this transaction wrote it."""
-        self._strict: set[str] = set()
-        """The strict queues that it takes from or puts into: each has two keys of its own."""
-        self._targets: set[str] = set()
-        """The queues that it puts into: that each is there is one key more."""
+        """Set before the commit is sent."""
+        self._protocol = TransactionProtocol(self.id, store.versions, store.registry.limits)
+        self._taking = Taking(store, self._protocol)
+        self._capacity = Capacity(store.registry.limits, self._protocol)
         self._inboxes: dict[Inbox, int] = {}
-        """With how many partitions each has in hand."""
-        self._bytes = 0
+        """The consumers whose checkpoints are in this transaction, and how many partitions each has in hand."""
         self._was_abandoned = False
         self.was_doubted = False
         """Whether the reply to its commit was lost."""
-        self._state: Outcome | Literal["unknown"] = "open"
+        self._state = TransactionState.OPEN
         store.began(self)
 
     # Taking and putting.
@@ -147,7 +129,7 @@ class Transaction:
     def _take(self, name: str, count: int, until: float | None, is_over: Callable[[], bool]) -> list[Item]:
         with self._lock:
             self._check_open()
-        queue = self._store.queue(name)
+        queue = self._store.catalog.queue(name)
         self._store.keeper.look_after(queue)
         head = self._store.head(queue)
         is_waiting = False
@@ -155,22 +137,25 @@ class Transaction:
             while True:
                 with self._lock:  # and not during the wait
                     self._check_open()
-                    room = self._room(queue)
+                    room = self._capacity.check(queue)
                     taker = self._present()
-                    taken, retry = self._try_take(queue, head, taker, min(count, room))
-                    if taken and queue.is_fifo:
-                        self._strict.add(queue.id)
+                    try:
+                        taken, retry = self._taking.attempt(queue, head, taker, min(count, room))
+                    except LeaseExpired as error:
+                        raise self._lost(error) from error
+                    if taken:
+                        self._capacity.note_taken(queue)
                 if taken or is_over():
                     return [Item.of(queue, each.record) for each in taken]
                 left_s = None if until is None else until - time.monotonic()
                 if left_s is not None and left_s <= 0:
                     return []
                 if not taker.is_alive:
-                    continue  # with another lease: what was refused to this one may still be there
+                    continue  # with another taker: the items that were refused to this one may still be there
                 if not is_waiting:
                     head.enter()
                     is_waiting = True
-                    # Look again: what came before the watch was set woke nobody, nor did the end of the queue.
+                    # Look once more: what changed before the watch was set has woken nobody.
                     self._store.check_exists(queue)
                     continue
                 if retry is not None:
@@ -180,135 +165,6 @@ class Transaction:
         finally:
             if is_waiting:
                 head.leave()
-
-    def _try_take(self, queue: Queue, head: Head, taker: Taker, count: int) -> tuple[list[Taken], _Retry | None]:
-        """What could be taken, without waiting; and if that is nothing, when to try again although no key changes."""
-        turn: Entry | None = None
-        if queue.is_fifo and queue.id not in self._turns:
-            turn = self._registry.get(queue.turn)
-            state = Turn() if turn is None else Turn.load(turn.key, turn.value)
-            if state.holder:
-                return [], None
-            now = self._registry.clock.now()  # before the time of day: a clock that moves between the two ends the wait
-            wait_s = state.not_before - self._store.wall_time()
-            if 0 < wait_s <= moves.longest_s(queue) + _CLOCKS_APART_S:  # else a clock was set back since
-                return [], _Retry(now + wait_s, _LOOK_S_MAX)
-        while entries := head.choose(count):
-            taken: list[Taken] = []
-            is_through = False
-            try:
-                taken = self._take_these(queue, taker, self._planned(queue, head, entries, taker), turn)
-                is_through = not taken or len(taken) == len(entries)
-            finally:
-                head.tried(entries, was_refused=not taken, are_left=not is_through)
-            if taken:
-                return taken, None
-            if queue.is_fifo or not taker.is_alive:
-                # It is somebody else's turn, or nobody's: a lost lease or reply, an item that was written anew. Nothing
-                # tells which, and the last ones wake nobody.
-                return [], _Retry(None, _AGAIN_S)
-        return [], None
-
-    def _planned(self, queue: Queue, head: Head, entries: list[Entry], taker: Taker) -> list[Take]:
-        """As many as one commit takes, without those that are damaged. In a strict queue such a one holds up the
-        others, as nobody knows what it is."""
-        planned = []
-        for entry in entries:
-            try:
-                planned.append(moves.take(queue, entry, taker.id, self.id[:12]))
-            except RegistryCorrupt as error:
-                if queue.is_fifo:
-                    raise
-                head.hide(entry)
-                _logger.error("queue %s: %s; it is left where it is", queue.name, error)
-        parts = moves.in_parts([each.move for each in planned], self._registry.limits)
-        return planned[: len(next(parts, []))]
-
-    def _take_these(self, queue: Queue, taker: Taker, planned: list[Take], turn: Entry | None) -> list[Taken]:
-        """Those of the items that nobody was faster on."""
-        while planned:
-            changes = Changes.of(each.move for each in planned)
-            if queue.is_fifo:
-                if queue.id in self._turns:
-                    changes.expect[queue.turn] = self._turns[queue.id][1]
-                else:
-                    changes.expect[queue.turn] = ABSENT if turn is None else turn.version
-                    changes.put[queue.turn] = Turn(holder=taker.id).dump()
-            try:
-                versions = self._store.combiner.commit(changes, taker.lease, quiet=True)
-                return self._note_taken(queue, planned, versions)
-            except Conflict as conflict:
-                if queue.turn in conflict.keys:
-                    return []
-                planned = [each for each in planned if each.move.source not in conflict.keys]
-                if queue.is_fifo:
-                    return []
-                continue
-            except LeaseExpired as error:
-                if not self._taken:
-                    taker.lease.expire()  # also if it was the store that said so
-                    return []
-                raise self._lost(error) from error
-            except OutcomeUnknown:
-                versions = self._settle_take(queue, planned)
-                if not versions:
-                    return []
-            except PxrsError:
-                raise  # nothing was taken
-            except BaseException:  # an interrupt: nobody knows whether it was sent
-                self._give_back_later(queue, planned)
-                raise
-            return self._note_taken(queue, planned, versions)
-        return []
-
-    def _note_taken(self, queue: Queue, planned: list[Take], versions: Mapping[str, int]) -> list[Taken]:
-        taken = _taken(queue, planned, versions)
-        turn = {queue.id: (queue, versions[queue.turn])} if queue.turn in versions else {}
-        both = self._taken + taken, self._turns | turn
-        self._taken, self._turns = both  # no call in between: an interrupt finds both or none
-        return taken
-
-    def _settle_take(self, queue: Queue, planned: list[Take]) -> dict[str, int]:
-        """After a lost reply: the versions of what was taken, empty if nothing was; and then it never will be (R5).
-
-        If that cannot be told now, the keeper finds out, and gives back what was taken."""
-        for _ in range(SETTLE_ATTEMPTS):
-            try:
-                return self._find_out(queue, planned)
-            except OutcomeUnknown:
-                continue
-            except RegistryUnavailable:
-                break
-        self._give_back_later(queue, planned)
-        raise RegistryUnavailable(
-            f"{self._registry.url}: the reply to a take was lost; what it took will be given back"
-        )
-
-    def _find_out(self, queue: Queue, planned: list[Take]) -> dict[str, int]:
-        """Write the first item anew where it was: the take expects it as it was, and cannot land any more. If it is
-        not there as it was, the take has landed, or somebody else was faster."""
-        first, before = planned[0].move, planned[0].before
-        try:
-            self._registry.commit({first.source: first.version}, {first.source: before}, quiet=True)
-            return {}
-        except Conflict:
-            pass
-        keys = [each.target for each in planned]
-        if queue.is_fifo and queue.id not in self._turns:
-            keys.append(queue.turn)
-        found = [self._registry.get(key) for key in keys]
-        return {each.key: each.version for each in found if each is not None} if found[0] is not None else {}
-
-    def _give_back_later(self, queue: Queue, planned: list[Take]) -> None:
-        def give_back() -> None:
-            versions = self._find_out(queue, planned)
-            if versions:
-                turns = {queue.id: (queue, versions[queue.turn])} if queue.turn in versions else {}
-                _give_back(
-                    self._store, _taken(queue, planned, versions), turns, Failure("the reply to the take was lost")
-                )
-
-        self._store.keeper.finish(give_back)
 
     def put(
         self,
@@ -322,20 +178,17 @@ class Transaction:
         """Put an item when this transaction is committed; its id. Raises InvalidItem, TransactionTooLarge."""
         with self._lock:
             self._check_open()
-            found = self._store.queue(_name_of(queue))
+            found = self._store.catalog.queue(_name_of(queue))
             now, bytes_max = self._store.wall_time(), self._registry.limits.value_bytes_max
             new = check_put(found, value, priority, delay, key, now, bytes_max)
-            self._room(found, put=new)
-            if found.is_fifo:
-                self._strict.add(found.id)
-            self._targets.add(found.id)
-            self._puts.append(new)
-            self._bytes += new.size
+            self._capacity.check(found, put=new)
+            self._capacity.note_put(new)
+            self._protocol.puts.append(new)
             return new.record.id
 
     def checkpoint(self, inbox: Inbox) -> None:
-        """Also write down, in the same commit, that what the consumer has handed out by now is done: from topic to
-        queue with nothing lost and nothing doubled. The consumer must be of the same registry."""
+        """Write the checkpoint of what the consumer has handed out by now, in the same commit: from topic to queue with
+        nothing lost and nothing doubled. The consumer must be of the same registry."""
         with self._lock:
             self._check_open()
             if not hasattr(inbox, "enlist_in"):
@@ -345,9 +198,10 @@ class Transaction:
             count = inbox.partitions_in_hand()
             more = count - self._inboxes.get(inbox, 0)
             if more > 0:
-                self._room(partitions=more)
+                self._capacity.check(partitions=more)
             inbox.enlist_in(self)
             self._inboxes[inbox] = count
+            self._capacity.note_partitions(sum(self._inboxes.values()))
 
     # The ends.
 
@@ -356,8 +210,8 @@ class Transaction:
         reply was; after another error nothing has happened, and it may be tried again."""
         with self._lock:
             self._check_open()
-            if not self._taken and not self._puts and not self._inboxes:
-                self._end("committed")
+            if not self._protocol.is_used and not self._inboxes:
+                self._end(TransactionEvent.COMMITTED)
                 return
             try:
                 self._commit()
@@ -367,169 +221,174 @@ class Transaction:
                 self._doubt()
                 error.add_note("pxrs: tx.outcome() finds out what became of it")
                 raise
-            except (PartitionLost, UnknownQueue) as error:  # what was put came of messages that are others' now
+            except (PartitionLost, UnknownQueue) as error:  # what was put came of messages that others have now
                 self._give_back(Failure(str(error)))
-                self._end("rolled back")
+                self._end(TransactionEvent.ROLLED_BACK)
                 raise
-            except Exception:
-                raise  # nothing was written
-            except BaseException:  # an interrupt: nobody knows whether it was sent
-                if self._slot is not None:  # else it was not
+            except BaseException as error:
+                # After an interrupt nobody knows whether the commit was sent, unless there is no slot yet.
+                if not isinstance(error, Exception) and self._slot is not None:
                     self._doubt()
-                raise
-            self._end("committed")
+                raise  # after another error nothing was written
+            self._end(TransactionEvent.COMMITTED)
 
     def _commit(self) -> None:
+        if self._protocol.unresolved:
+            reason = self._store.reason(Failure("the reply to the take was lost"))
+            drive(self._protocol.return_unresolved(reason), self._registry)
         try:
             self._commit_as(self._present())
         except LeaseExpired:
-            if self._taken:
+            if self._protocol.taken:
                 raise
-            self._taker = None  # nothing hangs on that lease: with another one, then
+            self._taker = None  # nothing was taken with that lease: commit with another one
             self._commit_as(self._present())
 
     def _commit_as(self, taker: Taker) -> None:
         slot = self._slot or taker.slot()
         slot.sent_at = self._registry.clock.now()
-        self._slot = slot  # last: an interrupt before this finds that nothing was sent
-        queues = list({put.queue.id: put.queue for put in self._puts}.values())
-        ours = {slot.key, *(each.key for each in self._taken), *(queue.turn for queue, _ in self._turns.values())}
+        self._slot = slot  # last: after an interrupt before this line, nothing was sent
+        targets = list({put.queue.id: put.queue for put in self._protocol.puts}.values())
+
+        def write(step: Write) -> dict[str, int]:
+            if self._inboxes:
+                return self._write_with_checkpoints(step, taker)
+            return self._store.combiner.commit(step, taker.lease)
 
         def attempt() -> None:
-            for queue in queues:
-                self._store.check_same(queue)
-            self._commit_once(taker, slot)
+            for queue in targets:
+                self._store.catalog.check_same(queue)
+            steps = self._protocol.commit(slot, now=self._store.wall_time(), sent_at=time.time())
+            drive(steps, self._registry, commit=write)
 
-        self._store.patiently(queues, ours, attempt)
+        self._store.catalog.retry(targets, lambda: {slot.key, *self._protocol.owned_keys}, attempt)
+
+    def _write_with_checkpoints(self, write: Write, taker: Taker) -> dict[str, int]:
+        """Make the commit, with the checkpoints of the consumers. Each consumer calls `add` while it holds its member's
+        lock; the consumers are called in one order, so that two transactions cannot wait for each other."""
+        inboxes = sorted(self._inboxes, key=id)
+        expected, written = dict(write.expect), dict(write.put)
+
+        def add(expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
+            expected.update(expect)
+            written.update(put)
+            if inboxes:
+                return inboxes.pop().commit_with(add)
+            return self._store.combiner.commit(write._replace(expect=expected, put=written), taker.lease)
+
+        return add({}, {})
 
     def _doubt(self) -> None:
-        self._state, self.was_doubted = "unknown", True
+        """The reply to the commit was lost: if nobody asks for the outcome, the keeper resolves it."""
+        self._state = transaction_after(self._state, TransactionEvent.REPLY_LOST)
+        self.was_doubted = True
         taker = self._taker
 
-        def settle_it() -> None:
+        def resolve_it() -> None:
             try:
-                self._settle()
+                self._resolve()
             except (OutcomeUnknown, RegistryCorrupt):
                 if taker is not None and taker.is_alive:
                     raise
-                # It is not on record any more, or damaged. What was taken was given back with the lease's end.
+                # The outcome is not on record any more, or damaged. A sweeper has returned what was taken.
 
-        self._store.keeper.finish(settle_it)
-
-    def _commit_once(self, taker: Taker, slot: Slot) -> None:
-        changes = Changes.of(Move(each.key, each.version, None) for each in self._taken)
-        changes.expect[slot.key] = slot.version
-        changes.put[slot.key] = slot.committed(self.id)
-        for queue, version in self._turns.values():
-            changes.expect[queue.turn] = version
-            changes.put[queue.turn] = Turn().dump()
-        numbers = add_puts(self._store, self._puts, changes)
-        inboxes = sorted(self._inboxes, key=id)  # in one order: each holds its member's mutex
-        is_quiet = not self._puts and not self._turns
-
-        def write(expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
-            changes.expect.update(expect)
-            changes.put.update(put)
-            if inboxes:
-                return inboxes.pop().commit_with(write)
-            return self._store.combiner.commit(changes, taker.lease, quiet=is_quiet)
-
-        versions = write({}, {})
-        slot.version = versions[slot.key]
-        note_numbers(self._store, numbers, versions)
+        self._store.keeper.finish(resolve_it)
 
     def rollback(self, error: BaseException | str = "") -> None:
         """Nothing of it happens: what was taken is given back, what was put is dropped. Always succeeds.
 
         error: why, to be kept with the items; an exception's traceback too, with those that become dead letters."""
         with self._lock:
-            if self._state == "rolled back":
+            if self._state == TransactionState.ROLLED_BACK:
                 return
-            if self._state == "unknown":
-                raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
             self._check_open()
             self._give_back(failure_of(error) if isinstance(error, BaseException) else Failure(str(error)))
-            self._end("rolled back")
+            self._end(TransactionEvent.ROLLED_BACK)
 
-    def _give_back(self, reason: Failure) -> None:
-        taken, turns = self._taken, self._turns
-        if not taken and not turns:
+    def _give_back(self, failure: Failure) -> None:
+        job = self._giving_back(failure)
+        if job is None:
             return
-        taker = self._taker
-
-        def give_back() -> None:
-            if taker is None or taker.is_alive:  # else they are the sweeper's
-                _give_back(self._store, taken, turns, reason)
-
         try:
-            give_back()
+            job()
         except Exception as error:  # whatever it is, the keeper tries again
             if not isinstance(error, PxrsError):
                 _logger.warning("queues of %s: %s; will try again", self._registry.url, error, exc_info=error)
-            self._store.keeper.finish(give_back)
-        except BaseException:  # an interrupt: done again, it does nothing twice
-            self._store.keeper.finish(give_back)
+            self._store.keeper.finish(job)
+        except BaseException:  # an interrupt: the job does nothing twice
+            self._store.keeper.finish(job)
             raise
 
+    def _giving_back(self, failure: Failure) -> Callable[[], None] | None:
+        """A job that returns what was taken; None if nothing was. It does not refer to the transaction."""
+        in_hand, store, taker = self._protocol.in_hand, self._store, self._taker
+        if not any(in_hand):
+            return None
+
+        def job() -> None:
+            if taker is None or taker.is_alive:  # else a sweeper does it
+                drive(give_back(in_hand, store.reason(failure), store.registry.limits), store.registry)
+
+        return job
+
     def outcome(self) -> Outcome:
-        """What became of it. After OutcomeUnknown this settles it: a commit that has not landed by now never will.
+        """What became of it. After OutcomeUnknown this resolves it: a commit that was not applied by now never will be.
 
         Raises RegistryUnavailable while the store cannot be reached: ask again."""
         with self._lock:
-            if self._state == "unknown":
-                self._settle()
-            assert self._state != "unknown"
-            return self._state
+            if self._state == TransactionState.UNKNOWN:
+                self._resolve()
+            assert self._state != TransactionState.UNKNOWN
+            return cast(Outcome, str(self._state))
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         with self._lock:
-            if self._state != "unknown":
+            if self._state != TransactionState.UNKNOWN:
                 return
             assert self._slot is not None
-            if settle(self._registry, self._slot, self.id):
-                self._end("committed")
+            if drive(resolve(self._slot, self.id, self._registry.clock.now, time.time()), self._registry):
+                self._end(TransactionEvent.FOUND_COMMITTED)
                 return
             self._give_back(Failure("the commit did not reach the store"))
-            self._end("rolled back")
+            self._end(TransactionEvent.FOUND_ABORTED)
 
     def abandon(self, *, gives_back: bool = True) -> None:
-        """The hub is closed: what is still open is rolled back."""
+        """The hub is closed: an open transaction is rolled back.
+
+        gives_back: False if there is no time to return the items; a sweeper returns them when the lease has ended."""
         if not self._lock.acquire(timeout=1 if gives_back else 0):
-            return  # somebody is in the middle of something; the lease's end does it
+            return  # a call of another thread is under way; what was taken is returned when the lease has ended
         try:
-            if self._state != "open":
-                return
-            self._was_abandoned = True
-            if gives_back:
-                self.rollback()
-            else:
-                self._end("rolled back")  # the lease's end gives back
-        except PxrsError:
-            pass  # the same
+            if self._state == TransactionState.OPEN:
+                self._was_abandoned = True
+                self.rollback() if gives_back else self._end(TransactionEvent.ROLLED_BACK)
+        except PxrsError as error:
+            _logger.debug("%r: %s; what was taken is returned when the lease has ended", self, error)
         finally:
             self._lock.release()
 
-    def _end(self, state: Outcome) -> None:
-        self._state = state
+    def _end(self, event: TransactionEvent) -> None:
+        self._state = transaction_after(self._state, event)
         if self._slot is not None and self._taker is not None:
-            self._taker.give_back(self._slot)
+            self._taker.free(self._slot)
             self._slot = None
-        self._taken, self._puts, self._turns, self._inboxes = [], [], {}, {}
+        self._protocol.clear()
+        self._inboxes = {}
         self._store.ended(self)
 
     # What is checked.
 
     def _check_open(self) -> None:
-        self._registry._check_usable()  # also that this is no forked child's copy of it
-        if self._state == "unknown":
+        self._store.check_usable()
+        if self._state == TransactionState.UNKNOWN:
             raise TransactionEnded("the commit of this transaction was sent, and its reply lost: use tx.outcome()")
-        if self._state != "open":
+        if self._state != TransactionState.OPEN:
             raise TransactionEnded(f"this transaction was {self._state}: begin another one")
 
     def _present(self) -> Taker:
         """The taker that this transaction is bound to, once it has taken something; before that, any that lives."""
         taker = self._taker
-        if taker is None or not (taker.is_alive or self._taken):
+        if taker is None or not (taker.is_alive or self._protocol.taken):
             self._taker, self._slot = self._store.taker(), None
         elif not taker.is_alive:
             raise self._lost(LeaseExpired(f"lease {taker.lease.id} has ended"))
@@ -537,38 +396,11 @@ class Transaction:
         return self._taker
 
     def _lost(self, error: Exception) -> TransactionLost:
-        """The items may be in other hands by now: nothing of this transaction will happen."""
-        taken = [each.record.id for each in self._taken]
+        """Other processes may have the items: roll back. Returns the error to raise."""
+        taken = [each.record.id for each in self._protocol.taken]
         self._give_back(Failure("the commit was refused"))
-        self._end("rolled back")
+        self._end(TransactionEvent.ROLLED_BACK)
         return TransactionLost(taken, str(error))
-
-    def _room(self, queue: Queue | None = None, *, put: Put | None = None, partitions: int = 0) -> int:
-        """How many items of this queue the transaction may take besides what it has. Raises TransactionTooLarge if it
-        is none, or if what is to be put, or so many partitions of a checkpoint more, are too much."""
-        limits = self._registry.limits
-        strict, targets = len(self._strict), len(self._targets)
-        if queue is not None:
-            strict += queue.is_fifo and queue.id not in self._strict
-            targets += put is not None and queue.id not in self._targets
-        partitions += sum(self._inboxes.values())
-        keys = len(self._taken) + len(self._puts) + 2 * strict + targets + 2 * partitions + _KEYS_RESERVED
-        left = limits.commit_keys_max - keys
-        if left < (0 if queue is None else 1):
-            raise TransactionTooLarge(
-                f"{counted(len(self._taken), 'item')} taken, {len(self._puts)} put and "
-                f"{counted(partitions, 'partition')} of a checkpoint in one transaction are more than this store "
-                f"takes: it changes {limits.commit_keys_max} keys at once"
-            )
-        size = self._bytes + (0 if put is None else put.size) + partitions * _BYTES_PER_PARTITION
-        size += (len(self._taken) + 2 * strict + targets + _KEYS_SPARE) * BYTES_PER_KEY
-        left_bytes = limits.commit_bytes_max - size
-        if left_bytes < (BYTES_PER_KEY if queue is not None and put is None else 0):
-            raise TransactionTooLarge(
-                f"{size:,} bytes in one transaction are too many, as this store takes {limits.commit_bytes_max:,}: put "
-                "less in one"
-            )
-        return min(left, left_bytes // BYTES_PER_KEY)
 
     def __enter__(self) -> Self:
         return self
@@ -576,7 +408,7 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._state != "open":
+        if self._state != TransactionState.OPEN:
             if self._was_abandoned and error is None:
                 raise Closed(f"the hub of {self._registry.url} was closed: {self!r} was rolled back")
             return
@@ -586,46 +418,22 @@ class Transaction:
         try:
             self.commit()
         except BaseException as failure:
-            if self._state == "open":
+            if self._state == TransactionState.OPEN:
                 self.rollback(failure)
             raise
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "") != "open" or not (self._taken or self._puts or self._inboxes):
+        is_open = getattr(self, "_state", None) == TransactionState.OPEN
+        if not is_open or not (self._protocol.is_used or self._inboxes):
             return
         warnings.warn(f"{self!r} was neither committed nor rolled back", ResourceWarning, stacklevel=2, source=self)
-        if not self._taken:
-            return  # nothing of it is in the store
-        store, taker, taken, turns = self._store, self._taker, self._taken, self._turns
-
-        def give_back() -> None:
-            if taker is None or taker.is_alive:
-                _give_back(store, taken, turns, Failure("the transaction was dropped"))
-
-        store.keeper.drop(give_back)
+        job = self._giving_back(Failure("the transaction was dropped"))
+        if job is not None:
+            self._store.keeper.drop(job)
 
     def __repr__(self) -> str:
-        return f"<Transaction {self.id} {self._state}: {len(self._taken)} taken, {len(self._puts)} put>"
-
-
-def _taken(queue: Queue, planned: list[Take], versions: Mapping[str, int]) -> list[Taken]:
-    return [
-        Taken(queue, each.target, versions[each.target], each.record) for each in planned if each.target in versions
-    ]
-
-
-def _give_back(store: QueueStore, taken: list[Taken], turns: Mapping[str, tuple[Queue, int]], reason: Failure) -> None:
-    """Each queue's items together, and its turn with the last of them. May be done again after a lost reply."""
-    now = store.wall_time()
-    queues = {each.queue.id: each.queue for each in taken} | {queue.id: queue for queue, _ in turns.values()}
-    for queue in queues.values():
-        held = [(each.key, each.version, each.record) for each in taken if each.queue.id == queue.id]
-        version = turns[queue.id][1] if queue.id in turns else None
-        returned, last = moves.give_back_all(queue, held, reason, version, random.random, now)
-        try:
-            store.move_all(returned, last=last)
-        except Conflict:
-            continue  # it is not this transaction's turn any more: the sweeper has given the items back
+        taken, puts = self._protocol.taken, self._protocol.puts
+        return f"<Transaction {self.id} {self._state}: {len(taken)} taken, {len(puts)} put>"
 
 
 def _name_of(queue: str | Named) -> str:

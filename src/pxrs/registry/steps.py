@@ -18,7 +18,7 @@ What the operation raises is raised in the generator, at its `yield`: the proced
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from pxrs.registry.contract import Registry
@@ -58,15 +58,26 @@ Steps = Generator[Operation, Any, T]
 """A procedure that returns a T."""
 
 
-def drive(steps: Steps[T], registry: Registry, lease: Lease | None = None) -> T:
+def drive(
+    steps: Steps[T],
+    registry: Registry,
+    lease: Lease | None = None,
+    *,
+    commit: Callable[[Write], dict[str, int]] | None = None,
+) -> T:
     """Run a procedure to its end on a registry.
 
-    lease: named by the writes with `is_leased` or with ephemeral keys."""
+    lease:  named by the writes with `is_leased` or with ephemeral keys.
+    commit: makes the writes in place of `Registry.commit`, such as a function that merges the writes of several
+            threads into one commit."""
     try:
         operation = next(steps)
         while True:
             try:
-                result = perform(operation, registry, lease)
+                if commit is not None and isinstance(operation, Write):
+                    result = commit(operation)
+                else:
+                    result = perform(operation, registry, lease)
             except Exception as error:  # noqa: BLE001 - raised in the procedure, which decides what the error means
                 operation = steps.throw(error)
             else:
@@ -77,11 +88,10 @@ def drive(steps: Steps[T], registry: Registry, lease: Lease | None = None) -> T:
 
 def perform(operation: Operation, registry: Registry, lease: Lease | None = None) -> Any:
     """Make the one call of the registry that the operation stands for, and return what the call returned."""
-    match operation:
-        case Get(key):
-            return registry.get(key)
-        case Scan(prefix, after, limit):
-            return registry.scan(prefix, after, limit)
-        case Write(expect, put, ephemeral, is_leased, is_quiet, delete):
-            named = lease if is_leased or ephemeral else None
-            return registry.commit(expect, put, ephemeral, named, delete=delete, quiet=is_quiet)
+    if isinstance(operation, Write):
+        expect, put, ephemeral, is_leased, is_quiet, delete = operation
+        named = lease if is_leased or ephemeral else None
+        return registry.commit(expect, put, ephemeral=ephemeral, lease=named, delete=delete, quiet=is_quiet)
+    if isinstance(operation, Get):
+        return registry.get(operation.key)
+    return registry.scan(operation.prefix, operation.after, operation.limit)

@@ -208,7 +208,7 @@ def drain_queue(
             if handled is not None:
                 deliveries.append(handled)
                 continue
-            due_at = store.next_due_at(store.queue(queue)) if advance else None
+            due_at = store.next_due_at(store.catalog.queue(queue)) if advance else None
             if due_at is None or not isinstance(clock, ManualClock):
                 return Drained(tuple(deliveries), advanced_s)
             step_s = max(0.0, due_at - store.wall_time())
@@ -220,7 +220,7 @@ def drain_queue(
 
 def _can_be_taken(handle: QueueHandle) -> bool:
     """Whether an item is ready. In a strict queue it may have to wait in its place."""
-    due_at = handle.store.next_due_at(handle.store.queue(handle.name))
+    due_at = handle.store.next_due_at(handle.store.catalog.queue(handle.name))
     return bool(handle.peek()) and not (handle.is_fifo and due_at is not None)
 
 

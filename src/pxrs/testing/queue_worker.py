@@ -1,15 +1,17 @@
-"""Workers of queues in processes of their own, which may be killed and stopped at any moment, and what they wrote down.
+"""Queue workers in processes of their own, which a test may kill and stop at any moment, and the journals they write.
 
-Until SIGTERM a worker runs one transaction after the other, at random: it moves coins from one queue to the other, does
-jobs, and carries numbers from one strict queue to another. Now and then it raises inside of one, or takes its time. At
-a job that is poison it kills itself.
+Until SIGTERM a worker runs one transaction after the other, chosen at random by its seed: it moves coins between two
+queues, does jobs, or moves numbers from one FIFO queue to another. Some of its transactions raise an error, and some
+pause. A job whose value ends in "poison" makes the worker kill itself.
 
-After SIGUSR1 it begins no more transactions, but stays, with its lease, until SIGTERM. After SIGHUP it stops itself at
-its next take or commit, when all that its process can check is checked and the request is to be sent: if it is woken
-after its lease has ended, the request comes late. SIGUSR2 has it tell what it is doing.
+Signals:
+    SIGUSR1  begin no more transactions, but keep the lease until SIGTERM
+    SIGHUP   stop (SIGSTOP) at the next take or commit, after the process has checked its lease and before it sends the
+             request. If the test wakes the worker after the lease has expired, the request reaches the store late.
+    SIGUSR2  print the stack of every thread
 
-It writes into its journal what it was given before it does anything with it, that it is about to commit, and what
-became of it; each line with one system call, so that a kill loses none.
+The worker writes each item into its journal before it does anything with the item, then that it is about to commit, and
+then the outcome. Each line is one system call, so that a kill loses no line.
 
     python -m pxrs.testing.queue_worker URL REGISTRY JOURNAL LEASE_TTL SEED WORK...
 
@@ -50,9 +52,9 @@ LOG: Final = "log"
 POISON: Final = "poison"
 TAKE_S: Final = 0.03
 REFUSED: Final = 0.15
-"""How many of the transactions raise."""
+"""The part of the transactions that raise an error."""
 PAUSE_S: Final = (0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.02, 0.03, 0.04, 0.3)
-"""How long they take, some of them."""
+"""The longest pause of a transaction, chosen at random."""
 
 
 class Delivery(NamedTuple):
@@ -64,19 +66,19 @@ class Delivery(NamedTuple):
 
 @dataclass
 class Attempt:
-    """A transaction as its worker wrote it down."""
+    """A transaction, as the journal of its worker shows it."""
 
     taker: str = ""
-    """The taker of the worker, as far as the worker knew."""
+    """The id of the worker's taker when the transaction took its items."""
     taken: list[Delivery] = field(default_factory=list)
     is_sent: bool = False
     """The worker was about to commit."""
     outcome: str = ""
-    """What the worker learned of its end: committed, rolled back, lost. Empty if it did not live to."""
+    """How the transaction ended: committed, rolled back, lost. Empty if the worker was killed before it knew."""
 
     @property
     def is_in_hand(self) -> bool:
-        """Something was taken, and the commit not yet sent, when the journal was read."""
+        """Whether the transaction had taken items, and was neither committing nor ended, when the journal was read."""
         return bool(self.taken) and not self.is_sent and not self.outcome
 
 
@@ -84,7 +86,7 @@ class Attempt:
 class Journal:
     attempts: list[Attempt]
     left: set[str]
-    """The takers of this worker that it ended itself, their leases being alive."""
+    """The ids of the takers whose leases the worker has ended itself."""
     is_calm: bool = False
     """Whether the worker begins no more transactions."""
 
@@ -104,17 +106,17 @@ class QueueWorker:
 
     @property
     def is_running(self) -> bool:
-        """Whether the worker was started and has not ended; it may be stopped."""
+        """Whether the process has not ended; it may be stopped."""
         return self.process.poll() is None
 
     @property
     def is_ready(self) -> bool:
-        """Whether the worker has begun to work: from then on it obeys signals."""
+        """Whether the worker handles signals: it opens its journal after it has set the handlers."""
         return self.journal.exists()
 
     @property
     def is_halted(self) -> bool:
-        """No thread of it runs any more: it is stopped, or has ended."""
+        """Whether no thread of the process runs: it is stopped, or has ended."""
         try:
             return not self.is_running or psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
         except psutil.NoSuchProcess:
@@ -165,11 +167,11 @@ def read_journal(text: str) -> Journal:
 
 
 class Refused(Exception):
-    """What a worker raises in a transaction, so that it is rolled back."""
+    """Raised by a worker in its transaction, so that the transaction is rolled back."""
 
 
 class Hands:
-    """What a worker does, by seed."""
+    """The transactions of a worker, chosen by its seed."""
 
     def __init__(self, hub: Hub, name: str, note: Callable[[str], None], seed: int) -> None:
         self._hub, self._name, self._note = hub, name, note
@@ -177,7 +179,7 @@ class Hands:
         self._taker = ""
 
     def attempt(self, work: Sequence[str]) -> None:
-        """One transaction, whatever becomes of it."""
+        """Run one transaction, and write its outcome into the journal."""
         do = getattr(self, f"_do_{self._random.choice(work)}")
         self._note("began")
         outcome: Outcome | str = "committed"
@@ -190,11 +192,11 @@ class Hands:
         except TransactionLost:
             outcome = "lost"
         except OutcomeUnknown:
-            outcome = _settled(transaction)
+            outcome = _resolved(transaction)
         self._note(f"ended {outcome}")
 
     def _do_coins(self, transaction: Transaction) -> None:
-        """From one queue to the other, and some at the same time the other way."""
+        """Move coins from one queue to the other, and in some transactions also one the other way."""
         source, target = self._random.sample(COINS, 2)
         for coin in self._take(transaction, source, 3):
             transaction.put(target, coin.value)
@@ -241,25 +243,27 @@ class Hands:
         self._hub.close()
 
 
-def _settled(transaction: Transaction) -> Outcome:
+def _resolved(transaction: Transaction) -> Outcome:
     while True:
         try:
             return transaction.outcome()
         except (RegistryUnavailable, OutcomeUnknown):
-            time.sleep(0.05)
+            time.sleep(0.05)  # without a bound: whoever started this worker kills it
 
 
 def _stop_when_asked(registry: Registry) -> None:
+    """After SIGHUP, stop this process when it next takes or commits: after the checks of `Registry.commit`, and before
+    the request is sent. Only takes and commits of transactions delete keys in the main thread."""
     asked = threading.Event()
-    commit = registry._commit
 
-    def commit_late(request: Commit) -> dict[str, int]:
-        if asked.is_set() and request.delete and threading.current_thread() is threading.main_thread():
-            asked.clear()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return commit(request)
+    class StoppingRegistry(type(registry)):  # type: ignore[misc]
+        def _commit(self, commit: Commit) -> dict[str, int]:
+            if asked.is_set() and commit.delete and threading.current_thread() is threading.main_thread():
+                asked.clear()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return super()._commit(commit)  # type: ignore[no-any-return]
 
-    setattr(registry, "_commit", commit_late)  # noqa: B010 - for this one, and not for its class
+    registry.__class__ = StoppingRegistry
     signal.signal(signal.SIGHUP, lambda *_: asked.set())
     signal.signal(signal.SIGCONT, lambda *_: asked.clear())
 
@@ -272,7 +276,7 @@ def _work(url: str, registry: str, journal: str, ttl: str, seed: str, *work: str
         received.add(number)
         os.write(wake, b"!")
 
-    signal.signal(signal.SIGTERM, receive)  # first: it may come while the store is slow to open
+    signal.signal(signal.SIGTERM, receive)  # first: the signal may come while the registry is being opened
     signal.signal(signal.SIGUSR1, receive)
     faulthandler.register(signal.SIGUSR2)
     hub = pxrs.open(url, registry=None if registry == "-" else registry, lease_ttl=float(ttl))
