@@ -2,11 +2,12 @@
 
     with engine.begin() as db:
         db.execute(...)
-        queue.put(b"an order", connection=db)   # there when this transaction commits, and not if it does not
+        queue.put(b"an order", connection=db)   # put when this transaction commits
 
-The problem: if rows and an item are committed apart and the process dies in between, one of them is lost or doubled. So
-the registry's own statements for a put run on the user's connection (`pxrs.registry.sql.borrowed`). Then the database
-commits all or nothing, and its notifications, which come with COMMIT, wake the takers; on SQLite takers poll.
+The problem: if the rows and the item are committed separately and the process dies in between, one of them is lost or
+written twice. So the registry's statements for a put run on the user's connection (`pxrs.registry.sql.borrowed`), and
+the database commits rows and item together. On PostgreSQL the notification, which is sent at COMMIT, wakes the takers;
+on SQLite takers poll.
 
 Invariants:
 - The connection leads to the registry's tables, not to a copy of them: the server, the database and the tables are
@@ -16,12 +17,13 @@ Invariants:
 - The number of a queue with `fifo` is read from its row in the transaction that writes the next one, with the row
   locked until COMMIT. So numbers are in the order of the commits. The number that the store keeps in memory is not
   used.
-- A put is a savepoint of its own. If it fails, the transaction is as it was before, placeholder rows and settings
-  included, and may go on.
+- A put is a savepoint of its own. If the put fails, the savepoint is rolled back, with the rows that the put created in
+  order to lock them and the settings that it changed. The user's transaction can continue.
 
-On failure: what is refused is refused before anything is written. An error of the driver is raised as it is: a
-serialization failure, a deadlock, or a lock that was not granted in time. The registry's own `timeout` bounds that wait
-where the user has set no bound (on SQLite the driver has one). What becomes of COMMIT is for the user to find out.
+On failure: InvalidItem and UnknownQueue are raised before anything is written. Errors of the driver are raised
+unchanged: a serialization failure, a deadlock, or a lock timeout. The wait for a lock is bounded by the registry's
+`timeout` if the user has set no bound (on SQLite by the driver's). If the reply to COMMIT is lost, its outcome is the
+user's to find out.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _AUTOCOMMIT: Final = "the connection is in AUTOCOMMIT mode: an item can only be 
 
 
 def put_in(connection: Connection, store: QueueStore, put: Put) -> None:
-    """Put it when the connection's transaction commits. Raises InvalidItem, UnknownQueue, and errors of the driver."""
+    """Put the item when the connection's transaction commits. Raises InvalidItem, UnknownQueue, and errors of the
+    driver."""
     registry = _check_kinds(connection, store.registry)
     borrowed = BorrowedConnection(connection, registry)
     _check_place(borrowed, registry)

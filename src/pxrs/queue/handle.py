@@ -1,4 +1,5 @@
-"""A queue to put into and to look at. Taking is for transactions."""
+"""A queue as a program sees it: put items, read its head and its depth, and decide about its dead letters. Items are
+taken by transactions: see `transaction`."""
 
 from __future__ import annotations
 
@@ -32,17 +33,17 @@ PEEK_MAX: Final = 10_000
 SCAN_ITEMS: Final = 500
 """How many keys are read at a time."""
 _KEYS_BESIDE: Final = 2
-"""Of a put, beside those of the items: that the queue is there, and its last number."""
+"""How many keys a put needs besides those of its items: the existence key, and the last number of a FIFO queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How many items a queue has, by where they are."""
+    """How many items a queue has in each state."""
 
     ready: int
     delayed: int
     in_flight: int
-    """Taken, and neither committed nor given back."""
+    """Taken by transactions that have not ended, or whose items were not returned yet."""
     dead: int
 
 
@@ -80,14 +81,15 @@ class QueueHandle:
         key: bytes | str | None = None,
         connection: Connection | None = None,
     ) -> str:
-        """Put an item, durably when this returns; its id.
+        """Put an item and return its id. The item is durable when this returns.
 
-        priority:   higher ones first, as far as takers see them.
-        delay:      seconds, or a timedelta, before which it is not taken.
-        key:        carried along; the queue does not look at it.
-        connection: of SQLAlchemy, to the database that the registry is in: the item is put when its transaction
-                    commits, and not if it does not.
-        Raises InvalidItem, and OutcomeUnknown if the reply was lost: a transaction can find out."""
+        priority:   items of a higher priority are taken first; best effort.
+        delay:      seconds, or a timedelta, before which the item is not taken.
+        key:        stored with the item; the queue makes no use of it.
+        connection: a SQLAlchemy connection to the database that the registry is in. The item is put when the
+                    transaction of the connection commits.
+        Raises InvalidItem, and OutcomeUnknown if the reply was lost. To be able to find out the outcome, put in a
+        transaction."""
         put = self._checked(value, priority, delay, key)
         if connection is None:
             self._put([put])
@@ -102,7 +104,8 @@ class QueueHandle:
     def put_many(
         self, values: Iterable[bytes | str], *, priority: int = 0, delay: float | timedelta | None = None
     ) -> list[str]:
-        """Put several, as many in a commit as the store takes; their ids. If it raises, the first ones may be there."""
+        """Put several items, as many in one commit as the store allows, and return their ids. If this raises an error,
+        the items of earlier commits are in the queue."""
         if isinstance(values, str | bytes | bytearray | memoryview):
             raise InvalidItem("values is one value: give several, such as a list, or use `put`")
         if not isinstance(values, Iterable):
@@ -135,27 +138,27 @@ class QueueHandle:
         queues: list[Queue] = []
 
         def attempt() -> None:
-            queue = self.store.catalog.queue(self.name)  # another, if it was made again meanwhile
+            queue = self.store.catalog.queue(self.name)  # another one if it was deleted and created again
             queues[:] = [queue]
             _put(self.store, [placed_in(queue, put) for put in puts])
 
         self.store.catalog.retry(queues, lambda: (), attempt)
 
     def peek(self, max_items: int = 1) -> list[Item]:
-        """The items at the head, without taking them."""
+        """The first ready items. They are not taken."""
         max_items = arguments.whole(InvalidItem, "max_items", max_items, 1, PEEK_MAX)
         queue = self.store.catalog.queue(self.name)
         entries = self._registry.scan(queue.ready, limit=max_items)
         return [Item.of(queue, record) for _, record in _whole(queue, entries)]
 
     def depth(self) -> Depth:
-        """How many items there are, by where they are. It reads them all: each number is of a moment of its own."""
+        """How many items are in each state. All keys are read, state by state: the numbers are not of one moment."""
         queue = self.store.catalog.queue(self.name)
         folders = (queue.ready, queue.delayed, queue.inflight, queue.dead)
         return Depth(*(sum(len(page) for page in _pages(self.store, folder)) for folder in folders))
 
     def dead_letters(self) -> DeadLetters:
-        """The items that were given up."""
+        """The items that will not be delivered again."""
         return DeadLetters(self)
 
     def __repr__(self) -> str:
@@ -163,7 +166,7 @@ class QueueHandle:
 
 
 class DeadLetters:
-    """A queue's dead letters: to be listed, tried again, or removed."""
+    """The dead letters of a queue: list, retry or remove them."""
 
     def __init__(self, handle: QueueHandle) -> None:
         self._handle, self._store = handle, handle.store
@@ -183,9 +186,9 @@ class DeadLetters:
         return sum(len(page) for page in _pages(self._store, self._store.catalog.queue(self._handle.name).dead))
 
     def retry(self, ids: Iterable[str] | None = None) -> int:
-        """Put those with these ids, or all, back into the queue, as if never delivered; how many that were.
+        """Make the dead letters with these ids, or all, ready again, with no delivery counted. Returns how many.
 
-        In a FIFO queue they come last. It may be called again if it was interrupted."""
+        In a FIFO queue they come last. If this was interrupted, call it again."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         done = 0
         for page in self._chosen(queue, chosen):
@@ -210,7 +213,7 @@ class DeadLetters:
         return 1
 
     def purge(self, ids: Iterable[str] | None = None) -> int:
-        """Remove those with these ids, or all, for good; how many that were."""
+        """Delete the dead letters with these ids, or all. Returns how many."""
         queue, chosen = self._store.catalog.queue(self._handle.name), arguments.ids(InvalidItem, "ids", ids)
         return sum(self._move([moves.purge(entry) for entry in page]) for page in self._chosen(queue, chosen))
 
@@ -218,7 +221,8 @@ class DeadLetters:
         return drive(move_all(planned, self._store.registry.limits), self._store.registry)
 
     def _chosen(self, queue: Queue, wanted: set[str] | None) -> Iterator[Sequence[Entry]]:
-        """Page by page, and no more than there are now: what is tried again may soon be dead again."""
+        """The chosen dead letters, in pages, at most as many as there are now: a letter that is retried may become a
+        dead letter again while this goes on."""
         left = len(self)
         for page in _pages(self._store, queue.dead):
             page = page[:left]
@@ -232,13 +236,13 @@ class DeadLetters:
 
 
 def _put(store: QueueStore, puts: Sequence[Put], removed: Sequence[Move] = ()) -> None:
-    """Put items in one commit, which removes what `removed` says."""
+    """Put items in one commit, which also makes the moves `removed`."""
     steps = put_steps(puts, store.versions, store.wall_time(), removed)
     drive(steps, store.registry, commit=store.combiner.commit)
 
 
 def _whole(queue: Queue, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Record]]:
-    """Without those that are damaged."""
+    """The entries with their records; damaged ones are logged and left out."""
     for entry in entries:
         try:
             yield entry, Record.load(entry.key, entry.value)
@@ -247,7 +251,7 @@ def _whole(queue: Queue, entries: Iterable[Entry]) -> Iterator[tuple[Entry, Reco
 
 
 def _pages(store: QueueStore, prefix: str) -> Iterator[Sequence[Entry]]:
-    """Page by page, so that no answer is without bound."""
+    """The entries below a prefix, in pages, so that the size of each reply is bounded."""
     after: str | None = None
     while page := store.registry.scan(prefix, after, SCAN_ITEMS):
         yield page

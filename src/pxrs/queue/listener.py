@@ -9,15 +9,18 @@
 `handle_next` does the same for one item on the calling thread, without waiting: for tests, and for programs that empty
 a queue and end.
 
-A handler that returns commits what it took and put; one that raises gives the item back, with the reason. What it
-raised is logged with its traceback, a few times a minute for each exception class and line of code; the rest is
-counted. The item is this process's for as long as its lease is renewed, however long the handler takes.
+If the handler returns, the listener commits the transaction: the item is removed, and what the handler put is written.
+If the handler raises, the listener rolls the transaction back with the error as the reason. The error is logged with
+its traceback, a few times a minute for each exception class and line of code; further ones are counted. A handler may
+take as long as it needs: the item stays in flight while the lease of this process is renewed.
 
-On failure: while the store cannot be reached the threads try again, ever less often. A commit whose reply was lost is
-resolved before the next item is taken. A handler that fails time and again slows its thread down, so that an item that
-comes back at once does not keep the machine busy. What ends a listener, such as the end of its queue, is raised by
-`run`, by `close` and at the end of a `with` block; the end of another queue, which a handler puts into, is a failure
-of the item."""
+On failure:
+- While the store cannot be reached, each thread tries again after a pause that doubles, up to `PAUSE_S`.
+- A commit whose reply was lost is resolved before the thread takes its next item.
+- A thread whose handler fails pauses in the same way, so that an item that is returned to ready at once does not keep
+  the processor busy.
+- The error that ends the listener, such as UnknownQueue for its own queue, is raised by `run`, by `close` and at the
+  end of a `with` block. UnknownQueue for another queue, which a handler puts into, fails that delivery alone."""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ _logger = logging.getLogger(__name__)
 Handler = Callable[[Transaction, Item], object]
 THREADS_MAX: Final = 1_000
 PAUSE_S: Final = (0.05, 5.0)
-"""The first and the longest pause of a thread whose handler fails, or that cannot reach the store."""
+"""The first and the longest pause of a thread whose handler failed, or that cannot reach the store."""
 
 
 class Handled(NamedTuple):
@@ -55,10 +58,10 @@ class Handled(NamedTuple):
 
 
 class QueueListener:
-    """`start` and `close`, or a `with` block; `run` stays until `stop` is called or the queue is deleted.
+    """Use `start` and `close`, or a `with` block; or `run`, which returns when `stop` was called.
 
-    Once started it works until it is stopped, its hub is closed or its queue deleted, whether or not anybody has this
-    object; it keeps its hub open meanwhile."""
+    A started listener works until it is stopped, its hub is closed or its queue is deleted, also if the program drops
+    its last reference to this object. Its threads keep the hub open."""
 
     def __init__(self, queue: QueueHandle, handler: Handler, threads: int = 1) -> None:
         threads = arguments.whole(InvalidQueue, "threads", threads, 1, THREADS_MAX)
@@ -71,7 +74,7 @@ class QueueListener:
         self._count = threads
         self._stopping = threading.Event()
         self._awaited = {queue.name}
-        """The queues that handlers have waited for: who stops wakes them."""
+        """The names of the queues that handlers may wait for without a timeout. `stop` wakes the waiting threads."""
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._running = 0
@@ -81,10 +84,10 @@ class QueueListener:
         self.committed = 0
         """How many items were handled and committed."""
         self.failed = 0
-        """How many times an item was given back: a handler raised, or what it did could not be committed."""
+        """How many deliveries were rolled back: the handler raised, or the commit failed."""
 
     def start(self) -> Self:
-        """Begin, once. Raises UnknownQueue."""
+        """Start the threads; a second call does nothing. Raises UnknownQueue, and Closed after `stop`."""
         with self._lock:
             if self._stopping.is_set():
                 raise Closed(f"the listener of queue {self.queue.name} was stopped: make another one")
@@ -102,7 +105,8 @@ class QueueListener:
         return self
 
     def run(self) -> None:
-        """Work until `stop` is called. Raises what ended it, such as the end of the queue or of the hub."""
+        """Start, and return when `stop` was called and all handlers have returned. Raises the error that ended the
+        listener, such as UnknownQueue if the queue was deleted, or Closed if the hub was closed."""
         self.start()
         try:
             self._all_done.wait()
@@ -111,13 +115,13 @@ class QueueListener:
         self._raise_failure()
 
     def handle_next(self) -> Handled | None:
-        """Handle one item that can be taken now, on the calling thread; None if there is none. It does not wait, nor
-        slow down after failures.
+        """Handle one item that can be taken now, on the calling thread; None if there is none. It does not wait, and
+        does not pause after failures.
 
-        Delayed items that are due are made ready first. If no item is ready, those of takers whose lease has ended are
-        given back, as the queue's policy says. A handler's exception is returned and logged, not raised.
-        Raises UnknownQueue; RegistryUnavailable, also if the reply to the commit was lost and the store cannot tell now
-        whether it happened; Closed if this listener was stopped, and InvalidQueue if it was started."""
+        Delayed items that are due are made ready first. If no item is ready, the items of takers whose lease has ended
+        are returned, as the queue's policy says. An exception of the handler is returned and logged, not raised.
+        Raises UnknownQueue; RegistryUnavailable, also if the reply to the commit was lost and the outcome cannot be
+        resolved now; Closed if this listener was stopped; and InvalidQueue if it was started."""
         with self._lock:
             if self._stopping.is_set():
                 raise Closed(f"the listener of queue {self.queue.name} was stopped: make another one")
@@ -130,31 +134,31 @@ class QueueListener:
         if handled is None:
             store.return_items_of_dead(queue)
             store.end_delays(queue)
-            # In any case once more: another thread or process may have given items back just before.
+            # Also if nothing was returned here: another thread or process may have returned items just before.
             handled = self._handle_one(_Delivery(self, waits=False))
         return handled
 
     def stop(self) -> None:
-        """Take nothing more. What is in hand is finished; `close` waits for that. Only a handler that waits for another
-        item, without a timeout, is refused it: Closed."""
+        """Take no more items. Running handlers go on; `close` waits for them. A handler that waits for another item
+        without a timeout gets Closed from its `take`."""
         self._stopping.set()
         for name in self._awaited.copy():
             self.queue.store.wake(name)
 
     def close(self) -> None:
-        """Stop, and wait until every handler has returned. Raises what ended the listener, if it was not this."""
+        """Stop, and wait until every handler has returned. Raises the error that has ended the listener, if one has."""
         self._stop_and_wait()
         self._raise_failure()
 
     def _stop_and_wait(self) -> None:
         self.stop()
-        with self._lock:  # one that is being started cannot be waited for yet
+        with self._lock:  # held by `start` until all threads are started
             threads = self._threads
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
         if not threads:
-            self._log.flush()  # of what `handle_next` has logged; threads do it themselves
+            self._log.flush()  # what `handle_next` has logged; the last thread flushes for the threads
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -200,7 +204,7 @@ class QueueListener:
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
     def _handle_one(self, transaction: _Delivery) -> Handled | None:
-        """Take, handle, commit. None if there was nothing to take, or the listener is to stop."""
+        """Take an item, call the handler, and commit or roll back. None if no item was taken."""
         with transaction:
             item = transaction.next_item()
             if item is None:
@@ -209,7 +213,7 @@ class QueueListener:
                 check_result(self._handler(transaction, item))
             except Exception as error:  # noqa: BLE001 - the queue's policy decides what becomes of the item
                 self._tell(item, "the handler failed", error)
-                outcome = self._resolve(transaction)  # it may have committed by itself, and failed after that
+                outcome = self._resolve(transaction)  # the handler may have committed before it failed
                 if outcome == "open":
                     transaction.rollback(error)
                     outcome = "rolled back"
@@ -220,7 +224,7 @@ class QueueListener:
             return handled
 
     def _commit(self, transaction: _Delivery, item: Item) -> Handled:
-        outcome = self._resolve(transaction)  # the handler may have ended it by itself
+        outcome = self._resolve(transaction)  # the handler may have ended the transaction itself
         try:
             if outcome == "open":
                 transaction.commit()
@@ -265,21 +269,21 @@ class QueueListener:
         )
 
     def _warn(self, error: PxrsError, what: str) -> None:
-        """Something that is not the handler's, such as an outage of the store. Its text says enough."""
+        """Log an error that is not the handler's, such as an outage of the store, without a traceback."""
         fields = {"queue": self.queue.name, "error_type": type(error).__name__}
         kind = (what, place_of(error))
         self._log.log(kind, logging.WARNING, "queue %s: %s; %s", self.queue.name, error, what, extra=fields)
 
     def _resolve(self, transaction: _Delivery) -> Outcome:
-        """What became of it, also if the reply to a commit was lost. While the store cannot be reached, a thread of the
-        listener asks again until the listener is stopped; a delivery that must not wait raises at once."""
+        """The outcome of the transaction, resolved if the reply to its commit was lost. While the store cannot be
+        reached, a thread of the listener asks again until the listener is stopped; `handle_next` raises at once."""
         pause_s = PAUSE_S[0]
         while True:
             try:
                 return transaction.outcome()
             except Closed:
                 raise
-            except OutcomeLost as error:  # and no item waits for it: the lease is gone too
+            except OutcomeLost as error:  # the lease has ended too, so a sweeper has returned the item
                 _logger.error("queue %s: %s", self.queue.name, error)
                 return "rolled back"
             except PxrsError as error:
@@ -303,20 +307,21 @@ class _Delivery(Transaction):
     """The transaction of one item."""
 
     def __init__(self, listener: QueueListener, *, waits: bool) -> None:
-        """waits: for an item, and for a store that cannot be reached, until the listener is stopped."""
+        """waits: whether to wait for an item, and for a store that cannot be reached, until the listener is stopped."""
         super().__init__(listener.queue.store)
         self._listener = listener
         self.waits = waits
 
     def next_item(self) -> Item | None:
-        """The one that this is for; None if the listener is to stop, or if there is none and this does not wait."""
+        """Take the item that the handler is called with; None if there is none, or the listener was stopped."""
         listener = self._listener
         is_over = listener._stopping.is_set if self.waits else _is_over
         items = super()._take(listener.queue.name, 1, None, is_over)
         return items[0] if items else None
 
     def _take(self, name: str, count: int, until: float | None, is_over: Callable[[], bool]) -> list[Item]:
-        """A handler's. Without a timeout it could wait for ever, and whoever closes the listener with it."""
+        """Called by a handler's `take`. Without a timeout the wait ends when the listener is stopped: else `close`,
+        which waits for the handler, could wait for ever."""
         if until is not None:
             return super()._take(name, count, until, is_over)
         listener = self._listener
@@ -328,10 +333,12 @@ class _Delivery(Transaction):
         listener._awaited.add(name)
         items = super()._take(name, count, None, listener._stopping.is_set)
         if not items:
-            raise Closed(f"the listener of queue {listener.queue.name} stops: an item of {name} is waited for no more")
+            raise Closed(
+                f"the listener of queue {listener.queue.name} was stopped while a handler waited for queue {name}"
+            )
         return items
 
 
 def _is_over() -> bool:
-    """Given to a take that must not wait: the wait is over before it begins."""
+    """For a take that must not wait."""
     return True

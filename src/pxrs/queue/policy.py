@@ -1,6 +1,8 @@
-"""How often an item may be delivered, and how long one that came back waits. Values only; a queue keeps its own (Q3).
+"""How often an item may be delivered (policy), and how long a returned item waits (backoff). Both belong to the queue
+and are stored in its settings (Q3).
 
-A delivery is counted, durably, before it happens, so that an item that kills its process each time is counted too."""
+A delivery is counted, durably, before the program gets the item, so that an item whose handler kills the process is
+counted as well."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ DELAY_S_MAX: Final = arguments.WAIT_S_MAX
 
 @dataclass(frozen=True, slots=True)
 class AtLeastOnce:
-    """Again and again until it is done. Never a dead letter."""
+    """An item is delivered until a transaction that took it is committed. It never becomes a dead letter."""
 
     @property
     def deliveries_max(self) -> int | None:
@@ -26,7 +28,7 @@ class AtLeastOnce:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeTimes:
-    """At most so many deliveries; an item that came back from the last one is a dead letter."""
+    """At most `times` deliveries. An item that is returned after the last one becomes a dead letter."""
 
     times: int
 
@@ -43,7 +45,7 @@ class ConsumeTimes:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeOnce:
-    """At most one delivery. For work that must not be begun twice; what fails is a dead letter."""
+    """At most one delivery, for work that must not be started twice. An item that is returned becomes a dead letter."""
 
     @property
     def deliveries_max(self) -> int | None:
@@ -55,7 +57,7 @@ Policy = AtLeastOnce | ConsumeTimes | ConsumeOnce
 
 @dataclass(frozen=True, slots=True)
 class FixedBackoff:
-    """The same wait each time, in seconds or as a timedelta."""
+    """A returned item waits for `pause` each time: seconds, or a timedelta."""
 
     pause: float | timedelta
 
@@ -63,14 +65,15 @@ class FixedBackoff:
         object.__setattr__(self, "pause", seconds("pause", self.pause))
 
     def delay_s(self, deliveries: int, random: Callable[[], float]) -> float:
-        """How long an item waits that has been delivered so often; `random` gives numbers from 0 to 1."""
+        """How long an item waits after so many deliveries. random: returns numbers from 0 to 1."""
         return seconds("pause", self.pause)
 
 
 @dataclass(frozen=True, slots=True)
 class ExponentialBackoff:
-    """`first`, then `factor` times as long each time, up to `cap`; each made up to `jitter` (a part of it) shorter or
-    longer, but never longer than `cap`, so that what failed together does not come back together."""
+    """A returned item waits for `first`, and `factor` times as long after each further delivery, up to `cap`. Each wait
+    is up to the part `jitter` of itself shorter or longer, but never longer than `cap`: items that failed together are
+    not all ready at the same moment."""
 
     first: float | timedelta = 1.0
     factor: float = 2.0
@@ -85,7 +88,7 @@ class ExponentialBackoff:
                 raise InvalidQueue(f"backoff: {name} is {value!r}; choose a number from {least} to {most}")
 
     def delay_s(self, deliveries: int, random: Callable[[], float]) -> float:
-        # A hundred doublings are beyond every cap, and a power beyond that beyond every float.
+        # The exponent is bounded: 2 ** 100 is longer than every cap, and a larger power might overflow a float.
         grown = seconds("first", self.first) * self.factor ** min(max(deliveries - 1, 0), 100)
         cap = seconds("cap", self.cap)
         middle = min(grown, cap)
@@ -105,7 +108,7 @@ _KINDS: Final[dict[str, type[Any]]] = {
 
 
 def dump(value: Policy | Backoff) -> dict[str, Any]:
-    """As a queue's settings keep it."""
+    """The form in which a queue's settings store it."""
     kind = next(name for name, type_ in _KINDS.items() if isinstance(value, type_))
     return {"kind": kind, **asdict(value)}
 
@@ -116,5 +119,5 @@ def load(found: dict[str, Any]) -> Any:
 
 
 def seconds(name: str, value: float | timedelta) -> float:
-    """A duration as it was given, checked."""
+    """A duration in seconds. Raises InvalidQueue."""
     return arguments.seconds(InvalidQueue, name, value, 0, DELAY_S_MAX)

@@ -53,6 +53,8 @@ class QueueGhost:
         """The time, which the simulation sets before each write."""
         self.deleted: set[str] = set()
         """The ids of the queues that were deleted."""
+        self.deleted_items: set[str] = set()
+        """The items that were deleted with their queue."""
         self.last_numbers = dict.fromkeys(self.queues, 0)
         """By FIFO queue: the number of the last item that was put."""
         self.last_finished: dict[str, str] = {}
@@ -215,6 +217,7 @@ class QueueGhost:
 
     def _finished(self, committed: TransactionFacts | None, old: Stored) -> None:
         if committed is None and old.key.split("/")[1] in self.deleted:
+            self.deleted_items.add(old.record.id)
             return
         if committed is None or state_in(old.key) is not ItemState.IN_FLIGHT:
             raise Violation("Z2 nothing lost", f"{old.key} was deleted by no commit of a transaction")
@@ -246,7 +249,8 @@ class QueueGhost:
             stored = self.items.get(item)
             is_in_flight = stored is not None and state_in(stored.key) is ItemState.IN_FLIGHT
             is_owned = stored is not None and is_in_flight and self.transaction(stored.key) is facts
-            if not is_owned and self.store.has(f"{TAKERS}{taker}"):
+            is_deleted = item in self.deleted_items  # after the take was applied, and before its reply came
+            if not is_owned and not is_deleted and self.store.has(f"{TAKERS}{taker}"):
                 raise Violation("Q1 one owner", f"{item} was delivered to {transaction}, and is at {stored}")
             facts.delivered.add(item)
 
