@@ -27,7 +27,7 @@ def eventually(
     return found
 
 
-class Aside(Future[T]):
+class _Aside(Future[T]):
     """A call on a thread of its own. Unlike with other futures, `result` and `exception` wait for a bounded time if
     none is given, so that a call that hangs is a failed test."""
 
@@ -38,9 +38,10 @@ class Aside(Future[T]):
         return super().exception(timeout)
 
 
-def aside(work: Callable[[], T]) -> Aside[T]:
-    """Call `work` on a daemon thread of its own, which keeps no process alive if the call never returns."""
-    future: Aside[T] = Aside()
+def aside(work: Callable[[], T]) -> Future[T]:
+    """Call `work` on a daemon thread of its own, which keeps no process alive if the call never returns. `result` and
+    `exception` of the future wait for `PATIENCE_S` seconds if no other time is given."""
+    future: Future[T] = _Aside()
 
     def run() -> None:
         try:
