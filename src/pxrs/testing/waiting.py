@@ -39,9 +39,9 @@ class _Aside(Future[T]):
 
 
 def aside(work: Callable[[], T]) -> Future[T]:
-    """Call `work` on a daemon thread of its own, which keeps no process alive if the call never returns. The future's
-    `result` and `exception` wait for a bounded time."""
-    future: _Aside[T] = _Aside()
+    """Call `work` on a daemon thread of its own, which keeps no process alive if the call never returns. `result` and
+    `exception` of the future wait for `PATIENCE_S` seconds if no other time is given."""
+    future: Future[T] = _Aside()
 
     def run() -> None:
         try:

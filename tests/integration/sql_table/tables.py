@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +15,7 @@ import sqlalchemy
 from pxrs.log.batch import SCHEMA
 from pxrs.log.contract import wait_for_messages
 from pxrs.sources import SqlTable, sql_table
-from pxrs.testing.waiting import PATIENCE_S, Aside, aside
+from pxrs.testing.waiting import PATIENCE_S, aside
 from pxrs.waiting import Cancel
 
 COLUMNS = {
@@ -86,7 +87,7 @@ def ids_of(source: SqlTable, offset: int = 0, **options: Any) -> list[int]:
     return sorted(row["id"] for rows in by_partition(source, offset, **options).values() for row in rows)
 
 
-def wait_aside(source: SqlTable, positions: Mapping[int, int], cancel: Cancel | None = None) -> Aside[set[int]]:
+def wait_aside(source: SqlTable, positions: Mapping[int, int], cancel: Cancel | None = None) -> Future[set[int]]:
     """Wait for messages on another thread, without a limit of time; returns when that thread has found none yet."""
     readable, has_looked = source.readable, threading.Event()
 
