@@ -10,11 +10,11 @@ import pytest
 
 import pxrs
 from pxrs.clock import ManualClock
-from pxrs.errors import Conflict, OutcomeUnknown
+from pxrs.errors import Conflict, OutcomeLost, OutcomeUnknown
 from pxrs.failures import Failure
 from pxrs.hub import Hub
 from pxrs.queue.items import Taken
-from pxrs.queue.outcomes import Slot
+from pxrs.queue.outcomes import Slot, resolve
 from pxrs.queue.protocol import PendingTake, Reason, TransactionProtocol, read_head, return_pending
 from pxrs.queue.puts import PutVersions
 from pxrs.queue.records import OUTCOMES, Queue
@@ -28,7 +28,7 @@ from pxrs.queue.states import (
     item_after,
     transaction_after,
 )
-from pxrs.registry.steps import Operation, Steps, Write, drive, perform
+from pxrs.registry.steps import Get, Operation, Steps, Write, drive, perform
 from pxrs.testing.fixtures import memory_hub
 
 REASON = Reason(Failure("lost"), lambda: 0.0, lambda: 0.5)
@@ -54,6 +54,14 @@ def lose(hub: Hub, steps: Steps[list[Taken]], protocol: TransactionProtocol, *, 
 def _answer_nothing(steps: Steps[list[Taken]]) -> None:
     while True:
         steps.throw(OutcomeUnknown("no answer"))
+
+
+def _answer_reads_alone(steps: Steps[bool]) -> None:
+    """Nothing is found, and the reply to every write is lost."""
+    operation = next(steps)
+    while True:
+        is_read = isinstance(operation, Get)
+        operation = steps.send(None) if is_read else steps.throw(OutcomeUnknown("no answer"))
 
 
 def test_r5_an_item_that_is_taken_again_is_not_returned_with_the_take_that_was_lost() -> None:
@@ -162,3 +170,14 @@ def test_a_transaction_that_has_ended_cannot_change() -> None:
         for event in TransactionEvent:
             with pytest.raises(ImpossibleEvent):
                 transaction_after(state, event)
+
+
+def test_r5_an_outcome_of_which_no_reply_arrived_is_unknown_and_is_found_out_later() -> None:
+    """It is not lost: whoever asks would take the transaction for rolled back, although it may be committed."""
+    with memory_hub(ManualClock()) as hub:
+        slot = Slot(f"{OUTCOMES}taker-1")
+        steps = resolve(slot, "tx", hub.registry.clock.now, 0.0)
+        with pytest.raises(OutcomeUnknown) as raised:
+            _answer_reads_alone(steps)
+        assert not isinstance(raised.value, OutcomeLost)
+        assert drive(resolve(slot, "tx", hub.registry.clock.now, 0.0), hub.registry) is False

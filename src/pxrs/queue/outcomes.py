@@ -69,7 +69,8 @@ def resolve(slot: Slot, transaction: str, now: Callable[[], float], at: float) -
 
     now: the registry's clock. at: seconds since 1970.
     The write names no lease: also a process whose lease has ended has to know. Raises OutcomeLost if the slot's key may
-    have been swept, and RegistryCorrupt if its value is damaged."""
+    have been swept, OutcomeUnknown if the replies to all attempts were lost, so that a later call can still find out,
+    and RegistryCorrupt if the value is damaged."""
     slot.is_doubted = True
     for _ in range(RESOLVE_ATTEMPTS):
         found: Entry | None = yield Get(slot.key)
@@ -90,6 +91,10 @@ def resolve(slot: Slot, transaction: str, now: Callable[[], float], at: float) -
             return False
         except (Conflict, OutcomeUnknown):
             continue  # the transaction's commit, or this write, has just been applied: read again
+    else:
+        raise OutcomeUnknown(
+            f"what became of transaction {transaction} is not known yet: no write to {slot.key} was answered"
+        )
     raise OutcomeLost(f"what became of transaction {transaction} is not on record any more: {slot.key}")
 
 
