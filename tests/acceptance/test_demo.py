@@ -113,7 +113,7 @@ def test_the_demo_leaves_nothing_in_somebodys_registry_and_stops_nobody_on_sqlit
 def test_the_demo_refuses_a_registry_that_processes_cannot_share(tmp_path: Path) -> None:
     result = demo(tmp_path, "--registry", "memory:")
     assert result.returncode == 2
-    assert "one process's own" in result.stderr
+    assert "exists in one process only" in result.stderr
 
 
 def test_x19_an_account_that_is_not_exact_is_shown_and_is_an_error(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def test_what_is_wrong_with_a_handler_is_said_with_its_place(
         (("--topic", "nope"), 1, "no topic 'nope'"),
         (("--group", "g/h"), 1, "group name 'g/h'"),
         (("--lease-ttl", "-1"), 1, "lease_ttl is -1"),
-        (("--registry", "memory:"), 2, "one process's own"),
+        (("--registry", "memory:"), 2, "exists in one process only"),
         (("--registry", "kafka://h"), 1, "unknown scheme 'kafka'"),
         (("--on-error", "dead-letter"), 2, "go together"),
         (("--on-error", "dead-letter", "--dead-letters", "nope"), 1, "no topic 'nope'"),

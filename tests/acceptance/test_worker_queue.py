@@ -286,7 +286,7 @@ GIVEN = {"on-error": "retry", "retries": "3", "start": "latest", "assignor": "ra
         ((), 2, "give --topic and --group, or --queue"),
         (("--topic", "t"), 2, "give --topic and --group, or --queue"),
         (("--queue", "a/b"), 1, "queue name 'a/b'"),
-        (("--queue", "jobs", "--at", "memory:"), 2, "one process's own"),
+        (("--queue", "jobs", "--at", "memory:"), 2, "exists in one process only"),
         (("--queue", "jobs", "--at", "typo"), 1, "there is no directory typo"),
     ],
 )

@@ -31,7 +31,9 @@ def demo(
     not exact.
     """
     if url is not None and parse(url).scheme == "memory":
-        raise typer.BadParameter("memory: is one process's own; the workers are several", param_hint="--registry")
+        raise typer.BadParameter(
+            "memory: exists in one process only, and the workers are several processes", param_hint="--registry"
+        )
     from pxrs.cli.demo.show import show
 
     if code := show(url, has_spark, messages, picture):

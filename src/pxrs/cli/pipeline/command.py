@@ -91,7 +91,7 @@ def run(
         raise typer.BadParameter("--history ends by itself; --once is for streams")
     address = HubAddress(_directory(at, create_topics), registry)
     if registry is not None and parse(registry).scheme == "memory":
-        raise typer.BadParameter("memory: is one process's own; Spark has several")
+        raise typer.BadParameter("memory: exists in one process only, and Spark has several")
     folder = (checkpoints or Path(address.url, "pipelines")).absolute()
     try:
         pipelines = _chosen(load(file), names or [])
