@@ -192,7 +192,7 @@ class TestForks:
         url = url_of(server) if kind == "postgresql" else f"sqlite:///{tmp_path / 'r.db'}"
         with open_sql(url) as registry, registry.watch("w/") as watch:
             at_once(*[lambda i=i: registry.commit(put={f"k/{i}": b""}) for i in range(4)])  # type: ignore[misc]
-            connections = list(registry.database._lanes["work"]._idle)
+            connections = list(registry.database._pools["work"]._idle)
             pid = os.fork()
             if pid == 0:
                 # What a child does that forgets all about it, and then ends in the ordinary way.
@@ -204,7 +204,7 @@ class TestForks:
             quieten(watch)
             registry.commit(put={"w/a": b""})
             assert watch.wait(30)
-            assert registry.database._lanes["work"]._idle == connections, "none was lost"
+            assert registry.database._pools["work"]._idle == connections, "none was lost"
 
 
 def test_r11_a_sqlite_file_that_was_open_at_the_fork_is_refused_in_the_child(tmp_path: Path) -> None:
