@@ -46,7 +46,7 @@ START_RETRY_S: Final = 1.0
 
 
 class Next(NamedTuple):
-    """When the work is to run again. What comes first counts."""
+    """When the work is to run again, unless it is woken before. If there is a pause, `at` does not count."""
 
     at: float | None = None
     """A moment on the scheduler's clock. None: only when it is woken."""
