@@ -64,7 +64,7 @@ class Joining(Incarnation):
             try:
                 yield Write(expect, put, ephemeral={key: self.member.dump()})
                 break
-            except Conflict as conflict:  # of other keys: another member has joined, or tries to
+            except Conflict as conflict:  # unless of this member's own key: another member joins just now
                 if key in conflict.keys or attempt == ATTEMPTS_MAX - 1:
                     raise
         return (yield from self.pin())

@@ -38,7 +38,8 @@ class Lifecycle:
 
     @property
     def first_error(self) -> BaseException | None:
-        """What ends this member: the error that has, or an error of a callback that was not raised yet."""
+        """The error because of which this member has ended or has to end; None if there is none. An error of a callback
+        counts until `check` or `close` has raised it."""
         return self._unraised if self.error is None else self.error
 
     @property

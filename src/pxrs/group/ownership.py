@@ -1,4 +1,5 @@
-"""What a member's protocol tells of its partitions, passed on to the consumer; and whether a handler is stuck."""
+"""Tells the consumer of the partitions that its member has gained, revoked and lost, and finds out whether a handler is
+stuck."""
 
 from __future__ import annotations
 

@@ -157,7 +157,8 @@ def may_replay(span: Span, finished: Span | None, checkpoint: Checkpoint, is_sha
 
 
 def _advice(offset: int) -> str:
-    # A topic and a file sink know which batch numbers they have: those would be refused, or silently not be written.
+    # With a new checkpoint location, Spark numbers its batches from 0 again, and the query id is another. If only the
+    # group were reset, a topic would refuse batches whose numbers it has, and a file sink would skip them in silence.
     return (
         "Start with a new checkpoint location, and leave the group as it is. Only if the sink is neither a pxrs topic "
         f"nor files can you follow Spark instead: reset the group to offset {offset}"

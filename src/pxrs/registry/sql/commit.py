@@ -220,7 +220,8 @@ def payload(keys: Sequence[str], ttl: float = 0.0) -> str:
 
 
 def parse_payload(text: str) -> tuple[float, list[str]]:
-    """The time to live in seconds, 0 if there is none, and the keys or folders; "" is the folder of everything."""
+    """Reads what `payload` has made: the lease's time to live in seconds, or 0 if the commit named no lease; and the
+    keys that changed, or the folder that holds all of them (an empty name for all keys)."""
     ttl_ms, _, keys = text.partition(" ")
     return int(ttl_ms) / 1000, keys.split(" ")
 
