@@ -251,21 +251,25 @@ def test_x7_what_does_not_move_is_not_disturbed_by_twenty_rebalances(place: Plac
         sender = threading.Thread(target=load)
         stack.callback(lambda: (over.set(), sender.join()))
         sender.start()
-        for _ in range(3):
-            began = SYSTEM.now()
-            over.wait(1.5)
-            middle = SYSTEM.now()
+        for _ in range(5):
             claims = len(place.ownerships())
-            for _ in range(10):
-                guest = place.join()
-                eventually(place.is_settled)
-                over.wait(0.1)  # load between the rebalances, or there is nothing to measure
-                place.leave(guest)
-                eventually(place.is_settled)
-                over.wait(0.1)
-            # Within one ownership nothing has moved: those are the gaps that a rebalance must not lengthen.
-            owned = [ownership for each in stayers for ownership in list(each.inbox.ownerships.values())]
-            quiet, busy = gaps(owned, began, middle), gaps(owned, middle, SYSTEM.now())
+            quiet: list[float] = []
+            busy: list[float] = []
+            for rounds in (3, 3, 4):  # in turns, so that other load on the machine is in both
+                began = SYSTEM.now()
+                over.wait(0.7)
+                middle = SYSTEM.now()
+                for _ in range(rounds):
+                    guest = place.join()
+                    eventually(place.is_settled)
+                    over.wait(0.1)  # load between the rebalances, or there is nothing to measure
+                    place.leave(guest)
+                    eventually(place.is_settled)
+                    over.wait(0.1)
+                # Within one ownership nothing has moved: those are the gaps that a rebalance must not lengthen.
+                owned = [ownership for each in stayers for ownership in list(each.inbox.ownerships.values())]
+                quiet += gaps(owned, began, middle)
+                busy += gaps(owned, middle, SYSTEM.now())
             # Two partitions come and go with each guest, or one if it leaves before the second has come; and no others.
             assert claims + 20 <= len(place.ownerships()) <= claims + 40
             tries.append((percentile(quiet), percentile(busy), len(quiet), len(busy)))
@@ -293,7 +297,7 @@ def gaps(ownerships: Sequence[Ownership], start: float, end: float) -> list[floa
 
 
 def percentile(values: Sequence[float]) -> float:
-    assert len(values) > 200
+    assert len(values) > 100
     return statistics.quantiles(values, n=100)[98]
 
 
