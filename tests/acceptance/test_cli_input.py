@@ -193,8 +193,12 @@ def test_after_a_second_ctrl_c_items_are_counted_that_are_put_for_certain(
 SEND_AND_TELL = """
 import sys
 from pxrs.cli import app, input
-enter, note = input.Interrupts.__enter__, input.Interrupts._note
-input.Interrupts.__enter__ = lambda self: (enter(self), print("ready", flush=True))[0]
+from pxrs.producer.producer import Producer
+send, note = Producer.send, input.Interrupts._note
+def send_and_tell(self, *given, **named):
+    send(self, *given, **named)
+    print("ready", flush=True)
+Producer.send = send_and_tell
 def told(self, number, frame):
     print("noted", flush=True)
     note(self, number, frame)
