@@ -126,11 +126,13 @@ def let_a_zombie_try(place: Place, running: Callable[[], list[Process]], send: C
         ends = [place.hub.topic("t").end(partition) for partition in range(PARTITIONS)]
         return [each.offset for each in place.checkpoints()] == ends
 
+    chance = random.Random(seed)
     until = time.monotonic() + PATIENCE_S
     while True:
         assert time.monotonic() < until, f"SEED={seed}: none was ever met in its body"
         for process in running():
             send()
+            time.sleep(chance.uniform(0.0, 0.2))  # on a busy machine, it takes a while until it handles these
             process.stop()
             if is_in_its_body(process.name):
                 time.sleep(0.05)  # a signal takes a moment to arrive
