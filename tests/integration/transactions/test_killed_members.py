@@ -135,9 +135,13 @@ def let_a_zombie_try(place: Place, running: Callable[[], list[Process]], send: C
             time.sleep(chance.uniform(0.0, 0.2))  # on a busy machine, it takes a while until it handles these
             process.stop()
             if is_in_its_body(process.name):
-                time.sleep(0.05)  # a signal takes a moment to arrive
+                # A statement that it sent before it was stopped may still arrive, and lock rows of the balances.
+                eventually(
+                    lambda name=process.name: is_all_done() or not is_in_its_body(name),  # type: ignore[misc]
+                    PATIENCE_S,
+                    what=f"SEED={seed}: nobody takes over from a stopped member",
+                )
                 if is_in_its_body(process.name):
-                    eventually(is_all_done, PATIENCE_S, what=f"SEED={seed}: nobody takes over from a stopped member")
                     process.wake()
                     eventually(lambda name=process.name: not last_query(name), PATIENCE_S, what=f"SEED={seed}")  # type: ignore[misc]
                     return
