@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -108,6 +108,21 @@ class Subscribers:
             for key in chosen:
                 self._by_key.setdefault(key, {})[token] = callback
         return Subscription(lambda: self._remove(token, chosen))
+
+    def add_needing(self, thread: BackgroundThread, keys: Collection[Hashable], callback: Callback) -> Subscription:
+        """As `add`, for changes that only this thread finds: the thread is needed until the subscription ends. With no
+        key it is not needed, because there is no change that it could find. Raises RuntimeError if the thread cannot be
+        started; then nothing is registered."""
+        if not keys:
+            return self.add(keys, callback)
+        thread.need()
+        added = self.add(keys, callback)
+
+        def end() -> None:
+            added.close()
+            thread.release()
+
+        return Subscription(end)
 
     def _remove(self, token: int, keys: frozenset[Hashable]) -> None:
         with self._lock:

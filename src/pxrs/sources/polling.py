@@ -51,16 +51,7 @@ class PollingSource(Source):
     def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
         chosen = tuple(partitions)
         self.check_usable(chosen)
-        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
-            return self._subscribers.add(chosen, callback)
-        self._poller.need()  # first: it raises if no thread can be started
-        added = self._subscribers.add(chosen, callback)
-
-        def end() -> None:
-            added.close()
-            self._poller.release()
-
-        return Subscription(end)
+        return self._subscribers.add_needing(self._poller, chosen, callback)
 
     def close(self) -> None:
         """Threads that wait get Closed. Idempotent."""

@@ -84,16 +84,7 @@ class Ends:
             if not self._is_watched[number]:
                 with self._locks[number]:
                     self._watch(number)
-        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
-            return self._subscribers.add(chosen, callback)
-        self._tailer.thread.need()  # first: it raises if no thread can be started
-        added = self._subscribers.add(chosen, callback)
-
-        def end() -> None:
-            added.close()
-            self._tailer.thread.release()
-
-        return Subscription(end)
+        return self._subscribers.add_needing(self._tailer.thread, chosen, callback)
 
     def close(self) -> None:
         """End the watches and call all callbacks: the topic then raises Closed in the threads that wait."""

@@ -196,16 +196,7 @@ class SqlTable(Source):
             self._check_usable(partition)
         if self._listener is not None:
             self._listener.start()
-        if not chosen:  # a consumer that owns no partition: nothing changes that the thread could tell it
-            return self._subscribers.add(chosen, callback)
-        self._poller.need()  # first: it raises if no thread can be started
-        added = self._subscribers.add(chosen, callback)
-
-        def end() -> None:
-            added.close()
-            self._poller.release()
-
-        return Subscription(end)
+        return self._subscribers.add_needing(self._poller, chosen, callback)
 
     def look_again_s(self, positions: Mapping[int, int]) -> float | None:
         """The time until a position has been passable for `SKIP_S`, which no new row announces."""
