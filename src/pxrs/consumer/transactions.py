@@ -379,7 +379,7 @@ class _Taken:
         return Checkpoint.load(key, found[0])
 
     def _check_body(self) -> None:
-        """Raise InvalidGroup if the body has done what the loop is to do."""
+        """Raise InvalidGroup if the user's code has ended the transaction, or has called `ack` or `seek`."""
         if self._transaction is None or not self._transaction.is_active:
             raise InvalidGroup("the body has ended the transaction: leave that to the loop, and raise to undo a batch")
         lane = self._lane
