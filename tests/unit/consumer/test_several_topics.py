@@ -13,6 +13,7 @@ import pxrs
 from pxrs import Message, TopicPartition
 from pxrs.consumer.dead_letters import ORIGIN_HEADER
 from pxrs.errors import (
+    GroupActive,
     HandlerFailed,
     InvalidGroup,
     InvalidTopic,
@@ -338,6 +339,44 @@ class TestWhatCanBeRead:
                 "orders": (0, False),
             }
         database.close()
+
+
+class TestAdministration:
+    def test_a_reset_of_one_topic_leaves_the_others_as_they_are(self, hub: pxrs.Hub) -> None:
+        fill(hub)
+        with hub.consumer(BOTH, "g", until="end") as inbox:
+            assert len(list(inbox)) == 60
+        assert hub.group("g").reset("earliest", "returns").keys() == {"returns"}
+        assert Counter(message.topic for message in read_all(hub)) == {"returns": 30}
+        assert hub.group("g").reset("earliest").keys() == {"orders", "returns"}
+        assert len(read_all(hub)) == 60
+
+    def test_a_group_that_forgets_one_topic_keeps_the_checkpoints_of_the_others(self, hub: pxrs.Hub) -> None:
+        """Its members join again: they read the forgotten topic anew, and go on with the others."""
+        fill(hub)
+        found: list[str] = []
+        with hub.consumer(BOTH, "g") as inbox:
+            while len(found) < 60:
+                found += [message.topic for message in inbox.poll(timeout=30)]
+            inbox.commit()
+            hub.group("g").delete(force=True, topic="returns")
+            while len(found) < 90:
+                found += [message.topic for message in inbox.poll(timeout=30)]
+            assert Counter(found) == {"orders": 30, "returns": 60}
+            assert inbox.poll(timeout=0) == []
+
+    def test_a_registered_table_that_a_member_reads_beside_topics_cannot_be_removed(self, tmp_path: Path) -> None:
+        import sqlite3
+
+        with sqlite3.connect(tmp_path / "shop.db") as database:
+            database.execute("CREATE TABLE faxes (id INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)")
+        database.close()
+        with pxrs.open(tmp_path / "data") as hub:
+            hub.create_topic("orders", partitions=2)
+            hub.add_source("faxes", f"sqlite:///{tmp_path}/shop.db", table="faxes", value_column="body", partitions=1)
+            with hub.consumer(["orders", "faxes"], "g"), pytest.raises(GroupActive, match="faxes is read by"):
+                hub.remove_source("faxes")
+            hub.remove_source("faxes")
 
 
 class TestTransactions:
