@@ -27,6 +27,8 @@ from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import REPLACED, Range
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
+from pxrs.spark.filters import Times
+from pxrs.spark.given import TOPIC
 from pxrs.spark.table import TableSlice, read_table
 
 _logger = logging.getLogger(__name__)
@@ -54,6 +56,9 @@ class Slice(InputPartition):  # type: ignore[misc]
     feed: Feed | None = None
     """The offsets that the whole batch of a streaming query reads; None in a batch job. The task stores it for the
     query's sink."""
+    times: Times | None = None
+    """The times that a query needs, if its filters say so: stored batches without a message of such a time are
+    skipped."""
 
 
 class TaskReader:
@@ -92,8 +97,8 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
     try:
         topic = _topic_of(part)
         for each in part.ranges:
-            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
-                yield from _rows(batch, each.partition, part.columns)
+            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss, part.times)):
+                yield from _rows(batch, part.topic, each.partition, part.columns)
     except HubMoved:
         _topic.cache_clear()  # the next attempt of the task opens what is there now
         raise
@@ -145,7 +150,9 @@ def _topic(url: str, name: str) -> TopicLog:
     return DirectoryLog(Path(url)).topic(name)
 
 
-def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool) -> Iterator[Batch]:
+def _batches(
+    topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool, times: Times | None
+) -> Iterator[Batch]:
     number, offset, end = part
     while offset < end:
         try:
@@ -157,7 +164,7 @@ def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bo
             raise OffsetOutOfRange(f"{topic.name}/{number}", end, offset)
         for batch in batches:
             batch = batch.within(offset, end)
-            if batch.records.num_rows:
+            if batch.records.num_rows and (times is None or times.may_be_in(batch.records)):
                 yield batch._replace(records=batch.records.select(columns))
             offset = batch.next_offset
             if offset >= end:
@@ -188,15 +195,17 @@ def _together(batches: list[Batch]) -> Batch:
     return Batch(batches[0].base_offset, pa.concat_batches([batch.records for batch in batches]))
 
 
-def _rows(batch: Batch, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _rows(batch: Batch, topic: str, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     schema = arrow_schema(columns)
     for at in range(0, batch.records.num_rows, BATCH_ROWS):
         piece = batch.records.slice(at, BATCH_ROWS)
-        arrays = [_column(name, piece, partition, batch.base_offset + at) for name in columns]
+        arrays = [_column(name, piece, topic, partition, batch.base_offset + at) for name in columns]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _column(name: str, records: pa.RecordBatch, partition: int, offset: int) -> pa.Array:
+def _column(name: str, records: pa.RecordBatch, topic: str, partition: int, offset: int) -> pa.Array:
+    if name == TOPIC:
+        return pa.repeat(pa.scalar(topic, pa.string()), records.num_rows)
     if name == "partition":
         return pa.repeat(pa.scalar(partition, pa.int32()), records.num_rows)
     if name == "offset":
