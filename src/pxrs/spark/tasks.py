@@ -26,6 +26,7 @@ from pxrs.log.directory.log import DirectoryLog
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import REPLACED, Range
 from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
 from pxrs.spark.table import TableSlice, read_table
 
@@ -60,6 +61,7 @@ class TaskReader:
     """The part of a reader that is sent to tasks: everything else is in their `Slice` or `TableSlice`."""
 
     def read(self, partition: Slice | TableSlice) -> Iterator[pa.RecordBatch]:
+        freeze_imports()
         if isinstance(partition, TableSlice):
             check_machine(partition.machine, "reading a table there is not supported")
             return read_table(partition)
