@@ -14,8 +14,9 @@ from typing import Final
 import pyarrow as pa
 
 from pxrs.group.lag import Seen, TopicLag
-from pxrs.group.records import Paused, TopicPartition
+from pxrs.group.records import Paused
 from pxrs.group.snapshot import GroupState
+from pxrs.log.numbering import TopicPartition
 from pxrs.wording import counted, printable, time_text
 
 Columns = Sequence[tuple[str, bool]]
@@ -70,10 +71,13 @@ class MemberDescription:
     host: str
     pid: int
     topic: str
+    """The name of the topic that the member reads; the names of all, with commas between them, if it reads several."""
     since: float
     """When the member joined, in wall-clock seconds of its own machine."""
     partitions: int
-    """How many partitions the member owns."""
+    """How many partitions the member owns, of all topics together."""
+    topics: tuple[str, ...] = ()
+    """The names of the topics that the member reads."""
 
 
 @dataclass(frozen=True, slots=True)

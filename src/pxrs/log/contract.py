@@ -134,6 +134,16 @@ class Source(ABC):
     """A text that says which messages are in which partition. A group refuses to continue checkpoints that were written
     with another meaning."""
 
+    @property
+    def parts(self) -> tuple[Source, ...]:
+        """The topics that are read through this source: the source itself, or those that `pxrs.log.joined` joins."""
+        return (self,)
+
+    def place(self, number: int) -> tuple[Source, int]:
+        """The part that has this partition, and the number of the partition in it. A source that joins several others
+        numbers their partitions consecutively; for every other source this is the source itself and the same number."""
+        return self, number
+
     @abstractmethod
     def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
         """The start and the end of each of these partitions; not all at one moment."""
