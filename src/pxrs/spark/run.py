@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pxrs.errors import Conflict, InvalidPipeline, PipelineFailed, PxrsError, RegistryError, SharedState, UnknownGroup
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
-from pxrs.publishing.query import start_offsets
+from pxrs.publishing.selection import boundary_offsets
 from pxrs.registry.contract import ABSENT
 from pxrs.spark.names import find_source, no_stream
 from pxrs.spark.options import stream_options
@@ -317,7 +317,7 @@ def pin_starts(hub: Hub, each: Pipeline, address: HubAddress) -> None:
     topic = hub.topic(each.source)
     given = {name: str(value) for name, value in each.options.items() if name.lower().startswith("starting")}
     options = stream_options({**address.options(each.source), "group": each.group, **given})
-    starts = start_offsets(topic.log, options.starting, options.starting_us)
+    starts = boundary_offsets(topic.log, options.starting)
     for number, start in starts.items():
         rows, dead = (Keys(group).checkpoint(topic.id, number) for group in each.groups())
         begun = hub.registry.get(rows)
