@@ -6,7 +6,9 @@ A task maps the log's files and yields the stored record batches nearly as they 
 
 from __future__ import annotations
 
+import array
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,10 @@ _logger = logging.getLogger(__name__)
 _SMALL_ROWS: Final = BATCH_ROWS // 4
 """A stored batch with at least this number of rows is yielded as it is, and not joined with others."""
 _READ_BYTES: Final = 4 << 20
-_COUNTING: Final = pa.array(range(BATCH_ROWS), pa.int64())
+# From a buffer: `pa.array` of Python numbers would import pandas where that is installed, for half a second.
+_COUNTING: Final = pa.Array.from_buffers(
+    pa.int64(), BATCH_ROWS, [None, pa.py_buffer(array.array("q", range(BATCH_ROWS)))]
+)
 
 
 @dataclass(frozen=True)
@@ -54,15 +59,29 @@ class Slice(InputPartition):  # type: ignore[misc]
     columns: tuple[str, ...]
     fails_on_loss: bool
     feed: Feed | None = None
-    """The offsets that the whole batch of a streaming query reads; None in a batch job. The task stores it for the
-    query's sink."""
+    """The offsets that the whole batch of a streaming query reads of this topic; None in a batch job. The task stores
+    it for the query's sink."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has at most."""
+        return sum(each.rows for each in self.ranges)
+
+
+@dataclass(frozen=True)
+class Slices(InputPartition):  # type: ignore[misc]
+    """The input of one task that reads few rows of several topics."""
+
+    slices: tuple[Slice, ...]
 
 
 class TaskReader:
     """The part of a reader that is sent to tasks: everything else is in their `Slice` or `TableSlice`."""
 
-    def read(self, partition: Slice | TableSlice) -> Iterator[pa.RecordBatch]:
+    def read(self, partition: Slice | Slices | TableSlice) -> Iterator[pa.RecordBatch]:
         freeze_imports()
+        if isinstance(partition, Slices):
+            return itertools.chain.from_iterable(map(read_slice, partition.slices))
         if isinstance(partition, TableSlice):
             check_machine(partition.machine, "reading a table there is not supported")
             return read_table(partition)
