@@ -103,13 +103,13 @@ class Committing(Incarnation):
         Raises PartitionLost if any of it is owned no more, and what `write` raises."""
         for number in partitions:
             if self.held[number].checkpoint_version is None and not (yield from self.read_again(number)):
-                raise PartitionLost(self.keys.group, [number], TAKEN)
+                raise PartitionLost(self.keys.group, self.named([number]), TAKEN)
         planned = self.checkpoint_write(partitions)
         try:
             versions = write(planned.expect, planned.put)
         except Conflict as conflict:
             if lost := self._settle(planned, conflict):
-                raise PartitionLost(self.keys.group, lost, TAKEN) from conflict
+                raise PartitionLost(self.keys.group, self.named(lost), TAKEN) from conflict
             raise
         except OutcomeUnknown as unknown:
             self._settle(planned, unknown)

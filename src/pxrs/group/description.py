@@ -40,6 +40,8 @@ PARTITION_COLUMNS: Final = (
     ("when", False),
     ("by", False),
 )
+TOPICS_SHOWN_MAX: Final = 3
+"""How many topics of a member are named in the text."""
 
 _SCHEMA: Final = pa.schema(
     [
@@ -231,13 +233,19 @@ def member_rows(found: GroupDescription) -> list[tuple[str, ...]]:
         (
             printable(f"{member.name} (leader)" if member.incarnation == found.leader else member.name),
             printable(member.host),
-            printable(member.topic),
+            printable(_topics_text(member)),
             time_text(member.since),
             str(member.pid),
             str(member.partitions),
         )
         for member in found.members
     ]
+
+
+def _topics_text(member: MemberDescription) -> str:
+    """The topics of a member, in a cell that stays narrow if it reads many."""
+    shown, more = member.topics[:TOPICS_SHOWN_MAX], len(member.topics) - TOPICS_SHOWN_MAX
+    return f"{', '.join(shown)} and {more} more" if more > 0 else member.topic
 
 
 def partition_rows(found: GroupDescription) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from pxrs.group.foreign import Foreign
 from pxrs.group.lane import Lane
 from pxrs.group.records import Home, Keys, Member
 from pxrs.log.numbering import Numbering, TopicPartition
+from pxrs.model import TopicPartition as NamedPartition
 
 ATTEMPTS_MAX: Final = 100
 """How often a commit is tried again after a conflict with another one."""
@@ -64,6 +65,8 @@ class Incarnation:
     """The ids of the topics with `keep_unread`: their starts are written together with the gate."""
     former: Collection[str] = ()
     """Earlier incarnations of the same member, which may be listed until the store has noticed that they are gone."""
+    named: Callable[[Iterable[int]], list[int] | list[NamedPartition]] = list
+    """These partitions as errors name them: see `Source.named`."""
     sees_all: bool = False
     """Whether the member reads and watches all members and targets although it does not lead: a bounded reader ends
     only when everything else is meant for others that are there."""

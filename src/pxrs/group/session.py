@@ -185,6 +185,7 @@ class Session:
             keeps_unread=frozenset(part.id for part in settings.source.parts if part.keeps_unread),
             former=frozenset(self._former),
             sees_all=settings.sees_all,
+            named=settings.source.named,
         )
         try:
             if not self.drive(protocol.join()):

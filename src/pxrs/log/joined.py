@@ -22,6 +22,7 @@ from pxrs.errors import InvalidRecord, InvalidTopic
 from pxrs.log.batch import Batch
 from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, Fetched, Source
 from pxrs.log.numbering import Numbering
+from pxrs.model import TopicPartition
 from pxrs.waiting import Callback, Cancel, Subscription, wait_for
 
 PARTS_MAX: Final = 1_000
@@ -69,6 +70,9 @@ class JoinedSource(Source):
         if number is None:
             raise InvalidRecord(f"{self.name} have no partition {partition} of a topic with the id {source_id}")
         return number
+
+    def named(self, numbers: Iterable[int]) -> list[TopicPartition]:
+        return [TopicPartition(part.name, partition) for part, partition in map(self.place, numbers)]
 
     # One call for each part.
 
