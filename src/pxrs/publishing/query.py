@@ -145,7 +145,7 @@ class Query:
             if count > 0 and self._hand_out(lane, span):
                 planned[number] = span
         if self._paused and not planned and self.targets is not None:
-            raise PartitionsPaused(self._options.group, self._paused)
+            raise PartitionsPaused(self._options.group, self.source.named(self._paused))
         self._idle = None if counts else (start, ends, changes, math.inf if delay is None else delay.due)
         return {**start, **planned}
 
@@ -269,7 +269,7 @@ class Query:
         before, self._paused = self._paused, sorted(n for n in paused if lanes[n].position < ends[n])
         if not self._paused:
             return
-        error = PartitionsPaused(self._options.group, self._paused)
+        error = PartitionsPaused(self._options.group, self.source.named(self._paused))
         if not self._options.is_shared:
             raise error
         if self._paused != before:
@@ -346,8 +346,8 @@ class Query:
             # The engine would count the batch as finished with all its ranges, and never read the missing ones.
             lanes = self.membership.lanes
             if paused := [number for number in missing if number in lanes and lanes[number].is_paused]:
-                raise PartitionsPaused(self._options.group, paused)
-            raise PartitionLost(self._options.group, missing, advice=RESTART)
+                raise PartitionsPaused(self._options.group, self.source.named(paused))
+            raise PartitionLost(self._options.group, self.source.named(missing), advice=RESTART)
         return {number: spans[number] for number in fences}, fences
 
     def _is_in_hand(self, number: int) -> bool:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Filter
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -29,6 +29,7 @@ from pxrs.publishing.feed import Feed
 from pxrs.publishing.offsets import OffsetForm
 from pxrs.publishing.planning import Delay, Range, gather, split
 from pxrs.publishing.selection import boundary_offsets
+from pxrs.spark.filters import ANY, Times, Wanted, wanted_by
 from pxrs.spark.following import Followed
 from pxrs.spark.names import find_source, topics_to_read, topics_to_stream
 from pxrs.spark.options import ReadFrom, ReadOptions, Where
@@ -48,6 +49,7 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
+        self._wanted = Wanted()
 
     def partitions(self) -> list[Slice] | list[TableSlice]:
         options = self._options
@@ -61,7 +63,8 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
             names = [topic.name for topic in logs]
             options.starting.check_topics(names)
             options.ending.check_topics(names)
-            return _slices(options, [(topic, self._ranges(hub, topic)) for topic in logs])
+            found = [(topic, self._ranges(hub, topic)) for topic in logs]
+            return _slices(options, found, times=self._wanted.task_times)
 
     def _ranges(self, hub: Hub, topic: TopicLog) -> list[Range]:
         """What is read of a topic."""
@@ -76,10 +79,22 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
             Range(number, checked_start(topic, number, starts[number], options.fails_on_loss), ends[number])
             for number in numbers
         ]
-        return [each for each in ranges if each.start < each.end]
+        ranges = [each for each in ranges if each.start < each.end]
+        return ranges if self._wanted == Wanted() else _narrowed(topic, ranges, self._wanted)
 
     def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
         return TaskReader, ()
+
+
+class FilteredBatchReader(BatchReader):
+    """`spark.read` with pushFilters: the messages that the filters of the query need. A class of its own, because Spark
+    refuses a reader that defines `pushFilters` in a session in which `spark.sql.python.filterPushdown.enabled` is
+    false."""
+
+    def pushFilters(self, filters: list[Filter]) -> list[Filter]:
+        """Remember the filters for `partitions`. Returns all of them: Spark applies them to the rows that are read."""
+        self._wanted = wanted_by(filters)
+        return filters
 
 
 class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
@@ -210,8 +225,29 @@ def _table(hub: Hub, name: str) -> RegisteredSource | None:
     return None
 
 
+def _narrowed(topic: TopicLog, ranges: Sequence[Range], wanted: Wanted) -> list[Range]:
+    """The parts of the ranges that have all the messages that are wanted."""
+    if not wanted.has_topic(topic.name):
+        return []
+    narrowed = []
+    for number, start, end in ranges:
+        start, end = max(start, wanted.offsets.start), min(end, wanted.offsets.end)
+        if start >= end or not wanted.has_partition(number):
+            continue
+        if wanted.times.start > ANY.start:
+            # Every message before that offset is of an earlier time. There is no such offset for the latest time:
+            # messages of an earlier time may follow.
+            start = max(start, topic.offset_at(number, wanted.times.start))
+        if start < end:
+            narrowed.append(Range(number, start, end))
+    return narrowed
+
+
 def _slices(
-    options: ReadOptions, found: Sequence[tuple[TopicLog, Sequence[Range]]], feeds: Mapping[str, Feed] | None = None
+    options: ReadOptions,
+    found: Sequence[tuple[TopicLog, Sequence[Range]]],
+    feeds: Mapping[str, Feed] | None = None,
+    times: Times | None = None,
 ) -> list[Slice]:
     """The tasks that read these ranges of topics. A task reads one topic. feeds: of a stream, by topic id."""
     url, machine, least = options.where.url, boot_id(), options.partitions_min
@@ -231,6 +267,7 @@ def _slices(
             options.columns,
             options.fails_on_loss,
             None if feeds is None else feeds[topic.id],
+            times,
         )
         for topic, part in tasks
     ]

@@ -30,6 +30,7 @@ from pxrs.publishing.planning import REPLACED, Range
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
+from pxrs.spark.filters import Times
 from pxrs.spark.given import TOPIC
 from pxrs.spark.table import TableSlice, read_table
 
@@ -61,6 +62,9 @@ class Slice(InputPartition):  # type: ignore[misc]
     feed: Feed | None = None
     """The offsets that the whole batch of a streaming query reads of this topic; None in a batch job. The task stores
     it for the query's sink."""
+    times: Times | None = None
+    """The times that a query needs, if its filters say so: stored batches without a message of such a time are
+    skipped."""
 
     @property
     def rows(self) -> int:
@@ -114,15 +118,15 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
     try:
         topic = _topic_of(part)
         for each in part.ranges:
-            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
+            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss, part.times)):
                 yield from _rows(batch, part.topic, each.partition, part.columns)
     except HubMoved:
-        _topic.cache_clear()  # the next attempt of the task opens what is there now
+        _forget_topics()  # the next attempt of the task opens what is there now
         raise
     except UnknownTopic as error:
         if isinstance(error, TopicDeleted) and error.advice:
             raise
-        _topic.cache_clear()  # the cached handle is of a deleted topic; there may be a new topic of its name
+        _forget_topics()  # the cached handle is of a deleted topic; there may be a new topic of its name
         _topic_of(part)
         raise
 
@@ -153,7 +157,7 @@ def _topic_of(part: Slice) -> TopicLog:
     """The topic for which the read was planned. Raises UnknownTopic; TopicDeleted if another topic has its name now."""
     topic = _topic(part.url, part.topic)
     if topic.id != part.topic_id:
-        _topic.cache_clear()
+        _forget_topics()
         topic = _topic(part.url, part.topic)
         if topic.id != part.topic_id:
             advice = REPLACED if part.feed is not None else "Start the read again"
@@ -161,13 +165,25 @@ def _topic_of(part: Slice) -> TopicLog:
     return topic
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=1_000)
 def _topic(url: str, name: str) -> TopicLog:
-    """The open topic. Cached, because an executor's process runs many tasks of one topic."""
-    return DirectoryLog(Path(url)).topic(name)
+    """The open topic. Cached, because an executor's process runs many tasks of the same topics."""
+    return _log(url).topic(name)
 
 
-def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool) -> Iterator[Batch]:
+@functools.lru_cache(maxsize=16)
+def _log(url: str) -> DirectoryLog:
+    return DirectoryLog(Path(url))
+
+
+def _forget_topics() -> None:
+    _topic.cache_clear()
+    _log.cache_clear()
+
+
+def _batches(
+    topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool, times: Times | None
+) -> Iterator[Batch]:
     number, offset, end = part
     while offset < end:
         try:
@@ -179,7 +195,7 @@ def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bo
             raise OffsetOutOfRange(f"{topic.name}/{number}", end, offset)
         for batch in batches:
             batch = batch.within(offset, end)
-            if batch.records.num_rows:
+            if batch.records.num_rows and (times is None or times.may_be_in(batch.records)):
                 yield batch._replace(records=batch.records.select(columns))
             offset = batch.next_offset
             if offset >= end:
