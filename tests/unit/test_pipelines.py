@@ -25,14 +25,16 @@ from pxrs.cli.pipeline.history import run_history
 from pxrs.cli.pipeline.progress import Lines
 from pxrs.cli.pipeline.signals import Signals
 from pxrs.errors import InvalidPipeline, MissingDependency, PipelineFailed
-from pxrs.spark import Pipeline, parquet, parse_json, pipeline, to
-from pxrs.spark.pipeline import HubAddress, Sink, check_together
-from pxrs.spark.run import Batch, QueryRun, Run, _batch, check_topics, missing_topics, short_reason
+from pxrs.spark import Pipeline, Topics, parquet, parse_json, pipeline, to, topics_matching
+from pxrs.spark.pipeline import check_together
+from pxrs.spark.progress import BatchReport, TopicProgress, short_reason
+from pxrs.spark.run import QueryRun, Run, check_topics, missing_topics
+from pxrs.spark.sinks import HubAddress, Sink
 
 JSON = parse_json("a INT")
 
 
-def make(source: str = "orders", sink: str | Sink = "totals", **more: Any) -> Pipeline:
+def make(source: str | list[str] | Topics = "orders", sink: str | Sink = "totals", **more: Any) -> Pipeline:
     def totals(rows: Any) -> Any:
         return rows
 
@@ -73,10 +75,12 @@ def test_name_and_group_are_those_of_the_function() -> None:
         ({"output_mode": "upsert"}, "choose from append, update, complete"),
         ({"sink": parquet("out"), "output_mode": "update"}, "Parquet files are appended to"),
         ({"output_mode": "complete"}, "a topic is appended to"),
-        ({"dead_letters": "bad"}, "give parse="),
         ({"dead_letters": "bad", "parse": parse_json("a INT", on_bad="drop")}, "contradict"),
         ({"sink": "orders"}, "sink is the source"),
         ({"dead_letters": "orders", "parse": JSON}, "dead_letters is the source"),
+        ({"source": ["orders", "returns"], "sink": "returns"}, "sink is the source, returns"),
+        ({"source": topics_matching("t.*")}, "sink is the source, totals"),
+        ({"options": {"subscribePattern": "x"}}, "options: subscribePattern cannot"),
         ({"options": {"Topic": "x", "maxRowsPerTrigger": 1}}, "options: Topic cannot"),
         ({"options": {"Columns": "value"}, "parse": JSON}, "columns is for functions without a parse step"),
     ],
@@ -309,6 +313,10 @@ CHAINED = f"{FAILED}{TRACE}KeyError: 1\n\nDuring handling, another occurred:\n\n
         (RAISED, "t/0 offset 3: a is missing"),
         (WORKER, "ValueError: no such thing"),
         (CHAINED, "GroupActive: g"),
+        (
+            "org.apache.spark.SparkRuntimeException: [USER_RAISED_EXCEPTION] a is missing SQLSTATE: P0001",
+            "a is missing",
+        ),
         ("[OUTPUT_MODE] Invalid output mode: append. SQLSTATE: 42KDE", "[OUTPUT_MODE] Invalid output mode: append"),
         ("", ""),
     ],
@@ -317,35 +325,31 @@ def test_the_reason_of_a_failure_is_one_line(text: str, reason: str) -> None:
     assert short_reason(text) == reason
 
 
-def test_only_a_trigger_that_did_something_is_a_batch() -> None:
-    idle = {"batchId": 4, "numInputRows": 0, "durationMs": {"latestOffset": 2, "triggerExecution": 3}}
-    done = {"batchId": 4, "numInputRows": 9, "durationMs": {"addBatch": 7, "triggerExecution": 10}}
-    assert _batch(idle) is None
-    assert _batch({**done, "processedRowsPerSecond": 900.0}) == Batch(4, 9, 10, 900.0, 0)
-    assert _batch({**done, "stateOperators": [{"numRowsTotal": 3}, {"numRowsTotal": 4}]}) == Batch(4, 9, 10, 0.0, 7)
-
-
+@pytest.mark.parametrize("lag", [5, None], ids=["reported by Spark", "not known to Spark"])
 @pytest.mark.parametrize("as_json", [True, False])
-def test_a_batch_and_an_end_are_a_line_each(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_a_batch_and_an_end_are_a_line_each(capsys: pytest.CaptureFixture[str], as_json: bool, lag: int | None) -> None:
     sink = Sink("pxrs", topic="totals")
     each = QueryRun("totals", "g", "orders", sink, None, "append", None, Path("c"))  # type: ignore[arg-type]
     lines = Lines(SimpleNamespace(queries=[each]), as_json)  # type: ignore[arg-type]
-    each.batches, each.lag, each.rows_done = [Batch(2, 1_000, 500, 2_000.0, 7)], 3, 1_000
+    orders = TopicProgress(1_000, lag)
+    batch = BatchReport(2, 1_000, None, 500, 2_000.0, 7, {"orders": orders}, {"addBatch": 400})
+    each.batches, each.lag, each.rows_done = [batch], 3, 1_000
     lines.update()
     each.batches, each.state = [], "ended"
     lines.update()
     lines.update()
-    started, batch, ended = capsys.readouterr().out.splitlines()
+    started, line, ended = capsys.readouterr().out.splitlines()
     if as_json:
-        events = [json.loads(line) for line in (started, batch, ended)]
+        events = [json.loads(each_line) for each_line in (started, line, ended)]
         assert all(event.pop("time") for event in events)
         assert events[0]["event"] == "started"
-        numbers = {"batch": 2, "rows": 1_000, "duration_ms": 500, "rows_per_s": 2_000.0, "state_rows": 7, "lag": 3}
-        assert events[1] == {"event": "batch", "pipeline": "totals", **numbers}
+        numbers = {"batch": 2, "rows": 1_000, "bytes": None, "duration_ms": 500, "rows_per_s": 2_000.0, "state_rows": 7}
+        topics = {"orders": {"rows": 1_000, "lag": lag}}
+        assert events[1] == {"event": "batch", "pipeline": "totals", **numbers, "topics": topics, "lag": lag or 3}
         assert events[2] == {"event": "ended", "pipeline": "totals", "rows": 1_000, "lag": 3, "error": None}
     else:
         assert started == "totals: orders to totals, in the group g"
-        assert batch == "totals: batch 2, 1,000 rows in 0.5 s (2,000 rows/s), lag 3, 7 rows of state"
+        assert line == f"totals: batch 2, 1,000 rows in 0.5 s (2,000 rows/s), lag {lag or 3}, 7 rows of state"
         assert ended == "totals: ended after 1,000 rows, lag 3"
 
 
@@ -354,6 +358,7 @@ def test_a_query_that_fails_while_it_is_stopped_has_failed() -> None:
     sink = Sink("pxrs", topic="totals")
     each = QueryRun("totals", "g", "orders", sink, None, "append", None, Path("c"))  # type: ignore[arg-type]
     each.query = SimpleNamespace(
+        runId="run",
         isActive=True,
         status={"isTriggerActive": False},
         recentProgress=[],
