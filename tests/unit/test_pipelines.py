@@ -25,6 +25,7 @@ from pxrs.cli.pipeline.history import run_history
 from pxrs.cli.pipeline.progress import Lines
 from pxrs.cli.pipeline.signals import Signals
 from pxrs.errors import InvalidPipeline, MissingDependency, PipelineFailed
+from pxrs.group.records import Checkpoint
 from pxrs.spark import Pipeline, Topics, parquet, parse_json, pipeline, to, topics_matching
 from pxrs.spark.pipeline import check_together
 from pxrs.spark.progress import BatchReport, TopicProgress, short_reason
@@ -197,6 +198,45 @@ def test_rows_and_dead_letters_begin_at_the_same_messages(tmp_path: Path) -> Non
         assert started() == [[4, 0], [4, 0]]
 
 
+def test_rows_and_dead_letters_of_several_topics_begin_at_the_same_messages(tmp_path: Path) -> None:
+    starts = json.dumps({"orders": {"0": 1, "1": -1}, "returns": {"0": -2, "1": -1}})
+    made = make(["orders", "returns"], parse=JSON, dead_letters="bad", options={"startingOffsets": starts})
+    with pxrs.open(tmp_path / "hub") as hub:
+        for topic in made.topics():
+            hub.create_topic(topic, partitions=2)
+        for topic in ("orders", "returns"):
+            with hub.producer(topic) as out:
+                for partition in (0, 0, 1):
+                    out.send(b"x", partition=partition)
+        run = Run(None, hub, [], HubAddress(hub.url), tmp_path)  # type: ignore[arg-type]
+        run._pipelines = [made]
+        run.start()
+        ids = {hub.topic(topic).id: topic for topic in ("orders", "returns")}
+        for group in made.groups():
+            prefix = f"groups/{group}/checkpoints/"
+            found = {
+                (ids[name.split("/")[0]], int(name.split("/")[1])): Checkpoint.load(entry.key, entry.value).offset
+                for entry in hub.registry.scan(prefix)
+                for name in [entry.key.removeprefix(prefix)]
+            }
+            assert found == {("orders", 0): 1, ("orders", 1): 1, ("returns", 0): 0, ("returns", 1): 1}
+
+
+def test_several_topics_are_options_of_the_reader_and_names_for_people() -> None:
+    given = make(["orders", "returns"], options={"maxRowsPerTrigger": 9})
+    assert HubAddress("hub").options(given.source) == {"url": "hub", "subscribe": "orders,returns"}
+    assert given.options == {"includeTopic": "true", "maxRowsPerTrigger": 9}
+    assert (str(given.source), given.topics()) == ("orders, returns", ["orders", "returns", "totals"])
+    assert make(["orders"]).options == {"includeTopic": "true"}, "also if the list has one name now"
+    assert make().options == {}
+    like = make(topics_matching("orders-.*"))
+    assert HubAddress("hub").options(like.source) == {"url": "hub", "subscribePattern": "orders-.*"}
+    assert (str(like.source), like.topics()) == ("topics that match orders-.*", ["totals"])
+    for pattern, words in ((7, "pattern is 7"), ("", "pattern is ''"), ("(", "is no regular expression")):
+        with pytest.raises(InvalidPipeline, match=words):
+            topics_matching(pattern)  # type: ignore[arg-type]
+
+
 def test_topics_that_are_missing_are_named_with_what_makes_them() -> None:
     pipelines = [make(parse=JSON, dead_letters="bad"), make(name="b", sink=parquet("out"))]
     with pxrs.open("memory:") as hub:
@@ -207,6 +247,7 @@ def test_topics_that_are_missing_are_named_with_what_makes_them() -> None:
         hub.create_topic("totals")
         hub.create_topic("bad")
         check_topics(hub, pipelines)
+        assert missing_topics(hub, [make(["orders", "returns"]), make(topics_matching("o.*"))]) == ["returns"]
 
 
 # The file.

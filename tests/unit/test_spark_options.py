@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pxrs.errors import InvalidOption
+from pxrs.publishing.selection import Boundary, Topics
 from pxrs.spark.options import columns_of, read_options, stream_options, write_options
 
 WHERE = {"url": "data", "topic": "orders"}
@@ -42,20 +43,43 @@ def test_what_spark_adds_by_itself_is_no_mistake() -> None:
     assert write_options({**WHERE, "checkpointlocation": "c", "queryname": "q"}).topic == "orders"
 
 
-def test_subscribe_is_another_name_of_topic() -> None:
-    assert read_options({"url": "data", "subscribe": "orders"}).where.topic == "orders"
+@pytest.mark.parametrize(
+    ("given", "topics"),
+    [
+        ({"topic": "orders"}, Topics(("orders",))),
+        ({"subscribe": " orders"}, Topics(("orders",))),
+        ({"subscribe": "orders, returns"}, Topics(("orders", "returns"))),
+        ({"topic": "orders,returns"}, Topics(("orders", "returns"))),
+        ({"subscribePattern": "ord.*"}, Topics(pattern="ord.*")),
+        ({"assign": '{"orders": [2, 0], "returns": [1]}'}, Topics(assigned={"orders": (0, 2), "returns": (1,)})),
+    ],
+)
+def test_topics_by_name_pattern_or_partition(given: dict[str, str], topics: Topics) -> None:
+    assert read_options({"url": "data", **given}).where.topics == topics
+    assert stream_options({"url": "data", "group": "g", **given}).where.topics == topics
+    kafkas = ("key", "value", "topic", "partition", "offset", "timestamp")
+    if topics.only is None:
+        assert read_options({"url": "data", **given}).columns == columns_of(given) == kafkas
 
 
 @pytest.mark.parametrize(
     ("text", "offsets"),
     [
-        ("earliest", "earliest"),
-        ('{"0": 23, "1": -2}', {0: 23, 1: -2}),
-        ('{"orders": {"0": 23, "1": -1}}', {0: 23, 1: -1}),
+        ('{"0": 23, "1": -2}', {"orders": {0: 23, 1: -2}}),
+        ('{"orders": {"0": 23, "1": -1}}', {"orders": {0: 23, 1: -1}}),
+        ('{"orders": {"0": 23}, "returns": {"0": -2}}', {"orders": {0: 23}, "returns": {0: -2}}),
     ],
 )
-def test_offsets_as_words_or_json(text: str, offsets: object) -> None:
-    assert stream_options({**STREAM, "startingOffsets": text}).starting == offsets
+def test_offsets_by_partition_and_topic(text: str, offsets: dict[str, dict[int, int]]) -> None:
+    given = {**STREAM, "startingOffsets": text}
+    assert stream_options(given).starting == Boundary("startingOffsets", "earliest", offsets)
+    assert read_options({**WHERE, "endingOffsets": text}).ending == Boundary("endingOffsets", "latest", offsets)
+
+
+def test_offsets_as_words() -> None:
+    assert stream_options({**STREAM, "startingOffsets": "latest"}).starting == Boundary("startingOffsets", "latest")
+    assert stream_options(STREAM).starting == Boundary("startingOffsets", "earliest")
+    assert read_options(WHERE).ending == Boundary("endingOffsets", "latest")
 
 
 @pytest.mark.parametrize(
@@ -63,13 +87,38 @@ def test_offsets_as_words_or_json(text: str, offsets: object) -> None:
     [("1700000000000", 1_700_000_000_000_000), ("2023-11-14T22:13:20+00:00", 1_700_000_000_000_000)],
 )
 def test_a_time_in_milliseconds_or_as_text(text: str, microseconds: int) -> None:
-    assert read_options({**WHERE, "startingTimestamp": text}).starting_us == microseconds
+    boundary = read_options({**WHERE, "startingTimestamp": text}).starting
+    assert boundary == Boundary("startingTimestamp", "earliest", time_us=microseconds)
+
+
+def test_times_by_partition_as_kafkas_and_what_counts_without_a_match() -> None:
+    text = '{"orders": {"0": 1700000000000, "1": 5}}'
+    times = {"orders": {0: 1_700_000_000_000_000, 1: 5_000}}
+    options = read_options({**WHERE, "startingOffsetsByTimestamp": text, "endingOffsetsByTimestamp": text})
+    assert options.starting == Boundary("startingOffsetsByTimestamp", "earliest", times_us=times)
+    assert options.ending == Boundary("endingOffsetsByTimestamp", "latest", times_us=times)
+    for strategy, must_match in (("error", True), ("latest", False)):
+        for more in ({"startingOffsetsByTimestamp": text}, {"startingTimestamp": "5"}):
+            given = {**STREAM, **more, "startingOffsetsByTimestampStrategy": strategy}
+            assert stream_options(given).starting.must_match == must_match
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10s", 10), ("2m", 120), ("3min", 180), ("1h", 3600), ("500ms", 0.5), ("250", 0.25)]
+)
+def test_at_least_so_many_rows_and_a_delay_as_spark_writes_it(text: str, seconds: float) -> None:
+    options = stream_options({**STREAM, "minOffsetsPerTrigger": "100", "maxTriggerDelay": text})
+    assert (options.rows_min, options.trigger_delay_s) == (100, seconds)
+    assert stream_options({**STREAM, "minOffsetsPerTrigger": "100"}).trigger_delay_s == 900
 
 
 @pytest.mark.parametrize(
     ("more", "columns"),
     [
         ({}, ("key", "value", "partition", "offset", "timestamp")),
+        ({"includeTopic": "true"}, ("key", "value", "topic", "partition", "offset", "timestamp")),
+        ({"columns": "topic,value"}, ("topic", "value")),
+        ({"columns": "value", "includeTopic": "true"}, ("value",)),
         ({"includeHeaders": "true"}, ("key", "value", "partition", "offset", "timestamp", "headers")),
         ({"columns": "value, key"}, ("value", "key")),
         ({"COLUMNS": "offset"}, ("offset",)),
@@ -89,15 +138,54 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"url": None}, "url", "missing"),
         ({"topic": None}, "topic", "missing"),
         ({"subscribe": "orders"}, "subscribe", "another name"),
-        ({"topic": "a,b"}, "subscribe", "union"),
+        ({"topic": "a,"}, "topic", "between its commas is empty"),
+        ({"topic": "a,b,a"}, "topic", "a is there twice"),
+        ({"subscribePattern": "a"}, "subscribePattern", "topic and subscribePattern each say which topics"),
+        ({"topic": None, "subscribePattern": "("}, "subscribePattern", "no regular expression"),
+        ({"assign": '{"a": [0]}'}, "assign", "give one of them"),
+        ({"topic": None, "assign": "a"}, "assign", "JSON such as"),
+        ({"topic": None, "assign": "{}"}, "assign", "JSON such as"),
+        ({"topic": None, "assign": '{"a": []}'}, "assign", "JSON such as"),
+        ({"topic": None, "assign": '{"a": [-1]}'}, "assign", "JSON such as"),
+        ({"topic": None, "assign": '{"a": ["0"]}'}, "assign", "JSON such as"),
+        ({"topic": None, "assign": '{"a": [1, 1]}'}, "assign", "twice"),
         ({"group": None}, "group", "name the group"),
-        ({"offset": "3"}, "offset", "unknown; spark.readStream has url"),
+        ({"xyz": "3"}, "xyz", "unknown; spark.readStream has url"),
+        ({"startingofsets": "3"}, "startingofsets", r"unknown; did you mean startingOffsets\? spark.readStream has"),
+        ({"offsetsByTimestamp": "3"}, "offsetsByTimestamp", "did you mean startingOffsetsByTimestamp"),
+        ({"starting_offsets_by_timestamp": "3"}, "starting_offsets_by_timestamp", "mean startingOffsetsByTimestamp"),
+        ({"kafka.bootstrap.servers": "h:1"}, "kafka.bootstrap.servers", "Kafka source: .*directory as url"),
+        ({"kafka.group.id": "g"}, "kafka.group.id", "as group"),
+        ({"groupidprefix": "g"}, "groupidprefix", "as group"),
+        ({"kafka.security.protocol": "SSL"}, "kafka.security.protocol", "leave it out"),
+        ({"maxRecordsPerPartition": "1"}, "maxRecordsPerPartition", "minPartitions"),
         ({"endingOffsets": "latest"}, "endingOffsets", "not for spark.readStream"),
         ({"startingOffsets": "first"}, "startingOffsets", "earliest, latest, committed"),
         ({"startingOffsets": '{"0": "x"}'}, "startingOffsets", "JSON such as"),
         ({"startingOffsets": '{"0": -3}'}, "startingOffsets", "JSON such as"),
         ({"startingOffsets": "{0: 1}"}, "startingOffsets", "JSON such as"),
         ({"startingOffsets": "earliest", "startingTimestamp": "1"}, "startingTimestamp", "takes the place"),
+        (
+            {"startingOffsetsByTimestamp": '{"orders": {"0": 1}}', "startingTimestamp": "1"},
+            "startingTimestamp",
+            "takes the place of startingOffsetsByTimestamp",
+        ),
+        ({"startingOffsetsByTimestamp": "5"}, "startingOffsetsByTimestamp", "JSON such as"),
+        ({"startingOffsetsByTimestamp": '{"0": 1.5}'}, "startingOffsetsByTimestamp", "milliseconds"),
+        ({"startingOffsetsByTimestampStrategy": "error"}, "startingOffsetsByTimestampStrategy", "counts only with"),
+        (
+            {"startingTimestamp": "1", "startingOffsetsByTimestampStrategy": "x"},
+            "startingOffsetsByTimestampStrategy",
+            "latest or error",
+        ),
+        ({"topic": "a,b", "startingOffsets": '{"0": 1}'}, "startingOffsets", "for several topics"),
+        ({"startingOffsets": '{"orders": {"x": 1}}'}, "startingOffsets", "JSON such as"),
+        ({"startingOffsets": "[1]"}, "startingOffsets", "JSON such as"),
+        ({"minOffsetsPerTrigger": "5", "maxOffsetsPerTrigger": "4"}, "minOffsetsPerTrigger", "5 is more than"),
+        ({"minOffsetsPerTrigger": "5", "maxTriggerDelay": "soon"}, "maxTriggerDelay", "500ms, 10s, 15m"),
+        ({"minOffsetsPerTrigger": "5", "maxTriggerDelay": "0s"}, "maxTriggerDelay", "500ms, 10s, 15m"),
+        ({"maxTriggerDelay": "1m"}, "maxTriggerDelay", "only with minOffsetsPerTrigger"),
+        ({"includeTopic": "yes"}, "includeTopic", "true or false"),
         ({"startingTimestamp": "2026-01-01T00:00:00"}, "startingTimestamp", "time zone"),
         ({"startingTimestamp": "yesterday"}, "startingTimestamp", "milliseconds"),
         ({"maxOffsetsPerTrigger": "0"}, "maxOffsetsPerTrigger", "from 1 on"),
@@ -117,7 +205,7 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         (
             {"columns": "key,vlaue"},
             "columns",
-            "'vlaue' is none; give some of key, value, partition, offset, timestamp,",
+            "'vlaue' is none; give some of key, value, topic, partition, offset, timestamp,",
         ),
         ({"columns": "Key"}, "columns", "'Key' is none; give some of key"),
         ({"columns": "key,value, key"}, "columns", "'key' is there twice; give some of key"),

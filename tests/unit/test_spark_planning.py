@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pxrs.errors import CheckpointsDiffer, InvalidOption
+from pxrs.errors import CheckpointsDiffer
 from pxrs.group.records import Checkpoint
 from pxrs.publishing.planning import (
     IdRange,
@@ -17,7 +17,6 @@ from pxrs.publishing.planning import (
     gather,
     load_offset,
     may_replay,
-    resolve_within,
     resume_at,
     share_out,
     split,
@@ -121,16 +120,16 @@ def test_partitions_have_their_turn() -> None:
 def test_ranges_are_split_into_enough_tasks_and_nothing_changes() -> None:
     ranges = [Range(0, 0, 1000), Range(1, 5, 10), Range(2, 7, 8)]
     parts = split(ranges, 8)
-    assert len(parts) >= 8
-    for each in ranges:
-        mine = [part for part in parts if part.partition == each.partition]
+    assert sum(map(len, parts)) >= 8
+    for each, mine in zip(ranges, parts, strict=True):
+        assert {part.partition for part in mine} == {each.partition}
         assert mine[0].start == each.start
         assert mine[-1].end == each.end
         assert all(one.end == two.start for one, two in pairwise(mine))
-    assert split(ranges, None) == split(ranges, 2) == ranges
+    assert split(ranges, 2) == [[each] for each in ranges]
     assert split([], 4) == []
-    assert len(split([Range(0, 0, 2)], 5)) == 2
-    assert split([Range(0, 0, 0)], 4) == [Range(0, 0, 0)], "a batch of which nothing may be read has a task too"
+    assert split([Range(0, 0, 2)], 5) == [[Range(0, 0, 1), Range(0, 1, 2)]]
+    assert split([Range(0, 0, 0)], 4) == [[Range(0, 0, 0)]], "a batch of which nothing may be read has a task too"
 
 
 def test_short_ranges_share_a_task_and_long_ones_have_their_own() -> None:
@@ -163,15 +162,3 @@ def test_x21_a_large_table_has_more_tasks_and_one_with_sparse_ids_a_bounded_numb
     assert len(sparse) == 256
     assert (sparse[0].start, sparse[-1].end) == (1, 1 << 62)
     assert all(one.end == two.start for one, two in pairwise(sparse))
-
-
-def test_offsets_become_numbers_within_what_is_there() -> None:
-    extents = [(3, 10), (5, 20)]
-    assert resolve_within("t", extents, "earliest", "startingOffsets") == {0: 3, 1: 5}
-    assert resolve_within("t", extents, "latest", "endingOffsets") == {0: 10, 1: 20}
-    assert resolve_within("t", extents, {0: -2, 1: 7}, "startingOffsets") == {0: 3, 1: 7}
-    with pytest.raises(InvalidOption, match="t has the partitions 0 to 1: name each"):
-        resolve_within("t", extents, {0: 3}, "startingOffsets")
-    with pytest.raises(InvalidOption, match="t/0 ends at offset 10, and 11 is beyond it"):
-        resolve_within("t", extents, {0: 11, 1: 5}, "startingOffsets")
-    assert resolve_within("t", extents, {0: 11, 1: 5}, "startingOffsets", lambda offset: offset < 12) == {0: 11, 1: 5}

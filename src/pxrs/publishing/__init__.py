@@ -7,6 +7,7 @@ what it works on: a log, a registry, a staging place.
 
 The reading side:
 
+    selection.py    which topics are read, and where the reading begins and ends, as the user has said it
     planning.py     pure functions: which offsets a batch reads, and whose checkpoint counts after a restart
     membership.py   the query as a member of its group: lease, lanes, checkpoints
     query.py        the two questions of a streaming engine: how far to read, and what a batch reads

@@ -27,7 +27,7 @@ from pxrs.group.records import Checkpoint, Home
 from pxrs.group.timings import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT, Timings
 from pxrs.log.contract import Source
 from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
-from pxrs.publishing.planning import Offsets
+from pxrs.publishing.selection import FROM_START, Boundary
 from pxrs.registry.contract import Registry
 from pxrs.registry.identity import fingerprint
 from pxrs.wording import counted
@@ -44,10 +44,8 @@ class QueryOptions:
     """How a streaming query reads."""
 
     group: str
-    starting: Offsets | None = None
-    """Where the group begins if it has no checkpoint; None and "committed" stand for "earliest"."""
-    starting_us: int | None = None
-    """The time at which the group begins, in microseconds since 1970, in place of `starting`."""
+    starting: Boundary = FROM_START
+    """Where the group begins if it has no checkpoint; "committed" stands for "earliest"."""
     fails_on_loss: bool = True
     """Whether it is an error (DataLost) that retention has removed messages that the query has not read."""
     is_shared: bool = False

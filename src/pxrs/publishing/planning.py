@@ -15,18 +15,12 @@ by what was finished just before a crash; the group's may be ahead if another me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from pxrs.errors import CheckpointsDiffer, InvalidOption
+from pxrs.errors import CheckpointsDiffer
 from pxrs.group.records import BY_HAND, Checkpoint
-
-EARLIEST: Final = -2
-LATEST: Final = -1
-"""Stand for the first and for the next offset of a partition, as in the JSON of offsets of Spark's Kafka source."""
-Offsets = str | dict[int, int]
-"""A word such as "earliest", or offsets by partition, in which EARLIEST and LATEST may stand."""
 
 REPLACED: Final = (
     "Start the query with a new checkpoint location: its group then begins the new topic where startingOffsets says"
@@ -63,31 +57,6 @@ class IdRange(NamedTuple):
 
     start: int
     end: int
-
-
-def resolve_within(
-    name: str,
-    extents: Sequence[tuple[int, int]],
-    offsets: Offsets,
-    option: str,
-    is_allowed: Callable[[int], bool] | None = None,
-) -> dict[int, int]:
-    """The offsets that a user has given for all partitions, as numbers. Raises InvalidOption if a partition is missing
-    or unknown, or if an offset is beyond the end.
-
-    extents: by partition, its first offset and its end; is_allowed: whether an offset beyond the end may be given."""
-    numbers = range(len(extents))
-    if isinstance(offsets, str):
-        offsets = dict.fromkeys(numbers, EARLIEST if offsets == "earliest" else LATEST)
-    if set(offsets) != set(numbers):
-        raise InvalidOption(option, f"{name} has the partitions 0 to {len(extents) - 1}: name each of them")
-    result = {}
-    for number, offset in sorted(offsets.items()):
-        first, end = extents[number]
-        result[number] = first if offset == EARLIEST else end if offset == LATEST else offset
-        if result[number] > end and (is_allowed is None or not is_allowed(offset)):
-            raise InvalidOption(option, f"{name}/{number} ends at offset {end}, and {offset} is beyond it")
-    return result
 
 
 def dump_offset(topic: str, spans: Mapping[int, Span]) -> dict[str, Any]:
@@ -207,19 +176,17 @@ def gather(ranges: Sequence[Range], rows_min: int) -> list[list[Range]]:
     return tasks
 
 
-def split(ranges: Sequence[Range], count_min: int | None) -> list[Range]:
-    """The same offsets cut into at least `count_min` ranges, as far as there are rows; long ranges are cut more
-    often."""
-    if count_min is None or not ranges or len(ranges) >= count_min:
-        return list(ranges)
+def split(ranges: Sequence[Range], count_min: int) -> list[list[Range]]:
+    """The same offsets cut into at least `count_min` ranges together, as far as there are rows: for each range, its
+    pieces. Long ranges are cut more often."""
     total = sum(each.end - each.start for each in ranges)
-    if not total:
-        return list(ranges)
-    parts: list[Range] = []
+    if len(ranges) >= count_min or not total:
+        return [[each] for each in ranges]
+    parts: list[list[Range]] = []
     for each in ranges:
         rows = each.end - each.start
         pieces = min(rows, max(1, -(-rows * count_min // total)))
-        parts += [Range(each.partition, first, last) for first, last in _cut(each.start, each.end, pieces)]
+        parts.append([Range(each.partition, first, last) for first, last in _cut(each.start, each.end, pieces)])
     return parts
 
 

@@ -33,18 +33,17 @@ from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import RESTART
 from pxrs.publishing.membership import Membership, QueryOptions
 from pxrs.publishing.planning import (
-    Offsets,
     Span,
     Spans,
     batch_between,
     first_of,
     is_reached,
     may_replay,
-    resolve_within,
     resume_at,
     share_out,
 )
 from pxrs.publishing.records import published_spans
+from pxrs.publishing.selection import boundary_offsets
 from pxrs.registry.contract import Registry
 
 _logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Query:
         """The last partition of a batch that could not take all partitions; the next batch begins behind it."""
         self._paused: list[int] = []
         """The paused partitions that the last warning named."""
-        self._starts = start_offsets(source, options.starting, options.starting_us)
+        self._starts = boundary_offsets(source, options.starting)
         self.membership = Membership(source, registry, options, self._start_of, home)
 
     def _start_of(self, number: int, first: int) -> int:
@@ -97,7 +96,7 @@ class Query:
         An offset that the user gave is kept even if it is before `first`: the loss is then reported as DataLost, or
         logged."""
         check_start(self.source, number, first)
-        is_given = isinstance(self._options.starting, dict) and self._options.starting.get(number, -1) >= 0
+        is_given = self._options.starting.is_offset_given(self.source.name, number)
         return self._starts[number] if is_given else max(first, self._starts[number])
 
     # What the streaming engine asks.
@@ -393,21 +392,3 @@ class Query:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def start_offsets(source: Source, starting: Offsets | None, starting_us: int | None) -> dict[int, int]:
-    """The first offset of each partition, for a batch, or for a stream whose group has no checkpoint yet.
-
-    starting_us: a time in microseconds since 1970, used in place of `starting`. None and "committed" stand for
-    "earliest"."""
-    if starting_us is not None:
-        return {number: source.offset_at(number, starting_us) for number in range(source.partitions)}
-    offsets = "earliest" if starting is None or starting == "committed" else starting
-    return resolve_offsets(source, offsets, "startingOffsets")
-
-
-def resolve_offsets(source: Source, offsets: Offsets, option: str) -> dict[int, int]:
-    """The offsets of all partitions as numbers. Raises InvalidOption if a partition is missing or unknown, or an offset
-    is beyond the end."""
-    extents: list[tuple[int, int]] = list(source.bounds(range(source.partitions)).values())
-    return resolve_within(source.name, extents, offsets, option)

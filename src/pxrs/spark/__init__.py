@@ -4,7 +4,8 @@ This package adapts Spark's interfaces to the packages below it, and holds no ru
 reads and when a batch counts is decided in `pxrs.publishing`.
 
     source.py       `format("pxrs")`: what Spark finds under that name
-    options.py      the options of readers and writers as values; names.py: what the option `topic` names
+    options.py      the options of readers and writers as values; option_names.py: their names; given.py: their texts;
+                    names.py: which topics or registered source they name
     reader.py       planning in the driver; tasks.py: reading a topic in tasks; table.py: reading a registered table
     writer.py       staging in tasks, publishing in the driver; updates.py: the same for output mode `update`
     columns.py      the columns of a message in Spark and in Arrow
@@ -19,6 +20,7 @@ checkpoint; rows that are written to a topic of the same registry are there exac
 sent to a task. Start reading at `reader.StreamReader` and `writer.StreamWriter`.
 """
 
+from pxrs.publishing.selection import Topics
 from pxrs.spark.parsing import ParseJson, parse_json
 from pxrs.spark.pipeline import Pipeline, pipeline
 from pxrs.spark.progress import BatchReport, TopicProgress
@@ -26,7 +28,7 @@ from pxrs.spark.rejecting import reject
 from pxrs.spark.session import session
 from pxrs.spark.sinks import HubAddress, Sink, SparkOption, as_messages, parquet, to
 from pxrs.spark.state import refuse_shared_state, stateful_operators
-from pxrs.spark.subscription import Topics, topics_matching
+from pxrs.spark.subscription import topics_matching
 from pxrs.spark.watch import QueryReport, QueryWatch
 
 __all__ = [

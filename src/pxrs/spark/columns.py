@@ -19,7 +19,7 @@ from pyspark.sql.types import (
 )
 
 from pxrs.log.batch import SCHEMA
-from pxrs.spark.options import HEADERS
+from pxrs.spark.given import HEADERS, TOPIC
 
 BATCH_ROWS: Final = 10_000
 """How many rows a batch for Spark has at most. Spark is fastest with batches of about this size."""
@@ -27,6 +27,7 @@ _HEADER: Final = StructType([StructField("key", StringType(), False), StructFiel
 _IN_SPARK: Final = {
     "key": StructField("key", BinaryType()),
     "value": StructField("value", BinaryType()),
+    TOPIC: StructField(TOPIC, StringType(), False),
     "partition": StructField("partition", IntegerType(), False),
     "offset": StructField("offset", LongType(), False),
     "timestamp": StructField("timestamp", TimestampType(), False),
@@ -34,6 +35,7 @@ _IN_SPARK: Final = {
 }
 _IN_ARROW: Final = {
     **{field.name: field for field in SCHEMA},
+    TOPIC: pa.field(TOPIC, pa.string(), False),
     "partition": pa.field("partition", pa.int32(), False),
     "offset": pa.field("offset", pa.int64(), False),
 }

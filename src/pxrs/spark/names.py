@@ -1,7 +1,7 @@
-"""What the option `topic` names: a topic of the hub, or else a registered source.
+"""What the options name: topics of the hub, or else a registered source.
 
-Spark reads both as batches. Streams, pipelines and writes take only topics; for a registered source they raise
-InvalidOption, which says what to use instead.
+Spark reads both as batches, a registered source only by itself. Streams, pipelines and writes take only topics; for a
+registered source they raise InvalidOption, which says what to use instead.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from pxrs.errors import InvalidOption, UnknownTopic
 from pxrs.hub import Hub
+from pxrs.log.contract import TopicLog
+from pxrs.publishing.selection import Topics
 from pxrs.topics import TopicHandle
 
 if TYPE_CHECKING:
@@ -20,6 +22,15 @@ def find_source(hub: Hub, name: str) -> RegisteredSource | None:
     """The registered source of this name; None if there is none. Callers look for a topic first: if a topic has the
     same name, the name means the topic."""
     return next((each for each in hub.sources() if each.name == name), None)
+
+
+def topics_to_read(hub: Hub, topics: Topics) -> list[TopicLog]:
+    """The topics that a batch reads. Raises UnknownTopic; InvalidOption if no topic matches a pattern, or if one of
+    several names is that of a registered source."""
+    names = topics.among(topic.name for topic in hub.topics())
+    if not names:
+        raise InvalidOption("subscribePattern", f"no topic of the hub matches {topics.pattern}")
+    return [_topic(hub, name, f"{name} is a registered source, which is read by itself").log for name in names]
 
 
 def topic_to_stream(hub: Hub, name: str) -> TopicHandle:

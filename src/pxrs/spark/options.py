@@ -1,45 +1,30 @@
 """The options of `format("pxrs")`: texts become values, or InvalidOption with the name of the option.
 
-Spark passes every option as text, with its name in lower case. An unknown option is an error; those that Spark itself
-adds are in `_SPARKS_OWN`. An option that Spark's Kafka source has too means the same here.
+An unknown option is an error. An option that Spark's Kafka source has too means the same here. The texts are read in
+`given.py`, the names are in `option_names.py`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from pxrs.errors import InvalidGroup, InvalidOption, InvalidUrl
-from pxrs.group.assign import assignor_named
-from pxrs.model import microseconds_of
-from pxrs.publishing.planning import EARLIEST, Offsets
+from pxrs.errors import InvalidOption, InvalidUrl
+from pxrs.publishing.selection import FROM_START, TO_END, Boundary, Topics
 from pxrs.registry.address import Address, parse
+from pxrs.spark.given import COLUMNS, Given
+from pxrs.spark.option_names import BATCH, STREAM, WRITE
 
-COLUMNS: Final = ("key", "value", "partition", "offset", "timestamp")
-HEADERS: Final = "headers"
-"""The columns of a topic's rows; headers only with includeHeaders."""
-
-_SPARKS_OWN: Final = ("checkpointlocation", "queryname")
-_PLACE: Final = ("url", "registry", "topic")
-_READ: Final = (*_PLACE, "subscribe", "group", "startingOffsets", "startingTimestamp", "minPartitions")
-_READ_MORE: Final = ("failOnDataLoss", "includeHeaders", "columns")
-_BATCH: Final = (*_READ, "endingOffsets", "endingTimestamp", *_READ_MORE, "sourceUrl")
-_STREAM: Final = (
-    *_READ,
-    *("maxOffsetsPerTrigger", "maxRowsPerTrigger", "maxBytesPerTrigger"),
-    *_READ_MORE,
-    *("shareGroup", "assignor", "leaseTtl", "handoverTimeout"),
-)
-_WRITE: Final = _PLACE
+TRIGGER_DELAY_S: Final = 15 * 60.0
+"""How long a stream waits at most for `minOffsetsPerTrigger` rows, unless maxTriggerDelay says it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A topic of a hub. Paths in the addresses are absolute: executors have another working directory."""
+    """A topic of a hub that is written. Paths in the addresses are absolute: executors have another working
+    directory."""
 
     url: str
     registry: str | None = field(repr=False)
@@ -47,16 +32,26 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadFrom:
+    """The topics of a hub that are read. Paths in the addresses are absolute."""
+
+    url: str
+    registry: str | None = field(repr=False)
+    topics: Topics
+
+
+@dataclass(frozen=True, slots=True)
 class ReadOptions:
-    where: Where
+    where: ReadFrom
     group: str | None = None
-    starting: Offsets | None = None
-    starting_us: int | None = None
-    ending: Offsets = "latest"
-    ending_us: int | None = None
+    starting: Boundary = FROM_START
+    ending: Boundary = TO_END
     partitions_min: int | None = None
     rows_max: int | None = None
     bytes_max: int | None = None
+    rows_min: int | None = None
+    trigger_delay_s: float = TRIGGER_DELAY_S
+    """How long a stream waits at most until there are `rows_min` rows."""
     fails_on_loss: bool = True
     columns: tuple[str, ...] = COLUMNS
     is_shared: bool = False
@@ -69,22 +64,21 @@ class ReadOptions:
 
 def read_options(options: Mapping[str, str]) -> ReadOptions:
     """The options of `spark.read`. Raises InvalidOption."""
-    given = _Given(options, _BATCH, "spark.read", _STREAM)
-    starting = given.offsets("startingOffsets", ("earliest", "latest", "committed"))
-    if starting == "latest":
+    given = Given(options, BATCH, "spark.read", STREAM)
+    where = _read_from(given)
+    starting = given.starting(where.topics, ("earliest", "latest", "committed"))
+    if starting.word == "latest":
         raise InvalidOption("startingOffsets", "a batch that starts at the latest offset reads nothing")
     group = given.text("group")
-    if starting == "committed" and group is None:
+    if starting.word == "committed" and group is None:
         raise InvalidOption("group", "startingOffsets=committed needs the group whose checkpoints are meant")
-    if group is not None and starting != "committed":
+    if group is not None and starting.word != "committed":
         raise InvalidOption("group", "a batch reads no group's checkpoints unless startingOffsets is committed")
     return ReadOptions(
-        given.where(),
+        where,
         group,
         starting,
-        given.time("startingTimestamp", "startingOffsets"),
-        given.offsets("endingOffsets", ("latest",)) or "latest",
-        given.time("endingTimestamp", "endingOffsets"),
+        given.ending(where.topics),
         given.count("minPartitions"),
         fails_on_loss=given.flag("failOnDataLoss", True),
         columns=given.columns(),
@@ -94,21 +88,29 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
 
 def stream_options(options: Mapping[str, str]) -> ReadOptions:
     """The options of `spark.readStream`. Raises InvalidOption."""
-    given = _Given(options, _STREAM, "spark.readStream", _BATCH)
+    given = Given(options, STREAM, "spark.readStream", BATCH)
     group = given.text("group")
     if group is None:
         raise InvalidOption("group", "a streaming query is a member of a consumer group: name the group")
     rows = given.count("maxRowsPerTrigger"), given.count("maxOffsetsPerTrigger")
     if None not in rows:
         raise InvalidOption("maxRowsPerTrigger", "it is another name of maxOffsetsPerTrigger: give one of them")
+    rows_max, rows_min = rows[0] or rows[1], given.count("minOffsetsPerTrigger")
+    if rows_min is not None and rows_max is not None and rows_min > rows_max:
+        raise InvalidOption("minOffsetsPerTrigger", f"{rows_min} is more than maxOffsetsPerTrigger, {rows_max}")
+    delay_s = given.duration_s("maxTriggerDelay")
+    if delay_s is not None and rows_min is None:
+        raise InvalidOption("maxTriggerDelay", "it counts only with minOffsetsPerTrigger: leave it out, or give that")
+    where = _read_from(given)
     return ReadOptions(
-        given.where(),
+        where,
         group,
-        given.offsets("startingOffsets", ("earliest", "latest", "committed")),
-        given.time("startingTimestamp", "startingOffsets"),
+        given.starting(where.topics, ("earliest", "latest", "committed")),
         partitions_min=given.count("minPartitions"),
-        rows_max=rows[0] or rows[1],
+        rows_max=rows_max,
         bytes_max=given.count("maxBytesPerTrigger"),
+        rows_min=rows_min,
+        trigger_delay_s=TRIGGER_DELAY_S if delay_s is None else delay_s,
         fails_on_loss=given.flag("failOnDataLoss", True),
         columns=given.columns(),
         is_shared=given.flag("shareGroup", False),
@@ -120,154 +122,29 @@ def stream_options(options: Mapping[str, str]) -> ReadOptions:
 
 def write_options(options: Mapping[str, str]) -> Where:
     """The options of `df.write` and `df.writeStream`. Raises InvalidOption."""
-    return _Given(options, _WRITE, "a write", ()).where()
+    given = Given(options, WRITE, "a write")
+    return Where(*_hub(given), given.topic())
 
 
 def columns_of(options: Mapping[str, str]) -> tuple[str, ...]:
     """The columns that the options name. Spark asks for them before it says whether it reads a batch or a stream.
     Raises InvalidOption."""
-    return _Given(options, (*_BATCH, *_STREAM), "pxrs", ()).columns()
+    return Given(options, (*BATCH, *STREAM), "pxrs").columns()
 
 
-class _Given:
-    def __init__(self, options: Mapping[str, str], known: tuple[str, ...], of: str, elsewhere: tuple[str, ...]) -> None:
-        names = {name.lower(): name for name in known}
-        others = {name.lower(): name for name in elsewhere}
-        self._values: dict[str, str] = {}
-        for key, value in options.items():
-            if key.lower() in _SPARKS_OWN:
-                continue
-            if key.lower() == "path":
-                raise InvalidOption("path", "a topic has none: leave it out of load, save or start; url names the hub")
-            if key.lower() not in names:
-                if key.lower() in others:
-                    raise InvalidOption(others[key.lower()], f"not for {of}; it has {_listed(known)}")
-                raise InvalidOption(key, f"unknown; {of} has {_listed(known)}")
-            self._values[names[key.lower()]] = value
+def _read_from(given: Given) -> ReadFrom:
+    return ReadFrom(*_hub(given), given.topics())
 
-    def text(self, name: str) -> str | None:
-        value = self._values.get(name)
-        if value is not None and not value.strip():
-            raise InvalidOption(name, "it is empty")
-        return value
 
-    def where(self) -> Where:
-        url, registry = self.text("url"), self.text("registry")
-        topics = self.text("topic"), self.text("subscribe")
-        if url is None:
-            raise InvalidOption("url", "missing; give the hub's directory")
-        if topics == (None, None):
-            raise InvalidOption("topic", "missing; give the topic's name")
-        if None not in topics:
-            raise InvalidOption("subscribe", "it is another name of topic: give one of them")
-        topic = (topics[0] or topics[1] or "").strip()
-        if "," in topic:
-            raise InvalidOption("subscribe", f"{topic!r} names several topics: read each by itself, and use union")
-        return Where(self._directory(url), None if registry is None else _resolved(registry), topic)
-
-    def _directory(self, url: str) -> str:
-        address = _parsed("url", url)
-        if address.scheme != "file":
-            raise InvalidOption(
-                "url", f"{address.text}: Spark's processes share a hub in a directory; {address.scheme}: is none"
-            )
-        return _directory("url", address)
-
-    def count(self, name: str) -> int | None:
-        value = self.text(name)
-        if value is None:
-            return None
-        if not value.strip().isdecimal() or not 0 < int(value) < 1 << 62:
-            raise InvalidOption(name, f"{value!r}; give a whole number from 1 on")
-        return int(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.text(name)
-        if value is None:
-            return default
-        if value.strip().lower() not in ("true", "false"):
-            raise InvalidOption(name, f"{value!r}; give true or false")
-        return value.strip().lower() == "true"
-
-    def assignor(self) -> str:
-        value = self.text("assignor")
-        if value is None:
-            return "sticky"
-        try:
-            assignor_named(value.strip())
-        except InvalidGroup as error:
-            raise InvalidOption("assignor", str(error)) from error
-        return value.strip()
-
-    def columns(self) -> tuple[str, ...]:
-        """The columns of the rows, in the order in which the user has given them."""
-        known = (*COLUMNS, HEADERS) if self.flag("includeHeaders", False) else COLUMNS
-        value = self._values.get("columns")
-        if value is None:
-            return known
-        names = tuple(name.strip() for name in value.split(","))
-        choices = f"give some of {_listed(known)}, with commas between them"
-        for place, name in enumerate(names):
-            if name == HEADERS and name not in known:
-                raise InvalidOption("columns", f"headers are only there with includeHeaders=true; else {choices}")
-            if name not in known:
-                raise InvalidOption("columns", f"{name!r} is none; {choices}")
-            if name in names[:place]:
-                raise InvalidOption("columns", f"{name!r} is there twice; {choices}")
-        return names
-
-    def seconds(self, name: str) -> float | None:
-        value = self.text(name)
-        if value is None:
-            return None
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = 0.0
-        if not 0 < seconds <= 86_400:
-            raise InvalidOption(name, f"{value!r}; give seconds, more than 0 and at most a day")
-        return seconds
-
-    def time(self, name: str, instead_of: str) -> int | None:
-        value = self.text(name)
-        if value is None:
-            return None
-        if instead_of in self._values:
-            raise InvalidOption(name, f"it takes the place of {instead_of}: give one of them")
-        value = value.strip()
-        if value.removeprefix("-").isdecimal():
-            return int(value) * 1000
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError:
-            raise InvalidOption(
-                name, f"{value!r}; give milliseconds since 1970, or a time such as 2026-01-31T12:00:00+00:00"
-            ) from None
-        if moment.tzinfo is None:
-            raise InvalidOption(name, f"{value!r} has no time zone; give one, such as +00:00")
-        return microseconds_of(moment)
-
-    def offsets(self, name: str, words: tuple[str, ...]) -> Offsets | None:
-        value = self.text(name)
-        if value is None:
-            return None
-        word = value.strip()
-        if word in words:
-            return word
-        choices = f'give {_listed(words)}, or JSON such as {{"0": 23, "1": -2}}, in which -2 is earliest and -1 latest'
-        if not word.startswith("{"):
-            raise InvalidOption(name, f"{value!r}; {choices}")
-        try:
-            found = json.loads(word)
-            topic = self.text("topic") or self.text("subscribe")
-            if list(found) == [topic] and isinstance(found[topic], dict):  # as Kafka's source has it
-                found = found[topic]
-            offsets = {int(partition): offset for partition, offset in found.items()}
-        except (ValueError, AttributeError) as error:
-            raise InvalidOption(name, f"{value!r}: {error}; {choices}") from None
-        if not offsets or not all(type(offset) is int and offset >= EARLIEST for offset in offsets.values()):
-            raise InvalidOption(name, f"{value!r}; {choices}")
-        return offsets
+def _hub(given: Given) -> tuple[str, str | None]:
+    """The addresses of the hub and of its registry."""
+    address = _parsed("url", given.required("url", "give the hub's directory"))
+    if address.scheme != "file":
+        raise InvalidOption(
+            "url", f"{address.text}: Spark's processes share a hub in a directory; {address.scheme}: is none"
+        )
+    registry = given.text("registry")
+    return _directory("url", address), None if registry is None else _resolved(registry)
 
 
 def _resolved(registry: str) -> str:
@@ -308,7 +185,3 @@ def _directory(option: str, address: Address) -> str:
         return str(address.directory())
     except InvalidUrl as error:
         raise InvalidOption(option, str(error)) from error
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names)

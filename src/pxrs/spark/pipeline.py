@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Final, Literal
 from pxrs.errors import InvalidPipeline
 from pxrs.group.records import GROUP_NAME
 from pxrs.handler import fault_of
+from pxrs.publishing.selection import Topics
 from pxrs.spark.letters import MESSAGE, REASON, dead_letters, with_message
 from pxrs.spark.parsing import ParseJson
 from pxrs.spark.rejecting import FunctionCall, same_conditions
 from pxrs.spark.sinks import HubAddress, OutputMode, Sink, SparkOption
-from pxrs.spark.subscription import Topics, topics_of
+from pxrs.spark.subscription import reads, topics_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -38,9 +39,9 @@ _OUTPUT_MODES: Final = ("append", "update", "complete")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 _OURS: Final = (
     *("url", "registry", "topic", "subscribe", "subscribepattern", "assign"),
-    *("group", "sharegroup", "endingoffsets", "endingtimestamp"),
+    *("group", "sharegroup", "endingoffsets", "endingtimestamp", "endingoffsetsbytimestamp"),
 )
-SHAPE: Final = ("includeheaders", "columns")
+SHAPE: Final = ("includeheaders", "includetopic", "columns")
 """Options that decide which columns there are, for a stream and for a batch over its history."""
 _SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:/")
 _collected: ContextVar[list[Pipeline] | None] = ContextVar("_collected", default=None)
@@ -207,7 +208,8 @@ def pipeline(
             output_mode,
             every,
             share_group,
-            dict(options or {}),
+            # A function of several topics needs their names, also if the list that it is given has only one of them.
+            {**({} if isinstance(source, str) else {"includeTopic": "true"}), **(options or {})},
         )
         _check(made)
         if (collected := _collected.get()) is not None:
@@ -266,7 +268,7 @@ def _check(made: Pipeline) -> None:
     if made.dead_letters is not None and made.parse is not None and made.parse.on_bad == "drop":
         raise InvalidPipeline(f"{name}: on_bad='drop' and dead_letters contradict each other")
     for topic, what in ((made.sink.topic, "sink"), (made.dead_letters, "dead_letters")):
-        if topic is not None and made.source.includes(topic):
+        if topic is not None and reads(made.source, topic):
             raise InvalidPipeline(f"{name}: {what} is the source, {topic}: it would feed itself for ever")
     if given := [option for option in made.options if option.lower() in _OURS]:
         raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be given here")

@@ -1,4 +1,4 @@
-"""Planning in the driver what Spark reads of a topic, as a batch or as a stream. A batch may also read a registered
+"""Planning in the driver what Spark reads of topics, as a batch or as a stream. A batch may also read a registered
 source: see `table.py`. The tasks that read are in `tasks.py`.
 """
 
@@ -8,7 +8,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader
 from pyspark.sql.streaming.datasource import (
@@ -29,11 +29,16 @@ from pxrs.log.contract import TopicLog
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.membership import QueryOptions
 from pxrs.publishing.planning import REPLACED, Range, Spans, dump_offset, gather, load_offset, split
-from pxrs.publishing.query import Query, resolve_offsets, start_offsets
-from pxrs.spark.names import find_source, topic_to_stream
-from pxrs.spark.options import ReadOptions, Where
+from pxrs.publishing.query import Query
+from pxrs.publishing.selection import boundary_offsets
+from pxrs.spark.names import find_source, topic_to_stream, topics_to_read
+from pxrs.spark.options import ReadFrom, ReadOptions, Where
 from pxrs.spark.table import TableSlice, table_slices
 from pxrs.spark.tasks import Slice, TaskReader, checked_start
+from pxrs.topics import TopicHandle
+
+if TYPE_CHECKING:
+    from pxrs.sources.catalog import RegisteredSource
 
 _TASK_ROWS_MIN: Final = 20_000
 """Short ranges of several partitions are read by one task until it has this number of rows, unless minPartitions is
@@ -48,31 +53,32 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
 
     def partitions(self) -> list[Slice] | list[TableSlice]:
         options = self._options
-        name = options.where.topic
+        topics = options.where.topics
         with open_hub(options.where) as hub:
-            try:
-                topic = hub.topic(name).log
-            except UnknownTopic:
-                if (record := find_source(hub, name)) is None:
-                    raise
-                return table_slices(hub, record, options)
+            if topics.only is not None and (table := _table(hub, topics.only)) is not None:
+                return table_slices(hub, table, options)
+            logs = topics_to_read(hub, topics)
             if options.source_url is not None:
-                raise InvalidOption("sourceUrl", f"{name} is a topic; only the table of a registered source has one")
-            starts = (
-                _committed(hub, topic, options)
-                if options.starting == "committed"
-                else start_offsets(topic, options.starting, options.starting_us)
-            )
-            if options.ending_us is not None:
-                ends = {number: topic.offset_at(number, options.ending_us) for number in range(topic.partitions)}
-            else:
-                ends = resolve_offsets(topic, options.ending, "endingOffsets")
-            ranges = [
-                Range(number, checked_start(topic, number, starts[number], options.fails_on_loss), ends[number])
-                for number in range(topic.partitions)
-            ]
-            ranges = [each for each in ranges if each.start < each.end]
-            return _slices(options, topic, ranges)
+                raise InvalidOption("sourceUrl", f"{topics} has none; only the table of a registered source has one")
+            names = [topic.name for topic in logs]
+            options.starting.check_topics(names)
+            options.ending.check_topics(names)
+            return _slices(options, [(topic, self._ranges(hub, topic)) for topic in logs])
+
+    def _ranges(self, hub: Hub, topic: TopicLog) -> list[Range]:
+        """What is read of a topic."""
+        options = self._options
+        numbers = options.where.topics.partitions_of(topic.name, topic.partitions)
+        if options.starting.word == "committed":
+            starts = _committed(hub, topic, options.group or "", numbers)
+        else:
+            starts = boundary_offsets(topic, options.starting, numbers)
+        ends = boundary_offsets(topic, options.ending, numbers)
+        ranges = [
+            Range(number, checked_start(topic, number, starts[number], options.fails_on_loss), ends[number])
+            for number in numbers
+        ]
+        return [each for each in ranges if each.start < each.end]
 
     def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
         return TaskReader, ()
@@ -92,7 +98,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         """An offset without spans: nothing is read yet. The group's checkpoints say where the query begins; the member
         writes them when it joins, before anything is handed out (G6)."""
         with open_hub(self._options.where) as hub:
-            return dump_offset(topic_to_stream(hub, self._options.where.topic).id, {})
+            return dump_offset(_topic_to_stream(hub, self._options).id, {})
 
     def getDefaultReadLimit(self) -> ReadLimit:
         if self._options.rows_max is not None:
@@ -134,7 +140,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         feed = query.feed(spans, fences)
         ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
         # A batch of which nothing may be read has a task too, because a task has to store the feed for the sink.
-        return _slices(self._options, topic, ranges or [Range(0, 0, 0)], feed)
+        return _slices(self._options, [(topic, ranges or [Range(0, 0, 0)])], feed)
 
     def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
         return TaskReader, ()
@@ -181,7 +187,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         return self._loaded[1]
 
 
-def open_hub(where: Where) -> Hub:
+def open_hub(where: ReadFrom | Where) -> Hub:
     return pxrs.open(where.url, registry=where.registry)
 
 
@@ -189,12 +195,11 @@ def join_query(hub: Hub, options: ReadOptions) -> Query:
     """A streaming query of a topic, which has joined its group. Raises UnknownTopic, GroupActive and what
     `Hub.join_registry` raises."""
     assert options.group is not None
-    source = topic_to_stream(hub, options.where.topic).log
+    source = _topic_to_stream(hub, options).log
     hub.join_registry()
     how = QueryOptions(
         options.group,
         options.starting,
-        options.starting_us,
         options.fails_on_loss,
         options.is_shared,
         options.assignor,
@@ -204,25 +209,52 @@ def join_query(hub: Hub, options: ReadOptions) -> Query:
     return Query(source, hub.registry, how, hub.join_registry)
 
 
-def _slices(options: ReadOptions, topic: TopicLog, ranges: Sequence[Range], feed: Feed | None = None) -> list[Slice]:
-    least = options.partitions_min
-    tasks = gather(ranges, _TASK_ROWS_MIN) if least is None else [[each] for each in split(ranges, least)]
-    url, machine = options.where.url, boot_id()
+def _topic_to_stream(hub: Hub, options: ReadOptions) -> TopicHandle:
+    """The topic of a stream. Raises UnknownTopic and InvalidOption."""
+    topics = options.where.topics
+    if topics.only is None:
+        raise InvalidOption("subscribe", f"{topics}: a stream reads one topic")
+    return topic_to_stream(hub, topics.only)
+
+
+def _table(hub: Hub, name: str) -> RegisteredSource | None:
+    """The registered source of this name, None if there is a topic of this name. Raises UnknownTopic if there is
+    neither."""
+    try:
+        hub.topic(name)
+    except UnknownTopic:
+        if (record := find_source(hub, name)) is None:
+            raise
+        return record
+    return None
+
+
+def _slices(
+    options: ReadOptions, found: Sequence[tuple[TopicLog, Sequence[Range]]], feed: Feed | None = None
+) -> list[Slice]:
+    """The tasks that read these ranges of topics. A task reads one topic."""
+    url, machine, least = options.where.url, boot_id(), options.partitions_min
+    if least is None:
+        tasks = [(topic, part) for topic, ranges in found for part in gather(ranges, _TASK_ROWS_MIN)]
+    else:
+        pieces = split([each for _, ranges in found for each in ranges], least)
+        owners = [topic for topic, ranges in found for _ in ranges]
+        tasks = [(topic, [each]) for topic, parts in zip(owners, pieces, strict=True) for each in parts]
     return [
-        Slice(url, topic.name, topic.id, machine, tuple(each), options.columns, options.fails_on_loss, feed)
-        for each in tasks
+        Slice(url, topic.name, topic.id, machine, tuple(part), options.columns, options.fails_on_loss, feed)
+        for topic, part in tasks
     ]
 
 
-def _committed(hub: Hub, topic: TopicLog, options: ReadOptions) -> dict[int, int]:
-    """The group's checkpoint of each partition; the start of a partition that has none."""
-    keys = Keys(options.group or "")
+def _committed(hub: Hub, topic: TopicLog, group: str, numbers: Sequence[int]) -> dict[int, int]:
+    """The group's checkpoint of each of these partitions; the start of a partition that has none."""
+    keys = Keys(group)
     found = {
         partition_of(entry.key)[1]: Checkpoint.load(entry.key, entry.value).offset
         for entry in hub.registry.scan(f"{keys.checkpoints}{topic.id}/")
     }
-    bounds = topic.bounds(range(topic.partitions))
-    starts = {number: found.get(number, bounds[number].start) for number in range(topic.partitions)}
+    bounds = topic.bounds(numbers)
+    starts = {number: found.get(number, bounds[number].start) for number in numbers}
     for number, start in starts.items():
         if start > (end := bounds[number].end):
             raise CheckpointOutOfRange(

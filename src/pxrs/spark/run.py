@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pxrs.errors import Conflict, InvalidPipeline, PipelineFailed, PxrsError, RegistryError, SharedState, UnknownGroup
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
-from pxrs.publishing.query import start_offsets
+from pxrs.publishing.selection import boundary_offsets
 from pxrs.registry.contract import ABSENT
 from pxrs.spark.names import find_source, no_stream
 from pxrs.spark.options import stream_options
@@ -234,7 +234,7 @@ class Run:
             rows = _named(each.name, lambda: each.over(self._messages(each, each.group, each.options)))
             return [planned("", rows, each.sink, each.output_mode)]
         options = {name: value for name, value in each.options.items() if name.lower() not in SHAPE}
-        whole = {**options, "includeHeaders": "true"}
+        whole = {**options, "includeHeaders": "true", "includeTopic": "true"}
         rows, bad = _named(
             each.name,
             lambda: each.rows_and_dead_letters(
@@ -320,11 +320,10 @@ def pin_starts(hub: Hub, each: Pipeline, address: HubAddress) -> None:
     messages: by itself, each query would find another "latest". Where only the query of the rows has a checkpoint, the
     dead letters begin no later than that."""
     given = {name: str(value) for name, value in each.options.items() if name.lower().startswith("starting")}
+    options = stream_options({**address.options(each.source), "group": each.group, **given})
     for name in each.source.among(topic.name for topic in hub.topics()):
         topic = hub.topic(name)
-        options = stream_options({**address.options(name), "group": each.group, **given})
-        starts = start_offsets(topic.log, options.starting, options.starting_us)
-        for number, start in starts.items():
+        for number, start in boundary_offsets(topic.log, options.starting).items():
             _pin_start(hub, each, topic.id, number, start)
 
 

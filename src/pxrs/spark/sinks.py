@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from pxrs.errors import InvalidPipeline
-from pxrs.spark.subscription import Topics
+from pxrs.publishing.selection import Topics
+from pxrs.spark.subscription import reader_options
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -33,7 +34,7 @@ class HubAddress:
 
     def options(self, topics: str | Topics) -> dict[str, str]:
         """The options that name a topic of this hub, or for a reader several."""
-        named = {"topic": topics} if isinstance(topics, str) else topics.options()
+        named = {"topic": topics} if isinstance(topics, str) else reader_options(topics)
         options = {"url": self.url, **named}
         return options if self.registry is None else {**options, "registry": self.registry}
 

@@ -3,35 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 
 from pxrs.errors import InvalidPipeline
-
-
-@dataclass(frozen=True, slots=True)
-class Topics:
-    """The source of a pipeline. Made from a topic's name, from several names, or by `topics_matching`."""
-
-    names: tuple[str, ...] = ()
-    pattern: str | None = None
-    """A regular expression that matches the whole of a topic's name; then there are no `names`."""
-
-    def __str__(self) -> str:
-        return ", ".join(self.names) if self.pattern is None else f"topics like {self.pattern}"
-
-    def options(self) -> dict[str, str]:
-        """As options of Spark's reader."""
-        if self.pattern is not None:
-            return {"subscribePattern": self.pattern}
-        return {"topic": self.names[0]} if len(self.names) == 1 else {"subscribe": ",".join(self.names)}
-
-    def includes(self, topic: str) -> bool:
-        return topic in self.names if self.pattern is None else re.fullmatch(self.pattern, topic) is not None
-
-    def among(self, there: Iterable[str]) -> list[str]:
-        """The names; for a pattern, those of these topics that match it, in order of their names."""
-        return list(self.names) if self.pattern is None else sorted(filter(self.includes, there))
+from pxrs.publishing.selection import Topics
 
 
 def topics_matching(pattern: str) -> Topics:
@@ -49,6 +23,8 @@ def topics_matching(pattern: str) -> Topics:
 def topics_of(source: object) -> Topics:
     """What is given to `@pipeline(source=...)`. Raises InvalidPipeline."""
     if isinstance(source, Topics):
+        if source.assigned is not None:
+            raise InvalidPipeline("source names partitions; a pipeline reads whole topics")
         return source
     names = (source,) if isinstance(source, str) else tuple(source) if isinstance(source, list | tuple) else ()
     if not names or not all(isinstance(name, str) and name and "," not in name for name in names):
@@ -56,3 +32,15 @@ def topics_of(source: object) -> Topics:
     if len(set(names)) != len(names):
         raise InvalidPipeline(f"source is {source!r}, which names a topic twice")
     return Topics(names)
+
+
+def reader_options(topics: Topics) -> dict[str, str]:
+    """The options of Spark's reader that name these topics."""
+    if topics.pattern is not None:
+        return {"subscribePattern": topics.pattern}
+    return {"topic": topics.names[0]} if len(topics.names) == 1 else {"subscribe": ",".join(topics.names)}
+
+
+def reads(topics: Topics, name: str) -> bool:
+    """Whether a topic of this name is, or would be, one of these."""
+    return name in topics.among([name]) if topics.pattern is not None else name in topics.names

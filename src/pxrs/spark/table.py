@@ -15,6 +15,7 @@ the planned end.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,8 +29,10 @@ from pxrs.errors import CheckpointOutOfRange, ReadFailed
 from pxrs.group.foreign import changed, check_meaning, foreign_of, former_reads
 from pxrs.group.records import Checkpoint, Keys, SourceRead, partition_of
 from pxrs.hub import Hub
-from pxrs.publishing.planning import IdRange, Range, resolve_within, split_ids
+from pxrs.publishing.planning import IdRange, Range, split_ids
+from pxrs.publishing.selection import resolve
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
+from pxrs.spark.given import TOPIC
 from pxrs.spark.options import ReadOptions
 
 if TYPE_CHECKING:
@@ -60,25 +63,24 @@ def table_slices(hub: Hub, record: RegisteredSource, options: ReadOptions) -> li
     with _open(record, options.source_url) as table:
         # Read once for all partitions: a second call could return another end.
         first, end = table.bounds((0,))[0]
-        extents = [(first, end)] * table.partitions
-        if options.starting_us is not None:
-            starts = dict.fromkeys(range(table.partitions), table.offset_at(0, options.starting_us))
-        elif options.starting == "committed":
+        extents = dict.fromkeys(range(table.partitions), (first, end))
+
+        @functools.cache
+        def id_since(time_us: int) -> int:
+            return min(end, table.offset_at(0, time_us))
+
+        def id_at(number: int, time_us: int) -> int:
+            return id_since(time_us)  # the same for all partitions, because they share their ids
+
+        if options.starting.word == "committed":
             starts = _committed(hub, table, options.group or "", first)
         else:
             # A start beyond the end is allowed if the table has given out that id and the rows were deleted since: a
             # job that goes on where its last run ended then reads nothing.
-            starts = resolve_within(
-                table.name,
-                extents,
-                options.starting or "earliest",
-                "startingOffsets",
-                lambda offset: table.was_given_out(0, offset),
+            starts = resolve(
+                options.starting, table.name, extents, id_at, lambda offset: table.was_given_out(0, offset)
             )
-        if options.ending_us is not None:
-            ends = dict.fromkeys(range(table.partitions), min(end, table.offset_at(0, options.ending_us)))
-        else:
-            ends = resolve_within(table.name, extents, options.ending, "endingOffsets")
+        ends = resolve(options.ending, table.name, extents, id_at)
     # A start may be smaller than the first id: unlike in a topic, ids without a row do not mean that rows were lost.
     ranges = [Range(number, max(starts[number], first), ends[number]) for number in sorted(starts)]
     lows, highs = tuple(each.start for each in ranges), tuple(each.end for each in ranges)
@@ -96,7 +98,7 @@ def read_table(part: TableSlice) -> Iterator[pa.RecordBatch]:
         for page in table.scan(*part.ids, final_end=max(part.ends)):
             page = _within(page, part)
             for at in range(0, len(page.offsets), BATCH_ROWS):
-                arrays = [_column(page, name).slice(at, BATCH_ROWS) for name in part.columns]
+                arrays = [_column(page, name, part.record.name).slice(at, BATCH_ROWS) for name in part.columns]
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
@@ -156,7 +158,9 @@ def _within(page: Stretch, part: TableSlice) -> Stretch:
     )
 
 
-def _column(page: Stretch, name: str) -> pa.Array:
+def _column(page: Stretch, name: str, topic: str) -> pa.Array:
+    if name == TOPIC:
+        return pa.repeat(pa.scalar(topic, pa.string()), len(page.offsets))
     if name == "partition":
         return page.partitions
     return page.offsets if name == "offset" else page.records.column(name)

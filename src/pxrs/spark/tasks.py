@@ -27,6 +27,7 @@ from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import REPLACED, Range
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
+from pxrs.spark.given import TOPIC
 from pxrs.spark.table import TableSlice, read_table
 
 _logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
         topic = _topic_of(part)
         for each in part.ranges:
             for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
-                yield from _rows(batch, each.partition, part.columns)
+                yield from _rows(batch, part.topic, each.partition, part.columns)
     except HubMoved:
         _topic.cache_clear()  # the next attempt of the task opens what is there now
         raise
@@ -188,15 +189,17 @@ def _together(batches: list[Batch]) -> Batch:
     return Batch(batches[0].base_offset, pa.concat_batches([batch.records for batch in batches]))
 
 
-def _rows(batch: Batch, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _rows(batch: Batch, topic: str, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     schema = arrow_schema(columns)
     for at in range(0, batch.records.num_rows, BATCH_ROWS):
         piece = batch.records.slice(at, BATCH_ROWS)
-        arrays = [_column(name, piece, partition, batch.base_offset + at) for name in columns]
+        arrays = [_column(name, piece, topic, partition, batch.base_offset + at) for name in columns]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _column(name: str, records: pa.RecordBatch, partition: int, offset: int) -> pa.Array:
+def _column(name: str, records: pa.RecordBatch, topic: str, partition: int, offset: int) -> pa.Array:
+    if name == TOPIC:
+        return pa.repeat(pa.scalar(topic, pa.string()), records.num_rows)
     if name == "partition":
         return pa.repeat(pa.scalar(partition, pa.int32()), records.num_rows)
     if name == "offset":

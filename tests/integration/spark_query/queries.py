@@ -12,10 +12,11 @@ from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher, fingerprint
 from pxrs.publishing.planning import Spans
 from pxrs.publishing.query import Query
+from pxrs.publishing.selection import Topics
 from pxrs.publishing.staging.directory import DirectoryStaging
-from pxrs.spark.options import ReadOptions, Where
+from pxrs.spark.options import ReadFrom, ReadOptions
 
-OPTIONS = ReadOptions(Where("memory:", None, "orders"), "g", lease_ttl=1.0, handover_timeout=20.0)
+OPTIONS = ReadOptions(ReadFrom("memory:", None, Topics(("orders",))), "g", lease_ttl=1.0, handover_timeout=20.0)
 SHARED = replace(OPTIONS, is_shared=True)
 
 

@@ -21,8 +21,9 @@ from pxrs.group.records import Keys, Paused
 from pxrs.hub import Hub
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.publishing.planning import Spans
+from pxrs.publishing.selection import Topics
 from pxrs.registry.memory import MemoryStore
-from pxrs.spark.options import Where
+from pxrs.spark.options import ReadFrom
 from pxrs.spark.reader import join_query
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
@@ -170,7 +171,7 @@ def test_bytes_bound_a_batch(hub: Hub) -> None:
     hub.create_topic("large", partitions=1)
     with hub.producer("large", batch_rows=10) as out:
         out.send_batch(pa.table({"value": [bytes(1000)] * 400}))
-    with join_query(hub, replace(OPTIONS, where=Where("memory:", None, "large"))) as query:
+    with join_query(hub, replace(OPTIONS, where=ReadFrom("memory:", None, Topics(("large",))))) as query:
         end = query.latest({}, None, 50_000)
         assert 10 <= end[0].end <= 70
         assert query.latest(end, None, 1)[0].end == end[0].end + 10, "at least one stored batch"

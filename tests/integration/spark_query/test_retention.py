@@ -18,8 +18,9 @@ from pxrs import clock
 from pxrs.errors import DataLost
 from pxrs.hub import Hub
 from pxrs.publishing.planning import Span
+from pxrs.publishing.selection import Topics
 from pxrs.spark import reader
-from pxrs.spark.options import Where
+from pxrs.spark.options import ReadFrom
 from pxrs.spark.reader import StreamReader, join_query
 from pxrs.testing.waiting import eventually
 from tests.integration.spark_query.queries import OPTIONS, checkpoints, publish, read, run_batch
@@ -134,7 +135,7 @@ def test_a_query_keeps_its_hub_though_no_other_process_does(tmp_path: Path, monk
     monkeypatch.setattr(reader, "_stop_on_sigterm", lambda: None)  # of a process of the query's own
     with pxrs.open(tmp_path / "data", upkeep=False) as hub:
         hub.create_topic("orders", partitions=1, retention=3600)
-        stream = StreamReader(replace(OPTIONS, where=Where(hub.url, None, "orders")))
+        stream = StreamReader(replace(OPTIONS, where=ReadFrom(hub.url, None, Topics(("orders",)))))
         stream.latestOffset(stream.initialOffset(), stream.getDefaultReadLimit())
         eventually(lambda: hub.upkeep().janitor.endswith(f":{os.getpid()}"))
         stream.stop()

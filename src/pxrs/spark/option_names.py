@@ -1,0 +1,79 @@
+"""The names of the options of `format("pxrs")`, and what is said about a name that is none of them.
+
+Spark passes the names of options to a Python source in lower case. So an error can show an unknown name only in lower
+case, whatever the user has written; it suggests the nearest known option in its proper spelling.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from pxrs.errors import InvalidOption
+
+_SPARKS_OWN: Final = ("checkpointlocation", "queryname")
+"""Options that Spark adds by itself."""
+_HUB: Final = ("url", "registry")
+_TOPICS: Final = ("topic", "subscribe", "subscribePattern", "assign")
+_STARTING: Final = (
+    *("startingOffsets", "startingTimestamp", "startingOffsetsByTimestamp"),
+    "startingOffsetsByTimestampStrategy",
+)
+_ROWS: Final = ("minPartitions", "failOnDataLoss", "includeHeaders", "includeTopic", "columns")
+BATCH: Final = (
+    *(*_HUB, *_TOPICS, "group", *_STARTING),
+    *("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp"),
+    *(*_ROWS, "sourceUrl"),
+)
+STREAM: Final = (
+    *(*_HUB, *_TOPICS, "group", *_STARTING),
+    *("maxOffsetsPerTrigger", "maxRowsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay"),
+    *(*_ROWS, "shareGroup", "assignor", "leaseTtl", "handoverTimeout"),
+)
+WRITE: Final = (*_HUB, "topic", "subscribe")
+
+_KAFKAS: Final = {
+    "kafka.bootstrap.servers": "there are no brokers; give the hub's directory as url",
+    "kafka.group.id": "give the group's name as group",
+    "groupidprefix": "pxrs makes no names of groups; give the group's name as group",
+    "kafkaconsumer.polltimeoutms": "tasks read files, and wait for nothing; leave it out",
+    "fetchoffset.numretries": "offsets are read from files; leave it out",
+    "fetchoffset.retryintervalms": "offsets are read from files; leave it out",
+    "maxrecordsperpartition": "give the number of tasks as minPartitions",
+}
+"""What to do about an option of Spark's Kafka source that pxrs does not have."""
+_A_CLIENTS: Final = "it sets up a client of Kafka, and pxrs has none; leave it out"
+_NEAR: Final = 0.6
+"""How similar an option's name has to be to be suggested, from 0 to 1: a few letters may differ."""
+
+
+def known_values(
+    options: Mapping[str, str], known: tuple[str, ...], of: str, elsewhere: Iterable[str] = ()
+) -> dict[str, str]:
+    """The options by their proper names. Raises InvalidOption for a name that is not known.
+
+    of: what the options are given to, for errors. elsewhere: options that exist, and are not for that."""
+    names = {name.lower(): name for name in known}
+    others = {name.lower(): name for name in elsewhere}
+    found: dict[str, str] = {}
+    for key, value in options.items():
+        name = key.lower()
+        if name in names:
+            found[names[name]] = value
+        elif name == "path":
+            raise InvalidOption("path", "a topic has none: leave it out of load, save or start; url names the hub")
+        elif name in others:
+            raise InvalidOption(others[name], f"not for {of}; it has {', '.join(known)}")
+        elif name not in _SPARKS_OWN:
+            raise _unknown(key, names, of)
+    return found
+
+
+def _unknown(key: str, names: Mapping[str, str], of: str) -> InvalidOption:
+    name = key.lower()
+    if name in _KAFKAS or name.startswith("kafka."):
+        return InvalidOption(key, f"this is an option of Spark's Kafka source: {_KAFKAS.get(name, _A_CLIENTS)}")
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
+    suggestion = f"did you mean {names[nearest[0]]}? " if nearest else ""
+    return InvalidOption(key, f"unknown; {suggestion}{of} has {', '.join(names.values())}")
