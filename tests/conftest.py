@@ -34,6 +34,7 @@ READ_THE_SOURCE = {"tests/unit/test_code_limits.py", "tests/unit/test_import_gra
 """Files whose tests parse all of `src/pxrs` (`tests/unit/source_code.py`)."""
 USES_SPARK = {
     "tests/acceptance/test_examples.py",
+    "tests/acceptance/test_recipes.py",
     "tests/integration/test_pipeline_rows.py",
     "tests/integration/test_spark_source.py",
 }
