@@ -351,6 +351,16 @@ def test_x21_a_topic_comes_before_a_source_of_its_name(shop: Shop, tmp_path: Pat
     assert not isinstance(part, TableSlice)
 
 
+def test_x21_a_table_is_read_by_itself_and_its_rows_may_name_it(shop: Shop) -> None:
+    shop.fill(3)
+    shop.register()
+    assert shop.read(columns="topic,offset").to_pylist() == [{"topic": "events", "offset": n} for n in (1, 2, 3)]
+    shop.hub.create_topic("orders", partitions=1)
+    for given in ({"subscribe": "orders,events"}, {"assign": '{"events": [0]}'}):
+        with pytest.raises(InvalidOption, match="events is a registered source, which is read by itself"):
+            BatchReader(read_options({"url": shop.hub.url, **given})).partitions()
+
+
 def test_x21_a_stream_of_a_table_is_refused_with_what_to_use_instead(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,7 +224,7 @@ class GroupMember:
             raise not_committed(session, error, protocol) from error
         if lost:
             self.wake()  # a lost partition may still be in this member's target, and free
-            raise PartitionLost(self.keys.group, lost, TAKEN)
+            raise PartitionLost(self.keys.group, session.settings.source.named(lost), TAKEN)
 
     def commit_with(self, finish: Callable[[], None], write: CommitMore) -> dict[str, int]:
         """Write the checkpoints of what `finish` counts as done, in one commit with something else, all or nothing.

@@ -18,6 +18,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from pxrs.errors import InvalidOption
 from pxrs.log.batch import SCHEMA
 from pxrs.spark.given import HEADERS, TOPIC
 
@@ -46,6 +47,24 @@ def row_schema(columns: Sequence[str]) -> StructType:
     return StructType([_IN_SPARK[name] for name in columns])
 
 
+def check_schema(given: StructType, columns: Sequence[str]) -> None:
+    """Raise InvalidOption if the schema that Spark will read with is not that of these columns: then the user has given
+    another one, and every task would fail."""
+    ours = row_schema(columns)
+    if [(f.name, f.dataType, f.nullable) for f in given] != [(f.name, f.dataType, f.nullable) for f in ours]:
+        raise InvalidOption(
+            "schema",
+            f"the columns that are read are {_ddl(ours)}; the schema that was given is {_ddl(given)}. Leave the schema "
+            "out, choose columns with the option columns, and change types with cast",
+        )
+
+
 def arrow_schema(columns: Sequence[str]) -> pa.Schema:
     """These columns as the schema of the record batches that tasks yield."""
     return pa.schema([_IN_ARROW[name] for name in columns])
+
+
+def _ddl(schema: StructType) -> str:
+    """The columns as SQL has them, such as "key BINARY, partition INT NOT NULL"."""
+    types = {field.name: field.dataType.simpleString().upper() for field in schema}
+    return ", ".join(f"{field.name} {types[field.name]}{'' if field.nullable else ' NOT NULL'}" for field in schema)

@@ -13,7 +13,7 @@ from pxrs.errors import InvalidGroup, InvalidOption
 from pxrs.group.assign import assignor_named
 from pxrs.model import microseconds_of
 from pxrs.publishing.selection import EARLIEST, Boundary, Topics
-from pxrs.spark.option_names import known_values
+from pxrs.spark.option_names import NO_TABLE, known_values
 
 COLUMNS: Final = ("key", "value", "partition", "offset", "timestamp")
 TOPIC: Final = "topic"
@@ -47,7 +47,8 @@ class Given:
     def required(self, name: str, what: str) -> str:
         value = self.text(name)
         if value is None:
-            raise InvalidOption(name, f"missing; {what}")
+            # A program that gives no option at all is less likely than a table.
+            raise InvalidOption(name, f"missing; {what}" if self._values else f"missing; {what}. {NO_TABLE}")
         return value
 
     def count(self, name: str) -> int | None:

@@ -24,7 +24,7 @@ _ROWS: Final = ("minPartitions", "failOnDataLoss", "includeHeaders", "includeTop
 BATCH: Final = (
     *(*_HUB, *_TOPICS, "group", *_STARTING),
     *("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp"),
-    *(*_ROWS, "sourceUrl"),
+    *(*_ROWS, "pushFilters", "sourceUrl"),
 )
 STREAM: Final = (
     *(*_HUB, *_TOPICS, "group", *_STARTING),
@@ -44,6 +44,11 @@ _KAFKAS: Final = {
 }
 """What to do about an option of Spark's Kafka source that pxrs does not have."""
 _A_CLIENTS: Final = "it sets up a client of Kafka, and pxrs has none; leave it out"
+NO_TABLE: Final = (
+    "Spark passes a Python source none of the options of a table that was made with CREATE TABLE ... USING pxrs. Drop "
+    "the table, and use a temporary view, to which Spark passes them: CREATE TEMPORARY VIEW orders USING pxrs OPTIONS "
+    "(url '/data/hub', topic 'orders')"
+)
 _NEAR: Final = 0.6
 """How similar an option's name has to be to be suggested, from 0 to 1: a few letters may differ."""
 
@@ -65,6 +70,8 @@ def known_values(
             raise InvalidOption("path", "a topic has none: leave it out of load, save or start; url names the hub")
         elif name in others:
             raise InvalidOption(others[name], f"not for {of}; it has {', '.join(known)}")
+        elif name == "provider":  # one of the properties that Spark passes in place of options, to make a table
+            raise InvalidOption("url", f"missing: {NO_TABLE}")
         elif name not in _SPARKS_OWN:
             raise _unknown(key, names, of)
     return found

@@ -9,9 +9,9 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from pxrs.errors import InvalidOption
-from pxrs.spark.columns import row_schema
+from pxrs.spark.columns import check_schema, row_schema
 from pxrs.spark.options import columns_of, read_options, stream_options, write_options
-from pxrs.spark.reader import BatchReader, StreamReader
+from pxrs.spark.reader import BatchReader, FilteredBatchReader, StreamReader
 from pxrs.spark.writer import BatchWriter, StreamWriter
 
 
@@ -39,11 +39,15 @@ class PxrsSource(DataSource):  # type: ignore[misc]
 
     def reader(self, schema: StructType) -> BatchReader:
         self._is_planned = True
-        return BatchReader(read_options(self.options))
+        options = read_options(self.options)
+        check_schema(schema, options.columns)
+        return FilteredBatchReader(options) if options.pushes_filters else BatchReader(options)
 
     def streamReader(self, schema: StructType) -> StreamReader:
         self._is_planned = True
-        return StreamReader(stream_options(self.options))
+        options = stream_options(self.options)
+        check_schema(schema, options.columns)
+        return StreamReader(options)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         return BatchWriter(write_options(self.options), schema, overwrite)

@@ -6,7 +6,9 @@ A task maps the log's files and yields the stored record batches nearly as they 
 
 from __future__ import annotations
 
+import array
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -26,7 +28,9 @@ from pxrs.log.directory.log import DirectoryLog
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import REPLACED, Range
 from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.columns import BATCH_ROWS, arrow_schema
+from pxrs.spark.filters import Times
 from pxrs.spark.given import TOPIC
 from pxrs.spark.table import TableSlice, read_table
 
@@ -35,7 +39,10 @@ _logger = logging.getLogger(__name__)
 _SMALL_ROWS: Final = BATCH_ROWS // 4
 """A stored batch with at least this number of rows is yielded as it is, and not joined with others."""
 _READ_BYTES: Final = 4 << 20
-_COUNTING: Final = pa.array(range(BATCH_ROWS), pa.int64())
+# From a buffer: `pa.array` of Python numbers would import pandas where that is installed, for half a second.
+_COUNTING: Final = pa.Array.from_buffers(
+    pa.int64(), BATCH_ROWS, [None, pa.py_buffer(array.array("q", range(BATCH_ROWS)))]
+)
 
 
 @dataclass(frozen=True)
@@ -53,14 +60,32 @@ class Slice(InputPartition):  # type: ignore[misc]
     columns: tuple[str, ...]
     fails_on_loss: bool
     feed: Feed | None = None
-    """The offsets that the whole batch of a streaming query reads; None in a batch job. The task stores it for the
-    query's sink."""
+    """The offsets that the whole batch of a streaming query reads of this topic; None in a batch job. The task stores
+    it for the query's sink."""
+    times: Times | None = None
+    """The times that a query needs, if its filters say so: stored batches without a message of such a time are
+    skipped."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has at most."""
+        return sum(each.rows for each in self.ranges)
+
+
+@dataclass(frozen=True)
+class Slices(InputPartition):  # type: ignore[misc]
+    """The input of one task that reads few rows of several topics."""
+
+    slices: tuple[Slice, ...]
 
 
 class TaskReader:
     """The part of a reader that is sent to tasks: everything else is in their `Slice` or `TableSlice`."""
 
-    def read(self, partition: Slice | TableSlice) -> Iterator[pa.RecordBatch]:
+    def read(self, partition: Slice | Slices | TableSlice) -> Iterator[pa.RecordBatch]:
+        freeze_imports()
+        if isinstance(partition, Slices):
+            return itertools.chain.from_iterable(map(read_slice, partition.slices))
         if isinstance(partition, TableSlice):
             check_machine(partition.machine, "reading a table there is not supported")
             return read_table(partition)
@@ -93,15 +118,15 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
     try:
         topic = _topic_of(part)
         for each in part.ranges:
-            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss)):
+            for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss, part.times)):
                 yield from _rows(batch, part.topic, each.partition, part.columns)
     except HubMoved:
-        _topic.cache_clear()  # the next attempt of the task opens what is there now
+        _forget_topics()  # the next attempt of the task opens what is there now
         raise
     except UnknownTopic as error:
         if isinstance(error, TopicDeleted) and error.advice:
             raise
-        _topic.cache_clear()  # the cached handle is of a deleted topic; there may be a new topic of its name
+        _forget_topics()  # the cached handle is of a deleted topic; there may be a new topic of its name
         _topic_of(part)
         raise
 
@@ -132,7 +157,7 @@ def _topic_of(part: Slice) -> TopicLog:
     """The topic for which the read was planned. Raises UnknownTopic; TopicDeleted if another topic has its name now."""
     topic = _topic(part.url, part.topic)
     if topic.id != part.topic_id:
-        _topic.cache_clear()
+        _forget_topics()
         topic = _topic(part.url, part.topic)
         if topic.id != part.topic_id:
             advice = REPLACED if part.feed is not None else "Start the read again"
@@ -140,13 +165,25 @@ def _topic_of(part: Slice) -> TopicLog:
     return topic
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=1_000)
 def _topic(url: str, name: str) -> TopicLog:
-    """The open topic. Cached, because an executor's process runs many tasks of one topic."""
-    return DirectoryLog(Path(url)).topic(name)
+    """The open topic. Cached, because an executor's process runs many tasks of the same topics."""
+    return _log(url).topic(name)
 
 
-def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool) -> Iterator[Batch]:
+@functools.lru_cache(maxsize=16)
+def _log(url: str) -> DirectoryLog:
+    return DirectoryLog(Path(url))
+
+
+def _forget_topics() -> None:
+    _topic.cache_clear()
+    _log.cache_clear()
+
+
+def _batches(
+    topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool, times: Times | None
+) -> Iterator[Batch]:
     number, offset, end = part
     while offset < end:
         try:
@@ -158,7 +195,7 @@ def _batches(topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bo
             raise OffsetOutOfRange(f"{topic.name}/{number}", end, offset)
         for batch in batches:
             batch = batch.within(offset, end)
-            if batch.records.num_rows:
+            if batch.records.num_rows and (times is None or times.may_be_in(batch.records)):
                 yield batch._replace(records=batch.records.select(columns))
             offset = batch.next_offset
             if offset >= end:

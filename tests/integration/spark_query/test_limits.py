@@ -23,8 +23,8 @@ from pxrs.log.directory.log import DirectoryLog
 from pxrs.publishing.planning import Spans
 from pxrs.publishing.selection import Topics
 from pxrs.registry.memory import MemoryStore
+from pxrs.spark.following import join_query
 from pxrs.spark.options import ReadFrom
-from pxrs.spark.reader import join_query
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
 from tests.integration.spark_query.queries import OPTIONS, PATIENT, SHARED, run_batch, send

@@ -32,8 +32,8 @@ from pxrs.publishing.membership import Membership
 from pxrs.publishing.query import Query
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
+from pxrs.spark.following import join_query
 from pxrs.spark.options import ReadOptions
-from pxrs.spark.reader import join_query
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
 from tests.integration.spark_query.queries import OPTIONS, PATIENT, SHARED, checkpoints, publish, read, run_batch, send

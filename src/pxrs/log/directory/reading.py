@@ -31,7 +31,7 @@ from pxrs.log.directory.start import missing_before, read_start
 
 MAPPED_MAX: Final = 16
 TAIL_READ_BYTES: Final = 256 << 10
-_NO_OFFSETS: Final = pa.array([], pa.int64())
+_NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` of a list would import pandas where that is installed
 
 
 class Reader:
@@ -197,6 +197,8 @@ class Reader:
         return published.end
 
     def _offset_in(self, base: int, timestamp: int, published: Published) -> int | None:
+        import pyarrow.compute as pc  # most readers do not need it, and it takes a while to load
+
         begin = base
         if base != published.segment:
             try:
@@ -213,9 +215,9 @@ class Reader:
             return None
         for batch, _ in self._read_segment(published, begin):
             times = batch.records.column("timestamp").cast(pa.int64())
-            for row, time_us in enumerate(times.to_pylist()):
-                if time_us >= timestamp:
-                    return batch.base_offset + row
+            row: int = pc.index(pc.greater_equal(times, timestamp), True).as_py()
+            if row >= 0:
+                return batch.base_offset + row
         return None
 
     def _base_of(self, offset: int, published: Published) -> int:
