@@ -14,7 +14,7 @@ import pytest
 import pxrs
 from pxrs.errors import InvalidPipeline
 from pxrs.hub import Hub
-from pxrs.spark import HubAddress, Pipeline, QueryWatch, parse_json, pipeline, reject
+from pxrs.spark import HubAddress, Pipeline, QueryWatch, parse_json, pipeline, reject, topics_matching
 from pxrs.spark.run import Run
 from pxrs.testing.waiting import eventually
 
@@ -68,8 +68,8 @@ def dead(hub: Hub) -> dict[str, list[str]]:
             headers = dict(message.headers or [])
             assert headers["trace"] == b"7", "those of the message"
             assert message.key is not None
-            place = headers["pxrs-origin"].decode().removeprefix("orders/").split(" offset ")
-            (stored, *_) = hub.topic("orders").messages(int(place[0]), int(place[1]))
+            topic, partition, offset = headers["pxrs-origin"].decode().replace(" offset ", "/").split("/")
+            (stored, *_) = hub.topic(topic).messages(int(partition), int(offset))
             assert (stored.key, stored.value, stored.timestamp) == (message.key, message.value, message.timestamp)
             found.setdefault(message.value.decode(), []).append(headers["pxrs-reason"].decode())  # type: ignore[union-attr]
     return found
@@ -147,6 +147,34 @@ def test_a_reject_that_could_lose_or_double_rows_is_refused(
         Run(spark, hub, [each], HubAddress(hub.url), tmp_path)
 
 
+@pytest.mark.parametrize("source", [["orders", "returns"], topics_matching("orders|ret.*")], ids=["list", "pattern"])
+def test_s4_a_pipeline_of_several_topics_names_the_topic_of_each_row(
+    spark: Any, hub: Hub, tmp_path: Path, source: Any
+) -> None:
+    hub.create_topic("returns", partitions=1)
+
+    @pipeline(source=source, sink="totals", parse=parse_json(ORDER), dead_letters="bad")
+    def both(rows: Any) -> Any:
+        from pyspark.sql import functions as F
+
+        rows = reject(rows, "topic = 'returns' AND amount > 0", F.concat("topic", F.lit(": amount is positive")))
+        return rows.select(F.concat_ws(" ", "topic", "account", "amount").alias("value"))
+
+    send(hub, order("ann", 1), "no json", order("bob", 2))
+    send(hub, order("ann", -1), "none either", order("bob", 7), topic="returns")
+    told = run(spark, hub, both, tmp_path)
+    assert told == {"both": ("ended", 6, 0), "both.dead-letters": ("ended", 6, 0)}
+    assert values(hub, "totals") == ["orders ann 1", "orders bob 2", "returns ann -1"]
+    assert dead(hub) == {
+        "no json": ["it is not one JSON document"],
+        "none either": ["it is not one JSON document"],
+        order("bob", 7): ["returns: amount is positive"],
+    }
+    messages = both.messages(spark, HubAddress(hub.url))
+    assert sorted(row.value for row in both.over(messages).collect()) == values(hub, "totals")
+    assert both.left_out(messages) == 3
+
+
 def test_dead_letters_without_a_parse_step_are_those_that_the_function_rejects(
     spark: Any, hub: Hub, tmp_path: Path
 ) -> None:
@@ -218,7 +246,7 @@ def test_a_watch_has_batches_rows_lag_and_the_error_of_a_query(spark: Any, hub: 
         failed = watch.ended(query.runId, PATIENCE_S)
     assert (copies.name, copies.rows, copies.error) == ("copies", 10, None)
     assert [batch.number for batch in copies.batches] == list(range(len(copies.batches)))
-    assert sum(topic.rows for batch in copies.batches for topic in batch.topics.values()) == 10
+    assert sum(batch.topics["orders"].rows for batch in copies.batches) == 10
     lags = [batch.lag for batch in copies.batches]
     assert lags == sorted(lags, reverse=True)  # type: ignore[type-var]
     assert lags[-1] == 0

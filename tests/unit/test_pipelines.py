@@ -248,6 +248,9 @@ def test_topics_that_are_missing_are_named_with_what_makes_them() -> None:
         hub.create_topic("bad")
         check_topics(hub, pipelines)
         assert missing_topics(hub, [make(["orders", "returns"]), make(topics_matching("o.*"))]) == ["returns"]
+        check_topics(hub, [make(topics_matching("o.*"))])
+        with pytest.raises(InvalidPipeline, match=r"totals: source: no topic of the hub matches x\.\*: create one"):
+            check_topics(hub, [make(topics_matching("x.*"))])
 
 
 # The file.

@@ -262,6 +262,8 @@ def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
     there = [topic.name for topic in hub.topics()]
     for each in pipelines:
         read = {hub.topic(topic).id: topic for topic in each.source.among(there)}
+        if not read:
+            raise InvalidPipeline(f"{each.name}: source: no topic of the hub matches {each.source.pattern}: create one")
         for topic in each.topics():
             if topic not in read.values() and (source := read.get(hub.topic(topic).id)) is not None:
                 raise InvalidPipeline(
