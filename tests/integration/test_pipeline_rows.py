@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 
 import pxrs
+from pxrs.cli.pipeline.history import run_history
 from pxrs.errors import InvalidPipeline
 from pxrs.hub import Hub
-from pxrs.spark import HubAddress, Pipeline, QueryWatch, parse_json, pipeline, reject, topics_matching
+from pxrs.spark import HubAddress, Pipeline, QueryWatch, TopicProgress, parse_json, pipeline, reject, topics_matching
 from pxrs.spark.run import Run
 from pxrs.testing.waiting import eventually
 
@@ -28,7 +28,7 @@ Function = Callable[[Any], Any]
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     with pxrs.open(tmp_path / "hub") as hub:
-        for topic in ("orders", "totals", "bad"):
+        for topic in ("orders", "returns", "totals", "bad"):
             hub.create_topic(topic, partitions=2)
         yield hub
 
@@ -75,49 +75,50 @@ def dead(hub: Hub) -> dict[str, list[str]]:
     return found
 
 
-@pipeline(source="orders", sink="totals", parse=parse_json(ORDER), dead_letters="bad")
+@pipeline(source=["orders", "returns"], sink="totals", parse=parse_json(ORDER), dead_letters="bad")
 def checked(orders: Any) -> Any:
     from pyspark.sql import functions as F
 
     orders = reject(orders, F.col("amount") <= 0, "amount is not positive")
     orders = orders.withColumn("cents", F.col("amount") * 100)
     orders = reject(orders, "cents > 9900", F.concat(F.lit("too much for "), F.nullif("account", F.lit("eve"))))
-    return orders.select(F.col("account").alias("value"))
+    return orders.select(F.concat_ws(" ", "topic", "account").alias("value"))
 
 
-def test_s4_rows_that_a_function_rejects_are_dead_letters_exactly_once(spark: Any, hub: Hub, tmp_path: Path) -> None:
-    good = [order("ann", 1), order("dan", None)]
-    send(hub, *good, order("bob", -1), order("cid", 100), order("eve", 100), "no json")
-    assert run(spark, hub, checked, tmp_path) == {
-        "checked": ("ended", 6, 0),
-        "checked.dead-letters": ("ended", 6, 0),
-    }
-    expected = {
+def test_s4_rows_that_a_function_rejects_are_dead_letters_once_and_name_their_topic(
+    spark: Any, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`test_pipelines.py` repeats batches of a pipeline with rejected rows."""
+    send(hub, order("ann", 1), order("dan", None), order("bob", -1), order("cid", 100), "no json")
+    send(hub, order("ann", 2), order("eve", 100), "none either", topic="returns")
+    told = run(spark, hub, checked, tmp_path)
+    assert told == {"checked": ("ended", 8, 0), "checked.dead-letters": ("ended", 8, 0)}
+    good = ["orders ann", "orders dan", "returns ann"]
+    assert values(hub, "totals") == good, "a condition that is null rejects nothing"
+    assert dead(hub) == {
         order("bob", -1): ["amount is not positive"],
         order("cid", 100): ["too much for cid"],
         order("eve", 100): ["the pipeline's function has rejected it"],
         "no json": ["it is not one JSON document"],
+        "none either": ["it is not one JSON document"],
     }
-    assert values(hub, "totals") == ["ann", "dan"], "a condition that is null rejects nothing"
-    assert dead(hub) == expected
 
-    # As if Spark had died between the publishing of the batches and its own note of it: they come again.
-    for name in ("checked", "checked.dead-letters"):
-        shutil.rmtree(tmp_path / "checkpoints" / name / "commits")
-    send(hub, order("fay", 2), order("gus", 0))
-    run(spark, hub, checked, tmp_path)
-    assert values(hub, "totals") == ["ann", "dan", "fay"]
-    assert dead(hub) == {**expected, order("gus", 0): ["amount is not positive"]}
+    run_history(spark, [checked], HubAddress(hub.url), {}, 20, is_written=False, as_json=True)
+    out, error = capsys.readouterr()
+    assert sorted(json.loads(line)["row"]["value"] for line in out.splitlines()) == good
+    assert "checked: left out 5 messages that do not parse or are rejected" in error
 
-    messages = checked.messages(spark, HubAddress(hub.url))
-    assert sorted(row.value for row in checked.over(messages).collect()) == ["ann", "dan", "fay"]
-    assert checked.left_out(messages) == checked.bad(messages).count() == 5
+    matching = pipeline(topics_matching("ord.*|ret.*"), "totals", parse=checked.parse, name="m")(checked.function)
+    bad = matching.bad(matching.messages(spark, HubAddress(hub.url)))
+    origins = bad.selectExpr("CAST(element_at(headers, -1).value AS STRING) AS origin").collect()
+    assert {row.origin.split("/")[0] for row in origins} == {"orders", "returns"}
+    assert Run(spark, hub, [matching], HubAddress(hub.url), tmp_path).queries[0].source == str(matching.source)
 
 
 def test_a_function_is_tested_with_rows_of_any_kind(spark: Any) -> None:
-    rows = spark.createDataFrame([("ann", 1), ("bob", -1), ("cid", None)], ORDER.replace(" NOT NULL", ""))
-    assert [row.value for row in checked(rows).collect()] == ["ann", "cid"]
-    assert [tuple(row) for row in checked.rejected(rows).collect()] == [("bob", -1, "amount is not positive")]
+    rows = spark.createDataFrame([("t", "ann", 1), ("t", "bob", -1), ("t", "cid", None)], "topic STRING, " + ORDER)
+    assert [row.value for row in checked(rows).collect()] == ["t ann", "t cid"]
+    assert [tuple(row) for row in checked.rejected(rows).collect()] == [("t", "bob", -1, "amount is not positive")]
 
 
 @pytest.mark.parametrize(
@@ -145,34 +146,6 @@ def test_a_reject_that_could_lose_or_double_rows_is_refused(
     each = pipeline("orders", "totals", **options)(lambda rows: function(rows, F))
     with pytest.raises(InvalidPipeline, match=words):
         Run(spark, hub, [each], HubAddress(hub.url), tmp_path)
-
-
-@pytest.mark.parametrize("source", [["orders", "returns"], topics_matching("orders|ret.*")], ids=["list", "pattern"])
-def test_s4_a_pipeline_of_several_topics_names_the_topic_of_each_row(
-    spark: Any, hub: Hub, tmp_path: Path, source: Any
-) -> None:
-    hub.create_topic("returns", partitions=1)
-
-    @pipeline(source=source, sink="totals", parse=parse_json(ORDER), dead_letters="bad")
-    def both(rows: Any) -> Any:
-        from pyspark.sql import functions as F
-
-        rows = reject(rows, "topic = 'returns' AND amount > 0", F.concat("topic", F.lit(": amount is positive")))
-        return rows.select(F.concat_ws(" ", "topic", "account", "amount").alias("value"))
-
-    send(hub, order("ann", 1), "no json", order("bob", 2))
-    send(hub, order("ann", -1), "none either", order("bob", 7), topic="returns")
-    told = run(spark, hub, both, tmp_path)
-    assert told == {"both": ("ended", 6, 0), "both.dead-letters": ("ended", 6, 0)}
-    assert values(hub, "totals") == ["orders ann 1", "orders bob 2", "returns ann -1"]
-    assert dead(hub) == {
-        "no json": ["it is not one JSON document"],
-        "none either": ["it is not one JSON document"],
-        order("bob", 7): ["returns: amount is positive"],
-    }
-    messages = both.messages(spark, HubAddress(hub.url))
-    assert sorted(row.value for row in both.over(messages).collect()) == values(hub, "totals")
-    assert both.left_out(messages) == 3
 
 
 def test_dead_letters_without_a_parse_step_are_those_that_the_function_rejects(
@@ -229,27 +202,24 @@ def test_a_stream_outside_of_a_pipeline_is_not_rejected_from(spark: Any) -> None
         reject(spark.readStream.format("rate").load(), "value > 1", "x")
 
 
-def test_a_watch_has_batches_rows_lag_and_the_error_of_a_query(spark: Any, hub: Hub, tmp_path: Path) -> None:
-    def start(name: str, expression: str) -> Any:
-        rows = spark.readStream.format("pxrs").options(url=hub.url, topic="orders", group=name, maxRowsPerTrigger="4")
-        writer = rows.load().selectExpr(expression).writeStream.format("pxrs").options(url=hub.url, topic="totals")
-        writer = writer.queryName(name).option("checkpointLocation", str(tmp_path / name))
-        return writer.trigger(availableNow=True).start()
-
-    send(hub, *map(str, range(10)))
+def test_a_watch_has_the_error_of_a_query_that_fails_after_its_first_batch(
+    spark: Any, hub: Hub, tmp_path: Path
+) -> None:
+    """`docs/spark-recipes.md` has one of a query that ends well."""
+    with hub.producer("orders") as out:
+        for value in ("1", "1", "1", "2"):
+            out.send(value, partition=0)
     told = []
+    options = {"url": hub.url, "topic": "orders", "group": "g", "maxRowsPerTrigger": "3"}
+    rows = spark.readStream.format("pxrs").options(**options).load()
+    rows = rows.selectExpr("IF(CAST(value AS STRING) = '2', raise_error('oops'), value) AS value")
+    writer = rows.writeStream.format("pxrs").options(url=hub.url, topic="totals").queryName("fails")
+    writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
     with QueryWatch(spark, on_batch=told.append) as watch:
-        query = start("copies", "value")
-        query.awaitTermination(PATIENCE_S)
-        copies = watch.ended(query.runId, PATIENCE_S)
-        query = start("fails", "raise_error('oops') AS value")
-        failed = watch.ended(query.runId, PATIENCE_S)
-    assert (copies.name, copies.rows, copies.error) == ("copies", 10, None)
-    assert [batch.number for batch in copies.batches] == list(range(len(copies.batches)))
-    assert sum(batch.topics["orders"].rows for batch in copies.batches) == 10
-    lags = [batch.lag for batch in copies.batches]
-    assert lags == sorted(lags, reverse=True)  # type: ignore[type-var]
-    assert lags[-1] == 0
-    assert all(batch.duration_ms >= batch.phases_ms["addBatch"] > 0 for batch in copies.batches)
-    assert (failed.name, failed.rows, failed.error) == ("fails", 0, "oops")
-    assert [report.run_id for report in told].count(copies.run_id) == len(copies.batches) + 1
+        failed = watch.ended(writer.start().runId, PATIENCE_S)
+    assert (failed.name, failed.rows, failed.error) == ("fails", 3, "oops")
+    (batch,) = failed.batches
+    assert (batch.number, batch.rows, batch.lag) == (0, 3, 1)
+    assert batch.topics == {"orders": TopicProgress(3, 1)}
+    assert batch.duration_ms >= batch.phases_ms["addBatch"] > 0
+    assert [(report.rows, report.is_ended) for report in told] == [(3, False), (3, True)]

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,7 +86,8 @@ class QueryWatch:
         """Stop listening. What was reported stays readable."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            self._spark.streams.removeListener(listener)
+            with suppress(Exception):  # Spark's process may have ended before, and the listener with it
+                self._spark.streams.removeListener(listener)
 
     def __enter__(self) -> QueryWatch:
         return self.start()
