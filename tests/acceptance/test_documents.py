@@ -20,7 +20,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```(?:console|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTS_SPARK = "pxrs.spark import session"
-"""In a block that starts Spark. `test_examples.py` runs these, in the session that it has."""
+"""In a block that starts Spark. `test_examples.py` runs these, and `test_recipes.py` those of `spark-recipes.md`, in
+the session that they have."""
 RUN_AGAIN = ("topic create", "send", "check", "queue create", "queue put", "queue depth", "queue dead list")
 """The commands that are run twice. The others wait for ever, ask, need a server, or need Spark."""
 
@@ -31,7 +32,7 @@ def blocks() -> list[tuple[str, str]]:
         for path in DOCUMENTS
         for text in [path.read_text()]
         for match in BLOCK.finditer(text)
-        if STARTS_SPARK not in match[1]
+        if STARTS_SPARK not in match[1] and path.name != "spark-recipes.md"
     ]
 
 

@@ -27,8 +27,8 @@ from pxrs.cli.pipeline.command import stderr_into
 from pxrs.cli.pipeline.history import run_history, show_rows
 from pxrs.errors import InvalidPipeline, SharedState
 from pxrs.spark import parquet, parse_json, pipeline, session, stateful_operators
-from pxrs.spark.pipeline import HubAddress
 from pxrs.spark.run import Run
+from pxrs.spark.sinks import HubAddress
 
 HUB = "probed"
 VALUES = [

@@ -27,8 +27,7 @@ import pxrs
 from pxrs.consumer.consumer import Consumer
 from pxrs.errors import SharedState
 from pxrs.hub import Hub
-from pxrs.spark import pipeline
-from pxrs.spark.pipeline import HubAddress, Pipeline
+from pxrs.spark import HubAddress, Pipeline, pipeline
 from pxrs.spark.run import Run
 from pxrs.testing.transfer import Row, transfer
 from pxrs.testing.waiting import eventually

@@ -25,14 +25,17 @@ from pxrs.cli.pipeline.history import run_history
 from pxrs.cli.pipeline.progress import Lines
 from pxrs.cli.pipeline.signals import Signals
 from pxrs.errors import InvalidPipeline, MissingDependency, PipelineFailed
-from pxrs.spark import Pipeline, parquet, parse_json, pipeline, to
-from pxrs.spark.pipeline import HubAddress, Sink, check_together
-from pxrs.spark.run import Batch, QueryRun, Run, _batch, check_topics, missing_topics, short_reason
+from pxrs.group.records import Checkpoint
+from pxrs.spark import Pipeline, Topics, parquet, parse_json, pipeline, to, topics_matching
+from pxrs.spark.pipeline import check_together
+from pxrs.spark.progress import BatchReport, TopicProgress, short_reason
+from pxrs.spark.run import QueryRun, Run, check_topics, missing_topics
+from pxrs.spark.sinks import HubAddress, Sink
 
 JSON = parse_json("a INT")
 
 
-def make(source: str = "orders", sink: str | Sink = "totals", **more: Any) -> Pipeline:
+def make(source: str | list[str] | Topics = "orders", sink: str | Sink = "totals", **more: Any) -> Pipeline:
     def totals(rows: Any) -> Any:
         return rows
 
@@ -73,10 +76,12 @@ def test_name_and_group_are_those_of_the_function() -> None:
         ({"output_mode": "upsert"}, "choose from append, update, complete"),
         ({"sink": parquet("out"), "output_mode": "update"}, "Parquet files are appended to"),
         ({"output_mode": "complete"}, "a topic is appended to"),
-        ({"dead_letters": "bad"}, "give parse="),
         ({"dead_letters": "bad", "parse": parse_json("a INT", on_bad="drop")}, "contradict"),
         ({"sink": "orders"}, "sink is the source"),
         ({"dead_letters": "orders", "parse": JSON}, "dead_letters is the source"),
+        ({"source": ["orders", "returns"], "sink": "returns"}, "sink is the source, returns"),
+        ({"source": topics_matching("t.*")}, "sink is the source, totals"),
+        ({"options": {"subscribePattern": "x"}}, "options: subscribePattern cannot"),
         ({"options": {"Topic": "x", "maxRowsPerTrigger": 1}}, "options: Topic cannot"),
         ({"options": {"Columns": "value"}, "parse": JSON}, "columns is for functions without a parse step"),
     ],
@@ -193,6 +198,45 @@ def test_rows_and_dead_letters_begin_at_the_same_messages(tmp_path: Path) -> Non
         assert started() == [[4, 0], [4, 0]]
 
 
+def test_rows_and_dead_letters_of_several_topics_begin_at_the_same_messages(tmp_path: Path) -> None:
+    starts = json.dumps({"orders": {"0": 1, "1": -1}, "returns": {"0": -2, "1": -1}})
+    made = make(["orders", "returns"], parse=JSON, dead_letters="bad", options={"startingOffsets": starts})
+    with pxrs.open(tmp_path / "hub") as hub:
+        for topic in made.topics():
+            hub.create_topic(topic, partitions=2)
+        for topic in ("orders", "returns"):
+            with hub.producer(topic) as out:
+                for partition in (0, 0, 1):
+                    out.send(b"x", partition=partition)
+        run = Run(None, hub, [], HubAddress(hub.url), tmp_path)  # type: ignore[arg-type]
+        run._pipelines = [made]
+        run.start()
+        ids = {hub.topic(topic).id: topic for topic in ("orders", "returns")}
+        for group in made.groups():
+            prefix = f"groups/{group}/checkpoints/"
+            found = {
+                (ids[name.split("/")[0]], int(name.split("/")[1])): Checkpoint.load(entry.key, entry.value).offset
+                for entry in hub.registry.scan(prefix)
+                for name in [entry.key.removeprefix(prefix)]
+            }
+            assert found == {("orders", 0): 1, ("orders", 1): 1, ("returns", 0): 0, ("returns", 1): 1}
+
+
+def test_several_topics_are_options_of_the_reader_and_names_for_people() -> None:
+    given = make(["orders", "returns"], options={"maxRowsPerTrigger": 9})
+    assert HubAddress("hub").options(given.source) == {"url": "hub", "subscribe": "orders,returns"}
+    assert given.options == {"includeTopic": "true", "maxRowsPerTrigger": 9}
+    assert (str(given.source), given.topics()) == ("orders, returns", ["orders", "returns", "totals"])
+    assert make(["orders"]).options == {"includeTopic": "true"}, "also if the list has one name now"
+    assert make().options == {}
+    like = make(topics_matching("orders-.*"))
+    assert HubAddress("hub").options(like.source) == {"url": "hub", "subscribePattern": "orders-.*"}
+    assert (str(like.source), like.topics()) == ("topics that match orders-.*", ["totals"])
+    for pattern, words in ((7, "pattern is 7"), ("", "pattern is ''"), ("(", "is no regular expression")):
+        with pytest.raises(InvalidPipeline, match=words):
+            topics_matching(pattern)  # type: ignore[arg-type]
+
+
 def test_topics_that_are_missing_are_named_with_what_makes_them() -> None:
     pipelines = [make(parse=JSON, dead_letters="bad"), make(name="b", sink=parquet("out"))]
     with pxrs.open("memory:") as hub:
@@ -203,6 +247,10 @@ def test_topics_that_are_missing_are_named_with_what_makes_them() -> None:
         hub.create_topic("totals")
         hub.create_topic("bad")
         check_topics(hub, pipelines)
+        assert missing_topics(hub, [make(["orders", "returns"]), make(topics_matching("o.*"))]) == ["returns"]
+        check_topics(hub, [make(topics_matching("o.*"))])
+        with pytest.raises(InvalidPipeline, match=r"totals: source: no topic of the hub matches x\.\*: create one"):
+            check_topics(hub, [make(topics_matching("x.*"))])
 
 
 # The file.
@@ -309,6 +357,10 @@ CHAINED = f"{FAILED}{TRACE}KeyError: 1\n\nDuring handling, another occurred:\n\n
         (RAISED, "t/0 offset 3: a is missing"),
         (WORKER, "ValueError: no such thing"),
         (CHAINED, "GroupActive: g"),
+        (
+            "org.apache.spark.SparkRuntimeException: [USER_RAISED_EXCEPTION] a is missing SQLSTATE: P0001",
+            "a is missing",
+        ),
         ("[OUTPUT_MODE] Invalid output mode: append. SQLSTATE: 42KDE", "[OUTPUT_MODE] Invalid output mode: append"),
         ("", ""),
     ],
@@ -317,35 +369,31 @@ def test_the_reason_of_a_failure_is_one_line(text: str, reason: str) -> None:
     assert short_reason(text) == reason
 
 
-def test_only_a_trigger_that_did_something_is_a_batch() -> None:
-    idle = {"batchId": 4, "numInputRows": 0, "durationMs": {"latestOffset": 2, "triggerExecution": 3}}
-    done = {"batchId": 4, "numInputRows": 9, "durationMs": {"addBatch": 7, "triggerExecution": 10}}
-    assert _batch(idle) is None
-    assert _batch({**done, "processedRowsPerSecond": 900.0}) == Batch(4, 9, 10, 900.0, 0)
-    assert _batch({**done, "stateOperators": [{"numRowsTotal": 3}, {"numRowsTotal": 4}]}) == Batch(4, 9, 10, 0.0, 7)
-
-
+@pytest.mark.parametrize("lag", [5, None], ids=["reported by Spark", "not known to Spark"])
 @pytest.mark.parametrize("as_json", [True, False])
-def test_a_batch_and_an_end_are_a_line_each(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_a_batch_and_an_end_are_a_line_each(capsys: pytest.CaptureFixture[str], as_json: bool, lag: int | None) -> None:
     sink = Sink("pxrs", topic="totals")
     each = QueryRun("totals", "g", "orders", sink, None, "append", None, Path("c"))  # type: ignore[arg-type]
     lines = Lines(SimpleNamespace(queries=[each]), as_json)  # type: ignore[arg-type]
-    each.batches, each.lag, each.rows_done = [Batch(2, 1_000, 500, 2_000.0, 7)], 3, 1_000
+    orders = TopicProgress(1_000, lag)
+    batch = BatchReport(2, 1_000, None, 500, 2_000.0, 7, {"orders": orders}, {"addBatch": 400})
+    each.batches, each.lag, each.rows_done = [batch], 3, 1_000
     lines.update()
     each.batches, each.state = [], "ended"
     lines.update()
     lines.update()
-    started, batch, ended = capsys.readouterr().out.splitlines()
+    started, line, ended = capsys.readouterr().out.splitlines()
     if as_json:
-        events = [json.loads(line) for line in (started, batch, ended)]
+        events = [json.loads(each_line) for each_line in (started, line, ended)]
         assert all(event.pop("time") for event in events)
         assert events[0]["event"] == "started"
-        numbers = {"batch": 2, "rows": 1_000, "duration_ms": 500, "rows_per_s": 2_000.0, "state_rows": 7, "lag": 3}
-        assert events[1] == {"event": "batch", "pipeline": "totals", **numbers}
+        numbers = {"batch": 2, "rows": 1_000, "bytes": None, "duration_ms": 500, "rows_per_s": 2_000.0, "state_rows": 7}
+        topics = {"orders": {"rows": 1_000, "lag": lag}}
+        assert events[1] == {"event": "batch", "pipeline": "totals", **numbers, "topics": topics, "lag": lag or 3}
         assert events[2] == {"event": "ended", "pipeline": "totals", "rows": 1_000, "lag": 3, "error": None}
     else:
         assert started == "totals: orders to totals, in the group g"
-        assert batch == "totals: batch 2, 1,000 rows in 0.5 s (2,000 rows/s), lag 3, 7 rows of state"
+        assert line == f"totals: batch 2, 1,000 rows in 0.5 s (2,000 rows/s), lag {lag or 3}, 7 rows of state"
         assert ended == "totals: ended after 1,000 rows, lag 3"
 
 
@@ -354,6 +402,7 @@ def test_a_query_that_fails_while_it_is_stopped_has_failed() -> None:
     sink = Sink("pxrs", topic="totals")
     each = QueryRun("totals", "g", "orders", sink, None, "append", None, Path("c"))  # type: ignore[arg-type]
     each.query = SimpleNamespace(
+        runId="run",
         isActive=True,
         status={"isTriggerActive": False},
         recentProgress=[],

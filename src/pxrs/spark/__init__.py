@@ -10,7 +10,9 @@ reads and when a batch counts is decided in `pxrs.publishing`.
     reader.py       planning in the driver; tasks.py: reading a topic in tasks; table.py: reading a registered table
     writer.py       staging in tasks, publishing in the driver; updates.py: the same for output mode `update`
     columns.py      the columns of a message in Spark and in Arrow
-    pipeline.py     functions on DataFrames as pipelines; parsing.py: JSON values as columns; run.py: running pipelines
+    pipeline.py     functions on DataFrames as pipelines; subscription.py and sinks.py: what they read and write
+    parsing.py      JSON values as columns; rejecting.py: rows that a function rejects; letters.py: bad rows as messages
+    run.py          running pipelines; watch.py: the reports of Spark about its queries; progress.py: these as values
     state.py        which queries keep state
     session.py      a Spark session; java.py and home.py: the Java and the Spark home that it uses
 
@@ -19,23 +21,36 @@ checkpoint; rows that are written to a topic of the same registry are there exac
 sent to a task. Start reading at `reader.StreamReader` and `writer.StreamWriter`.
 """
 
+from pxrs.publishing.selection import Topics
 from pxrs.spark.parsing import ParseJson, parse_json
-from pxrs.spark.pipeline import HubAddress, Pipeline, Sink, SparkOption, as_messages, parquet, pipeline, to
+from pxrs.spark.pipeline import Pipeline, pipeline
+from pxrs.spark.progress import BatchReport, TopicProgress
+from pxrs.spark.rejecting import reject
 from pxrs.spark.session import session
+from pxrs.spark.sinks import HubAddress, Sink, SparkOption, as_messages, parquet, to
 from pxrs.spark.state import refuse_shared_state, stateful_operators
+from pxrs.spark.subscription import topics_matching
+from pxrs.spark.watch import QueryReport, QueryWatch
 
 __all__ = [
+    "BatchReport",
     "HubAddress",
     "ParseJson",
     "Pipeline",
+    "QueryReport",
+    "QueryWatch",
     "Sink",
     "SparkOption",
+    "TopicProgress",
+    "Topics",
     "as_messages",
     "parquet",
     "parse_json",
     "pipeline",
     "refuse_shared_state",
+    "reject",
     "session",
     "stateful_operators",
     "to",
+    "topics_matching",
 ]

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pxrs.errors import InvalidPipeline
+from pxrs.spark.letters import MESSAGE, REASON, origin
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructType
 
-MESSAGE_COLUMNS: Final = ("key", "partition", "offset", "timestamp", "headers")
-"""The columns of a message that a parsed row keeps."""
-REASON_HEADER: Final = "pxrs-reason"
-ORIGIN_HEADER: Final = "pxrs-origin"
+MESSAGE_COLUMNS: Final = ("key", "topic", "partition", "offset", "timestamp", "headers", MESSAGE)
+"""The columns of a message that a parsed row keeps, if they are there."""
 _PARSED: Final = "_pxrs_parsed"
-_REASON: Final = "_pxrs_reason"
 _CORRUPT: Final = "_pxrs_corrupt"
 _STRICT: Final = {"allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
-_HEADERS: Final = "ARRAY<STRUCT<key: STRING, value: BINARY>>"
 
 OnBad = Literal["fail", "drop"]
 
@@ -44,11 +41,11 @@ class ParseJson:
         topic."""
         from pyspark.sql import functions as F
 
-        schema = self._struct(messages)
+        schema = self.struct()
         judged = self._judged(messages, schema)
-        is_good = F.col(_REASON).isNull()
+        is_good = F.col(REASON).isNull()
         if not are_bad_kept and self.on_bad == "fail":
-            what = F.concat(_origin(topic), F.lit(": "), F.col(_REASON))
+            what = F.concat(origin(messages.columns, topic), F.lit(": "), F.col(REASON))
             is_good = F.when(is_good, F.lit(True)).otherwise(F.raise_error(what).cast("boolean"))
         names = schema.fieldNames()
         taken = {name.lower() for name in names}  # Spark ignores the case of column names
@@ -56,17 +53,14 @@ class ParseJson:
         parsed = [F.col(_PARSED)[name].alias(name) for name in names]
         return judged.filter(is_good).select(*parsed, *kept)
 
-    def bad(self, messages: DataFrame, topic: str) -> DataFrame:
-        """The bad messages with their key, value and timestamp; headers are added for the reason and the origin."""
+    def bad(self, messages: DataFrame) -> DataFrame:
+        """Of messages with the column `MESSAGE`, the bad ones: this column, and the reason."""
         from pyspark.sql import functions as F
 
-        judged = self._judged(messages, self._struct(messages)).filter(F.col(_REASON).isNotNull())
-        given = F.col("headers") if "headers" in messages.columns else F.lit(None)
-        added = F.array(_header(REASON_HEADER, F.col(_REASON)), _header(ORIGIN_HEADER, _origin(topic)))
-        headers = F.concat(F.coalesce(given.cast(_HEADERS), F.array().cast(_HEADERS)), added.cast(_HEADERS))
-        return judged.select("key", "value", "timestamp", headers.alias("headers"))
+        judged = self._judged(messages, self.struct())
+        return judged.filter(F.col(REASON).isNotNull()).select(MESSAGE, REASON)
 
-    def _struct(self, messages: DataFrame) -> StructType:
+    def struct(self) -> StructType:
         from pyspark.errors import PySparkException
         from pyspark.sql.types import StructType
 
@@ -100,7 +94,7 @@ class ParseJson:
         )
         for is_flawed, flaw in _flaws(schema, parsed):
             reason = reason.when(is_flawed, F.lit(flaw))
-        return messages.select("*", parsed.alias(_PARSED), reason.alias(_REASON))
+        return messages.select("*", parsed.alias(_PARSED), reason.alias(REASON))
 
 
 def parse_json(schema: str | StructType, on_bad: OnBad = "fail") -> ParseJson:
@@ -111,7 +105,8 @@ def parse_json(schema: str | StructType, on_bad: OnBad = "fail") -> ParseJson:
     on_bad: what becomes of a message that does not fit, in a pipeline without `dead_letters`: "fail" ends the pipeline,
             "drop" leaves it out, because another pipeline cares for it.
 
-    Columns that the schema does not name: key, partition, offset, timestamp, and headers if the source has them.
+    Columns that the schema does not name: key, partition, offset, timestamp, and headers and topic if the source has
+    them.
     """
     if not isinstance(schema, str) and not hasattr(schema, "fieldNames"):
         raise InvalidPipeline(f"parse_json: schema is {schema!r}; give text such as 'account STRING', or a StructType")
@@ -148,15 +143,3 @@ def _flaws(schema: StructType, parsed: Column, above: str = "") -> Iterator[tupl
             yield F.abs(column) == float("inf"), f"{path} is no {field.dataType.simpleString()}"
         if isinstance(field.dataType, StructType):
             yield from _flaws(field.dataType, column, f"{path}.")
-
-
-def _header(name: str, text: Column) -> Any:
-    from pyspark.sql import functions as F
-
-    return F.struct(F.lit(name).alias("key"), text.cast("binary").alias("value"))
-
-
-def _origin(topic: str) -> Column:
-    from pyspark.sql import functions as F
-
-    return F.concat(F.lit(f"{topic}/"), F.col("partition"), F.lit(" offset "), F.col("offset"))

@@ -14,107 +14,37 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Final, Literal
 
 from pxrs.errors import InvalidPipeline
 from pxrs.group.records import GROUP_NAME
 from pxrs.handler import fault_of
+from pxrs.publishing.selection import Topics
+from pxrs.spark.letters import MESSAGE, REASON, dead_letters, with_message
 from pxrs.spark.parsing import ParseJson
+from pxrs.spark.rejecting import FunctionCall, same_conditions
+from pxrs.spark.sinks import HubAddress, OutputMode, Sink, SparkOption
+from pxrs.spark.subscription import reads, topics_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-OutputMode = Literal["append", "update", "complete"]
 Function = Callable[["DataFrame"], "DataFrame"]
-SparkOption = bool | int | float | str | None
-"""The types that Spark accepts as values of options of its readers and writers."""
 
 DEAD_LETTERS: Final = ".dead-letters"
 """Appended to the name and the group of a pipeline for the query that reads its bad rows."""
 _OUTPUT_MODES: Final = ("append", "update", "complete")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
-_OURS: Final = ("url", "registry", "topic", "subscribe", "group", "sharegroup", "endingoffsets", "endingtimestamp")
-_SHAPE: Final = ("includeheaders", "columns")
+_OURS: Final = (
+    *("url", "registry", "topic", "subscribe", "subscribepattern", "assign"),
+    *("group", "sharegroup", "endingoffsets", "endingtimestamp", "endingoffsetsbytimestamp"),
+)
+SHAPE: Final = ("includeheaders", "includetopic", "columns")
 """Options that decide which columns there are, for a stream and for a batch over its history."""
-_MESSAGE: Final = ("key", "value", "timestamp", "headers")
-_FILES: Final = ("parquet", "orc", "json", "csv", "text", "xml", "avro")
-"""Formats for which Spark writes a stream as files, with a log of the batches in the same folder."""
 _SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:/")
 _collected: ContextVar[list[Pipeline] | None] = ContextVar("_collected", default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class HubAddress:
-    """The addresses of a hub and of its registry, as options of Spark."""
-
-    url: str
-    registry: str | None = field(default=None, repr=False)
-
-    def options(self, topic: str) -> dict[str, str]:
-        options = {"url": self.url, "topic": topic}
-        return options if self.registry is None else {**options, "registry": self.registry}
-
-
-@dataclass(frozen=True, slots=True)
-class Sink:
-    """Where the rows of a pipeline go. Made from a topic's name, by `parquet` or by `to`."""
-
-    format: str
-    options: Mapping[str, SparkOption] = field(default_factory=dict)
-    partition_by: tuple[str, ...] = ()
-    topic: str | None = None
-
-    def __str__(self) -> str:
-        return self.topic or f"{self.format} {self.options.get('path', '')}".rstrip()
-
-    @property
-    def folder(self) -> str | None:
-        """The folder into which the sink writes files, None if it writes none. A folder takes the files of one stream
-        only, because Spark's log in it counts the batches of one stream."""
-        if self.format.lower() not in _FILES:
-            return None
-        return next((str(value) for name, value in self.options.items() if name.lower() == "path"), None)
-
-    def write(self, rows: DataFrame, address: HubAddress) -> None:
-        """Append the rows of a batch, which `shaped` has returned."""
-        writer = rows.write.format(self.format).options(**self._options(address)).mode("append")
-        (writer.partitionBy(*self.partition_by) if self.partition_by else writer).save()
-
-    def stream(self, rows: DataFrame, address: HubAddress, mode: OutputMode) -> DataStreamWriter:
-        """Spark's writer of a query of these rows, which `shaped` has returned. The query is not started."""
-        if self.topic is not None and mode == "update":
-            from pxrs.spark.updates import stream_updates
-
-            return stream_updates(rows, address.options(self.topic)).outputMode(mode)
-        writer = rows.writeStream.format(self.format).options(**self._options(address)).outputMode(mode)
-        return writer.partitionBy(*self.partition_by) if self.partition_by else writer
-
-    def shaped(self, rows: DataFrame) -> DataFrame:
-        """The rows with the columns that this sink takes."""
-        return rows if self.topic is None else as_messages(rows)
-
-    def _options(self, address: HubAddress) -> Mapping[str, SparkOption]:
-        return self.options if self.topic is None else address.options(self.topic)
-
-
-def parquet(path: str, partition_by: str | Sequence[str] = ()) -> Sink:
-    """Parquet files in a folder; with `partition_by`, a folder in it for each value of these columns."""
-    return to("parquet", partition_by, path=str(path))
-
-
-def to(format: str, partition_by: str | Sequence[str] = (), **options: SparkOption) -> Sink:
-    """Any format that Spark can write a stream to, and its options: to("console"), to("delta", path="...")."""
-    if format == "pxrs":
-        raise InvalidPipeline("a sink that is a topic is given by its name, sink='totals'")
-    if not isinstance(format, str) or not format:
-        raise InvalidPipeline(f"to: format is {format!r}; give the name of one of Spark's, such as 'console'")
-    columns = (partition_by,) if isinstance(partition_by, str) else partition_by
-    if not isinstance(columns, Sequence) or not all(isinstance(column, str) for column in columns):
-        raise InvalidPipeline(f"to: partition_by is {partition_by!r}; give the name of a column, or several")
-    columns = tuple(columns)
-    return Sink(format, options, columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +53,7 @@ class Pipeline:
 
     function: Function
     name: str
-    source: str
+    source: Topics
     sink: Sink
     group: str
     parse: ParseJson | None
@@ -139,34 +69,90 @@ class Pipeline:
     def over(self, messages: DataFrame) -> DataFrame:
         """The result of the function for these messages after the parse step. messages: a stream of the source, or a
         batch of its history."""
-        from pyspark.sql import DataFrame
+        return self._rows(messages, self._call())
 
+    def bad(self, messages: DataFrame) -> DataFrame:
+        """The messages that do not parse or that the function rejects, with the reason, as they go to the dead-letter
+        topic."""
+        if (found := self._bad(messages, messages.columns, self._call("collect"))) is None:
+            raise InvalidPipeline(f"{self.name} has no parse step, and its function calls no reject")
+        return found
+
+    def rejected(self, rows: DataFrame) -> DataFrame:
+        """Of these rows, those that the function rejects, with a column `reason`. For tests of a function: rows are
+        what the function gets."""
+        from pyspark.sql import functions as F
+
+        call = self._call("collect")
+        self._called(rows.select("*", F.struct("*").alias(MESSAGE)), call)
+        if not call.collected:
+            raise InvalidPipeline(f"the function of {self.name} calls no reject")
+        return _united(call.collected).select(f"{MESSAGE}.*", F.col(REASON).alias("reason"))
+
+    def rows_and_dead_letters(self, messages: DataFrame, whole: DataFrame) -> tuple[DataFrame, DataFrame]:
+        """What goes to the sink and what goes to the dead-letter topic, as two queries. whole: the same messages with
+        all columns, headers too."""
+        kept, collecting = self._call(), self._call("collect")
+        rows = self._rows(messages, kept)
+        bad = self._bad(whole, messages.columns, collecting)
+        if bad is None:
+            raise InvalidPipeline(
+                f"{self.name}: dead_letters, but nothing makes any: give parse=parse_json(...), or call reject in the "
+                "function"
+            )
+        same_conditions(kept, collecting)
+        return rows, bad
+
+    def left_out(self, messages: DataFrame) -> int:
+        """How many of these messages `over` leaves out, because they do not parse or because the function rejects
+        them."""
+        bad = self._bad(messages, messages.columns, self._call("collect"))
+        return 0 if bad is None else bad.count()
+
+    def _rows(self, messages: DataFrame, call: FunctionCall) -> DataFrame:
         rows = messages
         if self.parse is not None:
-            rows = self.parse.good(messages, self.source, self.dead_letters is not None)
-        result = self.function(rows)
-        if not isinstance(result, DataFrame):
-            raise InvalidPipeline(f"{self.name} returned {type(result).__name__}, and not a DataFrame")
+            rows = self.parse.good(messages, str(self.source), self.dead_letters is not None)
+        result = self._called(rows, call)
         if result.isStreaming != messages.isStreaming:
             raise InvalidPipeline(f"{self.name} returned rows that do not come from its source")
         return result
 
-    def bad(self, messages: DataFrame) -> DataFrame:
-        """The messages that do not parse, with the reason, as they go to the dead-letter topic."""
-        if self.parse is None:
-            raise InvalidPipeline(f"{self.name} has no parse step")
-        return self.parse.bad(messages, self.source)
+    def _bad(self, messages: DataFrame, columns: Sequence[str], call: FunctionCall) -> DataFrame | None:
+        """The dead letters; None if there can be none. columns: those that the function gets."""
+        whole = with_message(messages, str(self.source), columns)
+        rows, found = whole, []
+        if self.parse is not None:
+            rows = self.parse.good(whole, str(self.source), True)
+            found = [self.parse.bad(whole)]
+        self._called(rows, call)
+        found += call.collected
+        return dead_letters(_united(found)) if found else None
+
+    def _called(self, rows: DataFrame, call: FunctionCall) -> DataFrame:
+        from pyspark.sql import DataFrame
+
+        with call.running():
+            result = self.function(rows)
+        if not isinstance(result, DataFrame):
+            raise InvalidPipeline(f"{self.name} returned {type(result).__name__}, and not a DataFrame")
+        return result
+
+    def _call(self, does: Literal["collect"] | None = None) -> FunctionCall:
+        are_dropped = self.dead_letters is not None or (self.parse is not None and self.parse.on_bad == "drop")
+        taken = () if self.parse is None else (name.lower() for name in self.parse.struct().fieldNames())
+        return FunctionCall(does or ("leave out" if are_dropped else "fail"), str(self.source), frozenset(taken))
 
     def messages(self, spark: SparkSession, address: HubAddress, **options: SparkOption) -> DataFrame:
         """A batch of what the source holds now, for `over`. options: more options of `spark.read`, such as the first
         and the last time."""
-        shape = {name: value for name, value in self.options.items() if name.lower() in _SHAPE}
+        shape = {name: value for name, value in self.options.items() if name.lower() in SHAPE}
         reader = spark.read.format("pxrs").options(**{**shape, **options})
         return reader.options(**address.options(self.source)).load()
 
     def topics(self) -> list[str]:
-        """The topics that the pipeline reads and writes."""
-        named = (self.source, self.sink.topic, self.dead_letters)
+        """The topics that the pipeline names: those it writes, and those it reads unless a pattern gives them."""
+        named = (*self.source.names, self.sink.topic, self.dead_letters)
         return list(dict.fromkeys(topic for topic in named if topic is not None))
 
     def groups(self) -> list[str]:
@@ -174,7 +160,7 @@ class Pipeline:
 
 
 def pipeline(
-    source: str,
+    source: str | Sequence[str] | Topics,
     sink: str | Sink,
     group: str | None = None,
     *,
@@ -188,13 +174,15 @@ def pipeline(
 ) -> Callable[[Function], Pipeline]:
     """Make a pipeline of a function from a DataFrame to a DataFrame.
 
-    source:       the topic that it reads. Without a parse step, its columns: key, value, partition, offset, timestamp.
+    source:       the topic that it reads, a list of topics, or `topics_matching(...)`. Without a parse step, its
+                  columns: key, value, partition, offset, timestamp; and topic, if it is not a single name.
     sink:         a topic's name, or `parquet(...)`, or `to(...)`. See `as_messages` for what a topic is given.
     group:        the consumer group, by default the name.
     name:         of its checkpoint location too, by default the function's.
     parse:        such as `parse_json(schema)`.
-    dead_letters: the topic for messages that do not parse. A query of its own reads the source for them, in the group
-                  <group>.dead-letters: the source is read twice, and each of the two is exactly once by itself.
+    dead_letters: the topic for messages that do not parse, or that the function rejects (`reject`). A query of its own
+                  reads the source for them, in the group <group>.dead-letters: each of the two queries is exactly once
+                  by itself.
     output_mode:  "append", "update" or "complete", as Spark has them. Files can only be appended to.
     every:        how often there is a batch at most, such as "1 minute"; by default as soon as there are messages.
     share_group:  with other members, for functions that keep no state (K4).
@@ -212,7 +200,7 @@ def pipeline(
         made = Pipeline(
             function,
             found,
-            source,
+            _topics(found, source),
             Sink("pxrs", topic=sink) if isinstance(sink, str) else sink,
             group if group is not None else found,
             parse,
@@ -220,7 +208,8 @@ def pipeline(
             output_mode,
             every,
             share_group,
-            dict(options or {}),
+            # A function of several topics needs their names, also if the list that it is given has only one of them.
+            {**({} if isinstance(source, str) else {"includeTopic": "true"}), **(options or {})},
         )
         _check(made)
         if (collected := _collected.get()) is not None:
@@ -230,18 +219,18 @@ def pipeline(
     return decorate
 
 
+def _topics(name: str, source: object) -> Topics:
+    try:
+        return topics_of(source)
+    except InvalidPipeline as error:
+        raise InvalidPipeline(f"{name}: {error}") from None
+
+
 def _check_types(made: Pipeline) -> None:
     """Raise InvalidPipeline for arguments of a wrong type, each of which would cause a TypeError later."""
     name = made.name
     if not isinstance(name, str):
         raise InvalidPipeline(f"a pipeline's name is {name!r}: give text")
-    if isinstance(made.source, list | tuple | set | frozenset):
-        raise InvalidPipeline(
-            f"{name}: source is {made.source!r}: this version reads one topic. Write a pipeline for each of them, each "
-            "with a name of its own, or send both to one topic"
-        )
-    if not isinstance(made.source, str) or not made.source:
-        raise InvalidPipeline(f"{name}: source is {made.source!r}; give a topic's name")
     if not isinstance(made.sink, Sink) or made.sink.topic == "":
         given = made.sink.topic if isinstance(made.sink, Sink) else made.sink
         raise InvalidPipeline(f"{name}: sink is {given!r}; give a topic's name, parquet(...) or to(...)")
@@ -276,12 +265,10 @@ def _check(made: Pipeline) -> None:
         raise InvalidPipeline(f"{name}: Parquet files are appended to; output_mode={made.output_mode!r} cannot be")
     if made.sink.topic is not None and made.output_mode == "complete":
         raise InvalidPipeline(f"{name}: a topic is appended to; output_mode='update' sends what has changed")
-    if made.dead_letters is not None and made.parse is None:
-        raise InvalidPipeline(f"{name}: dead_letters without a parse step: give parse=parse_json(...)")
     if made.dead_letters is not None and made.parse is not None and made.parse.on_bad == "drop":
         raise InvalidPipeline(f"{name}: on_bad='drop' and dead_letters contradict each other")
     for topic, what in ((made.sink.topic, "sink"), (made.dead_letters, "dead_letters")):
-        if topic == made.source:
+        if topic is not None and reads(made.source, topic):
             raise InvalidPipeline(f"{name}: {what} is the source, {topic}: it would feed itself for ever")
     if given := [option for option in made.options if option.lower() in _OURS]:
         raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be given here")
@@ -332,33 +319,5 @@ def collecting() -> Iterator[list[Pipeline]]:
         _collected.reset(token)
 
 
-def as_messages(rows: DataFrame) -> DataFrame:
-    """Rows with the columns that a topic takes.
-
-    Rows with a column `value` are messages already: key, value, timestamp and headers are kept; partition and offset,
-    which say where a row was read, are left out. Without that column, all columns but `key` become a JSON object in
-    `value`.
-    """
-    from pyspark.sql import functions as F
-
-    names = rows.columns
-    if "value" in names:
-        unknown = [name for name in names if name not in (*_MESSAGE, "partition", "offset")]
-        if unknown:
-            raise InvalidPipeline(
-                f"there is a column value and also {', '.join(unknown)}: a message has {', '.join(_MESSAGE)}. "
-                "Drop them, or rename value: without it, all columns become JSON"
-            )
-        return rows.select(*[name for name in names if name in _MESSAGE])
-    fields = [F.col(_quoted(name)) for name in names if name != "key"]
-    if not fields:
-        raise InvalidPipeline("there are no columns to make a message's value of")
-    value = F.to_json(F.struct(*fields)).alias("value")
-    if "key" not in names:
-        return rows.select(value)
-    is_bytes = dict(rows.dtypes)["key"] == "binary"
-    return rows.select(F.col("key") if is_bytes else F.col("key").cast("string").alias("key"), value)
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"
+def _united(frames: Sequence[DataFrame]) -> DataFrame:
+    return reduce(lambda one, other: one.union(other), frames)

@@ -11,13 +11,12 @@ which the checkpoint location knows nothing.
 
 To stop, a query finishes its current batch and is stopped before the next one is committed; if the next batch has
 begun, it is repeated after a restart, and counts once. If one query fails, the others are stopped in the same way.
-There are no threads: each call of `look` takes the next step.
+Each call of `look` takes the next step; a thread of Spark fills the reports that `look` reads (`QueryWatch`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,13 +31,15 @@ from pxrs.publishing.selection import boundary_offsets
 from pxrs.registry.contract import ABSENT
 from pxrs.spark.names import find_source, no_stream
 from pxrs.spark.options import stream_options
-from pxrs.spark.pipeline import DEAD_LETTERS, HubAddress, OutputMode, Pipeline, Sink, SparkOption, check_together
+from pxrs.spark.pipeline import DEAD_LETTERS, SHAPE, Pipeline, check_together
+from pxrs.spark.progress import BatchReport, batch_of, short_reason
+from pxrs.spark.sinks import HubAddress, OutputMode, Sink, SparkOption
 from pxrs.spark.state import refuse_shared_state
+from pxrs.spark.watch import QueryWatch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-REASON_CHARS_MAX: Final = 2_000
 SETTINGS: Final = {
     # After this time, a query with nothing to read asks its source again. Spark's default of 10 ms keeps a processor
     # busy.
@@ -48,22 +49,8 @@ SETTINGS: Final = {
 FILES_LOG: Final = "_spark_metadata"
 """The log that Spark keeps in a folder into which a stream writes files, with an entry for each batch. Spark reads only
 the files that the log names, and writes nothing for a batch whose number is in the log."""
-_TRACEBACK: Final = re.compile(r"^.*Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(\S.*)", re.MULTILINE)
-_FAILED: Final = re.compile(r"^\[STREAM_FAILED\] Query \[.*?\] terminated with exception: ")
-_SQLSTATE: Final = re.compile(r"(?:[;.]? SQLSTATE: \w+)+;?$")
 
 QueryState = Literal["starting", "running", "ended", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A micro-batch that Spark has finished."""
-
-    number: int
-    rows: int
-    duration_ms: int
-    rows_per_s: float
-    state_rows: int
 
 
 @dataclass(slots=True)
@@ -79,9 +66,9 @@ class QueryRun:
     every: str | None
     checkpoint: Path
     state: QueryState = "starting"
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[BatchReport] = field(default_factory=list)
     """The batches that were finished between the last two calls of `look`."""
-    last: Batch | None = None
+    last: BatchReport | None = None
     rows_done: int = 0
     """How many rows this run has read."""
     lag: int | None = None
@@ -117,6 +104,7 @@ class Run:
         self._spark, self._hub, self._address, self._checkpoints = spark, hub, address, checkpoints
         self._is_once = is_once
         self._stops_at: float | None = None
+        self._watch = QueryWatch(spark)
         self.queries: list[QueryRun] = [query for each in pipelines for query in self._planned(each)]
 
     @property
@@ -137,6 +125,8 @@ class Run:
         for pipeline in self._pipelines:
             if pipeline.dead_letters is not None:
                 pin_starts(self._hub, pipeline, self._address)
+        if self.queries:
+            self._watch.start()
         for each in self.queries:
             try:
                 each.query = self._started(each)
@@ -157,20 +147,23 @@ class Run:
         return writer.start()
 
     def look(self) -> None:
-        """Update `queries`, and stop those that are to be stopped and have finished their batch."""
+        """Update `queries`, and stop those that are to be stopped and have finished their batch. After the end of the
+        last one, Spark's reports are no longer listened to."""
         for each in self.queries:
             each.batches = []
             if each.query is None or each.is_over:
                 continue
-            is_active = each.query.isActive  # read before the progress: otherwise the last batch could be missed
-            self._count(each)
-            if not is_active:
+            report = self._watch.report(each.query.runId)
+            self._count(each, () if report is None else report.batches)
+            if not each.query.isActive:
                 self._end(each)
             elif self._stops_at is not None and self._may_stop(each):
                 self._stop(each)
             each.lag = self._lag(each.group)
         if self.failed is not None and self._stops_at is None:
             self.finish()
+        if self.is_over:
+            self._watch.close()
 
     def finish(self, patience_s: float = 60.0) -> None:
         """Make `look` stop each query when its current batch is finished, or after this time."""
@@ -183,19 +176,24 @@ class Run:
         for each in self.queries:
             if each.query is not None and not each.is_over:
                 self._stop(each)
+        self._watch.close()
 
     # Progress.
 
-    def _count(self, each: QueryRun) -> None:
-        for progress in each.query.recentProgress:
-            batch = _batch(json.loads(progress.json))
+    def _count(self, each: QueryRun, batches: Iterable[BatchReport | None]) -> None:
+        for batch in batches:
             if batch is None or (each.last is not None and batch.number <= each.last.number):
                 continue
             each.batches.append(batch)
             each.last = batch
             each.rows_done += batch.rows
 
+    def _count_last(self, each: QueryRun) -> None:
+        """Count what the listener has not reported when a query has ended: its reports may come later."""
+        self._count(each, (batch_of(json.loads(progress.json)) for progress in each.query.recentProgress))
+
     def _end(self, each: QueryRun) -> None:
+        self._count_last(each)
         error = each.query.exception()
         each.state = "ended" if error is None else "failed"
         each.error = None if error is None else short_reason(str(error))
@@ -205,7 +203,7 @@ class Run:
             self._end(each)
             return
         each.query.stop()  # blocks until the query has ended; errors of its interrupted tasks do not count
-        self._count(each)
+        self._count_last(each)
         each.state = "ended"
 
     def _may_stop(self, each: QueryRun) -> bool:
@@ -230,16 +228,22 @@ class Run:
                 _named(each.name, lambda: refuse_shared_state(given))
             rows = _named(each.name, lambda: sink.shaped(given))
             name, group = each.name + suffix, each.group + suffix
-            return QueryRun(name, group, each.source, sink, rows, mode, each.every, self._checkpoints / name)
+            return QueryRun(name, group, str(each.source), sink, rows, mode, each.every, self._checkpoints / name)
 
-        rows = _named(each.name, lambda: each.over(self._messages(each, each.group, each.options)))
-        queries = [planned("", rows, each.sink, each.output_mode)]
-        if each.dead_letters is not None:
-            options = {name: value for name, value in each.options.items() if name.lower() != "includeheaders"}
-            messages = self._messages(each, each.group + DEAD_LETTERS, {**options, "includeHeaders": "true"})
-            sink = Sink("pxrs", topic=each.dead_letters)
-            queries.append(planned(DEAD_LETTERS, _named(each.name, lambda: each.bad(messages)), sink, "append"))
-        return queries
+        if each.dead_letters is None:
+            rows = _named(each.name, lambda: each.over(self._messages(each, each.group, each.options)))
+            return [planned("", rows, each.sink, each.output_mode)]
+        options = {name: value for name, value in each.options.items() if name.lower() not in SHAPE}
+        whole = {**options, "includeHeaders": "true", "includeTopic": "true"}
+        rows, bad = _named(
+            each.name,
+            lambda: each.rows_and_dead_letters(
+                self._messages(each, each.group, each.options),
+                self._messages(each, each.group + DEAD_LETTERS, whole),
+            ),
+        )
+        letters = Sink("pxrs", topic=each.dead_letters)
+        return [planned("", rows, each.sink, each.output_mode), planned(DEAD_LETTERS, bad, letters, "append")]
 
     def _messages(self, each: Pipeline, group: str, options: Mapping[str, SparkOption]) -> DataFrame:
         reader = self._spark.readStream.format("pxrs").options(**options).options(**self._address.options(each.source))
@@ -255,13 +259,15 @@ def check_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
         names = ", ".join(missing)
         raise InvalidPipeline(f"no topic {names}: make what is missing with --create-topics, or with {commands}")
     # Compared by id: on a file system that ignores case, `orders` and `Orders` are one topic.
-    ids = {topic: hub.topic(topic).id for topic in {topic for each in pipelines for topic in each.topics()}}
+    there = [topic.name for topic in hub.topics()]
     for each in pipelines:
+        read = {hub.topic(topic).id: topic for topic in each.source.among(there)}
+        if not read:
+            raise InvalidPipeline(f"{each.name}: source: no topic of the hub matches {each.source.pattern}: create one")
         for topic in each.topics():
-            if topic != each.source and ids[topic] == ids[each.source]:
+            if topic not in read.values() and (source := read.get(hub.topic(topic).id)) is not None:
                 raise InvalidPipeline(
-                    f"{each.name}: {topic} is the source, {each.source}, under another name: it would feed itself for "
-                    "ever"
+                    f"{each.name}: {topic} is the source, {source}, under another name: it would feed itself for ever"
                 )
 
 
@@ -269,8 +275,9 @@ def check_sources(hub: Hub, pipelines: Sequence[Pipeline]) -> None:
     """Raise InvalidPipeline if a pipeline reads a registered source: pipelines are streams."""
     topics = missing_topics(hub, pipelines)
     for each in pipelines:
-        if each.source in topics and find_source(hub, each.source) is not None:
-            raise InvalidPipeline(f"{each.name}: {no_stream(each.source)}")
+        for topic in each.source.names:
+            if topic in topics and find_source(hub, topic) is not None:
+                raise InvalidPipeline(f"{each.name}: {no_stream(topic)}")
 
 
 def missing_topics(hub: Hub, pipelines: Sequence[Pipeline]) -> list[str]:
@@ -314,29 +321,23 @@ def pin_starts(hub: Hub, each: Pipeline, address: HubAddress) -> None:
     """Write the first checkpoints of both queries of a pipeline, so that rows and dead letters begin at the same
     messages: by itself, each query would find another "latest". Where only the query of the rows has a checkpoint, the
     dead letters begin no later than that."""
-    topic = hub.topic(each.source)
     given = {name: str(value) for name, value in each.options.items() if name.lower().startswith("starting")}
     options = stream_options({**address.options(each.source), "group": each.group, **given})
-    starts = boundary_offsets(topic.log, options.starting)
-    for number, start in starts.items():
-        rows, dead = (Keys(group).checkpoint(topic.id, number) for group in each.groups())
-        begun = hub.registry.get(rows)
-        if begun is not None:
-            start = min(start, Checkpoint.load(rows, begun.value).offset)
-        value = Checkpoint(start, time.time(), "start").dump()
-        put = dict.fromkeys([dead] if begun is not None else [rows, dead], value)
-        with suppress(Conflict):  # the query has a checkpoint by now
-            hub.registry.commit(dict.fromkeys(put, ABSENT), put)
+    for name in each.source.among(topic.name for topic in hub.topics()):
+        topic = hub.topic(name)
+        for number, start in boundary_offsets(topic.log, options.starting).items():
+            _pin_start(hub, each, topic.id, number, start)
 
 
-def short_reason(text: str) -> str:
-    """The cause in the text of a Spark error: the last line of a Python traceback in it, else its first line."""
-    if found := _TRACEBACK.findall(text):
-        reason = re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", found[-1])
-    else:
-        reason = _FAILED.sub("", text.strip()).partition("\n")[0]
-        reason = reason.removeprefix("[USER_RAISED_EXCEPTION] ")
-    return _SQLSTATE.sub("", reason.strip())[:REASON_CHARS_MAX]
+def _pin_start(hub: Hub, each: Pipeline, topic_id: str, number: int, start: int) -> None:
+    rows, dead = (Keys(group).checkpoint(topic_id, number) for group in each.groups())
+    begun = hub.registry.get(rows)
+    if begun is not None:
+        start = min(start, Checkpoint.load(rows, begun.value).offset)
+    value = Checkpoint(start, time.time(), "start").dump()
+    put = dict.fromkeys([dead] if begun is not None else [rows, dead], value)
+    with suppress(Conflict):  # the query has a checkpoint by now
+        hub.registry.commit(dict.fromkeys(put, ABSENT), put)
 
 
 def _named(name: str, plan: Callable[[], Any]) -> Any:
@@ -351,17 +352,3 @@ def _named(name: str, plan: Callable[[], Any]) -> Any:
     except Exception as error:
         reason = f"{type(error).__name__}: {short_reason(str(error))}"
         raise InvalidPipeline(f"the pipeline {name} cannot be planned: {reason}") from error
-
-
-def _batch(progress: dict[str, Any]) -> Batch | None:
-    """The batch that a progress report of Spark is about; None for the reports of an idle query."""
-    durations = progress.get("durationMs", {})
-    if "addBatch" not in durations:
-        return None
-    return Batch(
-        progress["batchId"],
-        progress.get("numInputRows") or 0,
-        durations.get("triggerExecution", durations["addBatch"]),
-        progress.get("processedRowsPerSecond") or 0.0,
-        sum(operator.get("numRowsTotal", 0) for operator in progress.get("stateOperators", [])),
-    )

@@ -7,7 +7,7 @@ The source of a query does not know what is done with its rows. So a program tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pxrs.errors import SharedState
@@ -32,9 +32,25 @@ _OPERATORS: Final = {
 }
 
 
+_SAMPLES: Final = {"Sample": "a sample"}
+
+
 def stateful_operators(rows: DataFrame) -> list[str]:
     """The operators that keep state in a streaming query of these rows, as users call them; none for a batch."""
-    return sorted(set(_stateful(rows._jdf.queryExecution().analyzed())))
+    return sorted(set(_found(rows._jdf.queryExecution().analyzed(), _OPERATORS)))
+
+
+def undecidable_operators(rows: DataFrame) -> list[str]:
+    """What makes it uncertain that two streaming queries, which read the same messages in other batches, both have
+    these rows: operators that keep state or take a sample, and expressions that are not functions of a row."""
+    plan = rows._jdf.queryExecution().analyzed()
+    found = set(_found(plan, {**_OPERATORS, **_SAMPLES}))
+    patterns = rows.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+    if plan.containsPattern(patterns.CURRENT_LIKE()):
+        found.add("the current time")
+    if not plan.deterministic():
+        found.add("a function that is not deterministic")
+    return sorted(found)
 
 
 def refuse_shared_state(rows: DataFrame) -> None:
@@ -46,13 +62,13 @@ def refuse_shared_state(rows: DataFrame) -> None:
         )
 
 
-def _stateful(plan: Any) -> Iterator[str]:
+def _found(plan: Any, operators: Mapping[str, str]) -> Iterator[str]:
     if not plan.isStreaming():
         return
     below = plan.children()
     children = [below.apply(number) for number in range(below.size())]
     name = plan.getClass().getSimpleName()
-    if name in _OPERATORS and (name != "Join" or all(child.isStreaming() for child in children)):
-        yield _OPERATORS[name]
+    if name in operators and (name != "Join" or all(child.isStreaming() for child in children)):
+        yield operators[name]
     for child in children:
-        yield from _stateful(child)
+        yield from _found(child, operators)

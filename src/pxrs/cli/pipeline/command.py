@@ -25,9 +25,11 @@ from pxrs.cli.pipeline.signals import Signals
 from pxrs.cli.terminal import echo, error_text, is_terminal, tell_error
 from pxrs.errors import InvalidPipeline, InvalidUrl, MissingDependency, PipelineFailed, TopicExists
 from pxrs.registry.address import parse
-from pxrs.spark.pipeline import HubAddress, Pipeline
-from pxrs.spark.run import SETTINGS, Run, check_sources, check_topics, missing_topics, short_reason
+from pxrs.spark.pipeline import Pipeline
+from pxrs.spark.progress import short_reason
+from pxrs.spark.run import SETTINGS, Run, check_sources, check_topics, missing_topics
 from pxrs.spark.session import session
+from pxrs.spark.sinks import HubAddress
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -197,7 +199,9 @@ def _spark(file: Path, master: str | None, settings: dict[str, str], log_folder:
         raise PipelineFailed(f"Spark did not start: {short_reason(str(error))}{where}") from error
     if log is not None:
         spark.sparkContext.setLogLevel("ERROR")
-        logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
+        # An error is shown once, by this command.
+        for name in ("DataFrameQueryContextLogger", "pxrs.spark.watch"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         yield spark
     finally:

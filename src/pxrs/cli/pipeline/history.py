@@ -14,8 +14,10 @@ from rich.text import Text
 from pxrs.cli.pipeline.progress import tell_event
 from pxrs.cli.terminal import cell, data_text, echo, show, tell_error
 from pxrs.errors import InvalidPipeline, PipelineFailed, PxrsError
-from pxrs.spark.pipeline import HubAddress, Pipeline
-from pxrs.spark.run import FILES_LOG, last_written, short_reason
+from pxrs.spark.pipeline import Pipeline
+from pxrs.spark.progress import short_reason
+from pxrs.spark.run import FILES_LOG, last_written
+from pxrs.spark.sinks import HubAddress
 from pxrs.wording import counted, printable, rfc3339
 
 if TYPE_CHECKING:
@@ -49,9 +51,9 @@ def run_history(
                 _tell_written(each, as_json)
             else:
                 show_rows(each, rows, rows_max, as_json)
-            if each.parse is not None and (bad := each.bad(messages).count()):
-                those = "that does" if bad == 1 else "that do"
-                tell_error(f"{each.name}: left out {counted(bad, 'message')} {those} not parse")
+            if bad := each.left_out(messages):
+                those = "that does not parse or is rejected" if bad == 1 else "that do not parse or are rejected"
+                tell_error(f"{each.name}: left out {counted(bad, 'message')} {those}")
         except Exception as error:
             if isinstance(error, PxrsError):
                 raise

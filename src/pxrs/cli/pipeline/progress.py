@@ -15,7 +15,8 @@ from rich.text import Text
 
 from pxrs.cli.terminal import console, echo, is_terminal, time_field
 from pxrs.clock import wall_time_us
-from pxrs.spark.run import Batch, QueryRun, Run
+from pxrs.spark.progress import BatchReport
+from pxrs.spark.run import QueryRun, Run
 from pxrs.wording import counted, printable
 
 
@@ -88,20 +89,27 @@ class Screen:
         self._live.console.print(Text(printable(text)))
 
 
-def _numbers(batch: Batch) -> tuple[str, str, str]:
+def _numbers(batch: BatchReport) -> tuple[str, str, str]:
     speed = f"{batch.rows_per_s:,.{0 if batch.rows_per_s >= 10 else 1}f}"
     return f"{batch.number:,}", f"{batch.duration_ms / 1000:.1f} s", speed
 
 
-def _words(batch: Batch, each: QueryRun) -> str:
+def _words(batch: BatchReport, each: QueryRun) -> str:
     number, took, speed = _numbers(batch)
     state = f", {counted(batch.state_rows, 'row')} of state" if batch.state_rows else ""
-    return f"batch {number}, {counted(batch.rows, 'row')} in {took} ({speed} rows/s), lag {_number(each.lag)}{state}"
+    lag = _number(_lag(batch, each))
+    return f"batch {number}, {counted(batch.rows, 'row')} in {took} ({speed} rows/s), lag {lag}{state}"
 
 
-def _plain(batch: Batch, each: QueryRun) -> dict[str, Any]:
+def _plain(batch: BatchReport, each: QueryRun) -> dict[str, Any]:
     fields = asdict(batch)
-    return {"pipeline": each.name, "batch": fields.pop("number"), **fields, "lag": each.lag}
+    fields.pop("phases_ms")
+    return {"pipeline": each.name, "batch": fields.pop("number"), **fields, "lag": _lag(batch, each)}
+
+
+def _lag(batch: BatchReport, each: QueryRun) -> int | None:
+    """The lag when the batch was finished, as Spark reports it; if that is not known, the group's present lag."""
+    return each.lag if batch.lag is None else batch.lag
 
 
 def _number(number: int | None) -> str:

@@ -1,0 +1,141 @@
+"""`reject`: a pipeline's function sends rows to the dead letters, with a reason.
+
+    def totals(orders):
+        orders = reject(orders, F.col("amount") <= 0, "amount is not positive")
+        return orders.groupBy("account").agg(F.sum("amount").alias("total"))
+
+A query of Spark has one sink. So a pipeline with dead letters is two queries, and the function is called for each: in
+the query of the rows, `reject` keeps the rows for which the condition does not hold; in the query of the dead letters,
+it collects the others, and what the function returns is not used. No row is lost between the two queries, and none is
+in both, as long as both decide in the same way. Therefore these are refused when the queries are planned:
+
+- rows that depend on more than the message: after an operator that keeps state (an aggregation, deduplication, a join
+  of streams), after a sample, a random number or the current time,
+- rows that no longer have the message to send, because the function has selected other columns,
+- a function that gives other conditions when it is called a second time.
+
+A table with which the rows are joined before, and a UDF, are not checked: they must give the same results to both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from pxrs.errors import InvalidPipeline
+from pxrs.spark.letters import MESSAGE, REASON, origin
+from pxrs.spark.state import undecidable_operators
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+NO_REASON: Final = "the pipeline's function has rejected it"
+"""The reason of a row whose column of reasons is null."""
+_current: ContextVar[FunctionCall | None] = ContextVar("_current", default=None)
+
+
+@dataclass(slots=True)
+class FunctionCall:
+    """One call of a pipeline's function, and what `reject` does during it."""
+
+    does: Literal["leave out", "collect", "fail"]
+    """"leave out": drops rejected rows. "collect": keeps them in `collected`. "fail": the query fails on the first one,
+    because the pipeline has no dead letters."""
+    topic: str = ""
+    """The source, for the error of "fail"."""
+    taken: frozenset[str] = frozenset()
+    """Columns, in lower case, that the fields of the JSON values have replaced: they do not name a message's origin."""
+    conditions: list[str] = field(default_factory=list)
+    """The conditions of all calls of `reject`, as text."""
+    collected: list[DataFrame] = field(default_factory=list)
+    """For each call of `reject`, the rejected rows, with the columns `MESSAGE` and `REASON`."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def reject(self, rows: DataFrame, is_rejected: Column, reason: Column) -> DataFrame:
+        from pyspark.sql import functions as F
+
+        self.conditions.append(str(is_rejected))
+        if self.does == "fail":
+            where = [name for name in rows.columns if name.lower() not in self.taken]
+            has_origin = {"partition", "offset"} <= set(where)
+            text = F.concat(origin(where, self.topic), F.lit(": "), reason) if has_origin else reason
+            failed = F.raise_error(text).cast("boolean")
+            return rows.filter(F.when(is_rejected, failed).otherwise(F.lit(True)))
+        rejected = rows.filter(is_rejected)
+        if rows.isStreaming:
+            _refuse_undecidable(rejected)
+        if self.does == "collect":
+            if MESSAGE not in rows.columns:
+                raise InvalidPipeline(
+                    "reject is called on rows that no longer have the message they come from, so it cannot be sent to "
+                    "the dead letters: call reject before select, groupBy and other steps that make new rows, or add "
+                    "columns by withColumn"
+                )
+            self.collected.append(rejected.select(MESSAGE, reason.alias(REASON)))
+        return rows.filter(~is_rejected)
+
+
+def reject(rows: DataFrame, condition: Column | str, reason: Column | str) -> DataFrame:
+    """The rows for which the condition does not hold; the others become dead letters of the pipeline.
+
+    condition: a column, or an expression of SQL such as "amount <= 0". A row for which it is null is not rejected.
+    reason:    the text of the header `pxrs-reason`: a text, or a column for a reason that depends on the row, such as
+               F.concat(F.lit("unknown account "), F.col("account")).
+
+    For use in the function of a pipeline, before it selects columns, aggregates or joins streams. The dead letter is
+    the message as it was stored. Without `dead_letters`, a rejected row ends the pipeline, unless its parse step has
+    on_bad="drop". With a batch outside of `pxrs pipeline run` and `Pipeline.over`, as in a test, rejected rows are left
+    out; `Pipeline.rejected` returns them. Raises InvalidPipeline.
+    """
+    from pyspark.sql import Column
+    from pyspark.sql import functions as F
+
+    if not isinstance(condition, Column | str):
+        raise InvalidPipeline(f"reject: condition is {condition!r}; give a column, or SQL such as 'amount <= 0'")
+    if not isinstance(reason, Column | str) or (isinstance(reason, str) and not reason):
+        raise InvalidPipeline(f"reject: reason is {reason!r}; give text, or a column of texts")
+    given = F.expr(condition) if isinstance(condition, str) else condition
+    if (kind := rows.select(given).dtypes[0][1]) != "boolean":
+        raise InvalidPipeline(f"reject: the condition {condition!r} is a {kind}, and neither true nor false")
+    # Null counts as false in both queries: `filter` alone would leave the row out of both.
+    is_rejected = F.coalesce(given, F.lit(False))
+    text = F.lit(reason) if isinstance(reason, str) else F.coalesce(reason.cast("string"), F.lit(NO_REASON))
+    call = _current.get()
+    if call is not None:
+        return call.reject(rows, is_rejected, text)
+    if rows.isStreaming:
+        raise InvalidPipeline(
+            "reject is called on a stream outside of a pipeline's function, or in a thread that the function has "
+            "started: nothing would keep the rejected rows. Use filter in queries of your own"
+        )
+    return rows.filter(~is_rejected)
+
+
+def _refuse_undecidable(rejected: DataFrame) -> None:
+    """Raise InvalidPipeline if the two queries of a pipeline could decide differently which rows these are."""
+    if found := undecidable_operators(rejected):
+        raise InvalidPipeline(
+            f"reject is called on rows that depend on {', '.join(found)}: the query of the rows and the query of the "
+            "dead letters could decide differently, and a row would be lost or doubled. Call reject before that"
+        )
+
+
+def same_conditions(one: FunctionCall, other: FunctionCall) -> None:
+    """Raise InvalidPipeline if the function gave other conditions in another call."""
+    if one.conditions != other.conditions:
+        changed = [pair for pair in zip(one.conditions, other.conditions, strict=False) if pair[0] != pair[1]]
+        what: Any = " and then ".join(changed[0]) if changed else "another number of them"
+        raise InvalidPipeline(
+            f"the conditions of reject differ between two calls of the function ({what}): rows and dead letters would "
+            "be decided differently. Let a condition depend on the row alone, not on the time at which it is written"
+        )

@@ -1,0 +1,187 @@
+"""`QueryWatch`: what the streaming queries of a Spark session do, as Spark reports it to a listener.
+
+    with QueryWatch(spark) as watch:
+        query = rows.writeStream.format("pxrs")...start()
+        query.awaitTermination()
+        for batch in watch.ended(query.runId).batches:
+            print(batch.number, batch.rows, batch.lag, batch.duration_ms)
+
+Spark reports on a thread of its own, and after the fact: when `awaitTermination` returns, the report of the end may
+still be on its way, and `ended` waits for it. Spark drops reports if its listeners are too slow: to be sure whether a
+query runs or has failed, ask the query itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from pxrs.spark.progress import BatchReport, batch_of, short_reason
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+BATCHES_MAX: Final = 100
+QUERIES_MAX: Final = 1_000
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class QueryReport:
+    """What Spark has reported of one run of a query."""
+
+    run_id: str
+    name: str | None
+    """The query's name, if the program has given it one."""
+    batches: deque[BatchReport] = field(default_factory=deque)
+    """The last batches, in order."""
+    rows: int = 0
+    """How many rows all batches have read."""
+    is_ended: bool = False
+    error: str | None = None
+    """The cause of the error with which the query ended; None while it runs, and if it was stopped."""
+
+    @property
+    def last(self) -> BatchReport | None:
+        return self.batches[-1] if self.batches else None
+
+
+class QueryWatch:
+    """Listens to all streaming queries of a session from `start` to `close`, and keeps what is reported.
+
+    on_batch: called with the report of the query after each batch, and once more after its end. It runs on a thread of
+              Spark, which reports nothing else meanwhile; what it raises is logged.
+    batches_max: how many batches of each query are kept. Of queries, the last 1,000 that have started are kept.
+
+    Each batch and each end is logged under `pxrs.spark.watch`, with fields.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        on_batch: Callable[[QueryReport], None] | None = None,
+        batches_max: int = BATCHES_MAX,
+    ) -> None:
+        if batches_max < 1:
+            raise ValueError(f"batches_max is {batches_max}; give a number from 1 on")
+        self._spark, self._on_batch, self._batches_max = spark, on_batch, batches_max
+        self._listener: Any = None
+        self._changed = threading.Condition()
+        self._reports: dict[str, QueryReport] = {}
+        """By run id, in the order of their starts. Guarded by `_changed`."""
+
+    def start(self) -> QueryWatch:
+        if self._listener is None:
+            self._listener = _listener_of(self)
+            self._spark.streams.addListener(self._listener)
+        return self
+
+    def close(self) -> None:
+        """Stop listening. What was reported stays readable."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            with suppress(Exception):  # Spark's process may have ended before, and the listener with it
+                self._spark.streams.removeListener(listener)
+
+    def __enter__(self) -> QueryWatch:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def report(self, run_id: object) -> QueryReport | None:
+        """What was reported of a run so far, as a copy. run_id: `query.runId`. None if nothing was."""
+        with self._changed:
+            found = self._reports.get(str(run_id))
+            return None if found is None else _copied(found)
+
+    def ended(self, run_id: object, timeout_s: float = 30.0) -> QueryReport:
+        """What was reported of a run, when its end is reported. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_ended(str(run_id)), timeout_s):
+                raise TimeoutError(f"Spark has not reported the end of the run {run_id} within {timeout_s:g} s")
+            return _copied(self._reports[str(run_id)])
+
+    def _is_ended(self, run_id: str) -> bool:
+        return (found := self._reports.get(run_id)) is not None and found.is_ended
+
+    # Called on threads of Spark.
+
+    def on_started(self, run_id: str, name: str | None) -> None:
+        with self._changed:
+            self._reports[run_id] = QueryReport(run_id, name, deque(maxlen=self._batches_max))
+            while len(self._reports) > QUERIES_MAX:
+                del self._reports[next(iter(self._reports))]
+
+    def on_progress(self, progress: str) -> None:
+        plain = json.loads(progress)
+        if (batch := batch_of(plain)) is None:
+            return
+        with self._changed:
+            found = self._found(plain["runId"], plain.get("name"))
+            found.batches.append(batch)
+            found.rows += batch.rows
+            told = _copied(found)
+            self._changed.notify_all()
+        fields = {"query": told.name or told.run_id, "batch": batch.number, "rows": batch.rows, "lag": batch.lag}
+        _logger.info(
+            "query %(query)s: batch %(batch)s, %(rows)s rows, lag %(lag)s",
+            fields,
+            extra={**fields, "duration_ms": batch.duration_ms, "state_rows": batch.state_rows},
+        )
+        self._tell(told)
+
+    def on_terminated(self, run_id: str, error: str | None) -> None:
+        with self._changed:
+            found = self._found(run_id, None)
+            found.is_ended, found.error = True, error
+            told = _copied(found)
+            self._changed.notify_all()
+        fields = {"query": told.name or run_id, "rows": told.rows, "error": error}
+        if error is None:
+            _logger.info("query %(query)s: ended after %(rows)s rows", fields, extra=fields)
+        else:
+            _logger.error("query %(query)s: failed after %(rows)s rows: %(error)s", fields, extra=fields)
+        self._tell(told)
+
+    def _found(self, run_id: str, name: str | None) -> QueryReport:
+        """The report of a run; a new one if the query was started before this watch."""
+        return self._reports.setdefault(run_id, QueryReport(run_id, name, deque(maxlen=self._batches_max)))
+
+    def _tell(self, report: QueryReport) -> None:
+        if self._on_batch is None:
+            return
+        try:
+            self._on_batch(report)
+        except Exception:
+            _logger.exception("on_batch has failed for the query %s", report.name or report.run_id)
+
+
+def _copied(report: QueryReport) -> QueryReport:
+    return QueryReport(report.run_id, report.name, report.batches.copy(), report.rows, report.is_ended, report.error)
+
+
+def _listener_of(watch: QueryWatch) -> Any:
+    """Spark's listener: a class of pyspark, which is imported only now."""
+    from pyspark.sql.streaming import StreamingQueryListener
+
+    class Listener(StreamingQueryListener):  # type: ignore[misc]
+        def onQueryStarted(self, event: Any) -> None:
+            watch.on_started(str(event.runId), event.name)
+
+        def onQueryProgress(self, event: Any) -> None:
+            watch.on_progress(event.progress.json)
+
+        def onQueryIdle(self, event: Any) -> None:
+            """Nothing was read: there is nothing to report."""
+
+        def onQueryTerminated(self, event: Any) -> None:
+            watch.on_terminated(str(event.runId), None if event.exception is None else short_reason(event.exception))
+
+    return Listener()

@@ -1,0 +1,97 @@
+"""The programs of `docs/spark-recipes.md` run as they are printed, and find the results that they say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pxrs
+
+PATIENCE_S = 240.0
+DOCUMENT = Path(__file__).parents[2] / "docs" / "spark-recipes.md"
+
+
+def blocks(kind: str) -> list[str]:
+    """The code after fences of exactly this kind."""
+    return re.findall(rf"^```{re.escape(kind)}\n(.*?)^```", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_recipes_find_what_they_say(
+    spark: Any, spark_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`session` gives them the session that is there."""
+    pytest.importorskip("pandas")
+    monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    programs = blocks("python")
+    assert len(programs) > 5
+    with contextlib.chdir(spark_folder):
+        for program in programs:
+            exec(compile(program, str(DOCUMENT), "exec"), names)
+    lags = [names["hub"].group(group).describe().lag for group in ("deduplication", "numbers", "database", "copier")]
+    names["hub"].close()
+    assert lags == [0, 0, 0, 0]
+    assert capsys.readouterr().out.splitlines()[0].startswith("0 1 1 "), "number, rows and lag of a batch"
+
+
+@pytest.fixture(scope="module")
+def remote(spark: Any) -> Iterator[dict[str, str]]:
+    """The environment of clients of Spark Connect, which a server in the Java of the session serves: a server in a Java
+    of its own would take longer to start than all clients run."""
+    for package in ("pandas", "grpc_status", "zstandard", "yaml"):
+        pytest.importorskip(package)
+    spark._jsc.sc().conf().set("spark.connect.grpc.binding.port", "0")
+    service = getattr(getattr(spark._jvm.org.apache.spark.sql.connect.service, "SparkConnectService$"), "MODULE$")
+    service.start(spark._jsc.sc())
+    yield {**os.environ, "SPARK_REMOTE": f"sc://127.0.0.1:{service.localPort()}", "PYTHONWARNINGS": "ignore"}
+    none = spark._jvm.scala.Option.empty()
+    service.stop(none, none)
+
+
+def run(command: list[str], environment: dict[str, str], folder: Path) -> str:
+    ran = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ran.returncode == 0, (ran.stdout, ran.stderr)
+    return ran.stdout + ran.stderr
+
+
+def test_a_client_of_spark_connect_reads_and_writes_topics(remote: dict[str, str], tmp_path: Path) -> None:
+    (program,) = blocks("python connect")
+    (tmp_path / "client.py").write_text(program)
+    told = run([sys.executable, "client.py"], remote, tmp_path)
+    assert told.splitlines()[-1] == "pyspark.sql.connect.session 0"
+
+
+def test_a_declarative_pipeline_reads_and_writes_topics(spark: Any, remote: dict[str, str], tmp_path: Path) -> None:
+    import pyspark
+
+    for name in ("yaml spark-pipeline.yml", "python transformations/shop.py"):
+        (text,) = blocks(name)
+        path = tmp_path / name.split()[1]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text.replace("/srv/shop", str(tmp_path)))
+    with pxrs.open(tmp_path / "data") as hub:
+        for topic in ("orders", "large-orders"):
+            hub.create_topic(topic, partitions=2)
+        with hub.producer("orders") as out:
+            for number in range(100):
+                out.send(str(number), key=str(number % 7))
+        # What `spark-pipelines` runs; the script would start a Java to find that it needs none.
+        command = [sys.executable, str(Path(pyspark.__file__).parent / "pipelines" / "cli.py"), "run"]
+        try:
+            assert "Run is COMPLETED" in run(command, remote, tmp_path)
+            assert hub.group("shop").describe().lag == 0
+            totals = {row.key: row.total for row in spark.table("totals").collect()}
+            assert totals == {str(key): sum(range(key, 100, 7)) for key in range(7)}
+            large = sorted(int(value) for value in hub.topic("large-orders").to_arrow()["value"].to_pylist())
+            assert large == list(range(91, 100))
+        finally:
+            for table in ("orders", "totals"):
+                spark.sql(f"DROP TABLE IF EXISTS {table}")
