@@ -32,7 +32,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 READ_THE_SOURCE = {"tests/unit/test_code_limits.py", "tests/unit/test_import_graph.py"}
 """Files whose tests parse all of `src/pxrs` (`tests/unit/source_code.py`)."""
-USES_SPARK = {"tests/acceptance/test_examples.py", "tests/integration/test_spark_source.py"}
+USES_SPARK = {
+    "tests/acceptance/test_examples.py",
+    "tests/integration/test_spark_scenarios.py",
+    "tests/integration/test_spark_source.py",
+}
 """Files whose tests use the fixture `spark`."""
 SHARE_SERVERS = ("tests/integration/sql_faults/", "tests/integration/sql_table/", "tests/integration/transactions/")
 """Folders whose files use one server: the session fixture `server` of the folder's `conftest.py`."""
@@ -55,6 +59,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((folder for folder in SHARE_SERVERS if file.startswith(folder)), file)
 
     return SharedFixtures(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what tests have chosen at random, and the seed that chooses it again, also of those that have passed:
+    `record_property("chosen", ...)`."""
+    for reports in list(terminalreporter.stats.values()):
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "chosen" and report.when == "call":
+                    terminalreporter.write_line(f"{report.nodeid}: {value}")
 
 
 # Nothing that is imported and collected is garbage before the tests begin: see `pytest_collection_finish`.
