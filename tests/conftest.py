@@ -97,9 +97,16 @@ def spark(spark_folder: Path) -> Iterator[Any]:
     settings of its own, and leaves no query running."""
     pytest.importorskip("pyspark")
     from pxrs.spark import session
+    from pxrs.testing.servers import free_ports
 
+    settings = {
+        "spark.sql.shuffle.partitions": "1",
+        # For the test that starts a server of Spark Connect in this session's Java.
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": str(free_ports(1)[0]),
+    }
     with contextlib.chdir(spark_folder):
-        found = session("tests", "local[2]", {"spark.sql.shuffle.partitions": "1"})
+        found = session("tests", "local[2]", settings)
     found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()

@@ -266,3 +266,33 @@ def test_s3_totals_that_change_are_sent_once_each(streams: Streams) -> None:
     }
     assert not [key for key, each in found.items() if each != sorted(set(each))], "a change was sent again"
     assert min(map(len, found.values())) == 3
+
+
+@pytest.fixture
+def remote(spark: Any) -> Iterator[Any]:
+    """A session of Spark Connect. Its server is in the Java of the session `spark`."""
+    pytest.importorskip("grpc_status")
+    from pyspark.sql.connect.session import SparkSession
+
+    context = spark.sparkContext
+    server = context._jvm.org.apache.spark.sql.connect.service.SparkConnectService
+    server.start(context._jsc.sc())
+    host, port = (context.getConf().get(f"spark.connect.grpc.binding.{name}") for name in ("address", "port"))
+    found = SparkSession.builder.remote(f"sc://{host}:{port}").create()
+    yield found
+    found.stop()
+    server.stop(*(getattr(server, f"stop$default${number}")() for number in (1, 2)))
+
+
+def test_s2_a_stream_over_connect_has_every_row_once(remote: Any, tmp_path: Path) -> None:
+    with pxrs.open(tmp_path / "hub") as hub:
+        streams = Streams(remote, hub, tmp_path)
+        streams.create("in", "out")
+
+        def start(is_cut: bool) -> Any:
+            return streams.write(streams.read("in"), n=or_fail(is_cut, "n = 190", "n"))
+
+        streams.send("in", range(HALF))
+        streams.through_deaths(start, lambda: streams.send("in", range(HALF, ALL)))
+        assert sorted(row["n"] for row in streams.found()) == list(range(ALL))
+        assert hub.group("of-in").describe().lag == 0
