@@ -34,7 +34,6 @@ _logger = logging.getLogger(__name__)
 _SMALL_ROWS: Final = BATCH_ROWS // 4
 """A stored batch with at least this number of rows is yielded as it is, and not joined with others."""
 _READ_BYTES: Final = 4 << 20
-_COUNTING: Final = pa.array(range(BATCH_ROWS), pa.int64())
 
 
 @dataclass(frozen=True)
@@ -196,6 +195,13 @@ def _rows(batch: Batch, partition: int, columns: Sequence[str]) -> Iterator[pa.R
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+@functools.cache
+def _counting() -> pa.Array:
+    """The numbers from 0 to the length of the longest batch. `pa.array` imports pandas, if it is installed, so this is
+    called in tasks only: the process that plans a stream does not need it."""
+    return pa.array(range(BATCH_ROWS), pa.int64())
+
+
 def _column(name: str, records: pa.RecordBatch, partition: int, offset: int) -> pa.Array:
     if name == "partition":
         return pa.repeat(pa.scalar(partition, pa.int32()), records.num_rows)
@@ -203,5 +209,5 @@ def _column(name: str, records: pa.RecordBatch, partition: int, offset: int) -> 
         # Imported here because the process that plans a stream does not need it, and every query waits for its imports.
         import pyarrow.compute as pc
 
-        return pc.add(_COUNTING.slice(0, records.num_rows), offset)
+        return pc.add(_counting().slice(0, records.num_rows), offset)
     return records.column(name)

@@ -31,7 +31,7 @@ from pxrs.log.directory.start import missing_before, read_start
 
 MAPPED_MAX: Final = 16
 TAIL_READ_BYTES: Final = 256 << 10
-_NO_OFFSETS: Final = pa.array([], pa.int64())
+_NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` would import pandas, if it is installed
 
 
 class Reader:
