@@ -36,6 +36,7 @@ USES_SPARK = {
     "tests/acceptance/test_examples.py",
     "tests/acceptance/test_recipes.py",
     "tests/integration/test_pipeline_rows.py",
+    "tests/integration/test_spark_scenarios.py",
     "tests/integration/test_spark_source.py",
 }
 """Files whose tests use the fixture `spark`."""
@@ -60,6 +61,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((folder for folder in SHARE_SERVERS if file.startswith(folder)), file)
 
     return SharedFixtures(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what tests have chosen at random, and the seed that chooses it again, also of those that have passed:
+    `record_property("chosen", ...)`."""
+    for reports in list(terminalreporter.stats.values()):
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "chosen" and report.when == "call":
+                    terminalreporter.write_line(f"{report.nodeid}: {value}")
 
 
 # Nothing that is imported and collected is garbage before the tests begin: see `pytest_collection_finish`.
@@ -88,9 +99,16 @@ def spark(spark_folder: Path) -> Iterator[Any]:
     settings of its own, and leaves no query running."""
     pytest.importorskip("pyspark")
     from pxrs.spark import session
+    from pxrs.testing.servers import free_ports
 
+    settings = {
+        "spark.sql.shuffle.partitions": "1",
+        # For the test that starts a server of Spark Connect in this session's Java.
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": str(free_ports(1)[0]),
+    }
     with contextlib.chdir(spark_folder):
-        found = session("tests", "local[2]", {"spark.sql.shuffle.partitions": "1"})
+        found = session("tests", "local[2]", settings)
     found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()

@@ -136,5 +136,5 @@ def test_a_topic_goes_to_other_libraries_by_the_lines_that_are_printed() -> None
         exec("; ".join(setup), names)
         assert sorted(eval(query, names).fetchall()) == [(b"0", 10), (b"1", 10), (b"2", 10)]
         assert eval(lines["Polars"], names).shape == (30, 6)
-        if find_spec("pandas"):  # not installed for the tests: Spark's processes would load it each time
+        if find_spec("pandas"):
             assert eval(lines["pandas"], names).shape == (30, 6)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,6 +122,9 @@ class Chaos(ExitStack):
 
     def calm_down(self, hub: Hub) -> None:
         """Nobody is stopped any more, and two at least run, one of them with all topics."""
+        if self.registry.startswith("sqlite"):
+            for worker in self.stopped:
+                self._stop_without_lock(worker)
         stopped = {worker.name for worker in self.stopped}
         self.eventually(lambda: not stopped & members(hub, "g"), lambda: "a stopped member is still there")
         for worker in self.stopped:  # as zombies
@@ -128,6 +132,26 @@ class Chaos(ExitStack):
         self.stopped.clear()
         while len(self.running()) < 2 or all(worker.topic != self.topics[0] for worker in self.running()):
             self.start()
+
+    def _stop_without_lock(self, worker: Worker) -> None:
+        """On SQLite, a process that was stopped in a transaction has the database's only lock, and nobody can take over
+        from it. Let it run for a moment and stop it again, until the lock can be taken."""
+
+        def is_without() -> bool:
+            place = self.registry.removeprefix("sqlite:///")
+            # Others take the lock for milliseconds; a second is enough to get it from them.
+            with closing(sqlite3.connect(place, timeout=1, isolation_level=None)) as connection:
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                except sqlite3.OperationalError:
+                    worker.signal(signal.SIGCONT)
+                    time.sleep(self.random.uniform(0.01, 0.1))
+                    worker.signal(signal.SIGSTOP)
+                    self.stops += 1
+                    return False
+                return True
+
+        self.eventually(is_without, lambda: f"{worker.name} has the lock whenever it is stopped")
 
     def end(self) -> None:
         codes = {worker: worker.end() for worker in (*self.running(), *self.leaving)}

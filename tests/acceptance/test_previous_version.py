@@ -146,11 +146,18 @@ def test_a_group_whose_last_member_died_goes_on_with_a_target_for_each_member(hu
     assert (before.members, before.generation) == ((), 0)
     owners = [(row.owner, row.epoch) for row in before.partitions]
     assert None not in {owner for owner, _ in owners}
-    assert before.lag == 275
+    # The messages, not the lag: the topic's appends are not synced, so that its partitions end with a gap of reserved
+    # offsets, unless the machine has not been started again since the archive was made.
+    expected = [
+        (row.partition, message.offset)
+        for row in before.partitions
+        for message in hub.topic("metrics").messages(row.partition)
+        if message.offset >= (row.checkpoint or 0)
+    ]
+    assert len(expected) == 275
     with hub.consumer("metrics", group="interrupted", until="end") as inbox:
         found = [(message.partition, message.offset) for message in inbox]
         during = hub.group("interrupted").describe()
-    expected = [(row.partition, at) for row in before.partitions for at in range(row.checkpoint or 0, row.end or 0)]
     assert sorted(found) == sorted(expected)
     assert [row.epoch for row in during.partitions] == [epoch + 1 for _, epoch in owners]
     assert during.generation > LegacyAssignment.load(former.key, former.value).generation

@@ -1,4 +1,9 @@
-"""A query from topic to topic on a cluster of real executors, whose driver and executors are killed at random."""
+"""A query from topic to topic whose driver and executors are killed at random, on every registry.
+
+`make test` kills an executor with the registry in the hub's directory, and a driver with one other registry, which the
+seed chooses; SEED= chooses again what a seed has chosen. `make soak` kills more often, on every registry, and has a
+standalone master and worker too.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,10 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Self
 
 import psutil
 import pytest
@@ -17,10 +23,16 @@ import pytest
 import pxrs
 from pxrs.errors import UnknownGroup
 from pxrs.spark.home import link_home
+from pxrs.testing.servers import EtcdServer, PostgresServer, ZooKeeperServer
 from pxrs.testing.transfer import rows_of, transfer
+from tests.acceptance.standalone_spark import SparkMaster, SparkWorker, environment
 
 QUERY = Path(__file__).with_name("spark_query.py")
-KILLS = 20 if os.environ.get("PXRS_SOAK") else 2
+SOAK = bool(os.environ.get("PXRS_SOAK"))
+OTHER_REGISTRIES = ("sqlite", "postgresql", "etcd", "zookeeper")
+LOCAL, LOCAL_CLUSTER = "local[2]", "local-cluster[2,1,512]"
+DRIVERS_DEATHS = ("driver", "java", "python")
+"""Of the driver: all of it, its Java, or its Python process."""
 BATCH_ROWS = 200
 MESSAGES_MIN = 1200
 LEASE_TTL_S = 2.0
@@ -33,19 +45,12 @@ START_S_MAX = 15.0
 
 
 class Driver:
-    """A driver, its Java, its executors and their workers: the processes of one session, which the driver leads."""
+    """A driver, its Java, its executors and their workers: the processes of one session, which the driver leads. The
+    executors of a standalone cluster are not among them."""
 
-    def __init__(self, url: str, folder: Path, home: Path) -> None:
+    def __init__(self, master: str, url: str, folder: Path, variables: Mapping[str, str]) -> None:
         self.errors = folder / f"driver-{time.time_ns()}.log"
-        command = [sys.executable, str(QUERY), url, str(folder), str(BATCH_ROWS), str(LEASE_TTL_S)]
-        environment = {
-            **os.environ,
-            "SPARK_HOME": str(home),
-            "SPARK_LOCAL_IP": "127.0.0.1",
-            "SPARK_LOCAL_HOSTNAME": "localhost",
-            "SPARK_LOCAL_DIRS": str(folder / "local"),
-            "TMPDIR": str(folder / "local"),
-        }
+        command = [sys.executable, str(QUERY), master, url, str(folder), str(BATCH_ROWS), str(LEASE_TTL_S)]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command,
@@ -53,7 +58,7 @@ class Driver:
                 stdout=errors,
                 stderr=errors,
                 cwd=folder,
-                env=environment,
+                env=variables,
                 start_new_session=True,
             )
 
@@ -70,29 +75,6 @@ class Driver:
                     found.append(process)
         return found
 
-    def java(self, name: str) -> list[psutil.Process]:
-        """Those that run this class."""
-        found = []
-        for process in self.processes():
-            with suppress(psutil.Error):
-                if any(word.endswith(name) for word in process.cmdline()):
-                    found.append(process)
-        return found
-
-    def kill(self, kind: str, choose: random.Random) -> bool:
-        """Kill that part of it; False if there is none."""
-        if kind == "executor":
-            victims = self.java("CoarseGrainedExecutorBackend")
-            victims = [choose.choice(victims)] if victims else []
-        else:
-            victims = self.java("SparkSubmit") if kind in ("driver", "java") else []
-            if kind in ("driver", "python"):
-                victims.append(psutil.Process(self.process.pid))
-        for victim in victims:
-            with suppress(psutil.Error):
-                victim.kill()
-        return bool(victims)
-
     def close(self) -> None:
         """Nothing is left behind, whatever happened."""
         if self.process.stdin is not None:
@@ -105,29 +87,75 @@ class Driver:
         self.process.wait(10)
 
 
+def running(processes: Iterable[psutil.Process], name: str) -> list[psutil.Process]:
+    """Those of them that run this Java class."""
+    found = []
+    for process in processes:
+        with suppress(psutil.Error):
+            if any(word.endswith(name) for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
 class Chaos(ExitStack):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, registry: str | None = None, master: str = LOCAL_CLUSTER) -> None:
+        """registry: where it is, one of OTHER_REGISTRIES; "other" for the one that the seed chooses.
+        master: as Spark has it; "standalone" for a cluster that is started here."""
         super().__init__()
         self.seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
         self.random = random.Random(self.seed)
-        self.folder, self.home = folder, folder / "spark"
-        (folder / "local").mkdir()
-        self.home.mkdir()
-        assert link_home(self.home)  # so that the cluster works in a folder of the test's
-        self.hub = self.enter_context(pxrs.open(folder / "data"))
+        self.registry = self.random.choice(OTHER_REGISTRIES) if registry == "other" else registry
+        self.folder, self.master = folder, master
+        self.variables = environment(folder / "spark", folder / "local")
+        self.worker: SparkWorker | None = None
+        self.drivers: list[Driver] = []
+        self.kills: list[str] = []
+        self.sent = 0
+        self.started_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        try:
+            self._prepare(self.folder / "spark")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _prepare(self, home: Path) -> None:
+        (self.folder / "local").mkdir()
+        home.mkdir()
+        assert link_home(home)  # so that the cluster works in a folder of the test's
+        if self.master == "standalone":
+            spark = self.enter_context(SparkMaster(home, self.variables))
+            self.worker = self.enter_context(SparkWorker(spark, home, self.variables))
+            self.master = spark.url
+        address = self._start_registry()
+        if address is not None:
+            self.variables["CHAOS_REGISTRY"] = address
+        self.hub = self.enter_context(pxrs.open(self.folder / "data", registry=address))
         self.source = self.hub.create_topic("in", partitions=4)
         self.target = self.hub.create_topic("out", partitions=3)
         self.producer = self.hub.producer("in")
-        self.drivers: list[Driver] = []
-        self.sent = 0
-        self.started_at = time.monotonic()
+
+    def _start_registry(self) -> str | None:
+        """Its address; None if it is in the hub's directory."""
+        match self.registry:
+            case "sqlite":
+                return f"sqlite:///{self.folder}/registry.db"
+            case "postgresql":
+                return self.enter_context(PostgresServer()).url
+            case "etcd":
+                return self.enter_context(EtcdServer()).url
+            case "zookeeper":
+                return self.enter_context(ZooKeeperServer()).url
+        return None
 
     @property
     def driver(self) -> Driver:
         return self.drivers[-1]
 
     def start(self) -> None:
-        self.drivers.append(Driver(self.hub.url, self.folder, self.home))
+        self.drivers.append(Driver(self.master, self.hub.url, self.folder, self.variables))
         self.callback(self.driver.close)
 
     def arrived(self) -> int:
@@ -171,13 +199,27 @@ class Chaos(ExitStack):
             self.go_on(self.random.uniform(0, STRIDE_S_MAX))
         else:
             self.go_on(self.random.uniform(0, START_S_MAX))
-        if not self.driver.kill(kind, self.random):
+        if not (victims := self._victims(kind)):
             return self.kill(kind, True)  # it came before there was one
+        for victim in victims:
+            with suppress(psutil.Error):
+                victim.kill()
+        self.kills.append(kind)
         self.note(f"killed {kind}{'' if waits else ', perhaps at its start'}")
         if kind != "executor":
             # The next one comes at once: what is left of the last one may still be at work.
             self.start()
         return None
+
+    def _victims(self, kind: str) -> list[psutil.Process]:
+        if kind == "executor":
+            processes = self.driver.processes() if self.worker is None else self.worker.executors()
+            executors = running(processes, "CoarseGrainedExecutorBackend")
+            return [self.random.choice(executors)] if executors else []
+        victims = running(self.driver.processes(), "SparkSubmit") if kind in ("driver", "java") else []
+        if kind in ("driver", "python"):
+            victims.append(psutil.Process(self.driver.process.pid))
+        return victims
 
     def note(self, what: str) -> None:
         seconds = time.monotonic() - self.started_at
@@ -196,30 +238,61 @@ class Chaos(ExitStack):
         stdin.close()
         assert self.driver.process.wait(PATIENCE_S) == 0, self.tell("the last driver")
         until = time.monotonic() + PATIENCE_S
-        while any(driver.processes() for driver in self.drivers):
+        while any(driver.processes() for driver in self.drivers) or (self.worker and self.worker.executors()):
             assert time.monotonic() < until, self.tell("processes are left behind")
             time.sleep(0.05)
 
+    def check(self) -> None:
+        """Every message arrived once, in the order of its key."""
+        found = transfer(rows_of(self.source), self.target)
+        assert found.messages == self.sent >= MESSAGES_MIN
+        assert found.is_exact, self.tell(f"{found}")
+        assert self.lag() == 0
+        batches = sum(each.name.isdecimal() for each in (self.folder / "checkpoint" / "commits").iterdir())
+        seconds = time.monotonic() - self.started_at
+        where = f"{self.registry or 'files'}, {self.master}"
+        print(f"s3 SEED={self.seed}: {where}: {self.kills}, {found} in {batches} batches, {seconds:.0f} s")  # noqa: T201
+
     def tell(self, what: str) -> str:
         errors = "\n".join(f"{each.errors.name}: {each.errors.read_text()[-5000:]}" for each in self.drivers[-2:])
-        return f"SEED={self.seed}: {what}\n{errors}"
+        return f"SEED={self.seed}: {self.registry or 'files'}, {self.master}: {what}\n{errors}"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="sessions are looked up as Linux has them")
-def test_s3_kills_of_driver_and_executors_leave_every_message_once(tmp_path: Path) -> None:
+def run(chaos: Chaos, kills: Sequence[str]) -> None:
+    """The query, all these kills of it, and the account."""
+    chaos.start()
+    for number, kind in enumerate(kills):
+        chaos.kill(kind, waits=number < 2 or chaos.random.random() < 0.6)
+    chaos.eventually(lambda: chaos.sent >= MESSAGES_MIN, "sending the rest")
+    chaos.end()
+    chaos.check()
+
+
+def kills_of(chaos: Chaos, executors: int, drivers: int) -> list[str]:
+    """So many of each, in any order."""
+    found = ["executor"] * executors + [chaos.random.choice(DRIVERS_DEATHS) for _ in range(drivers)]
+    chaos.random.shuffle(found)
+    return found
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sessions are looked up as Linux has them")
+
+
+def test_s3_kills_of_executors_leave_every_message_once(tmp_path: Path) -> None:
     with Chaos(tmp_path) as chaos:
-        kinds = ["executor", "driver", "java", "python"]
-        kills = ["executor", chaos.random.choice(kinds[1:])] + [chaos.random.choice(kinds) for _ in range(KILLS - 2)]
-        chaos.random.shuffle(kills)
-        chaos.start()
-        for number, kind in enumerate(kills):
-            chaos.kill(kind, waits=number < 2 or chaos.random.random() < 0.6)
-        chaos.eventually(lambda: chaos.sent >= MESSAGES_MIN, "sending the rest")
-        chaos.end()
-        found = transfer(rows_of(chaos.source), chaos.target)
-        assert found.messages == chaos.sent
-        assert found.is_exact, chaos.tell(f"{found}")
-        assert chaos.lag() == 0
-        batches = sum(each.name.isdecimal() for each in (tmp_path / "checkpoint" / "commits").iterdir())
-        seconds = time.monotonic() - chaos.started_at
-        print(f"s3 SEED={chaos.seed}: {kills}, {found} in {batches} batches, {seconds:.0f} s")  # noqa: T201
+        run(chaos, kills_of(chaos, executors=10 if SOAK else 1, drivers=10 if SOAK else 0))
+
+
+@pytest.mark.parametrize("registry", OTHER_REGISTRIES if SOAK else ["other"])
+def test_s3_a_kill_of_the_driver_on_another_registry_leaves_every_message_once(
+    registry: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with Chaos(tmp_path, registry, LOCAL_CLUSTER if SOAK else LOCAL) as chaos:
+        record_property("chosen", f"{chaos.registry} by SEED={chaos.seed}")
+        run(chaos, kills_of(chaos, executors=2 if SOAK else 0, drivers=4 if SOAK else 1))
+
+
+@pytest.mark.skipif(not SOAK, reason="two daemons and twelve drivers take minutes to start; `make soak` runs it")
+def test_s3_twelve_kills_of_the_driver_with_a_standalone_cluster_leave_every_message_once(tmp_path: Path) -> None:
+    with Chaos(tmp_path, master="standalone") as chaos:
+        run(chaos, kills_of(chaos, executors=4, drivers=12))

@@ -8,4 +8,4 @@ from pxrs.testing import preloaded
 
 
 def test_all_modules_that_forked_children_share_are_imported() -> None:
-    assert {*preloaded.OPENED_BY_NAME, *preloaded.OF_EXTRAS} <= sys.modules.keys()
+    assert {*preloaded.OPENED_BY_NAME, *preloaded.OF_EXTRAS, preloaded.USED_BY_PYARROW} <= sys.modules.keys()

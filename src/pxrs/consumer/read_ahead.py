@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 FILL_SHARE_BYTES_MIN: Final = 256 << 10
 """Lanes with a smaller share are read by `fetch` alone: to start a thread costs more than to read so little."""
-_NO_OFFSETS: Final = pa.array([], pa.int64())
+_NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` would import pandas, if it is installed
 
 
 class _Ahead:

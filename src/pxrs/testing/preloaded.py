@@ -14,11 +14,13 @@ from pxrs.cli.app import app
 OPENED_BY_NAME: Final = ("pxrs.log.directory.log", "pxrs.registry.file.registry")
 """Modules that a hub imports when it is opened."""
 OF_EXTRAS: Final = ("pxrs.registry.sql.sqlite", "pxrs.registry.sql.postgresql", "pxrs.registry.zookeeper.registry")
+USED_BY_PYARROW: Final = "pandas"
+"""`pa.array` imports it where it is installed, in a third of a second: every child that sends a message would."""
 
 for name in OPENED_BY_NAME:
     import_module(name)
-for name in OF_EXTRAS:
-    with suppress(ImportError):  # the extra is not installed: a child that needs it says so
+for name in (*OF_EXTRAS, USED_BY_PYARROW):
+    with suppress(ImportError):  # not installed: a child that needs an extra says so
         import_module(name)
 
 # `app()` builds all commands each time it is called: in a child it takes those that are built here.

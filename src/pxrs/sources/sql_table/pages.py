@@ -90,5 +90,5 @@ def nothing(start: int, end: int) -> Batch:
     return Batch(start, _NO_RECORDS, _NO_OFFSETS, end)
 
 
-_NO_RECORDS: Final = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in SCHEMA], schema=SCHEMA)
-_NO_OFFSETS: Final = pa.array([], pa.int64())
+_NO_RECORDS: Final = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in SCHEMA], schema=SCHEMA)
+_NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` would import pandas, if it is installed
