@@ -7,6 +7,7 @@ adds are in `_SPARKS_OWN`. An option that Spark's Kafka source has too means the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -34,7 +35,9 @@ _STREAM: Final = (
     *_READ_MORE,
     *("shareGroup", "assignor", "leaseTtl", "handoverTimeout"),
 )
-_WRITE: Final = _PLACE
+_TRANSACTION: Final = ("txnAppId", "txnVersion")
+_WRITE: Final = (*_PLACE, *_TRANSACTION)
+_APP: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,36 @@ def stream_options(options: Mapping[str, str]) -> ReadOptions:
     )
 
 
-def write_options(options: Mapping[str, str]) -> Where:
-    """The options of `df.write` and `df.writeStream`. Raises InvalidOption."""
-    return _Given(options, _WRITE, "a write", ()).where()
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """Where a write goes. Paths in the addresses are absolute: executors have another working directory."""
+
+    url: str
+    registry: str | None = field(repr=False)
+    topic: str | None = None
+    """None: each row's column `topic` names its topic."""
+    app: str | None = None
+    """Who makes this write, for a write that is done once for each `version`. None in a streaming query's own writes
+    (`writeStream`, `stream_updates`): the query's id is then known to its tasks."""
+    version: int | None = None
+    """The number of a write that may be repeated. None: the write is never repeated, or Spark numbers it."""
+
+
+def write_options(options: Mapping[str, str], *, is_stream: bool = False) -> WriteOptions:
+    """The options of `df.write`, or of `df.writeStream`. Raises InvalidOption."""
+    known, of = (_PLACE, "writeStream") if is_stream else (_WRITE, "a write")
+    given = _Given(options, known, of, _TRANSACTION)
+    url, registry, topic = given.text("url"), given.text("registry"), given.text("topic")
+    if url is None:
+        raise InvalidOption("url", "missing; give the hub's directory")
+    app, version = (None, None) if is_stream else given.transaction()
+    return WriteOptions(
+        given._directory(url),
+        None if registry is None else _resolved(registry),
+        None if topic is None else topic.strip(),
+        app,
+        version,
+    )
 
 
 def columns_of(options: Mapping[str, str]) -> tuple[str, ...]:
@@ -180,6 +210,17 @@ class _Given:
         if not value.strip().isdecimal() or not 0 < int(value) < 1 << 62:
             raise InvalidOption(name, f"{value!r}; give a whole number from 1 on")
         return int(value)
+
+    def transaction(self) -> tuple[str | None, int | None]:
+        """The values of txnAppId and txnVersion."""
+        app, version = self.text("txnAppId"), self.text("txnVersion")
+        if app is not None and version is None:
+            raise InvalidOption("txnVersion", "missing; it numbers the writes of txnAppId")
+        if app is not None and not _APP.fullmatch(app.strip()):
+            raise InvalidOption("txnAppId", f"{app!r}; give letters, digits, dots, dashes and underscores, at most 128")
+        if version is not None and (not version.strip().isdecimal() or int(version) >= 1 << 31):
+            raise InvalidOption("txnVersion", f"{version!r}; give a whole number from 0 on, such as the batch's")
+        return None if app is None else app.strip(), None if version is None else int(version)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.text(name)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 
 from pxrs.errors import InvalidRecord
+from pxrs.log.batch import SCHEMA, Payload, check_encoded
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import Span
@@ -39,8 +40,14 @@ def feed(incarnation: str = "member", start: int = 0) -> Feed:
 
 def staged(staging: Staging, query: str, batch: int, *names: str) -> list[tuple[int, list[bytes]]]:
     """What the driver reads from these files."""
-    found = staging.chunks(TOPIC.id, query, batch, names)
-    return [(partition, records.column("value").to_pylist()) for partition, records in found]
+    found = staging.pieces(TOPIC, query, batch, names)
+    return [(partition, _records(payload).column("value").to_pylist()) for partition, payload in found]
+
+
+def _records(payload: Payload) -> pa.RecordBatch:
+    """The records of an encoded batch, which the log would accept."""
+    check_encoded(payload)
+    return pa.ipc.read_record_batch(payload.data, SCHEMA)
 
 
 class StagingContract:

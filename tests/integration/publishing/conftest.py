@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pxrs.publishing import manifest, outage
+from pxrs.publishing import appends, outage
 from tests.integration.publishing.driver import Place, Places
 
 
@@ -22,8 +22,8 @@ def places(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.ERROR, "pxrs")
     made: list[Place] = []
     numbers = itertools.count()
-    monkeypatch.setattr(manifest, "_PAUSE_S", (0.0, 0.0))
     monkeypatch.setattr(outage, "_PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(appends, "_TOGETHER_MAX", 2)  # so that a batch is appended in several calls
 
     # Processes die here, not the power: there is no need for a disk, and thousands of files come and go.
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

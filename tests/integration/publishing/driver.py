@@ -34,7 +34,7 @@ from pxrs.errors import (
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.contract import Append
 from pxrs.log.outcomes import NotStored, Outcome
-from pxrs.publishing import manifest
+from pxrs.publishing.appends import producer_of
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span, Spans
@@ -506,7 +506,7 @@ class Unwilling:
 
     def __init__(self, place: Place, query: str, error: Exception) -> None:
         self._inner, self._error = place.hub.topic("out").log, error
-        self._producer = uuid.uuid5(manifest._NAMESPACE, f"{query}/{place.target.id}")
+        self._producer = producer_of(query, place.target.id)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -19,7 +19,8 @@ from pxrs.errors import (
     BatchRefused,
 )
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.manifest import Publisher, forget_deleted_topics, forget_topic
+from pxrs.publishing.forgetting import forget_deleted_topics, forget_topic
+from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span
 from pxrs.publishing.records import Manifest
 from pxrs.publishing.staging.directory import DirectoryStaging

@@ -2,13 +2,13 @@
 
     staging/
       feeds/<query>/<batch>-<run>-<incarnation>.json      what a batch reads, and the fences under which it does
-      <topic id>/<query>/<batch>/<task>-<random>.arrow    rows that a task has staged for the topic
+      <topic id>/<query>/<batch>/<task>-<random>.frames   rows that a task has staged for the topic (`frames.py`)
 
 Each start of a query is a run with an id of its own. A sink reads only the feeds of its own run: what an earlier run
 has announced for the same batch may be fenced off since, or may be torn by a power loss.
 
-A staged file is synced, with its folder, before `stage` returns. Its record batches are in the order in which they are
-to be appended, and the metadata of each one names its partition.
+A staged file is synced, with its folder, before `stage` returns. Its pieces are in the order in which they are to be
+appended. Files of earlier versions end in `.arrow`; they are read, and no longer written.
 
 The folder of a topic stays as long as the topic exists: `topics` knows by it which ids were topics of this hub.
 """
@@ -29,24 +29,46 @@ from typing import Final
 import pyarrow as pa
 
 from pxrs import disk
-from pxrs.errors import BatchRefused
-from pxrs.log.batch import SCHEMA
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.staging.contract import Staged, Staging
-from pxrs.publishing.staging.rows import pieces_of
+from pxrs.publishing.staging.contract import Staging
+from pxrs.publishing.staging.files import NewFile, Staged
+from pxrs.publishing.staging.frames import ARROW_SUFFIX, SUFFIX, FramesWriter, Piece, read_arrow_file, read_frames_file
 
 _logger = logging.getLogger(__name__)
 
 _TOPIC_ID: Final = re.compile(r"[0-9a-f]{32}")
 """The form of a topic's id. A folder with another name does not belong to a topic."""
-_PARTITION: Final = b"partition"
-"""The key in the metadata of a staged record batch whose value is the partition."""
 _ORPHAN_S: Final = 86_400.0
 _OLD_FEED_S: Final = 30 * 86_400.0
 """The age at which a feed is removed. It is long, because a batch that is still running would be published without its
 checkpoints if its feed were removed."""
 _TRIES_MAX: Final = 10
+
+
+class DirectoryFile(NewFile):
+    """A staged file in a folder that is made with it, and made again if another process removes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = _new_file(path, disk.make_folders)
+        self._writer = FramesWriter(self._file)
+
+    def add(self, piece: Piece) -> None:
+        self._writer.add(*piece)
+
+    def finish(self) -> Staged:
+        self._writer.finish()
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):  # another driver has published the batch, and cleared it
+            _sync(self._path)
+            disk.sync_folder(self._path.parent)
+        return Staged(self._path.name, self._writer.rows)
+
+    def discard(self) -> None:
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
 
 
 class DirectoryStaging(Staging):
@@ -89,34 +111,14 @@ class DirectoryStaging(Staging):
 
     # Staged rows.
 
-    def stage(self, topic: Topic, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]) -> Staged:
-        folder = self._folder(topic.id, query, batch)
-        name = f"{task:05d}-{uuid.uuid4().hex}.arrow"
-        rows = 0
-        with _new_file(folder / name, disk.make_folders) as file, pa.ipc.new_file(file, SCHEMA) as writer:
-            for partition, records in pieces_of(topic, task + batch, tables):
-                writer.write_batch(records, custom_metadata={_PARTITION: str(partition)})
-                rows += records.num_rows
-        with contextlib.suppress(FileNotFoundError):
-            if rows:
-                _sync(folder / name)
-                disk.sync_folder(folder)
-            else:
-                os.unlink(folder / name)
-        return Staged(name if rows else None, rows)
+    def create(self, topic: Topic, query: str, batch: int, task: int) -> DirectoryFile:
+        return DirectoryFile(self._folder(topic.id, query, batch) / f"{task:05d}-{uuid.uuid4().hex}{SUFFIX}")
 
-    def chunks(self, topic: str, query: str, batch: int, files: Iterable[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        folder = self._folder(topic, query, batch)
+    def pieces(self, topic: Topic, query: str, batch: int, files: Iterable[str]) -> Iterator[Piece]:
+        folder = self._folder(topic.id, query, batch)
         for name in files:
-            try:
-                with pa.memory_map(str(folder / name)) as mapped, pa.ipc.open_file(mapped) as file:
-                    for number in range(file.num_record_batches):
-                        chunk = file.get_batch_with_custom_metadata(number)
-                        yield int(chunk.custom_metadata[_PARTITION]), chunk.batch
-            except FileNotFoundError:
-                raise
-            except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-                raise BatchRefused(f"the staged file {folder / name} cannot be read: {error}") from error
+            path = str(folder / name)
+            yield from read_arrow_file(path, topic.codec) if name.endswith(ARROW_SUFFIX) else read_frames_file(path)
 
     def make_durable(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:
         # A task syncs the folder that its file is in, but not the folders above if they existed already: the process
