@@ -17,7 +17,13 @@ from tests.integration.publishing.driver import Place, Places
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Places]:
+def kind() -> type[Place]:
+    """The kind of place that `places` makes."""
+    return Place
+
+
+@pytest.fixture
+def places(kind: type[Place], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Places]:
     """Makes a new place each time."""
     caplog.set_level(logging.ERROR, "pxrs")
     made: list[Place] = []
@@ -30,7 +36,7 @@ def places(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     with tempfile.TemporaryDirectory(prefix="pxrs-publishing-", dir=folder) as root:
 
         def make(*arguments: Any, **named: Any) -> Place:
-            made.append(Place(Path(root, str(next(numbers))), *arguments, **named))
+            made.append(kind(Path(root, str(next(numbers))), *arguments, **named))
             return made[-1]
 
         yield make
