@@ -32,7 +32,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 READ_THE_SOURCE = {"tests/unit/test_code_limits.py", "tests/unit/test_import_graph.py"}
 """Files whose tests parse all of `src/pxrs` (`tests/unit/source_code.py`)."""
-USES_SPARK = {"tests/acceptance/test_examples.py", "tests/integration/test_spark_source.py"}
+USES_SPARK = {
+    "tests/acceptance/test_examples.py",
+    "tests/integration/test_spark_source.py",
+    "tests/integration/test_spark_writes.py",
+}
 """Files whose tests use the fixture `spark`."""
 SHARE_SERVERS = ("tests/integration/sql_faults/", "tests/integration/sql_table/", "tests/integration/transactions/")
 """Folders whose files use one server: the session fixture `server` of the folder's `conftest.py`."""

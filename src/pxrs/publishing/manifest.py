@@ -274,6 +274,8 @@ class Publisher:
         """Remove the manifest of a job, which has no next batch. A failure is only logged, because the job's rows are
         published."""
         self._forget(self._prefix + query)
+        for topic in self._own:
+            self._staging.forget_query(topic, query)
 
     def _forget(self, key: str) -> None:
         try:

@@ -6,7 +6,8 @@ reads and when a batch counts is decided in `pxrs.publishing`.
     source.py       `format("pxrs")`: what Spark finds under that name
     options.py      the options of readers and writers as values; names.py: what the option `topic` names
     reader.py       planning in the driver; tasks.py: reading a topic in tasks; table.py: reading a registered table
-    writer.py       staging in tasks, publishing in the driver; updates.py: the same for output mode `update`
+    writer.py       staging in tasks, publishing in the driver (publishers.py); sink_columns.py: the columns of a write
+    numbered.py     writes that may be repeated; updates.py: output mode `update` by them; threads.py: writes in threads
     columns.py      the columns of a message in Spark and in Arrow
     pipeline.py     functions on DataFrames as pipelines; parsing.py: JSON values as columns; run.py: running pipelines
     state.py        which queries keep state
@@ -21,6 +22,8 @@ from pxrs.spark.parsing import ParseJson, parse_json
 from pxrs.spark.pipeline import HubAddress, Pipeline, Sink, SparkOption, as_messages, parquet, pipeline, to
 from pxrs.spark.session import session
 from pxrs.spark.state import refuse_shared_state, stateful_operators
+from pxrs.spark.threads import use_in_thread
+from pxrs.spark.updates import stream_updates
 
 __all__ = [
     "HubAddress",
@@ -35,5 +38,7 @@ __all__ = [
     "refuse_shared_state",
     "session",
     "stateful_operators",
+    "stream_updates",
     "to",
+    "use_in_thread",
 ]

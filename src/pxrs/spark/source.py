@@ -10,9 +10,9 @@ from pyspark.sql.types import StructType
 
 from pxrs.errors import InvalidOption
 from pxrs.spark.columns import row_schema
+from pxrs.spark.numbered import NumberedWriter
 from pxrs.spark.options import columns_of, read_options, stream_options, write_options
 from pxrs.spark.reader import BatchReader, StreamReader
-from pxrs.spark.updates import NumberedWriter
 from pxrs.spark.writer import BatchWriter, StreamWriter
 
 

@@ -81,6 +81,11 @@ class Staging(TaskStaging):
         """Remove what was staged and announced for this batch and for earlier batches of the query."""
 
     @abstractmethod
+    def forget_query(self, topic: str, query: str) -> None:
+        """Remove what is kept for the next batch of the query. Called for a query that has no next batch and is
+        published; without this call, `sweep` removes it later."""
+
+    @abstractmethod
     def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
         """Remove what was staged for the topic a day ago or earlier and is not needed, and feeds that are a month old.
 

@@ -29,7 +29,7 @@ class NewFile(ABC):
 
     @abstractmethod
     def finish(self) -> Staged:
-        """Make the file survive a power loss, but for the folders above it: see `Staging.make_durable`."""
+        """Make the content of the file survive a power loss. `Staging.make_durable` does the same for its name."""
 
     @abstractmethod
     def discard(self) -> None:
