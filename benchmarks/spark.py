@@ -2,22 +2,29 @@
 
 `python -m benchmarks.spark` prints: reading a topic to nowhere and into an aggregate, against a Python source that
 yields one prepared batch again and again, and against a Parquet scan; the same in 64 tasks against 8; streams
-(AvailableNow) of large and of smaller batches against the same from Parquet files; writing a topic against Spark's
+(AvailableNow) of large and of smaller batches against the same from Parquet files; writing a topic against a Python
+Arrow writer that writes the same batches to synced files, and against Spark's
 Parquet writer; and the fixed cost of a micro-batch against Spark's `rate-micro-batch` source.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import random
 import shutil
 import statistics
 import tempfile
 import time
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
 
 import pxrs
 from benchmarks.measure import Figure, compare
@@ -79,7 +86,7 @@ def _run(spark: Any, folder: Path, rows: int, rounds: int) -> None:
 
     def show(what: str, figure: Figure, wanted: str) -> None:
         print(
-            f"{what:44} {figure.ratio:5.2f}x  ({figure.ours_per_s:12,.1f}/s against {figure.reference_per_s:12,.1f}/s;"
+            f"{what:54} {figure.ratio:5.2f}x  ({figure.ours_per_s:12,.1f}/s against {figure.reference_per_s:12,.1f}/s;"
             f" wanted {wanted})",
             flush=True,
         )
@@ -151,12 +158,54 @@ def _run(spark: Any, folder: Path, rows: int, rounds: int) -> None:
         pairs.write.mode("overwrite").parquet(str(folder / "written"))
         shutil.rmtree(folder / "written")
 
-    show(
-        "batch write, of Parquet's writer",
-        compare(write_topic, write_parquet, times=1, rounds=max(1, rounds // 2)).times(rows),
-        "reported",
-    )
+    def write_arrow() -> None:
+        (folder / "arrow").mkdir()
+        pairs.write.format(ArrowFiles.name()).option("folder", str(folder / "arrow")).mode("append").save()
+        shutil.rmtree(folder / "arrow")
+
+    spark.dataSource.register(ArrowFiles)
+    for _ in range(WARM // 2):
+        write_topic(), write_arrow(), write_parquet()
+    for what, reference, wanted in (
+        ("a Python Arrow writer to synced files", write_arrow, "0.8x"),
+        ("Parquet's writer", write_parquet, "reported"),
+    ):
+        figure = compare(write_topic, reference, times=1, rounds=max(1, rounds // 2))
+        show(f"batch write, of {what}", figure.times(rows), wanted)
     _fixed_cost(spark, hub, folder, show)
+
+
+class ArrowFiles(DataSource):  # type: ignore[misc]
+    """What a sink in Python costs at least: the batches that Spark gives to a task, written to a synced file."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "arrow-files"
+
+    def writer(self, schema: StructType, overwrite: bool) -> ArrowFileWriter:
+        return ArrowFileWriter(self.options["folder"])
+
+
+class ArrowFileWriter(DataSourceArrowWriter):  # type: ignore[misc]
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        path = f"{self.folder}/{uuid.uuid4().hex}.arrow"
+        first = next(iterator, None)
+        with pa.OSFile(path, "wb") as file:
+            if first is not None:
+                with pa.ipc.new_file(file, first.schema) as out:
+                    for batch in itertools.chain([first], iterator):
+                        out.write_batch(batch)
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fdatasync(descriptor)
+        os.close(descriptor)
+        return WriterCommitMessage()
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None: ...
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None: ...
 
 
 def _fixed_cost(spark: Any, hub: str, folder: Path, show: Any) -> None:

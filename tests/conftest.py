@@ -38,6 +38,7 @@ USES_SPARK = {
     "tests/integration/test_pipeline_rows.py",
     "tests/integration/test_spark_scenarios.py",
     "tests/integration/test_spark_source.py",
+    "tests/integration/test_spark_writes.py",
 }
 """Files whose tests use the fixture `spark`."""
 SHARE_SERVERS = ("tests/integration/sql_faults/", "tests/integration/sql_table/", "tests/integration/transactions/")

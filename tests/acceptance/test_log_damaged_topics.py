@@ -17,7 +17,7 @@ from pxrs.errors import DamagedFrame, LogError, TopicExists, UnknownTopic
 from pxrs.group.projection import FOLDER, projection_of
 from pxrs.group.records import Keys
 from pxrs.log.directory.check import check
-from pxrs.spark.options import Where
+from pxrs.spark.options import WriteOptions
 
 BOUND_S = 30.0
 
@@ -176,11 +176,11 @@ def test_a_folder_in_the_place_of_a_link_is_not_deleted(tmp_path: Path) -> None:
 
 def test_what_spark_staged_for_a_damaged_topic_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It can be published once the description is restored."""
-    writer = pytest.importorskip("pxrs.spark.writer")
+    publishers = pytest.importorskip("pxrs.spark.publishers")
     known: list[set[str]] = []
-    monkeypatch.setattr(writer, "forget_deleted_topics", lambda registry, staging, topics: known.append(set(topics)))
+    monkeypatch.setattr(publishers, "forget_deleted_topics", lambda registry, staging, ids: known.append(set(ids)))
     with pxrs.open(tmp_path) as hub:
         ids = {hub.create_topic(name, partitions=1).id for name in "ab"}
         cut((tmp_path / "topics/a").resolve() / "topic.json")
-        writer._first_publisher(hub, Where(str(tmp_path), None, "b"), hub.topic("b").id)
+        publishers._first_publisher(hub, WriteOptions(str(tmp_path), None, "b"), hub.topic("b").log)
     assert known == [ids]

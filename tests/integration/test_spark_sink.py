@@ -28,6 +28,7 @@ from pxrs.errors import (
     WrongRegistry,
 )
 from pxrs.hub import Hub
+from pxrs.model import Topic
 
 pytest.importorskip("pyspark")
 
@@ -36,12 +37,14 @@ from pyspark.sql.types import BinaryType, StructType
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span
-from pxrs.publishing.records import Manifest
+from pxrs.publishing.records import Manifest, Part
 from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.publishing.staging.files import Staged
 from pxrs.spark import writer
-from pxrs.spark.options import Where
+from pxrs.spark.options import WriteOptions
+from pxrs.spark.publishers import Publishers
 from pxrs.spark.state import refuse_shared_state, stateful_operators
-from pxrs.spark.writer import Publishers, StagedMessage, StreamWriter, find_location
+from pxrs.spark.writer import StagedFile, StagedMessage, StreamWriter, find_location
 
 QUERY = "5a3c1f9e-0000-0000-0000-000000000000"
 RUN = "run"
@@ -75,8 +78,14 @@ def commit(
     """Stage one row, and do what Spark does in the driver's process."""
     rows = pa.record_batch({"value": pa.array([b"v"])})
     staged = DirectoryStaging(hub.url).stage(hub.topic("out").topic, QUERY, batch, 0, [rows])
-    sink = StreamWriter(Where(hub.url, registry, "out"), StructType().add("value", BinaryType()), given)
-    sink.commit([StagedMessage(QUERY, staged, RUN, locations)], batch)
+    sink = StreamWriter(WriteOptions(hub.url, registry, "out"), StructType().add("value", BinaryType()), given)
+    sink.commit([message_of(hub.topic("out").topic, staged, locations)], batch)
+
+
+def message_of(topic: Topic, staged: Staged, locations: str | None = None) -> StagedMessage:
+    """What a task reports that has staged rows for one topic."""
+    files = () if staged.name is None else (StagedFile(topic.name, topic.id, staged.name),)
+    return StagedMessage(QUERY, files, RUN, locations)
 
 
 def announce_shared(hub: Hub, batch: int) -> None:
@@ -201,7 +210,7 @@ def test_of_two_locations_of_a_query_it_is_the_one_that_spark_writes_to(tmp_path
 
 
 def sink_of(hub: Hub) -> StreamWriter:
-    return StreamWriter(Where(hub.url, None, "out"), StructType().add("value", BinaryType()))
+    return StreamWriter(WriteOptions(hub.url, None, "out"), StructType().add("value", BinaryType()))
 
 
 @pytest.mark.parametrize("has_rows", [True, False])
@@ -218,6 +227,7 @@ def test_k1_a_topic_that_was_made_again_under_a_stream_is_refused_by_its_name(
         other.delete_topic("out")
         other.create_topic("out", partitions=1)
     rows = pa.record_batch({"value": pa.array([b"v"] * has_rows, pa.binary())})
+    assert sink.stager.topic is not None
     staged = DirectoryStaging(hub.url).stage(sink.stager.topic, QUERY, 1, 0, [rows])
     DirectoryStaging(hub.url).announce(
         QUERY, 1, RUN, Feed("g", "topic", "m", "another", {0: Span(1, 0, 1)}, {0: 1}, False)
@@ -226,7 +236,7 @@ def test_k1_a_topic_that_was_made_again_under_a_stream_is_refused_by_its_name(
         with pytest.raises(
             BatchRefused, match=r"the topic out was deleted and made again while rows for it .*Start the query again"
         ):
-            sink.commit([StagedMessage(QUERY, staged, RUN)], 1)
+            sink.commit([message_of(sink.stager.topic, staged)], 1)
     assert hub.topic("out").end(0) == 0
     assert hub.registry.scan(f"spark/{hub.topic('out').id}/") == []
     commit(hub, 0)  # of a query that knows the new one
@@ -308,7 +318,8 @@ def test_many_topics_of_a_hub_share_it_and_what_is_put_away_is_closed(tmp_path: 
         found = hub.topic(topic)
         name = DirectoryStaging(hub.url).stage(found.topic, QUERY, batch, 0, [rows]).name
         assert name is not None
-        publishers.get(Where(hub.url, None, topic), found.id).publish(QUERY, batch, [name])
+        parts = [Part(found.id, topic, [name], [])]
+        publishers.publish(WriteOptions(hub.url, None, topic), found.topic, QUERY, batch, parts)
 
     def descriptors() -> int:
         return sum(each.path.startswith(str(tmp_path)) for each in psutil.Process().open_files())

@@ -46,7 +46,6 @@ from pxrs.spark.options import read_options, stream_options
 from pxrs.spark.reader import BatchReader, StreamReader
 from pxrs.spark.source import PxrsSource
 from pxrs.spark.tasks import Slice, read_slice
-from pxrs.spark.updates import UpdateSink
 
 
 @pytest.fixture
@@ -272,7 +271,7 @@ def test_no_password_goes_to_tasks_that_read(hub: Hub, monkeypatch: pytest.Monke
 
 def test_no_password_goes_to_tasks_that_write_and_the_drivers_commit_has_it(hub: Hub) -> None:
     source = PxrsSource(CaseInsensitiveDict(options_with_password(hub)))
-    update = UpdateSink(CaseInsensitiveDict(options_with_password(hub, batch="3")))
+    update = PxrsSource(CaseInsensitiveDict(options_with_password(hub, txnVersion="3")))
     for writer in (source.writer(VALUE, False), update.writer(VALUE, False)):
         # PySpark's order: the function that tasks run, then the writer itself, which only the driver gets.
         sent = pickled(writer)
@@ -283,7 +282,7 @@ def test_no_password_goes_to_tasks_that_write_and_the_drivers_commit_has_it(hub:
             task.commit([])
         kept = pickle.loads(pickle.dumps(writer))
         assert type(kept) is type(writer)
-        assert SECRET in kept.where.registry
+        assert SECRET in kept.options.registry
     stream = source.streamWriter(VALUE, False)
     for _ in range(2):
         sent = pickled(stream)

@@ -1,4 +1,4 @@
-"""Publishing: many staged batches become part of a topic at one moment.
+"""Publishing: many staged batches become part of their topics at one moment.
 
 A streaming query reads a topic as a member of a group and writes to another topic. Its work is cut into batches, and
 each batch into tasks that run in other processes, fail, and are repeated. This package makes each batch count exactly
@@ -18,11 +18,12 @@ The writing side:
     staging/        where tasks put rows until they are published: a contract, and its implementation in a directory
     records.py      the manifest in the registry, the states that it goes through, and what to do in each of them
     manifest.py     `Publisher`: commits a manifest together with the group's checkpoints, then appends the staged rows
+    appends.py      appends the staged rows of a batch to a topic, each once; forgetting.py: what deleted topics leave
     outage.py       repeats registry calls while the registry cannot be reached
 
 What it promises:
 
-- A batch is part of its topic from the commit of its manifest on, and before that it is not, whatever is staged.
+- A batch is part of its topics from the commit of its manifest on, and before that it is not, whatever is staged.
 - The same commit moves the group's checkpoints, fenced by the owner keys, if group and topic are in one registry.
 - Whoever finishes a manifest, and however often, stores each row once. Readers may see a part of a batch for a moment,
   because its pieces are appended one after the other.

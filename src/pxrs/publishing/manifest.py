@@ -1,4 +1,4 @@
-"""Publishing a batch: one commit makes it part of its topic, then its staged rows are appended (K1 to K3).
+"""Publishing a batch: one commit makes it part of its topics, then its staged rows are appended (K1 to K3).
 
 The driver's commit writes the query's manifest (`records.py`). Before that commit the batch has no effect, whatever is
 staged; after it the batch will be published, by this driver or by another one. The staged files are appended by a
@@ -17,48 +17,50 @@ was made before is recognised, and not made again. So:
 - After a lost reply the same commit is made again. It expects the manifest's version, so at most one of the two commits
   succeeds; after a conflict, the manifest in the registry tells whether the first one did.
 
-If a query never comes back, its manifest is finished by the next query that writes to the topic. Before a batch is
-published, the manifests of other queries that have read of the same partitions are finished, so that what follows in a
-partition after a hand-over is not published before what precedes it. A manifest that cannot be read or finished stops
+If a query never comes back, its manifest is finished by the next query that writes to one of its topics. Before a batch
+is published, the manifests of other queries that have read of the same partitions are finished, so that what follows in
+a partition after a hand-over is not published before what precedes it. A manifest that cannot be read or finished stops
 only its own query. Readers may see a part of a batch for a moment: the pieces are appended one after the other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from pxrs.errors import (
     BatchRefused,
+    CommitTooLarge,
     Conflict,
     InvalidRecord,
-    OutcomeUnknown,
+    LogError,
     PartitionLost,
     PxrsError,
     RegistryCorrupt,
     RegistryError,
-    RegistryUnavailable,
     SequenceGap,
+    TopicDeleted,
     UnknownProducer,
+    ValueTooLarge,
 )
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite, Outcome
 from pxrs.group.records import Checkpoint, Keys
-from pxrs.log.batch import Origin
-from pxrs.log.contract import Append, TopicLog
-from pxrs.log.outcomes import StoredAt
+from pxrs.log.contract import TopicLog
+from pxrs.publishing.appends import append_pieces
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.outage import UNREACHABLE, ride_out
+from pxrs.publishing.outage import UNREACHABLE, PatientCalls, ride_out
 from pxrs.publishing.records import (
+    ROUTED,
     Manifest,
+    Part,
     Step,
     epochs_of,
     have_common_partitions,
     manifests_of,
+    parts_of,
     query_of,
     ranges_of,
     step_for,
@@ -71,26 +73,15 @@ _logger = logging.getLogger(__name__)
 
 JOB: Final = "job-"
 """Prefix of the ids of writes that are no streams (`df.write`), which have one batch each."""
-_NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
 _UNFINISHABLE: Final = (BatchRefused, InvalidRecord, SequenceGap, UnknownProducer)
 """Errors that concern one manifest. All others concern the topic, its disk or the registry."""
-_DELETED_S: Final = 86_400.0
-"""The minimum age of what was staged or committed for a deleted topic before it is removed. The age protects a topic
-that was created after the topics were listed."""
 _JOB_S: Final = 86_400.0
 """How long the manifest of a job is kept at least: its commit may be repeated, and must find the manifest."""
 PATIENCE_S: Final = 15.0
 """How long a registry that cannot be reached is called again; if the query's lease is longer, as long as that."""
-_TRIES_MAX: Final = 20
-"""How often a commit whose outcome is unknown is made again."""
 _LOOKS_MAX: Final = 100
 """How often `publish` looks at the manifest again, because another driver of the same query has changed it, or because
 this driver has finished the batch that it found."""
-_PAUSE_S: Final = (0.05, 1.0)
-_APPEND_BYTES_MAX: Final = 64 << 20
-_TOGETHER_MAX: Final = 4
-"""How many pieces of one partition go into one append: fewer than the batches of a producer that a partition
-remembers."""
 
 RESTART: Final = (
     "The query's lease ran out, or another member took the partition, before the batch was finished. Start the query "
@@ -99,66 +90,32 @@ RESTART: Final = (
 """The advice for a batch whose partitions were lost before it was published."""
 
 
-def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
-    """Remove the manifests of a deleted topic, and what was staged for it. topic: its id."""
-    for entry in registry.scan(manifests_of(topic)):
-        registry.commit(delete=[entry.key])
-    staging.forget_topic(topic)
-
-
-def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collection[str]) -> None:
-    """Remove what tasks and drivers have staged or committed for topics after their deletion, which they may notice
-    late. What is younger than a day stays.
-
-    topics: the ids of the topics that exist. Deleted topics are found in the staging place only: a manifest of an
-    unknown topic may belong to another log that shares the registry."""
-    before = time.time() - _DELETED_S
-    for topic in staging.topics():
-        if topic not in topics and max(staging.changed_at(topic), _written_at(registry, topic)) < before:
-            forget_topic(registry, staging, topic)
-
-
-def needed_batches(registry: Registry, topic: str) -> dict[str, int | None]:
-    """The batches of a topic whose staged files are needed, because a manifest names them and they are not published.
-    By query; None if the manifest is damaged, so that any batch of that query may be needed."""
-    needed: dict[str, int | None] = {}
-    for entry in registry.scan(f"spark/{topic}/"):
-        query = entry.key.rpartition("/")[2]
-        try:
-            manifest = Manifest.load(entry)
-        except RegistryCorrupt:  # the query's own publisher reports it
-            needed[query] = None
-            continue
-        if not manifest.is_published:
-            needed[query] = manifest.batch
-    return needed
-
-
-def _written_at(registry: Registry, topic: str) -> float:
-    """When the last manifest of the topic was written, in seconds since 1970; 0 if there is none."""
-    last = 0.0
-    for entry in registry.scan(manifests_of(topic)):
-        with contextlib.suppress(RegistryCorrupt):
-            last = max(last, Manifest.load(entry).at)
-    return last
+Find = Callable[[str, str], TopicLog | None]
+"""Given a topic's id and its name (empty if that is not known), opens the topic; None if it was deleted."""
 
 
 class Publisher:
-    """Publishes batches to one topic. A query has one driver at a time; a second driver that publishes the same batch
-    does no harm."""
+    """Publishes batches to one topic, or to the topics that their rows name. A query has one driver at a time; a second
+    driver that publishes the same batch does no harm."""
 
-    def __init__(self, registry: Registry, topic: TopicLog, staging: Staging) -> None:
-        self._registry, self._topic, self._staging = registry, topic, staging
-        self.topic_id = topic.id
-        self._prefix = manifests_of(topic.id)
+    def __init__(self, registry: Registry, topic: TopicLog | None, staging: Staging, find: Find | None = None) -> None:
+        """
+        topic: the topic of all batches, for `publish`; None for `publish_routed`.
+        find:  opens other topics. Without it, the manifests of routed batches are left to other publishers.
+        """
+        self._registry, self._topic, self._staging, self._find = registry, topic, staging, find
+        self._calls = PatientCalls(registry, PATIENCE_S)
+        self.topic_id = "" if topic is None else topic.id
+        self._prefix = ROUTED if topic is None else manifests_of(topic.id)
         self._registry_id = ""
-        self._patience_s = PATIENCE_S
         self._strangers: set[str] = set()
         """Groups in other registries for which a warning was logged."""
         self._unfinished: dict[str, int] = {}
-        """By query, the version of the manifest that `_finish_before` last found unpublished and left to its driver."""
+        """By key, the version of the manifest that `_finish_before` last found unpublished and left to its driver."""
+        self._own = {self.topic_id}
+        """The ids of the topics that this publisher is writing to now."""
         self._given_up: dict[str, int] = {}
-        """By query, the version of a manifest that cannot be read or finished and for which an error was logged."""
+        """By key, the version of a manifest that cannot be read or finished and for which an error was logged."""
 
     def publish(
         self,
@@ -175,116 +132,160 @@ class Publisher:
         has_state: whether the query keeps state; None if that is not known.
         Raises BatchRefused, PartitionLost; RegistryUnavailable if the registry could not be reached, OutcomeUnknown if
         it is not known whether the batch was committed."""
-        self._patience_s = max([PATIENCE_S, *(feed.lease_s for feed in feeds)])
-        ranges, epochs = ranges_of(feeds), epochs_of(feeds)
-        ours = Manifest(batch, list(files), ranges, planned=planned, epochs=epochs, has_state=has_state)
+        ours = Manifest(batch, list(files), ranges_of(feeds), planned=planned, has_state=has_state)
+        self._publish(query, replace(ours, epochs=epochs_of(feeds)), feeds)
+
+    def publish_routed(
+        self,
+        query: str,
+        batch: int,
+        parts: Sequence[Part],
+        feeds: Sequence[Feed] = (),
+        planned: str = "",
+        has_state: bool | None = None,
+    ) -> None:
+        """Make the batch part of several topics, in one commit. As `publish`.
+
+        parts: what was staged for each topic that the batch has rows for, without the ends."""
+        ours = Manifest(batch, [], ranges_of(feeds), planned=planned, has_state=has_state, parts=list(parts))
+        self._publish(query, replace(ours, epochs=epochs_of(feeds)), feeds)
+
+    def _publish(self, query: str, ours: Manifest, feeds: Sequence[Feed]) -> None:
+        self._calls.patience_s = max([PATIENCE_S, *(feed.lease_s for feed in feeds)])
+        key = self._prefix + query
+        staged = parts_of(key, ours)
+        self._own = {part.topic for part in staged}
         feeds = [feed for feed in feeds if self._is_ours(feed)]
-        self._finish_before(query, ours)
+        self._finish_before(key, ours)
         for _ in range(_LOOKS_MAX):
-            entry = self._get(self._prefix + query)
+            entry = self._calls.get(key)
             last = None if entry is None else _load(entry)
             step = step_for(query, last, ours)
             if entry is not None and last is not None:
                 # If the batch is published, this only removes staged files.
-                self._finish_own(query, last, entry.version)
+                self._finish_own(key, last, entry.version)
             if step in (Step.STOP, Step.FINISH_THEN_STOP):
+                self._clear(query, ours.batch, staged)  # a repeated batch may have rows for other topics
                 return
             if step is Step.FINISH_THEN_LOOK:
                 continue  # finishing has changed the manifest's version, and another driver may have gone on since
-            if not files and not any(ours.ranges.values()):
+            if not any(part.files for part in staged) and not any(ours.ranges.values()):
                 # The batch has neither input nor output. No manifest is written, because the batch may read more when
                 # it is repeated.
-                self._staging.clear(self._topic.id, query, batch)
+                self._clear(query, ours.batch, staged)
                 return
-            if not self._staging.make_durable(self._topic.id, query, batch, files):
-                if self._get(self._prefix + query) != entry:
+            if not all(self._staging.make_durable(part.topic, query, ours.batch, part.files) for part in staged):
+                if self._calls.get(key) != entry:
                     continue  # another driver of this query has published the batch, and removed the staged files
-                raise BatchRefused(f"the staged files of batch {batch} of query {query} are gone")
-            ends = self._topic.ends()
-            ours = replace(ours, ends=ends, at=time.time())
-            version = self._write(query, ours, ABSENT if entry is None else entry.version, feeds)
+                raise BatchRefused(f"the staged files of batch {ours.batch} of query {query} are gone")
+            ours = replace(ours.with_ends({part.topic: self._ends(part) for part in staged}), at=time.time())
+            version = self._write(key, ours, ABSENT if entry is None else entry.version, feeds)
             if version is not None:
-                self._staging.keep_topic(self._topic.id)
-                self._finish_own(query, ours, version)
+                for part in staged:
+                    self._staging.keep_topic(part.topic)
+                self._finish_own(key, ours, version)
                 return
         raise BatchRefused(
             f"query {query}: other drivers have changed its manifest {_LOOKS_MAX} times while this one came with batch "
-            f"{batch}. Run one driver for each checkpoint location"
+            f"{ours.batch}. Run one driver for each checkpoint location"
         )
 
-    def finish_others(self) -> None:
+    def finish_others(self, topic: str = "") -> None:
         """Finish the manifests of queries that died between their commit and their last append, and remove staged files
-        that no manifest names."""
+        that no manifest names. topic: the id of the topic that this is done for; by default the publisher's own."""
+        topic = topic or self.topic_id
+        self._own = {topic}
         needed: dict[str, int | None] = {}
         now = time.time()  # before the manifests are read: see `Staging.sweep`
-        for entry in self._scan(self._prefix):
+        for entry in self._manifests_of(topic):
             query, manifest = query_of(entry.key), self._load_other(entry)
             if manifest is None:
                 needed[query] = None
+            elif not self._concerns_own(entry.key, manifest):
+                continue
             elif not manifest.is_published:
                 needed[query] = manifest.batch
-                self._finish_other(query, manifest, entry.version)
+                self._finish_other(entry.key, manifest, entry.version)
             elif query.startswith(JOB) and now - manifest.at > _JOB_S:
-                self.forget(query)  # the job's driver died before it removed its manifest
-        self._staging.sweep(self._topic.id, needed, now)
+                self._forget(entry.key)  # the job's driver died before it removed its manifest
+        self._staging.sweep(topic, needed, now)
 
-    def _finish_before(self, query: str, ours: Manifest) -> None:
+    def _finish_before(self, key: str, ours: Manifest) -> None:
         """Finish the manifests of other queries that have read of the same partitions as this batch: their rows precede
         those of this batch. A manifest that concerns other partitions is left to its own driver first, and is finished
         here if it is still unfinished at the next batch."""
         unfinished = {}
-        for entry in self._scan(self._prefix):
-            other = query_of(entry.key)
-            manifest = None if other == query else self._load_other(entry)
-            if manifest is None or manifest.is_published:
+        for entry in self._manifests_of(*self._own):
+            manifest = None if entry.key == key else self._load_other(entry)
+            if manifest is None or manifest.is_published or not self._concerns_own(entry.key, manifest):
                 continue
-            is_left = self._unfinished.get(other) == entry.version
+            is_left = self._unfinished.get(entry.key) == entry.version
             if is_left or have_common_partitions(manifest.ranges, ours.ranges):
-                self._finish_other(other, manifest, entry.version)
+                self._finish_other(entry.key, manifest, entry.version)
             else:
-                unfinished[other] = entry.version
+                unfinished[entry.key] = entry.version
         self._unfinished = unfinished
+
+    def _manifests_of(self, *topics: str) -> list[Entry]:
+        """The manifests of the queries that write to these topics, and of all queries whose rows name their topics."""
+        found = [entry for topic in topics for entry in self._calls.scan(manifests_of(topic))]
+        return found if self._find is None else [*found, *self._calls.scan(ROUTED)]
+
+    def _concerns_own(self, key: str, manifest: Manifest) -> bool:
+        return any(part.topic in self._own for part in parts_of(key, manifest))
 
     def _load_other(self, entry: Entry) -> Manifest | None:
         """None if the manifest is damaged, which is logged once."""
-        query = query_of(entry.key)
         try:
             return Manifest.load(entry)
         except RegistryCorrupt as error:
-            if self._given_up.get(query) != entry.version:
-                self._given_up[query] = entry.version
-                _logger.error("the last batch of query %s is left as it is: %s", query, error)
+            if self._given_up.get(entry.key) != entry.version:
+                self._given_up[entry.key] = entry.version
+                _logger.error("the last batch of query %s is left as it is: %s", query_of(entry.key), error)
             return None
 
-    def _finish_other(self, query: str, manifest: Manifest, version: int) -> None:
-        if self._given_up.get(query) == version:
+    def _finish_other(self, key: str, manifest: Manifest, version: int) -> None:
+        if self._given_up.get(key) == version:
             return
         try:
-            self._finish(query, manifest, version)
+            self._finish(key, manifest, version)
         except _UNFINISHABLE as error:  # logged here, and raised to its own query when that comes back
-            self._given_up[query] = version
-            _logger.error("batch %d of query %s is not finished, and cannot be: %s", manifest.batch, query, error)
+            self._given_up[key] = version
+            what = "batch %d of query %s is not finished, and cannot be: %s"
+            _logger.error(what, manifest.batch, query_of(key), error)
 
-    def _finish_own(self, query: str, manifest: Manifest, version: int) -> None:
+    def _finish_own(self, key: str, manifest: Manifest, version: int) -> None:
         try:
-            self._finish(query, manifest, version)
+            self._finish(key, manifest, version)
         except _UNFINISHABLE as error:
             raise BatchRefused(
-                f"batch {manifest.batch} of query {query} cannot be finished: {error}. It may be in the topic "
-                f"{self._topic.name} in part, or whole: look at its end. Then start with a new checkpoint location"
+                f"batch {manifest.batch} of query {query_of(key)} cannot be finished: {error}. It may be in "
+                f"{self._topics_named(manifest)} in part, or whole: look at the end. Then start with a new checkpoint "
+                "location"
             ) from error
+
+    def _topics_named(self, manifest: Manifest) -> str:
+        """The topics of a manifest of this publisher's own queries, for messages."""
+        if self._topic is not None:
+            return f"the topic {self._topic.name}"
+        return f"the topics {', '.join(part.name for part in manifest.parts)}"
 
     def forget(self, query: str) -> None:
         """Remove the manifest of a job, which has no next batch. A failure is only logged, because the job's rows are
         published."""
+        self._forget(self._prefix + query)
+        for topic in self._own:
+            self._staging.forget_query(topic, query)
+
+    def _forget(self, key: str) -> None:
         try:
-            self._registry.commit(delete=[self._prefix + query])
+            self._registry.commit(delete=[key])
         except RegistryError as error:
-            _logger.warning("the manifest of %s was not removed from the registry: %s", query, error)
+            _logger.warning("the manifest of %s was not removed from the registry: %s", query_of(key), error)
 
     def _is_ours(self, feed: Feed) -> bool:
         self._registry_id = self._registry_id or ride_out(
-            lambda: fingerprint(self._registry), self._patience_s, errors=UNREACHABLE
+            lambda: fingerprint(self._registry), self._calls.patience_s, errors=UNREACHABLE
         )
         if feed.registry == self._registry_id:
             return True
@@ -292,56 +293,34 @@ class Publisher:
             return False
         self._strangers.add(feed.group)
         _logger.warning(
-            "the group %s is in another registry than the topic %s: its checkpoints follow after each batch instead of "
-            "together with it",
+            "the group %s is in another registry than the topics that are written: its checkpoints follow after each "
+            "batch instead of together with it",
             feed.group,
-            self._topic.name,
         )
         return False
 
-    # The registry.
-
-    def _get(self, key: str) -> Entry | None:
-        return ride_out(lambda: self._registry.get(key), self._patience_s)
-
-    def _scan(self, prefix: str) -> list[Entry]:
-        return ride_out(lambda: self._registry.scan(prefix), self._patience_s)
-
-    def _commit(self, expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
-        """Commit, and repeat the commit while its outcome is unknown. If an earlier try took effect, the next one
-        raises Conflict."""
-        pause, pause_max = _PAUSE_S
-        unknown: OutcomeUnknown | None = None
-        for _ in range(_TRIES_MAX):
-            try:
-                return ride_out(lambda: self._registry.commit(expect, put), self._patience_s)
-            except OutcomeUnknown as error:
-                unknown = error
-            except RegistryUnavailable as error:
-                if unknown is None:
-                    raise
-                raise unknown from error  # this try had no effect, but an earlier one may have had, or may still have
-            time.sleep(pause)
-            pause = min(2 * pause, pause_max)
-        assert unknown is not None
-        raise unknown
-
     # The manifest.
 
-    def _write(self, query: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
+    def _write(self, key: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
         """The version of the manifest as written; None if the registry has a manifest of this batch already."""
-        key = self._prefix + query
         parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
             self._add_checkpoints(feed, parts)
         checkpoints = FencedWrite(list(parts.values()))
         try:
-            return self._commit({key: version, **checkpoints.expect}, {key: manifest.dump(), **checkpoints.put})[key]
+            expect, put = {key: version, **checkpoints.expect}, {key: manifest.dump(), **checkpoints.put}
+            return self._calls.commit(expect, put)[key]
         except Conflict as conflict:
-            entry = self._get(key)
+            entry = self._calls.get(key)
             if entry is not None and _load(entry).batch == manifest.batch:
                 return None  # written by a try whose reply was lost, or by another driver
-            raise _refusal(query, manifest, conflict, checkpoints) from conflict
+            raise _refusal(query_of(key), manifest, conflict, checkpoints) from conflict
+        except (CommitTooLarge, ValueTooLarge) as error:
+            raise BatchRefused(
+                f"batch {manifest.batch} of query {query_of(key)} does not fit into one commit of this registry: "
+                f"{error}. Nothing of it was written. Read fewer partitions in one batch, or write it in fewer tasks "
+                "(coalesce) and to fewer topics; or use a registry that takes more"
+            ) from error
 
     def _add_checkpoints(self, feed: Feed, parts: dict[str, CheckpointWrite]) -> None:
         """Add the checkpoints of what the batch has read. They expect the owner keys as they were when the batch was
@@ -353,10 +332,10 @@ class Publisher:
             key = keys.checkpoint(feed.topic, number)
             if key in parts:  # two sources of this query have read the partition, one before and one after it was lost
                 raise PartitionLost(feed.group, [number], advice=RESTART)
-            entry = self._get(key)
+            entry = self._calls.get(key)
             offset = None if entry is None else Checkpoint.load(key, entry.value).offset
             if entry is None or offset != span.start:
-                is_done = f"the batch was published before the topic {self._topic.name} was deleted and made again, "
+                is_done = "the batch was published before the topic that it went to was deleted and made again, "
                 raise BatchRefused(
                     f"the batch reads {feed.group}'s partition {number} from offset {span.start}, and the group's "
                     f"checkpoint is {offset}: {is_done if offset == span.end else ''}somebody else went on, or the "
@@ -368,59 +347,69 @@ class Publisher:
 
     # The appends.
 
-    def _finish(self, query: str, manifest: Manifest, version: int) -> None:
+    def _finish(self, key: str, manifest: Manifest, version: int) -> None:
         """Append what the manifest names, unless it is published, and remove what was staged for it."""
         if not manifest.is_published:
             try:
-                self._append(query, manifest)
+                self._append(key, manifest)
             except FileNotFoundError:
-                self._check_published(query, manifest)
+                self._check_published(key, manifest)
                 return
-            done = replace(manifest, files=[], is_published=True, ends=[])
             try:
-                self._commit({self._prefix + query: version}, {self._prefix + query: done.dump()})
+                self._calls.commit({key: version}, {key: manifest.as_published().dump()})
             except Conflict:  # another driver has finished the manifest too, and may have committed the next batch
-                self._check_published(query, manifest)
-        self._staging.clear(self._topic.id, query, manifest.batch)
+                self._check_published(key, manifest)
+        self._clear(query_of(key), manifest.batch, parts_of(key, manifest))
 
-    def _check_published(self, query: str, manifest: Manifest) -> None:
-        entry = self._get(self._prefix + query)
+    def _clear(self, query: str, batch: int, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._staging.clear(part.topic, query, batch)
+
+    def _check_published(self, key: str, manifest: Manifest) -> None:
+        entry = self._calls.get(key)
         now = None if entry is None else _load(entry)
         if now is not None and now.batch == manifest.batch and not now.is_published:
             raise BatchRefused(
-                f"the staged files of batch {manifest.batch} of query {query} are gone, and it is not published whole"
+                f"the staged files of batch {manifest.batch} of query {query_of(key)} are gone, and it is not "
+                "published whole"
             )
 
-    def _append(self, query: str, manifest: Manifest) -> None:
-        producer = uuid.uuid5(_NAMESPACE, f"{query}/{self._topic.id}")
-        sequences: dict[int, int] = {}
-        waiting: dict[int, list[Append]] = {}
-        size = 0
-        for partition, records in self._staging.chunks(self._topic.id, query, manifest.batch, manifest.files):
-            sequence = sequences[partition] = sequences.get(partition, -1) + 1
-            origin = Origin(producer, manifest.batch, sequence)
-            since = manifest.ends[partition] if manifest.ends else None
-            append = Append.encoded(partition, records, origin, since, codec=self._topic.topic.codec)
-            waiting.setdefault(partition, []).append(append)
-            size += records.nbytes
-            if size >= _APPEND_BYTES_MAX or len(waiting[partition]) == _TOGETHER_MAX:
-                self._append_all(waiting)
-                waiting, size = {}, 0
-        self._append_all(waiting)
+    def _append(self, key: str, manifest: Manifest) -> None:
+        """Append the parts of a manifest, those for this publisher's own topics first: an error of another topic must
+        not stop this publisher."""
+        for part in sorted(parts_of(key, manifest), key=lambda part: part.topic not in self._own):
+            try:
+                self._append_part(query_of(key), manifest.batch, part)
+            except (LogError, OSError) as error:
+                if part.topic in self._own or isinstance(error, (FileNotFoundError, *_UNFINISHABLE)):
+                    raise
+                raise BatchRefused(f"the topic {part.name}: {error}") from error
 
-    def _append_all(self, waiting: Mapping[int, Sequence[Append]]) -> None:
-        """Append to all partitions in one call, because they then wait for their syncs at the same time. Raises the
-        first error of a batch that is not stored."""
-        together = [append for appends in waiting.values() for append in appends]
-        for append, outcome in zip(together, self._topic.append(together) if together else [], strict=True):
-            if not isinstance(outcome, StoredAt) and not _was_stored(outcome.error, waiting[append.partition]):
-                raise outcome.error
+    def _append_part(self, query: str, batch: int, part: Part) -> None:
+        log = self._log_of(part)
+        try:
+            if log is not None:
+                pieces = self._staging.pieces(log.topic, query, batch, part.files)
+                append_pieces(log, query, batch, pieces, part.ends)
+                return
+        except (FileNotFoundError, TopicDeleted):
+            if self._log_of(part) is not None:
+                raise
+        what = "the rows of batch %d of query %s for the topic %s are dropped: the topic was deleted"
+        _logger.warning(what, batch, query, part.name)
 
+    def _log_of(self, part: Part) -> TopicLog | None:
+        """None if the topic was deleted."""
+        if self._topic is not None and part.topic == self._topic.id:
+            return self._topic
+        assert self._find is not None, "without it, this publisher does not look at the manifests of other topics"
+        return self._find(part.topic, part.name)
 
-def _was_stored(error: Exception, appends: Sequence[Append]) -> bool:
-    """Whether the log refuses these batches of one partition because they are stored: another driver that published
-    this manifest has stored them, and enough later batches that the log remembers only those."""
-    return isinstance(error, UnknownProducer) and error.stored is not None and error.stored >= appends[-1].origin[1:]
+    def _ends(self, part: Part) -> list[int]:
+        log = self._log_of(part)
+        if log is None:
+            raise BatchRefused(f"the topic {part.name} was deleted while rows for it were staged. Nothing was written")
+        return log.ends()
 
 
 def _load(entry: Entry) -> Manifest:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
 from pxrs.errors import OutcomeUnknown, RegistryError, RegistryUnavailable
+from pxrs.registry.contract import Entry, Registry
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -21,6 +22,8 @@ UNREACHABLE: Final = (RegistryUnavailable, OutcomeUnknown)
 """The errors after which `ride_out` repeats a call that may be made twice."""
 _PAUSE_S: Final = (0.05, 1.0)
 """Between two calls: the first pause, doubled each time, and the longest."""
+_TRIES_MAX: Final = 20
+"""How often a commit whose outcome is unknown is made again."""
 
 
 def ride_out(
@@ -47,6 +50,40 @@ def ride_out(
                 raise
         time.sleep(min(pause, until - now))
         pause = min(2 * pause, pause_max)
+
+
+class PatientCalls:
+    """Calls of a registry, each repeated while the registry cannot be reached."""
+
+    def __init__(self, registry: Registry, patience_s: float) -> None:
+        self._registry = registry
+        self.patience_s = patience_s
+        """For how long each call is repeated."""
+
+    def get(self, key: str) -> Entry | None:
+        return ride_out(lambda: self._registry.get(key), self.patience_s)
+
+    def scan(self, prefix: str) -> list[Entry]:
+        return ride_out(lambda: self._registry.scan(prefix), self.patience_s)
+
+    def commit(self, expect: Mapping[str, int], put: Mapping[str, bytes]) -> dict[str, int]:
+        """Commit, and repeat the commit while its outcome is unknown. It must expect a version of a key that it writes:
+        if an earlier try took effect, the next one then raises Conflict."""
+        pause, pause_max = _PAUSE_S
+        unknown: OutcomeUnknown | None = None
+        for _ in range(_TRIES_MAX):
+            try:
+                return ride_out(lambda: self._registry.commit(expect, put), self.patience_s)
+            except OutcomeUnknown as error:
+                unknown = error
+            except RegistryUnavailable as error:
+                if unknown is None:
+                    raise
+                raise unknown from error  # this try had no effect, but an earlier one may have had, or may still have
+            time.sleep(pause)
+            pause = min(2 * pause, pause_max)
+        assert unknown is not None
+        raise unknown
 
 
 def with_advice(error: Exception, message: str) -> RegistryError:

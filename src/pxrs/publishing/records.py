@@ -1,9 +1,11 @@
 """What publishing keeps in the registry: the manifest of each query, and the states that it goes through.
 
     spark/<topic id>/<query>    the last batch of the query: its staged files, what it has read, whether it is published
+    spark/routed/<query>        the same of a query whose rows name their topics: the staged files of all topics
 
-There is one manifest for each query and topic, of the query's last batch alone. `TRANSITIONS` lists how it changes, and
-`ON_ARRIVAL` what a driver that comes with a batch does with the manifest that it finds (K1, K2).
+There is one manifest for each query and topic, or one for a query whose rows name their topics (decision 0038); it is
+that of the query's last batch alone. `TRANSITIONS` lists how it changes, and `ON_ARRIVAL` what a driver that comes with
+a batch does with the manifest that it finds (K1, K2).
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import enum
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final, NamedTuple
 
 from pxrs.errors import BatchRefused, RegistryCorrupt
 from pxrs.group.records import Checkpoint, Keys, partition_of
@@ -27,12 +29,15 @@ _logger = logging.getLogger(__name__)
 MANIFESTS: Final = "spark/"
 """The prefix of all manifests. Spark was the first user of this package; the name stays because stored keys have it."""
 
+ROUTED: Final = f"{MANIFESTS}routed/"
+"""The prefix of the manifests of queries whose rows name their topics. No topic has this id."""
+
 Ranges = dict[str, dict[str, list[int]]]
 """What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
 
 
 def manifests_of(topic: str) -> str:
-    """The prefix of the manifests of all queries that write to the topic with this id."""
+    """The prefix of the manifests of all queries that write to the topic with this id alone."""
     return f"{MANIFESTS}{topic}/"
 
 
@@ -45,9 +50,9 @@ class ManifestState(enum.Enum):
     """The state of the manifest of a query in the registry."""
 
     ABSENT = "absent"
-    """The query has committed no batch to the topic."""
+    """The query has committed no batch."""
     COMMITTED = "committed"
-    """The batch is part of the topic, and its staged files are being appended, by this driver or by any other one."""
+    """The batch is part of its topics, and its staged files are being appended, by this driver or by any other one."""
     PUBLISHED = "published"
     """All staged files of the batch are appended."""
 
@@ -102,18 +107,31 @@ ON_ARRIVAL: Final[Mapping[tuple[ManifestState, Order], Step]] = {
 was restored (K2)."""
 
 
+class Part(NamedTuple):
+    """What a batch has staged for one topic."""
+
+    topic: str
+    """The topic's id."""
+    name: str
+    """The topic's name, for a part of a routed batch. Another topic may have the name later: the id counts."""
+    files: list[str]
+    """Names of the staged files. Empty once the batch is published."""
+    ends: list[int]
+    """The ends of the topic's partitions before anything of the batch was appended. Empty in manifests of version
+    0.1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The last batch of a query that was committed to a topic."""
+    """The last batch of a query that was committed."""
 
     batch: int
     files: list[str]
-    """Names of the staged files. Empty once the batch is published."""
+    """As `Part.files`, of a batch for one topic."""
     ranges: Ranges = field(default_factory=dict)
     is_published: bool = False
     ends: list[int] = field(default_factory=list)
-    """The ends of the topic's partitions before anything of the batch was appended. Empty in manifests of version
-    0.1."""
+    """As `Part.ends`, of a batch for one topic."""
     planned: str = ""
     """A hash of what Spark has planned for the batch; empty if the plan could not be read."""
     at: float = 0.0
@@ -123,10 +141,22 @@ class Manifest:
     the batch from others that read the same offsets. Empty in manifests of version 0.1."""
     has_state: bool | None = None
     """Whether the query keeps state in its checkpoint location; None if that could not be found out."""
+    parts: list[Part] = field(default_factory=list)
+    """Of a routed batch: what is staged for each topic. `files` and `ends` are then empty."""
 
     @property
     def state(self) -> ManifestState:
         return ManifestState.PUBLISHED if self.is_published else ManifestState.COMMITTED
+
+    def with_ends(self, ends: Mapping[str, list[int]]) -> Manifest:
+        """The same with the ends of the topics, by their ids; of a batch for one topic, those of that topic."""
+        if self.parts:
+            return replace(self, parts=[part._replace(ends=ends[part.topic]) for part in self.parts])
+        return replace(self, ends=next(iter(ends.values()), []))
+
+    def as_published(self) -> Manifest:
+        parts = [part._replace(files=[], ends=[]) for part in self.parts]
+        return replace(self, files=[], is_published=True, ends=[], parts=parts)
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
@@ -135,9 +165,18 @@ class Manifest:
     def load(cls, entry: Entry) -> Manifest:
         try:
             found = json.loads(entry.value)
+            if "parts" in found:
+                found["parts"] = [Part(*part) for part in found["parts"]]
             return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
         except (ValueError, TypeError) as error:
             raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
+
+
+def parts_of(key: str, manifest: Manifest) -> list[Part]:
+    """What the manifest with this key names for each topic."""
+    if key.startswith(ROUTED):
+        return manifest.parts
+    return [Part(key.removeprefix(MANIFESTS).partition("/")[0], "", manifest.files, manifest.ends)]
 
 
 def step_for(query: str, last: Manifest | None, ours: Manifest) -> Step:

@@ -8,7 +8,8 @@ reads and when a batch counts is decided in `pxrs.publishing`.
                     names.py: which topics or registered source they name
     filters.py      the filters of a query as bounds of what a batch reads
     reader.py       planning in the driver; tasks.py: reading a topic in tasks; table.py: reading a registered table
-    writer.py       staging in tasks, publishing in the driver; updates.py: the same for output mode `update`
+    writer.py       staging in tasks, publishing in the driver (publishers.py); sink_columns.py: the columns of a write
+    numbered.py     writes that may be repeated; updates.py: output mode `update` by them; threads.py: writes in threads
     columns.py      the columns of a message in Spark and in Arrow
     pipeline.py     functions on DataFrames as pipelines; subscription.py and sinks.py: what they read and write
     parsing.py      JSON values as columns; rejecting.py: rows that a function rejects; letters.py: bad rows as messages
@@ -30,6 +31,8 @@ from pxrs.spark.session import session
 from pxrs.spark.sinks import HubAddress, Sink, SparkOption, as_messages, parquet, to
 from pxrs.spark.state import refuse_shared_state, stateful_operators
 from pxrs.spark.subscription import topics_matching
+from pxrs.spark.threads import use_in_thread
+from pxrs.spark.updates import stream_updates
 from pxrs.spark.watch import QueryReport, QueryWatch
 
 __all__ = [
@@ -51,6 +54,8 @@ __all__ = [
     "reject",
     "session",
     "stateful_operators",
+    "stream_updates",
     "to",
     "topics_matching",
+    "use_in_thread",
 ]

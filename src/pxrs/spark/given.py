@@ -22,6 +22,7 @@ HEADERS: Final = "headers"
 with includeHeaders."""
 
 _COUNT_MAX: Final = 1 << 62
+_APP: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DURATION: Final = re.compile(r"([0-9]{1,15})\s*(us|ms|s|m|min|h|d)?")
 _UNIT_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _OFFSETS: Final = '{"0": 23, "1": -2}, or {"orders": {"0": 23, "1": -2}} for several topics; -2 is earliest, -1 latest'
@@ -58,6 +59,17 @@ class Given:
         if not value.strip().isdecimal() or not 0 < int(value) < _COUNT_MAX:
             raise InvalidOption(name, f"{value!r}; give a whole number from 1 on")
         return int(value)
+
+    def transaction(self) -> tuple[str | None, int | None]:
+        """The values of txnAppId and txnVersion."""
+        app, version = self.text("txnAppId"), self.text("txnVersion")
+        if app is not None and version is None:
+            raise InvalidOption("txnVersion", "missing; it numbers the writes of txnAppId")
+        if app is not None and not _APP.fullmatch(app.strip()):
+            raise InvalidOption("txnAppId", f"{app!r}; give letters, digits, dots, dashes and underscores, at most 128")
+        if version is not None and (not version.strip().isdecimal() or int(version) >= 1 << 31):
+            raise InvalidOption("txnVersion", f"{version!r}; give a whole number from 0 on, such as the batch's")
+        return None if app is None else app.strip(), None if version is None else int(version)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.text(name)
@@ -107,15 +119,6 @@ class Given:
         except InvalidGroup as error:
             raise InvalidOption("assignor", str(error)) from error
         return value.strip()
-
-    def topic(self) -> str:
-        """The name of the one topic that is written."""
-        topics = self._named_topics()
-        if topics is None:
-            raise InvalidOption(TOPIC, "missing; give the topic's name")
-        if len(topics) > 1:
-            raise InvalidOption(TOPIC, f"{', '.join(topics)} are several topics; a write has one")
-        return topics[0]
 
     def topics(self) -> Topics:
         """The topics that are read."""

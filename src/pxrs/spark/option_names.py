@@ -31,7 +31,8 @@ STREAM: Final = (
     *("maxOffsetsPerTrigger", "maxRowsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay"),
     *(*_ROWS, "shareGroup", "assignor", "leaseTtl", "handoverTimeout"),
 )
-WRITE: Final = (*_HUB, "topic", "subscribe")
+WRITE_STREAM: Final = (*_HUB, "topic")
+WRITE: Final = (*WRITE_STREAM, "txnAppId", "txnVersion")
 
 _KAFKAS: Final = {
     "kafka.bootstrap.servers": "there are no brokers; give the hub's directory as url",

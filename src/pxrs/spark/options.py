@@ -15,20 +15,10 @@ from pxrs.errors import InvalidOption, InvalidUrl
 from pxrs.publishing.selection import FROM_START, TO_END, Boundary, Topics
 from pxrs.registry.address import Address, parse
 from pxrs.spark.given import COLUMNS, Given
-from pxrs.spark.option_names import BATCH, STREAM, WRITE
+from pxrs.spark.option_names import BATCH, STREAM, WRITE, WRITE_STREAM
 
 TRIGGER_DELAY_S: Final = 15 * 60.0
 """How long a stream waits at most for `minOffsetsPerTrigger` rows, unless maxTriggerDelay says it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """A topic of a hub that is written. Paths in the addresses are absolute: executors have another working
-    directory."""
-
-    url: str
-    registry: str | None = field(repr=False)
-    topic: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +113,28 @@ def stream_options(options: Mapping[str, str]) -> ReadOptions:
     )
 
 
-def write_options(options: Mapping[str, str]) -> Where:
-    """The options of `df.write` and `df.writeStream`. Raises InvalidOption."""
-    given = Given(options, WRITE, "a write")
-    return Where(*_hub(given), given.topic())
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """Where a write goes. Paths in the addresses are absolute: executors have another working directory."""
+
+    url: str
+    registry: str | None = field(repr=False)
+    topic: str | None = None
+    """None: each row's column `topic` names its topic."""
+    app: str | None = None
+    """Who makes this write, for a write that is done once for each `version`. None in a streaming query's own writes
+    (`writeStream`, `stream_updates`): the query's id is then known to its tasks."""
+    version: int | None = None
+    """The number of a write that may be repeated. None: the write is never repeated, or Spark numbers it."""
+
+
+def write_options(options: Mapping[str, str], *, is_stream: bool = False) -> WriteOptions:
+    """The options of `df.write`, or of `df.writeStream`. Raises InvalidOption."""
+    known, of = (WRITE_STREAM, "writeStream") if is_stream else (WRITE, "a write")
+    given = Given(options, known, of, WRITE)
+    topic = given.text("topic")
+    app, version = (None, None) if is_stream else given.transaction()
+    return WriteOptions(*_hub(given), None if topic is None else topic.strip(), app, version)
 
 
 def columns_of(options: Mapping[str, str]) -> tuple[str, ...]:

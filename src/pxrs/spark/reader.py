@@ -32,7 +32,7 @@ from pxrs.publishing.selection import boundary_offsets
 from pxrs.spark.filters import ANY, Times, Wanted, wanted_by
 from pxrs.spark.following import Followed
 from pxrs.spark.names import find_source, topics_to_read, topics_to_stream
-from pxrs.spark.options import ReadFrom, ReadOptions, Where
+from pxrs.spark.options import ReadFrom, ReadOptions, WriteOptions
 from pxrs.spark.table import TableSlice, table_slices
 from pxrs.spark.tasks import Slice, Slices, TaskReader, checked_start
 
@@ -209,7 +209,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         return self._followed
 
 
-def open_hub(where: ReadFrom | Where) -> Hub:
+def open_hub(where: ReadFrom | WriteOptions) -> Hub:
     return pxrs.open(where.url, registry=where.registry)
 
 

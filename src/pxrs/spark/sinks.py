@@ -69,7 +69,7 @@ class Sink:
         if self.topic is not None and mode == "update":
             from pxrs.spark.updates import stream_updates
 
-            return stream_updates(rows, address.options(self.topic)).outputMode(mode)
+            return stream_updates(rows, **address.options(self.topic))
         writer = rows.writeStream.format(self.format).options(**self._options(address)).outputMode(mode)
         return writer.partitionBy(*self.partition_by) if self.partition_by else writer
 

@@ -10,6 +10,7 @@ from pyspark.sql.types import StructType
 
 from pxrs.errors import InvalidOption
 from pxrs.spark.columns import check_schema, row_schema
+from pxrs.spark.numbered import NumberedWriter
 from pxrs.spark.options import columns_of, read_options, stream_options, write_options
 from pxrs.spark.reader import BatchReader, FilteredBatchReader, StreamReader
 from pxrs.spark.writer import BatchWriter, StreamWriter
@@ -49,10 +50,12 @@ class PxrsSource(DataSource):  # type: ignore[misc]
         check_schema(schema, options.columns)
         return StreamReader(options)
 
-    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        return BatchWriter(write_options(self.options), schema, overwrite)
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter | NumberedWriter:
+        options = write_options(self.options)
+        return (BatchWriter if options.version is None else NumberedWriter)(options, schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
         if overwrite:
             raise InvalidOption("outputMode", "a topic is appended to: 'complete' would send every row again each time")
-        return StreamWriter(write_options(self.options), schema, self.options.get("checkpointLocation"))
+        options = write_options(self.options, is_stream=True)
+        return StreamWriter(options, schema, self.options.get("checkpointLocation"))

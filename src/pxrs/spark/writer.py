@@ -1,43 +1,52 @@
-"""Writing a DataFrame to a topic: tasks stage their rows, and the driver publishes them in one commit (K1).
+"""Writing a DataFrame to topics: tasks stage their rows, and the driver publishes them in one commit (K1).
 
-The columns are those of `Producer.send_batch`: value, and optionally key, timestamp, headers and partition.
+The columns are those of `Producer.send_batch`: value, and optionally key, timestamp, headers and partition; and
+`topic`, where the rows name their topics (`sink_columns.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import logging
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final, NamedTuple, SupportsIndex
 
 import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+import pxrs
 from pxrs.clock import boot_id
-from pxrs.errors import BatchRefused, HubMoved, InvalidOption, InvalidRecord, LogError, RegistryReplaced
-from pxrs.hub import Hub
+from pxrs.errors import BatchRefused, InvalidOption, RegistryReplaced
+from pxrs.log.directory.log import DirectoryLog
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.manifest import JOB, PATIENCE_S, Publisher, forget_deleted_topics
-from pxrs.publishing.outage import UNREACHABLE, ride_out, with_advice
-from pxrs.publishing.staging.contract import Staged, TaskStaging
+from pxrs.publishing.manifest import JOB
+from pxrs.publishing.outage import UNREACHABLE, with_advice
+from pxrs.publishing.records import Part
+from pxrs.publishing.staging.contract import TaskStaging
 from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.publishing.staging.routing import by_column
 from pxrs.spark.names import topic_to_write
-from pxrs.spark.options import Where
-from pxrs.spark.reader import open_hub
+from pxrs.spark.options import WriteOptions
+from pxrs.spark.publishers import Publishers, made_again
+from pxrs.spark.sink_columns import check_columns
 from pxrs.spark.tasks import check_machine, run_of
-from pxrs.topics import TopicHandle
 
-_logger = logging.getLogger(__name__)
-
-_COLUMNS: Final = ("key", "value", "timestamp", "headers", "partition")
 _LOCATIONS: Final = "spark.sql.streaming.checkpointLocation"
+
+
+class StagedFile(NamedTuple):
+    """A file that a task has staged for a topic."""
+
+    topic: str
+    topic_id: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
     """What a task reports to the driver."""
 
     query: str
-    staged: Staged
+    files: tuple[StagedFile, ...]
     run: str
     """The id of this start of the query (`run_of`)."""
     locations: str | None = None
@@ -54,28 +63,54 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Stager:
-    """What a task needs to stage rows for a topic. Spark sends this object to every executor, so it does not contain
-    the address of the registry, which may contain a password."""
+    """What a task needs to stage rows. Spark sends this object to every executor, so it does not contain the address of
+    the registry, which may contain a password."""
 
     staging: TaskStaging
-    topic: Topic
+    url: str
+    """The hub's directory."""
+    topic: Topic | None
+    """None: the rows name their topics."""
     machine: str
+    ignored: tuple[str, ...]
+    """Columns that are not written."""
 
     @classmethod
-    def of(cls, where: Where, schema: StructType) -> Stager:
-        _check_columns(schema)
-        with open_hub(where) as hub:
-            handle = topic_to_write(hub, where.topic)
-            handle.log.check_writable()  # in the driver, so that one error is raised and not one for each task
-            staging = DirectoryStaging(where.url)
+    def of(cls, options: WriteOptions, schema: StructType) -> Stager:
+        ignored = check_columns(schema, options.topic)
+        staging = DirectoryStaging(options.url)
+        with pxrs.open(options.url, registry=options.registry) as hub:
+            topic = None
+            # In the driver, so that one error is raised and not one for each task.
+            if options.topic is not None:
+                handle = topic_to_write(hub, options.topic)
+                handle.log.check_writable()
+                topic = handle.topic
             staging.check_writable()
-            return cls(staging, handle.topic, boot_id())
+        return cls(staging, options.url, topic, boot_id(), ignored)
 
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
         check_machine(self.machine)
         context = TaskContext.get()
-        staged = self.staging.stage(self.topic, query, batch, context.partitionId(), rows)
-        return StagedMessage(query, staged, run_of(context))
+        task = context.partitionId()
+        if self.ignored:
+            rows = (table.drop_columns(list(self.ignored)) for table in rows)
+        if self.topic is not None:
+            found = [(self.topic, self.staging.stage(self.topic, query, batch, task, rows))]
+        else:
+            with contextlib.closing(DirectoryLog(Path(self.url))) as log:
+                found = self.staging.stage_routed(
+                    by_column(lambda name: _topic_to_stage(log, name)), query, batch, task, rows
+                )
+        files = tuple(StagedFile(topic.name, topic.id, each.name) for topic, each in found if each.name is not None)
+        return StagedMessage(query, files, run_of(context))
+
+
+def _topic_to_stage(log: DirectoryLog, name: str) -> Topic:
+    """The topic that a row names. Raises UnknownTopic."""
+    found = log.topic(name)
+    found.check_writable()
+    return found.topic
 
 
 class DriversWriter:
@@ -117,21 +152,20 @@ class BatchTask(DataSourceArrowWriter):  # type: ignore[misc]
 
 
 class BatchWriter(DriversWriter, BatchTask):
-    """`df.write`: all rows become part of the topic, or none."""
+    """`df.write`: all rows become part of their topics, or none."""
 
-    def __init__(self, where: Where, schema: StructType, overwrite: bool) -> None:
+    def __init__(self, options: WriteOptions, schema: StructType, overwrite: bool) -> None:
         refuse_overwrite(overwrite)
-        super().__init__(Stager.of(where, schema), f"{JOB}{uuid.uuid4().hex}")
-        self.where = where
+        super().__init__(Stager.of(options, schema), f"{JOB}{uuid.uuid4().hex}")
+        self.options = options
 
     def for_tasks(self) -> tuple[type[object], tuple[object, ...]]:
         return BatchTask, (self.stager, self.job)
 
     def commit(self, messages: Sequence[StagedMessage | None]) -> None:
-        with open_hub(self.where) as hub:
-            publisher = _first_publisher(hub, self.where, self.stager.topic.id)
-            publisher.publish(self.job, 0, _files(messages))
-            publisher.forget(self.job)
+        with contextlib.closing(Publishers()) as publishers:  # the job has one batch: nothing is kept open
+            publishers.publish(self.options, self.stager.topic, self.job, 0, _parts(messages))
+            publishers.forget_job(self.options, self.job)
 
 
 class StreamTask(DataSourceStreamArrowWriter):  # type: ignore[misc]
@@ -157,40 +191,43 @@ class StreamWriter(StreamTask):
     """`df.writeStream`: each batch is published once, however often it is tried. For each commit, Spark makes a new
     writer from the options, so only tasks get what is pickled."""
 
-    def __init__(self, where: Where, schema: StructType, checkpoints: str | None = None) -> None:
-        super().__init__(Stager.of(where, schema))
-        self.where, self._checkpoints = where, checkpoints
+    def __init__(self, options: WriteOptions, schema: StructType, checkpoints: str | None = None) -> None:
+        super().__init__(Stager.of(options, schema))
+        self.options, self._checkpoints = options, checkpoints
 
     def __reduce__(self) -> tuple[type[object], tuple[object, ...]]:
         return StreamTask, (self.stager,)
 
     def commit(self, messages: Sequence[StagedMessage | None], batchId: int) -> None:
-        publish_batch(self.where, self.stager.topic.id, messages, batchId, self._checkpoints)
+        publish_batch(self.options, self.stager.topic, messages, batchId, self._checkpoints)
 
 
 def publish_batch(
-    where: Where,
-    topic_id: str,
+    options: WriteOptions,
+    topic: Topic | None,
     messages: Sequence[StagedMessage | None],
     batch: int,
     checkpoints: str | None = None,
 ) -> None:
-    """Make a batch of a streaming query part of the topic; called in the driver. checkpoints: the query's checkpoint
-    location, if it was started with one."""
+    """Make a batch of a streaming query part of its topics; called in the driver.
+
+    topic:       the topic that the rows were staged for; None if they name their topics.
+    checkpoints: the query's checkpoint location, if it was started with one."""
     reported = [message for message in messages if message is not None]
     queries = {(message.query, message.run) for message in reported}
     if len(queries) != 1:
         raise BatchRefused(f"batch {batch} is of {len(queries)} queries")
     ((query, run),) = queries
-    feeds = DirectoryStaging(where.url).feeds(query, batch, run)
+    # The feeds of a query move its group's checkpoints once. A write with an id of its own may be one of several.
+    feeds = DirectoryStaging(options.url).feeds(query, batch, run) if options.app is None else []
     location = find_location(query, checkpoints, reported[0].locations)
     _refuse_shared_state(feeds, location)
     planned = "" if location is None else hash_of_plan(location, batch)
     has_state = None if location is None else _has_state(location)
     try:
-        _publishers.get(where, topic_id).publish(query, batch, _files(messages), feeds, planned, has_state)
+        _publishers.publish(options, topic, query, batch, _parts(messages), feeds, planned, has_state)
     except RegistryReplaced:  # the next attempt opens the registry that is there now
-        _publishers.forget(where)
+        _publishers.forget(options)
         raise
     except UNREACHABLE as error:
         raise with_advice(
@@ -200,91 +237,14 @@ def publish_batch(
         ) from error
 
 
+_publishers: Final = Publishers()
+
+
 def refused_commit() -> BatchRefused:
     return BatchRefused(
         "a task's writer was asked to commit; it has no address of the registry. Nothing was written: this version of "
         "PySpark pickles writers in another order than those that pxrs supports"
     )
-
-
-class Publishers:
-    """Open hubs, each with the publishers of its topics. The process that commits keeps them between batches.
-
-    At most `hubs_max` hubs are open; beyond that, the least recently used one is closed."""
-
-    def __init__(self, hubs_max: int = 8) -> None:
-        self._hubs_max = hubs_max
-        self._hubs: dict[tuple[str, str | None], tuple[Hub, dict[str, Publisher]]] = {}
-
-    def get(self, where: Where, topic_id: str) -> Publisher:
-        """The publisher of a topic. A new one first finishes the unfinished manifests of other queries. Raises
-        UnknownTopic; BatchRefused if another topic has the name now."""
-        place = where.url, where.registry
-        hub, publishers = self._hubs.pop(place) if place in self._hubs else (open_hub(where), {})
-        self._hubs[place] = hub, publishers  # put at the end: the first entry is the least recently used one
-        if len(self._hubs) > self._hubs_max:
-            self._close(next(iter(self._hubs)))
-        try:
-            _find_topic(hub, where.topic, topic_id)
-        except HubMoved:  # the next attempt opens the hub that is there now
-            self.forget(where)
-            raise
-        publisher = publishers.get(where.topic)
-        if publisher is None or publisher.topic_id != topic_id:
-            publisher = publishers[where.topic] = _first_publisher(hub, where, topic_id)
-        return publisher
-
-    def forget(self, where: Where) -> None:
-        """Close the hub, so that the next batch opens it and its registry again."""
-        place = where.url, where.registry
-        if place in self._hubs:
-            self._close(place)
-
-    def close(self) -> None:
-        for place in list(self._hubs):
-            self._close(place)
-
-    def _close(self, place: tuple[str, str | None]) -> None:
-        hub, _ = self._hubs.pop(place)
-        hub.close()
-
-
-_publishers: Final = Publishers()
-
-
-def _find_topic(hub: Hub, name: str, topic_id: str) -> TopicHandle:
-    """The topic for which rows were staged. Raises UnknownTopic; BatchRefused if another topic has its name now."""
-    topic = hub.topic(name)
-    if topic.id != topic_id:
-        raise BatchRefused(
-            f"the topic {name} was deleted and made again while rows for it were staged. Nothing of them was written. "
-            "Start the query again: it goes on with this batch, in the new topic"
-        )
-    return topic
-
-
-def _first_publisher(hub: Hub, where: Where, topic_id: str) -> Publisher:
-    """A publisher that has finished the unfinished manifests of other queries, and has removed what was staged for
-    deleted topics. Raises WrongRegistry: another registry does not have the manifests of this hub. If the hub has no
-    registry on record, this one is recorded: a process with another registry would take the staged files of a batch
-    for abandoned ones, and remove them."""
-    hub.join_registry()
-    staging = DirectoryStaging(where.url)
-    publisher = Publisher(hub.registry, _find_topic(hub, where.topic, topic_id).log, staging)
-    publisher.finish_others()
-    try:
-        damaged = hub.damaged_topics()
-        topics = {each.id for each in hub.topics()} | {each.id for each in damaged if each.id is not None}
-    except (LogError, OSError) as error:  # an error of another topic must not stop this one
-        _logger.warning("what was staged for deleted topics is not removed: %s", error)
-        return publisher
-    if nameless := [each.name for each in damaged if each.id is None]:
-        _logger.warning(
-            "what was staged for deleted topics is not removed: the id of topic %s is not known", nameless[0]
-        )
-        return publisher
-    ride_out(lambda: forget_deleted_topics(hub.registry, staging, topics), PATIENCE_S, errors=UNREACHABLE)
-    return publisher
 
 
 def find_location(query: str, given: str | None, locations: str | None) -> Path | None:
@@ -344,14 +304,14 @@ def refuse_overwrite(overwrite: bool) -> None:
         raise InvalidOption("mode", "a topic is appended to: write with mode('append')")
 
 
-def _files(messages: Sequence[StagedMessage | None]) -> list[str]:
-    return [message.staged.name for message in messages if message is not None and message.staged.name is not None]
-
-
-def _check_columns(schema: StructType) -> None:
-    unknown = [name for name in schema.fieldNames() if name not in _COLUMNS]
-    if unknown or "value" not in schema.fieldNames():
-        raise InvalidRecord(
-            f"the columns are {', '.join(schema.fieldNames())}; there must be value, and there may be "
-            f"{', '.join(name for name in _COLUMNS if name != 'value')}. Make one with to_json(struct(...)) AS value"
-        )
+def _parts(messages: Iterable[StagedMessage | None]) -> list[Part]:
+    """The staged files of all tasks, by topic, without the ends. Raises BatchRefused if two tasks have found different
+    topics under one name."""
+    parts: dict[str, Part] = {}
+    for message in messages:
+        for file in () if message is None else message.files:
+            part = parts.setdefault(file.topic, Part(file.topic_id, file.topic, [], []))
+            if part.topic != file.topic_id:
+                raise made_again(file.topic)
+            part.files.append(file.name)
+    return [parts[name] for name in sorted(parts)]

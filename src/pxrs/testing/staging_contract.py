@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
 
 from pxrs.errors import InvalidRecord
-from pxrs.model import Topic
+from pxrs.log.batch import SCHEMA, Payload, check_encoded
+from pxrs.model import CODECS, Topic
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import Span
 from pxrs.publishing.staging.contract import Staging
+from pxrs.publishing.staging.files import NewFile
 
 TOPIC = Topic("orders", "0123456789abcdef0123456789abcdef", 3)
 OTHER = "fedcba9876543210fedcba9876543210"
@@ -39,8 +42,14 @@ def feed(incarnation: str = "member", start: int = 0, topic: str = OTHER) -> Fee
 
 def staged(staging: Staging, query: str, batch: int, *names: str) -> list[tuple[int, list[bytes]]]:
     """What the driver reads from these files."""
-    found = staging.chunks(TOPIC.id, query, batch, names)
-    return [(partition, records.column("value").to_pylist()) for partition, records in found]
+    found = staging.pieces(TOPIC, query, batch, names)
+    return [(partition, _records(payload).column("value").to_pylist()) for partition, payload in found]
+
+
+def _records(payload: Payload) -> pa.RecordBatch:
+    """The records of an encoded batch, which the log would accept."""
+    check_encoded(payload)
+    return pa.ipc.read_record_batch(payload.data, SCHEMA)
 
 
 class StagingContract:
@@ -81,6 +90,65 @@ class StagingContract:
     def test_rows_that_the_log_would_refuse_are_refused_when_they_are_staged(self, staging: Staging) -> None:
         with pytest.raises(InvalidRecord):
             staging.stage(TOPIC, "q", 0, 0, [rows(b"v", partition=3)])
+
+    def test_pieces_are_what_the_log_stores_and_carry_the_codec_of_the_topic(self, staging: Staging) -> None:
+        topic = replace(TOPIC, codec="zstd")
+        name = staging.stage(topic, "q", 0, 0, [rows(b"a" * 1000, b"b" * 1000)]).name
+        assert name is not None
+        ((partition, payload),) = staging.pieces(topic, "q", 0, [name])
+        check_encoded(payload)
+        assert (partition, payload.rows, CODECS[payload.codec]) == (0, 2, "zstd")
+        assert payload.data.size < 1000
+
+    def test_rows_may_be_staged_for_several_topics_at_once(self, staging: Staging) -> None:
+        other = replace(TOPIC, name="returns", id=OTHER)
+        topics = {b"a": TOPIC, b"b": other}
+
+        def route(table: pa.RecordBatch) -> list[tuple[Topic, pa.RecordBatch]]:
+            return [(topics[value], table.slice(at, 1)) for at, value in enumerate(table.column("value").to_pylist())]
+
+        found = staging.stage_routed(route, "q", 0, 0, [rows(b"a", b"b"), rows(b"b")])
+        assert {topic.id: staged.rows for topic, staged in found} == {TOPIC.id: 1, OTHER: 2}
+        for topic, each in found:
+            assert each.name is not None
+            assert staging.make_durable(topic.id, "q", 0, [each.name])
+            assert sum(piece.payload.rows for piece in staging.pieces(topic, "q", 0, [each.name])) == each.rows
+        assert staging.stage_routed(route, "q", 0, 1, [rows()]) == []
+
+    def test_a_task_that_fails_leaves_nothing_for_any_topic(self, staging: Staging) -> None:
+        other = replace(TOPIC, name="returns", id=OTHER)
+        files: list[NewFile] = []
+        create = staging.create
+
+        def made(topic: Topic, query: str, batch: int, task: int) -> NewFile:
+            files.append(create(topic, query, batch, task))
+            return files[-1]
+
+        staging.create = made  # type: ignore[method-assign]
+        many = rows(*[b"v"] * 6000)
+        with pytest.raises(InvalidRecord):
+            staging.stage_routed(
+                lambda table: [(TOPIC, many), (other, many), (TOPIC, table)], "q", 0, 0, [rows(b"v", partition=3)]
+            )
+        assert len(files) == 2
+        assert all(self.is_discarded(file) for file in files)
+
+    def is_discarded(self, file: NewFile) -> bool:
+        """Whether a file was discarded: it cannot be finished any more."""
+        try:
+            file.finish()
+        except (ValueError, OSError):
+            return True
+        return False
+
+    def test_the_place_of_a_query_may_be_removed_and_is_made_again(self, staging: Staging) -> None:
+        for batch in range(3):
+            name = self.put(staging, "q", batch, b"v")
+            assert staging.make_durable(TOPIC.id, "q", batch, [name])
+            staging.clear(TOPIC.id, "q", batch)
+            if batch:
+                staging.forget_query(TOPIC.id, "q")
+        staging.forget_query(TOPIC.id, "nobody")
 
     def test_a_task_has_a_copy_of_it_in_another_process(self, staging: Staging) -> None:
         copy = pickle.loads(pickle.dumps(staging))

@@ -12,7 +12,7 @@ the process may die in between, so a file in the hub's directory records what is
 | `Log.delete_topic` deletes the topic       | the janitor removes the keys and the file (`finish`)       |
 | `forget` removes the keys, then the file   | nothing is left to do, or the janitor does it once more    |
 
-What queries have left is found by the staging folder instead (`publishing.manifest.forget_deleted_topics`).
+What queries have left is found by the staging folder instead (`publishing.forgetting.forget_deleted_topics`).
 
 Every step may be repeated by any process: ids of topics are never used again, so what is removed by the id of a deleted
 topic belongs to no other topic. A failure of `note` or `forget` is logged, and never fails the deletion: the topic
@@ -64,7 +64,7 @@ def forget_published(parts: HubParts, topic: str) -> None:
     """Remove the manifests of a deleted topic, and what was staged for it. If that fails, the janitor tries again."""
     if parts.log.folder is None or not (parts.log.folder / "staging").is_dir():  # no query has written here
         return
-    from pxrs.publishing.manifest import forget_topic
+    from pxrs.publishing.forgetting import forget_topic
     from pxrs.publishing.staging.directory import DirectoryStaging
 
     try:

@@ -109,7 +109,7 @@ class Round:
             return
         if belonging is None or belonging.check() is None or not belonging.is_recorded():
             return
-        from pxrs.publishing.manifest import forget_deleted_topics, needed_batches
+        from pxrs.publishing.forgetting import forget_deleted_topics, needed_batches
         from pxrs.publishing.staging.directory import DirectoryStaging
 
         registry, staging = self._parts.registry.get(), DirectoryStaging(str(folder))

@@ -119,15 +119,15 @@ def test_v5_sparks_sink_is_refused_before_any_task_is_started(data: Path) -> Non
     pytest.importorskip("pyspark")
     from pyspark.sql.types import BinaryType, StructType
 
-    from pxrs.spark.options import Where
+    from pxrs.spark.options import WriteOptions
     from pxrs.spark.writer import BatchWriter
 
     columns = StructType().add("value", BinaryType())
     before = picture(data)
     with reading_only(data), pytest.raises(NoWritePermission, match="may not write to"):
-        BatchWriter(Where(str(data), None, "orders"), columns, overwrite=False)
+        BatchWriter(WriteOptions(str(data), None, "orders"), columns, overwrite=False)
     assert picture(data) == before
-    BatchWriter(Where(str(data), None, "orders"), columns, overwrite=False)
+    BatchWriter(WriteOptions(str(data), None, "orders"), columns, overwrite=False)
 
 
 def test_v5_who_may_not_even_read_is_told_who_may(data: Path) -> None:

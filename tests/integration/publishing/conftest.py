@@ -12,25 +12,31 @@ from typing import Any
 
 import pytest
 
-from pxrs.publishing import manifest, outage
+from pxrs.publishing import appends, outage
 from tests.integration.publishing.driver import Place, Places
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Places]:
+def kind() -> type[Place]:
+    """The kind of place that `places` makes."""
+    return Place
+
+
+@pytest.fixture
+def places(kind: type[Place], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Places]:
     """Makes a new place each time."""
     caplog.set_level(logging.ERROR, "pxrs")
     made: list[Place] = []
     numbers = itertools.count()
-    monkeypatch.setattr(manifest, "_PAUSE_S", (0.0, 0.0))
     monkeypatch.setattr(outage, "_PAUSE_S", (0.0, 0.0))
+    monkeypatch.setattr(appends, "_TOGETHER_MAX", 2)  # so that a batch is appended in several calls
 
     # Processes die here, not the power: there is no need for a disk, and thousands of files come and go.
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="pxrs-publishing-", dir=folder) as root:
 
         def make(*arguments: Any, **named: Any) -> Place:
-            made.append(Place(Path(root, str(next(numbers))), *arguments, **named))
+            made.append(kind(Path(root, str(next(numbers))), *arguments, **named))
             return made[-1]
 
         yield make

@@ -34,7 +34,7 @@ from pxrs.errors import (
 from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.log.contract import Append
 from pxrs.log.outcomes import NotStored, Outcome
-from pxrs.publishing import manifest
+from pxrs.publishing.appends import producer_of
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span, Spans
@@ -171,6 +171,9 @@ class Mutation:
 class Place:
     """A hub with the topics `in` and `out`, and Spark's checkpoint location."""
 
+    def driver(self, *arguments: Any, **named: Any) -> Driver:
+        return Driver(self, *arguments, **named)
+
     def __init__(self, folder: Path, mutation: Mutation | None = None, is_one_hub: bool = True) -> None:
         self.url = str(folder)
         self.mutation = mutation or Mutation()
@@ -240,13 +243,17 @@ class Driver:
         self.incarnation = uuid.uuid4().hex
         self.hub = place.hub
         self.source, self.topic = place.source, place.target.topic
-        log = self.hub.topic("out").log
+        self.hook = hook
         self.staging: Any = Watched(place.mutation.staging(place.url), hook, "staging", "feeds", "clear")
         self.registry: Any = Watched(self.hub.registry, hook, "registry", "get", "commit")
-        self.publisher = place.mutation.publisher(self.registry, WatchedLog(log, hook, "log"), self.staging)
+        self.publisher = self.make_publisher()
         self._is_clean = False
         self.fences: dict[int, int] = {}
         self.epochs: dict[int, int] = {}
+
+    def make_publisher(self) -> Publisher:
+        log: Any = WatchedLog(self.hub.topic("out").log, self.hook, "log")
+        return self.place.mutation.publisher(self.registry, log, self.staging)
 
     def claim(self) -> None:
         """The member's part: every partition is its own from now on."""
@@ -290,20 +297,23 @@ class Driver:
         try:
             if not self._is_clean:
                 self.clean_up()
-            self.publisher.publish(QUERY, batch, files, self.staging.feeds(QUERY, batch, self.incarnation))
+            self.publish(batch, files, self.staging.feeds(QUERY, batch, self.incarnation))
         except Exception:
             self.place.mutation.abort(self, batch)
             raise
         self.place.logs.finish(batch)
 
-    def stage(self, batch: int, spans: Spans) -> list[str]:
+    def publish(self, batch: int, files: list[Any], feeds: Sequence[Feed]) -> None:
+        self.publisher.publish(QUERY, batch, files, feeds)
+
+    def stage(self, batch: int, spans: Spans) -> list[Any]:
         """What its tasks have staged: the names that reach the driver."""
         registry = fingerprint(self.hub.registry) if self.place.is_one_hub else "another"
         feed = Feed("g", self.source.id, self.incarnation, registry, spans, self.fences, False)
         self.staging.announce(QUERY, batch, self.incarnation, feed)
         rows = [row for number, span in spans.items() for row in self.place.rows(number, span.start, span.end)]
         self.random.shuffle(rows)
-        names: list[str | None] = []
+        names: list[Any] = []
         for task in range(self.tasks):
             part = rows[task :: self.tasks]
             attempts = [self._attempt(batch, task, part)]
@@ -313,7 +323,7 @@ class Driver:
             names.append(self.random.choice(attempts))
         return [name for name in names if name is not None]
 
-    def _attempt(self, batch: int, task: int, rows: Sequence[tuple[bytes, bytes]]) -> str | None:
+    def _attempt(self, batch: int, task: int, rows: Sequence[tuple[bytes, bytes]]) -> Any:
         name: str | None = self.staging.stage(self.topic, QUERY, batch, task, [table_of(rows)]).name
         return name
 
@@ -344,7 +354,7 @@ Places = Callable[..., Place]
 def step_count(place: Place, only: str = "") -> int:
     """How many steps there are in a run that nothing interrupts."""
     steps = Steps(only=only)
-    Driver(place, steps).run()
+    place.driver(steps).run()
     place.check("without a fault")
     return steps.count
 
@@ -364,7 +374,7 @@ def try_every_crash(places: Places, *arguments: Any, successor: Callable[[Place]
     for at in range(1, count + 1):
         place = places(*arguments)
         with suppress(Crash):  # or it comes to its end: one that does it wrong may have fewer steps
-            Driver(place, Steps(at, crash)).run()
+            place.driver(Steps(at, crash)).run()
         try:
             (successor or next_driver(at))(place)
         except (PxrsError, OSError) as error:
@@ -376,7 +386,7 @@ def try_every_crash(places: Places, *arguments: Any, successor: Callable[[Place]
 
 def next_driver(number: int) -> Callable[[Place], None]:
     """One whose rows come in another order, in other files and another number of them."""
-    return lambda place: Driver(place, tasks=TASKS + number % 3 - 1, seed=SEED + number + 1).run()
+    return lambda place: place.driver(tasks=TASKS + number % 3 - 1, seed=SEED + number + 1).run()
 
 
 class Held:
@@ -385,7 +395,7 @@ class Held:
     def __init__(self, place: Place, at: int, only: str = "", **named: Any) -> None:
         self._stopped, self._go = threading.Event(), threading.Event()
         self.error: Exception | None = None
-        self.driver = Driver(place, Steps(at, self._stop, only), **named)
+        self.driver = place.driver(Steps(at, self._stop, only), **named)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         assert self._stopped.wait(WAIT_S)
@@ -410,7 +420,7 @@ class Held:
 
 def settle(place: Place) -> None:
     """One more driver, which does what is left, and removes what others have staged for nothing."""
-    driver = Driver(place, seed=SEED + 2)
+    driver = place.driver(seed=SEED + 2)
     driver.run()
     driver.clean_up()
 
@@ -506,7 +516,7 @@ class Unwilling:
 
     def __init__(self, place: Place, query: str, error: Exception) -> None:
         self._inner, self._error = place.hub.topic("out").log, error
-        self._producer = uuid.uuid5(manifest._NAMESPACE, f"{query}/{place.target.id}")
+        self._producer = producer_of(query, place.target.id)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

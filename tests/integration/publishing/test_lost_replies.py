@@ -14,7 +14,7 @@ from pxrs.errors import (
     OutcomeUnknown,
     RegistryUnavailable,
 )
-from pxrs.publishing import manifest
+from pxrs.publishing import manifest, outage
 from pxrs.publishing.manifest import Publisher
 from tests.integration.publishing.driver import (
     QUERY,
@@ -60,7 +60,7 @@ def test_k1_a_commit_whose_reply_is_lost_may_have_landed_or_not_or_land_later(pl
 
 
 def test_k1_a_driver_that_gives_up_hearing_nothing_leaves_it_to_the_next(places: Places) -> None:
-    try_lost_replies(places, tries=manifest._TRIES_MAX)
+    try_lost_replies(places, tries=outage._TRIES_MAX)
 
 
 @pytest.mark.parametrize("is_one_hub", [True, False], ids=["one hub", "two hubs"])

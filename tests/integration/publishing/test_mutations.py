@@ -13,10 +13,10 @@ from pxrs.errors import (
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.batch import Origin
-from pxrs.publishing import manifest
+from pxrs.publishing import appends
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import Publisher
-from pxrs.publishing.records import Manifest
+from pxrs.publishing.records import Manifest, query_of
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.registry.contract import ABSENT
 from tests.integration.publishing.driver import (
@@ -44,13 +44,13 @@ class Direct(Publisher):
     def publish(
         self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
     ) -> None:
-        self._append(query, Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS))
+        self._append(self._prefix + query, Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS))
         parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
             self._add_checkpoints(feed, parts)
         checkpoints = FencedWrite(list(parts.values()))
         self._registry.commit(checkpoints.expect, checkpoints.put)
-        self._staging.clear(self._topic.id, query, batch)
+        self._staging.clear(self.topic_id, query, batch)
 
 
 class OwnFiles(Publisher):
@@ -63,7 +63,7 @@ class OwnFiles(Publisher):
         if entry is not None and (last := Manifest.load(entry)).batch == batch and not last.is_published:
             mine = Manifest(batch, list(files), last.ranges, ends=last.ends or [0] * TARGET_PARTITIONS)
             self._finish(
-                query, mine, self._registry.commit({entry.key: entry.version}, {entry.key: mine.dump()})[entry.key]
+                entry.key, mine, self._registry.commit({entry.key: entry.version}, {entry.key: mine.dump()})[entry.key]
             )
             return
         super().publish(query, batch, files, feeds)
@@ -93,26 +93,27 @@ class Overwriting(Publisher):
         self, query: str, batch: int, files: Sequence[str], feeds: Sequence[Feed] = (), planned: str = ""
     ) -> None:
         ours = Manifest(batch, list(files), ends=[0] * TARGET_PARTITIONS)
-        entry = self._registry.get(self._prefix + query)
+        key = self._prefix + query
+        entry = self._registry.get(key)
         if entry is not None:
             last = Manifest.load(entry)
-            self._finish(query, last, entry.version)
+            self._finish(key, last, entry.version)
             if last.batch == batch:
                 return
             entry = self._registry.get(entry.key)
-        version = self._write(query, ours, ABSENT if entry is None else entry.version, ())
+        version = self._write(key, ours, ABSENT if entry is None else entry.version, ())
         if version is None:
             self.publish(query, batch, files, feeds)
         else:
-            self._finish(query, ours, version)
+            self._finish(key, ours, version)
 
 
 class ClearedFirst(Publisher):
     """The staged files go before it is written down that they are published."""
 
-    def _append(self, query: str, manifest: Manifest) -> None:
-        super()._append(query, manifest)
-        self._staging.clear(self._topic.id, query, manifest.batch)
+    def _append(self, key: str, manifest: Manifest) -> None:
+        super()._append(key, manifest)
+        self._staging.clear(self.topic_id, query_of(key), manifest.batch)
 
 
 class SameNames(DirectoryStaging):
@@ -122,7 +123,7 @@ class SameNames(DirectoryStaging):
         staged = super().stage(*arguments)
         topic, query, batch = arguments[:3]
         folder = self._root / topic.id / query / str(batch)
-        plain = f"{str(staged.name)[:5]}.arrow"
+        plain = f"{str(staged.name)[:5]}.frames"
         (folder / str(staged.name)).rename(folder / plain)
         return staged._replace(name=plain)
 
@@ -149,7 +150,7 @@ def test_mutation_the_sequence_is_the_batch_alone_is_caught(places: Places, monk
     whole = places()
     for origin in (lambda who, batch, piece: Origin(who, batch, 0), lambda who, batch, piece: Origin(who, 0, batch)):
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "Origin", origin)
+            patch.setattr(appends, "Origin", origin)
             place = places()
             Driver(place).run()
             with pytest.raises(NotExact):

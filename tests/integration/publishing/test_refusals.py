@@ -167,7 +167,7 @@ def test_k1_a_batch_of_many_pieces_may_be_cut_anywhere(places: Places) -> None:
     driver = Driver(place, tasks=16)
     driver.claim()
     files = driver.stage(0, driver.plan({}))
-    pieces = Counter(number for number, _ in driver.staging.chunks(place.target.id, QUERY, 0, files))
+    pieces = Counter(number for number, _ in driver.staging.pieces(place.target.topic, QUERY, 0, files))
     assert min(pieces.values()) > BATCHES_KEPT
     steps = Steps(only="append")
     Driver(place, steps, tasks=16).run()

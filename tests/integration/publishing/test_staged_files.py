@@ -19,7 +19,8 @@ from pxrs.errors import (
     BatchRefused,
 )
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.manifest import Publisher, forget_deleted_topics, forget_topic
+from pxrs.publishing.forgetting import forget_deleted_topics, forget_topic
+from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span
 from pxrs.publishing.records import Manifest
 from pxrs.publishing.staging.directory import DirectoryStaging
@@ -208,18 +209,7 @@ def test_k1_a_folder_that_is_removed_before_a_task_writes_into_it_is_made_again(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(place)
-    make, opened = disk.make_folders, pa.OSFile
-    chances = itertools.count()
-
-    def made(path: Path) -> None:
-        make(path)
-        if next(chances) < 2:
-            DirectoryStaging(place.url).clear(place.target.id, QUERY, 0)
-
-    monkeypatch.setattr(disk, "make_folders", made)
-    name = driver.staging.stage(driver.topic, QUERY, 0, 0, [table_of([(b"k", b"v")])]).name
-    driver.publisher.publish(QUERY, 0, [name])
-    assert place.arrived() == 1
+    opened = pa.OSFile
     chances = itertools.count()
 
     def open_late(path: str, mode: str) -> Any:
@@ -228,6 +218,10 @@ def test_k1_a_folder_that_is_removed_before_a_task_writes_into_it_is_made_again(
         return opened(path, mode)
 
     monkeypatch.setattr(pa, "OSFile", open_late)
+    name = driver.staging.stage(driver.topic, QUERY, 0, 0, [table_of([(b"k", b"v")])]).name
+    driver.publisher.publish(QUERY, 0, [name])
+    assert place.arrived() == 1
+    chances = itertools.count()
     driver.claim()
     driver.stage(1, driver.plan({}))
     assert len(driver.staging.feeds(QUERY, 1, driver.incarnation)) == 1

@@ -102,10 +102,10 @@ def test_k1_what_is_damaged_stops_its_own_query_alone(
     assert place.arrived() == in_part + 25
     assert len(caplog.messages) == 2, "one of each publisher"
     assert all(said in message and QUERY in message for message in caplog.messages)
-    arrow = {path for path in staged if path.suffix == ".arrow"}
-    assert arrow <= set(place.staged()), "who mends it needs them"
+    files = {path for path in staged if path.suffix == ".frames"}
+    assert files <= set(place.staged()), "who mends it needs them"
     with pytest.raises(BatchRefused, match=r"new checkpoint location") as caught:
-        at_work.publisher.publish(QUERY, 0, sorted(path.name for path in arrow))
+        at_work.publisher.publish(QUERY, 0, sorted(path.name for path in files))
     assert said in str(caught.value)
     assert place.arrived() == in_part + 25
 
@@ -128,7 +128,7 @@ def test_k1_its_own_query_hears_what_to_do_about_a_manifest_that_cannot_be_finis
     again = unwilling(place)
     for batch, span in ((0, (0, 5)), (1, (5, 10))):
         with pytest.raises(
-            BatchRefused, match=r"were forgotten\..*topic out.*look at its end.*new checkpoint location"
+            BatchRefused, match=r"were forgotten\..*topic out.*look at the end.*new checkpoint location"
         ):
             batch_of(again, batch, span, span)
 

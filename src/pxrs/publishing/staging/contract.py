@@ -11,20 +11,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import pyarrow as pa
 
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
-
-
-class Staged(NamedTuple):
-    """What one attempt of a task has staged."""
-
-    name: str | None
-    """The name of the file; None if the task had no rows."""
-    rows: int
+from pxrs.publishing.staging.files import NewFile, Route, Staged
+from pxrs.publishing.staging.frames import Piece
 
 
 class TaskStaging(ABC):
@@ -38,15 +31,29 @@ class TaskStaging(ABC):
         run: the id of this start of the query. Every task of the batch calls this, each with the same feed."""
 
     @abstractmethod
+    def create(self, topic: Topic, query: str, batch: int, task: int) -> NewFile:
+        """A new file for rows that this attempt of a task stages for the topic."""
+
     def stage(self, topic: Topic, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]) -> Staged:
-        """Write a task's rows for the topic. Raises InvalidRecord for rows that the topic's log would refuse.
+        """Write a task's rows for one topic. Raises InvalidRecord for rows that the topic's log would refuse.
 
         If the batch is published meanwhile, the file may be gone when this returns. The name is returned all the same:
         the driver that tries to publish the file then finds that the batch is published, or that the file is gone."""
+        found = self.stage_routed(lambda table: [(topic, table)], query, batch, task, tables)
+        return found[0][1] if found else Staged(None, 0)
+
+    def stage_routed(
+        self, route: Route, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]
+    ) -> list[tuple[Topic, Staged]]:
+        """Write a task's rows for the topics to which `route` sends them: each topic that got rows, and its file. If
+        this raises, nothing is left that was staged."""
+        from pxrs.publishing.staging.routing import stage_rows  # only tasks that write need it
+
+        return stage_rows(lambda topic: self.create(topic, query, batch, task), route, task + batch, tables)
 
 
 class Staging(TaskStaging):
-    """The part that the driver uses as well. Topics are named by their ids."""
+    """The part that the driver uses as well. Where a topic is a text, it is the topic's id."""
 
     @abstractmethod
     def check_writable(self) -> None:
@@ -57,8 +64,9 @@ class Staging(TaskStaging):
         """The feeds that the tasks of this batch have announced in this run, one for each source of the query."""
 
     @abstractmethod
-    def chunks(self, topic: str, query: str, batch: int, files: Iterable[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """(partition, records) of these files, in the order in which they are to be appended.
+    def pieces(self, topic: Topic, query: str, batch: int, files: Iterable[str]) -> Iterator[Piece]:
+        """The encoded batches of these files, in the order in which they are to be appended. The driver appends them as
+        they are. The payloads may be slices of mapped files.
 
         Raises FileNotFoundError if a file is gone, BatchRefused if a file cannot be read."""
 
@@ -71,6 +79,11 @@ class Staging(TaskStaging):
     @abstractmethod
     def clear(self, topic: str, query: str, batch: int) -> None:
         """Remove what was staged and announced for this batch and for earlier batches of the query."""
+
+    @abstractmethod
+    def forget_query(self, topic: str, query: str) -> None:
+        """Remove what is kept for the next batch of the query. Called for a query that has no next batch and is
+        published; without this call, `sweep` removes it later."""
 
     @abstractmethod
     def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:

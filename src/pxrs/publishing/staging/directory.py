@@ -2,13 +2,16 @@
 
     staging/
       feeds/<query>/<batch>-<run>-<incarnation>-<topic id>.json    what a batch reads of a topic, and its fences
-      <topic id>/<query>/<batch>/<task>-<random>.arrow    rows that a task has staged for the topic
+      <topic id>/<query>/<batch>/<task>-<random>.frames   rows that a task has staged for the topic (`frames.py`)
 
 Each start of a query is a run with an id of its own. A sink reads only the feeds of its own run: what an earlier run
 has announced for the same batch may be fenced off since, or may be torn by a power loss.
 
-A staged file is synced, with its folder, before `stage` returns. Its record batches are in the order in which they are
-to be appended, and the metadata of each one names its partition.
+A task syncs its file, and the driver syncs the folders, before the manifest names the file (`make_durable`): once for
+all tasks. The pieces of a file are in the order in which they are to be appended. Files of earlier versions end in
+`.arrow`; they are read, and no longer written.
+
+The folder of a query stays between its batches, so that the folders above it are synced only once.
 
 The folder of a topic stays as long as the topic exists: `topics` knows by it which ids were topics of this hub.
 """
@@ -24,29 +27,64 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 
 from pxrs import disk
-from pxrs.errors import BatchRefused
-from pxrs.log.batch import SCHEMA
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.staging.contract import Staged, Staging
-from pxrs.publishing.staging.rows import pieces_of
+from pxrs.publishing.staging.contract import Staging
+from pxrs.publishing.staging.files import NewFile, Staged
+from pxrs.publishing.staging.frames import ARROW_SUFFIX, SUFFIX, FramesWriter, Piece, read_arrow_file, read_frames_file
 
 _logger = logging.getLogger(__name__)
 
 _TOPIC_ID: Final = re.compile(r"[0-9a-f]{32}")
 """The form of a topic's id. A folder with another name does not belong to a topic."""
-_PARTITION: Final = b"partition"
-"""The key in the metadata of a staged record batch whose value is the partition."""
 _ORPHAN_S: Final = 86_400.0
 _OLD_FEED_S: Final = 30 * 86_400.0
 """The age at which a feed is removed. It is long, because a batch that is still running would be published without its
 checkpoints if its feed were removed."""
 _TRIES_MAX: Final = 10
+_SYNCED_MAX: Final = 64
+"""Of how many queries a process remembers that the entry of their folder is durable: each is an open descriptor."""
+
+
+class _OpenFolder:
+    """The descriptor of a folder, closed with the last reference to this object."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # `os.close` is a default argument because this module may be gone when the interpreter ends.
+        if hasattr(self, "descriptor"):
+            close(self.descriptor)
+
+
+class DirectoryFile(NewFile):
+    """A staged file in a folder that is made with it, and made again if another process removes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = _new_file(path)
+        self._writer = FramesWriter(self._file)
+
+    def add(self, piece: Piece) -> None:
+        self._writer.add(*piece)
+
+    def finish(self) -> Staged:
+        self._writer.finish()
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):  # another driver has published the batch, and cleared it
+            _sync(self._path)
+        return Staged(self._path.name, self._writer.rows)
+
+    def discard(self) -> None:
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
 
 
 class DirectoryStaging(Staging):
@@ -54,6 +92,11 @@ class DirectoryStaging(Staging):
 
     def __init__(self, hub: str) -> None:
         self._root = Path(hub, "staging")
+        self._synced: dict[str, _OpenFolder] = {}
+        """By path: the folders of queries whose entries are durable, with all folders above. See `_sync_above`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_root": self._root, "_synced": {}}
 
     def check_writable(self) -> None:
         if (refusal := disk.write_refusal(self._root if self._root.exists() else self._root.parent)) is not None:
@@ -67,7 +110,7 @@ class DirectoryStaging(Staging):
             return
         # Not synced: after a power loss, the next run reads the batch again and announces it again.
         beside = path.with_suffix(f".{uuid.uuid4().hex}")
-        with _new_file(beside, lambda folder: folder.mkdir(parents=True, exist_ok=True)) as file:
+        with _new_file(beside) as file:
             file.write(feed.dump().encode())
         beside.rename(path)
         self._clear_feeds(query, batch)
@@ -89,45 +132,43 @@ class DirectoryStaging(Staging):
 
     # Staged rows.
 
-    def stage(self, topic: Topic, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]) -> Staged:
-        folder = self._folder(topic.id, query, batch)
-        name = f"{task:05d}-{uuid.uuid4().hex}.arrow"
-        rows = 0
-        with _new_file(folder / name, disk.make_folders) as file, pa.ipc.new_file(file, SCHEMA) as writer:
-            for partition, records in pieces_of(topic, task + batch, tables):
-                writer.write_batch(records, custom_metadata={_PARTITION: str(partition)})
-                rows += records.num_rows
-        with contextlib.suppress(FileNotFoundError):
-            if rows:
-                _sync(folder / name)
-                disk.sync_folder(folder)
-            else:
-                os.unlink(folder / name)
-        return Staged(name if rows else None, rows)
+    def create(self, topic: Topic, query: str, batch: int, task: int) -> DirectoryFile:
+        return DirectoryFile(self._folder(topic.id, query, batch) / f"{task:05d}-{uuid.uuid4().hex}{SUFFIX}")
 
-    def chunks(self, topic: str, query: str, batch: int, files: Iterable[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-        folder = self._folder(topic, query, batch)
+    def pieces(self, topic: Topic, query: str, batch: int, files: Iterable[str]) -> Iterator[Piece]:
+        folder = self._folder(topic.id, query, batch)
         for name in files:
-            try:
-                with pa.memory_map(str(folder / name)) as mapped, pa.ipc.open_file(mapped) as file:
-                    for number in range(file.num_record_batches):
-                        chunk = file.get_batch_with_custom_metadata(number)
-                        yield int(chunk.custom_metadata[_PARTITION]), chunk.batch
-            except FileNotFoundError:
-                raise
-            except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
-                raise BatchRefused(f"the staged file {folder / name} cannot be read: {error}") from error
+            path = str(folder / name)
+            yield from read_arrow_file(path, topic.codec) if name.endswith(ARROW_SUFFIX) else read_frames_file(path)
 
     def make_durable(self, topic: str, query: str, batch: int, files: Sequence[str]) -> bool:
-        # A task syncs the folder that its file is in, but not the folders above if they existed already: the process
-        # that made those may have died before it synced them.
+        if not files:
+            return True
         folder = self._folder(topic, query, batch)
         try:
-            for above in folder.parents[:4] if files else ():
-                disk.sync_folder(above)
+            # From the top down: a folder whose own entry is not durable may be lost with all that is in it.
+            self._sync_above(folder.parent)
+            disk.sync_folder(folder.parent)
+            disk.sync_folder(folder)
         except FileNotFoundError:
             return False
         return all((folder / name).exists() for name in files)
+
+    def _sync_above(self, folder: Path) -> None:
+        """Make the entry of a query's folder durable, and those of the folders above it, unless this object has done so
+        for this very folder: not for one that was removed and made again since."""
+        path = str(folder)
+        found = self._synced.get(path)
+        if found is not None and os.path.samestat(os.stat(folder), os.fstat(found.descriptor)):
+            return
+        # Opened before the folders above are synced. While it is open, no other folder gets its inode.
+        opened = _OpenFolder(path)
+        for above in reversed(folder.parents[:3]):
+            disk.sync_folder(above)
+        self._synced.pop(path, None)
+        self._synced[path] = opened
+        if len(self._synced) > _SYNCED_MAX:
+            del self._synced[next(iter(self._synced))]
 
     def _folder(self, topic: str, query: str, batch: int) -> Path:
         return self._root / topic / query / str(batch)
@@ -140,18 +181,22 @@ class DirectoryStaging(Staging):
             for other in os.listdir(folder):
                 if _is_below(other, batch + 1):
                     shutil.rmtree(folder / other, ignore_errors=True)
-        _remove_if_empty(folder)  # it is not empty if tasks of the next batch have begun to stage
         self._clear_feeds(query, batch + 1)
+
+    def forget_query(self, topic: str, query: str) -> None:
+        _remove_if_empty(self._root / topic / query)
 
     def sweep(self, topic: str, needed: Mapping[str, int | None], now: float | None = None) -> None:
         now = time.time() if now is None else now
         for query in _folders_in(self._root / topic):
             if needed.get(query.name, -1) is None:
                 continue
+            is_old = _changed_at(query) < now - _ORPHAN_S  # before anything is removed from it
             for batch in _folders_in(query):
                 if batch.name != str(needed.get(query.name)):
                     _remove_old(batch, now - _ORPHAN_S)
-            _remove_if_empty(query)
+            if is_old:
+                _remove_if_empty(query)
         for query in _folders_in(self._root / "feeds"):
             _remove_old(query, now - _OLD_FEED_S)
 
@@ -182,14 +227,14 @@ class DirectoryStaging(Staging):
         shutil.rmtree(self._root / topic, ignore_errors=True)
 
 
-def _new_file(path: Path, make_folders: Callable[[Path], None]) -> pa.OSFile:
+def _new_file(path: Path) -> pa.OSFile:
     """Open a new file, and make its folder. Another process may remove the folder while it is empty, so both steps are
     repeated if that happens."""
     for _ in range(_TRIES_MAX - 1):
         with contextlib.suppress(FileNotFoundError):
-            make_folders(path.parent)
+            path.parent.mkdir(parents=True, exist_ok=True)
             return pa.OSFile(str(path), "wb")
-    make_folders(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     return pa.OSFile(str(path), "wb")
 
 
@@ -211,6 +256,13 @@ def _sync(path: Path) -> None:
         disk.sync_data(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _changed_at(path: Path) -> float:
+    """When the file or folder was last changed, in seconds since 1970; 0 if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def _remove_old(folder: Path, before: float) -> None:

@@ -1,0 +1,79 @@
+"""Appending what a manifest names to the log of its topic, each piece once, however often this is done (K1).
+
+The producer is the query's own, its epoch is the number of the batch, and its sequence in each partition counts the
+pieces there. The pieces have the same order in every process, so two drivers that append the same batch give each piece
+the same origin, and the log stores it once.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from pxrs.errors import UnknownProducer
+from pxrs.log.batch import Origin
+from pxrs.log.contract import Append, TopicLog
+from pxrs.log.outcomes import StoredAt
+from pxrs.publishing.staging.frames import Piece
+
+NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
+_CALL_BYTES_MAX: Final = 256 << 20
+"""How many bytes of pieces go into one call of `TopicLog.append`. They are slices of mapped files, so they are no
+memory of this process. Fewer calls are fewer syncs, and longer ones, which the partitions wait for at the same time."""
+_APPEND_BYTES_MAX: Final = 32 << 20
+"""How many bytes of one partition go into one call: other producers wait for it."""
+_TOGETHER_MAX: Final = 64
+"""How many pieces of one partition go into one call."""
+
+
+def producer_of(query: str, topic: str) -> uuid.UUID:
+    """The producer that appends the batches of a query to a topic. topic: the topic's id."""
+    return uuid.uuid5(NAMESPACE, f"{query}/{topic}")
+
+
+def append_pieces(topic: TopicLog, query: str, batch: int, pieces: Iterable[Piece], ends: Sequence[int]) -> None:
+    """Append the pieces of a batch. All of them are durable when this returns.
+
+    ends: the ends of the topic's partitions before anything of the batch was appended; empty if they are not known.
+    Raises the first error of a piece that is not stored."""
+    producer = producer_of(query, topic.id)
+    sequences: dict[int, int] = {}
+    waiting: dict[int, list[Append]] = {}
+    sizes: dict[int, int] = {}
+    for partition, payload in pieces:
+        sequence = sequences[partition] = sequences.get(partition, -1) + 1
+        since = ends[partition] if ends else None
+        waiting.setdefault(partition, []).append(Append(partition, payload, Origin(producer, batch, sequence), since))
+        sizes[partition] = sizes.get(partition, 0) + payload.data.size
+        is_full = sizes[partition] >= _APPEND_BYTES_MAX or len(waiting[partition]) == _TOGETHER_MAX
+        if is_full or sum(sizes.values()) >= _CALL_BYTES_MAX:
+            _append(topic, waiting)
+            waiting, sizes = {}, {}
+    _append(topic, waiting)
+
+
+def _append(topic: TopicLog, waiting: Mapping[int, list[Append]]) -> None:
+    """Append to all partitions in one call, because they then write and sync at the same time."""
+    while together := [append for appends in waiting.values() for append in appends]:
+        refused: dict[int, list[Append]] = {}
+        for append, outcome in zip(together, topic.append(together), strict=True):
+            if isinstance(outcome, StoredAt):
+                continue
+            number = append.partition
+            left = _not_stored(outcome.error, waiting[number])
+            if len(left) == len(waiting[number]):
+                raise outcome.error
+            refused[number] = left
+        waiting = refused
+
+
+def _not_stored(error: Exception, appends: list[Append]) -> list[Append]:
+    """Those of these pieces of one partition that are still to be appended after the log has refused all of them.
+
+    A partition remembers few batches of a producer. If another driver, or an earlier try, has stored these pieces and
+    more, or a power loss has left some of them, the log no longer knows the first ones, and says which piece was stored
+    last. The pieces before that one are stored too, because a partition takes a producer's batches only in order."""
+    if not isinstance(error, UnknownProducer) or error.stored is None:
+        return appends
+    return [append for append in appends if append.origin[1:] > error.stored]

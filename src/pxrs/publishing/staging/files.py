@@ -1,0 +1,40 @@
+"""A staged file as a task writes it: part of the contract of a staging place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pxrs.model import Topic
+from pxrs.publishing.staging.frames import Piece
+
+
+class Staged(NamedTuple):
+    """What one attempt of a task has staged."""
+
+    name: str | None
+    """The name of the file; None if the task had no rows."""
+    rows: int
+
+
+class NewFile(ABC):
+    """A staged file that a task is writing. Nobody else knows its name before `finish` has returned."""
+
+    @abstractmethod
+    def add(self, piece: Piece) -> None:
+        """Write one piece. The driver gets the pieces of a file in this order."""
+
+    @abstractmethod
+    def finish(self) -> Staged:
+        """Make the content of the file survive a power loss. `Staging.make_durable` does the same for its name."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Close and remove the file, finished or not."""
+
+
+Route = Callable[[pa.RecordBatch], Iterable[tuple[Topic, pa.RecordBatch]]]
+"""Says which of these rows go to which topic: `pxrs.publishing.staging.routing`."""
