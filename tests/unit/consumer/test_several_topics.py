@@ -21,6 +21,7 @@ from pxrs.errors import (
     PartitionLost,
     PartitionNotAssigned,
     PartitionsPaused,
+    SourceChanged,
     TopicDeleted,
     UnknownTopic,
 )
@@ -338,6 +339,10 @@ class TestWhatCanBeRead:
                 "faxes": (0, True),
                 "orders": (0, False),
             }
+            hub.remove_source("faxes")
+            hub.add_source("faxes", f"sqlite:///{tmp_path}/shop.db", table="faxes", value_column="body", partitions=4)
+            with pytest.raises(SourceChanged, match="faxes with 3 partitions"):
+                hub.consumer(["orders", "faxes"], "g")
         database.close()
 
 
@@ -410,7 +415,8 @@ class TestTransactions:
                 db.execute(sqlalchemy.text("CREATE TABLE booked (topic TEXT, partition_number INT, at INT)"))
             insert = sqlalchemy.text("INSERT INTO booked VALUES (:t, :p, :o)")
             with hub.consumer(BOTH, "g", until="end") as inbox:
-                for batch, db in inbox.transactions(engine, 4):
+                for number, (batch, db) in enumerate(inbox.transactions(engine, 4)):
+                    assert number < 10 * len(stored), "the same messages come again and again"
                     for message in batch:
                         db.execute(insert, {"t": message.topic, "p": message.partition, "o": message.offset})
             with engine.connect() as db:
