@@ -27,13 +27,13 @@ from pxrs.upkeep.records import RoundReport
 from pxrs.waiting import Cancel, Subscription
 
 if TYPE_CHECKING:
-    from pxrs.consumer.consumer import ConsumedBatch, Consumer
+    from pxrs.consumer.consumer import ConsumedBatch, Consumer, TopicsConsumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.description import GroupDescription, MemberDescription, PartitionDescription
     from pxrs.group.lag import TopicLag
     from pxrs.group.records import Home, Paused
     from pxrs.group.timings import Timings
-    from pxrs.options import ConsumerOptions, ProducerOptions
+    from pxrs.options import ConsumerOptions, ProducerOptions, TopicsConsumerOptions
     from pxrs.producer.producer import Producer
     from pxrs.producer.receipts import Receipt, Stored, TableReceipt
     from pxrs.queue.handle import DeadLetters, Depth, QueueHandle
@@ -102,6 +102,8 @@ __all__ = [
     "TopicLag",
     "TopicLog",
     "TopicPartition",
+    "TopicsConsumer",
+    "TopicsConsumerOptions",
     "Transaction",
     "UpkeepStatus",
     "Watch",
@@ -138,6 +140,8 @@ _LAZY: Final = {
     "TableReceipt": "pxrs.producer.receipts",
     "Timings": "pxrs.group.timings",
     "TopicLag": "pxrs.group.lag",
+    "TopicsConsumer": "pxrs.consumer.consumer",
+    "TopicsConsumerOptions": "pxrs.options",
     "Transaction": "pxrs.queue.transaction",
 }
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, Unpack, overload
 
 from pxrs import arguments, dropped
 from pxrs.address import LazyRegistry, open_log
@@ -23,6 +23,7 @@ from pxrs.errors import Closed, InvalidArgument, InvalidGroup, InvalidQueue, Inv
 from pxrs.hub_parts import HubParts
 from pxrs.hub_sources import HubSources
 from pxrs.log.contract import DamagedTopic, Log, Source, TopicLog
+from pxrs.log.joined import JoinedSource
 from pxrs.model import PARTITIONS_DEFAULT, SEGMENT_BYTES_DEFAULT, TABLE_POLL_S_DEFAULT, Topic
 from pxrs.registry.contract import Registry
 from pxrs.registry.lease import LEASE_TTL_MIN
@@ -38,10 +39,10 @@ RETENTION_S_MAX: Final = 100 * 366 * 86_400.0
 # the modules that it calls.
 if TYPE_CHECKING:
     # Imported by the methods that need them: a process of Spark that opens a hub starts in half the time without them.
-    from pxrs.consumer.consumer import Consumer
+    from pxrs.consumer.consumer import Consumer, TopicsConsumer
     from pxrs.group.admin import GroupHandle
     from pxrs.group.records import Home
-    from pxrs.options import ConsumerOptions, ProducerOptions
+    from pxrs.options import ConsumerOptions, EitherConsumerOptions, ProducerOptions, TopicsConsumerOptions
     from pxrs.producer.producer import Producer
     from pxrs.producer.sending import SendingThread
     from pxrs.queue.handle import QueueHandle
@@ -131,7 +132,7 @@ class Hub:
         self._topics = Topics(self.parts, self._sources)
         self._lock = threading.Lock()
         self._producers: weakref.WeakSet[SendingThread] = weakref.WeakSet()
-        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self._consumers: weakref.WeakSet[Consumer | TopicsConsumer] = weakref.WeakSet()
         self._janitor = Janitor(self.parts, takes_part=upkeep)
 
     @property
@@ -370,54 +371,87 @@ class Hub:
         producer.close()
         raise Closed(f"the hub {self.url} was closed")
 
-    def consumer(
+    @overload
+    def consumer(  # type: ignore[overload-overlap]  # a str is a sequence of str too: this signature is for it
         self, topic: str | Source, group: str, *, dead_letters: str | None = None, **options: Unpack[ConsumerOptions]
-    ) -> Consumer:
+    ) -> Consumer: ...
+
+    @overload
+    def consumer(
+        self,
+        topic: Sequence[str | Source],
+        group: str,
+        *,
+        dead_letters: str | None = None,
+        **options: Unpack[TopicsConsumerOptions],
+    ) -> TopicsConsumer: ...
+
+    def consumer(
+        self,
+        topic: str | Source | Sequence[str | Source],
+        group: str,
+        *,
+        dead_letters: str | None = None,
+        **options: Unpack[EitherConsumerOptions],
+    ) -> Consumer | TopicsConsumer:
         """A member of the group, which reads the topic; `options` are those of `Consumer`. Raises UnknownTopic.
 
-        topic:        the name of a topic or of a registered source, or anything that is a `Source`.
+        topic:        the name of a topic or of a registered source, or anything that is a `Source`. A sequence of them
+                      makes a `TopicsConsumer`: one member that reads them all, with one lease, and names partitions by
+                      `TopicPartition`.
         dead_letters: the name of another topic, for messages that a handler fails on; needed by
                       on_error="dead-letter"."""
-        from pxrs.consumer.consumer import Consumer
+        from pxrs.consumer.consumer import Consumer, TopicsConsumer
         from pxrs.consumer.dead_letters import DeadLetterTopic, check_other_topic
 
         self.parts.check_usable()
         if dead_letters is not None:
             arguments.text(InvalidGroup, "dead_letters", dead_letters, "the name of a topic")
-        home: Callable[[], Home | None] | None = None
-        if isinstance(topic, Source):
-            source: Source = topic
-        else:
-            source = self.readable(topic)
-            if isinstance(source, TopicLog):
-                self.join_registry()
-                home = self.join_registry
+        source, has_own_topics = self._to_be_read(topic)
+        if has_own_topics:
+            self.join_registry()
         letters: DeadLetterTopic | None = None
         if dead_letters is not None:
             # The topic must be there before the first message fails.
             target = self.log.topic(dead_letters)
-            check_other_topic(source.name, source.id, target.id)
+            check_other_topic(source.parts, target.id)
             target.check_writable()
             letters = DeadLetterTopic(lambda: self.producer(dead_letters, linger_s=0))
+        kind: Callable[..., Consumer | TopicsConsumer] = (
+            TopicsConsumer if isinstance(source, JoinedSource) else Consumer
+        )
         consumer = self._keep(
-            Consumer(
+            kind(
                 source,
                 self.registry,
                 group,
                 dead_letters=letters,
                 topic_names=self._topics.names,
-                home=home,
+                home=self.join_registry if has_own_topics else None,
                 **options,
             )
         )
         with self._lock:
             if not self.parts.is_closed:
                 self._consumers.add(consumer)
-                if isinstance(source, TopicLog):
-                    self._janitor.take_part(source.topic, sends=False)
+                for part in source.parts:
+                    if isinstance(part, TopicLog):
+                        self._janitor.take_part(part.topic, sends=False)
                 return consumer
         consumer.close()
         raise Closed(f"the hub {self.url} was closed")
+
+    def _to_be_read(self, topic: str | Source | Sequence[str | Source]) -> tuple[Source, bool]:
+        """What `consumer` was given to read, and whether it has topics of this hub that were given by name. Raises
+        UnknownTopic, InvalidTopic."""
+        is_joined = isinstance(topic, Sequence) and not isinstance(topic, str | bytes)
+        given: Sequence[Any] = topic if is_joined else [topic]  # type: ignore[assignment]
+        parts, has_own_topics = list[Source](), False
+        for each in given:
+            part = each if isinstance(each, Source) else self.readable(each)
+            has_own_topics |= part is not each and isinstance(part, TopicLog)
+            parts.append(part)
+        return JoinedSource(parts) if is_joined else parts[0], has_own_topics
 
     def group(self, name: str, *sources: Source) -> GroupHandle:
         """A group to look at or to administer. It finds the hub's topics and the registered sources; sources that are

@@ -47,7 +47,10 @@ class Message(NamedTuple):
 
 
 class TopicPartition(NamedTuple):
+    """A partition of one of several topics that are read together."""
+
     topic: str
+    """The name of the topic."""
     partition: int
 
 

@@ -1,4 +1,4 @@
-"""The keyword arguments that `Hub.consumer` and `Hub.producer` pass on to `Consumer` and `Producer`.
+"""The keyword arguments that `Hub.consumer` and `Hub.producer` pass on to `Consumer`, `TopicsConsumer` and `Producer`.
 
 A program that builds them before it calls the hub annotates them with these types:
 
@@ -16,10 +16,11 @@ from datetime import timedelta
 from typing import Literal, TypedDict
 
 from pxrs.consumer.consumer import Callback, OnAssigned, Start
+from pxrs.model import TopicPartition
 
 
-class ConsumerOptions(TypedDict, total=False):
-    """See `Consumer`."""
+class _AnyConsumerOptions(TypedDict, total=False):
+    """What does not depend on how partitions are named."""
 
     name: str | None
     ack: Literal["auto", "manual"]
@@ -35,9 +36,30 @@ class ConsumerOptions(TypedDict, total=False):
     on_error: Literal["pause", "retry", "dead-letter", "raise"]
     retries_max: int
     retry_pause: float | timedelta
-    on_assigned: OnAssigned | None
-    on_revoked: Callback | None
-    on_lost: Callback | None
+
+
+class ConsumerOptions(_AnyConsumerOptions, total=False):
+    """See `Consumer`."""
+
+    on_assigned: OnAssigned[int] | None
+    on_revoked: Callback[int] | None
+    on_lost: Callback[int] | None
+
+
+class TopicsConsumerOptions(_AnyConsumerOptions, total=False):
+    """See `TopicsConsumer`: callbacks are given `TopicPartition`s."""
+
+    on_assigned: OnAssigned[TopicPartition] | None
+    on_revoked: Callback[TopicPartition] | None
+    on_lost: Callback[TopicPartition] | None
+
+
+class EitherConsumerOptions(_AnyConsumerOptions, total=False):
+    """What `Hub.consumer` accepts; its two signatures say which of the types go together."""
+
+    on_assigned: OnAssigned[int] | OnAssigned[TopicPartition] | None
+    on_revoked: Callback[int] | Callback[TopicPartition] | None
+    on_lost: Callback[int] | Callback[TopicPartition] | None
 
 
 class ProducerOptions(TypedDict, total=False):

@@ -386,7 +386,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    supervisor = worker.Supervisor(Settings("shop:handle", "t", "g", "data", None, 1, 1.0, {}), 2)
+    supervisor = worker.Supervisor(Settings("shop:handle", ["t"], "g", "data", None, 1, 1.0, {}), 2)
     assert supervisor._start_due()
     assert supervisor._running() == []
     assert all(slot.restart_at and slot.pause_s == 2 * worker.RESTART_S[0] for slot in supervisor._slots)

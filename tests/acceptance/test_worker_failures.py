@@ -184,7 +184,7 @@ def test_a_trial_is_repeated_only_for_what_may_pass(
     monkeypatch: pytest.MonkeyPatch, codes: list[int], tried: int, code: int
 ) -> None:
     monkeypatch.setattr(worker, "RESTART_S", (0.001, 0.002))
-    supervisor = worker.Supervisor(Settings("shop:take", "t", "g", "data", None, 1, 1.0, {}), 1)
+    supervisor = worker.Supervisor(Settings("shop:take", ["t"], "g", "data", None, 1, 1.0, {}), 1)
     started: list[Trial] = []
 
     def spawn(settings: Settings) -> Any:

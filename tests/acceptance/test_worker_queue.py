@@ -330,5 +330,5 @@ def test_a_queue_that_is_deleted_ends_its_workers_for_good(shop: Shop) -> None:
 
 
 def test_settings_reach_a_worker_as_they_were_given() -> None:
-    settings = Settings("shop:handle", None, None, "data", None, 2, 1.0, {"lease_ttl": 3.0}, queue="jobs")
+    settings = Settings("shop:handle", [], None, "data", None, 2, 1.0, {"lease_ttl": 3.0}, queue="jobs")
     assert Settings(**json.loads(settings.dump())) == settings

@@ -12,6 +12,7 @@ import pytest
 
 from pxrs.log.contract import Append, Log, TopicLog
 from pxrs.log.directory.log import DirectoryLog
+from pxrs.log.joined import JoinedSource
 from pxrs.log.memory import MemoryLog
 from pxrs.log.outcomes import offsets_of
 from pxrs.sources import SqlTable, sql_table
@@ -26,12 +27,12 @@ class LogFeed(Feed):
 
     source: TopicLog
 
-    def __init__(self, log: Log, reader: Log | None = None) -> None:
+    def __init__(self, log: Log, reader: Log | None = None, name: str = "orders") -> None:
         """reader: another handle of the same log, as another process has it."""
         self._log = reader or log
         # Small segments, since retention removes whole ones.
-        self._writer = log.create_topic(new_topic("orders", PARTITIONS, segment_bytes=4096))
-        self.source = self._log.topic("orders")
+        self._writer = log.create_topic(new_topic(name, PARTITIONS, segment_bytes=4096))
+        self.source = self._log.topic(name)
         self._count = 0
 
     def put(self, values: Sequence[bytes]) -> list[tuple[int, int]]:
@@ -122,6 +123,58 @@ class TestTable(SourceContract):
         feed = TableFeed(tmp_path / "shop.db")
         yield feed
         feed.end()
+
+
+class JoinedFeed(Feed):
+    """Several sources as one: messages go to the parts in turn."""
+
+    def __init__(self, *feeds: Feed) -> None:
+        self._feeds = feeds
+        self.source: JoinedSource = JoinedSource([feed.source for feed in feeds])
+        self._count = 0
+
+    def put(self, values: Sequence[bytes]) -> list[tuple[int, int]]:
+        stored = []
+        for value in values:
+            feed = self._feeds[self._count % len(self._feeds)]
+            self._count += 1
+            ((partition, offset),) = feed.put([value])
+            stored.append((self.source.number_of(feed.source.id, partition), offset))
+        return stored
+
+    def trim(self, partition: int, offset: int) -> None:
+        part, number = self.source.place(partition)
+        (feed,) = (feed for feed in self._feeds if feed.source is part)
+        feed.trim(number, offset)
+
+    def close(self) -> None:
+        for feed in self._feeds:
+            feed.close()
+
+
+class TestTopicsOfAMemoryLogJoined(SourceContract):
+    @pytest.fixture
+    def feed(self) -> Iterator[Feed]:
+        log = MemoryLog()
+        yield JoinedFeed(LogFeed(log), LogFeed(log, name="returns"))
+        log.close()
+
+
+class TestTopicsOfADirectoryJoined(SourceContract):
+    @pytest.fixture
+    def feed(self, tmp_path: Path) -> Iterator[Feed]:
+        log = DirectoryLog(tmp_path)
+        yield JoinedFeed(LogFeed(log), LogFeed(log, name="returns"), LogFeed(log, name="refunds"))
+        log.close()
+
+
+class TestATopicAndATableJoined(SourceContract):
+    @pytest.fixture
+    def feed(self, tmp_path: Path) -> Iterator[Feed]:
+        log, table = MemoryLog(), TableFeed(tmp_path / "shop.db")
+        yield JoinedFeed(table, LogFeed(log, name="returns"))
+        table.end()
+        log.close()
 
 
 def spool_feed() -> Any:

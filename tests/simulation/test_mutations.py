@@ -16,7 +16,7 @@ import pytest
 from pxrs.group import reconcile
 from pxrs.group.protocol import MemberProtocol
 from pxrs.group.reconcile import Claim
-from pxrs.group.records import Checkpoint, Leader, Owner
+from pxrs.group.records import Checkpoint, Leader, Owner, ReadTopic
 from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Operation, Steps, Write
@@ -163,7 +163,7 @@ class ReadsBeforeClaim(MemberProtocol):
 class StartsUnpinned(MemberProtocol):
     """Where a partition begins is decided by whoever claims it (G6)."""
 
-    def _pin(self) -> Steps[None]:
+    def _pin(self, topic: ReadTopic) -> Steps[None]:
         yield from ()
 
     def _read_checkpoints(self, claims: Sequence[Claim]) -> Steps[list[tuple[Claim, Entry]]]:
@@ -171,7 +171,7 @@ class StartsUnpinned(MemberProtocol):
         there = {claim for claim, _ in found}
         for claim in claims:
             if claim not in there:
-                key = self.keys.checkpoint(self.member.topic, claim.partition)
+                key = self.keys.checkpoint(*self.place(claim.partition))
                 found.append((claim, Entry(key, Checkpoint(self.start_of(claim.partition, 0)).dump(), ABSENT)))
         return found
 

@@ -74,31 +74,31 @@ def test_several_are_written_together_or_not_at_all() -> None:
 
 
 def test_x10_a_holding_writes_what_is_done_and_never_goes_back() -> None:
-    assert holding(done=7).write(KEYS, "t", 2.0, "w").checkpoint == Checkpoint(7, 2.0, "w", 5)
-    assert holding(done=2).write(KEYS, "t", 2.0, "w").checkpoint == Checkpoint(4, 2.0, "w", 5)
+    assert holding(done=7).write(KEYS, ("t", 3), 2.0, "w").checkpoint == Checkpoint(7, 2.0, "w", 5)
+    assert holding(done=2).write(KEYS, ("t", 3), 2.0, "w").checkpoint == Checkpoint(4, 2.0, "w", 5)
 
 
 def test_what_a_person_has_set_stays_as_it_is_until_the_owner_comes_further() -> None:
-    assert holding(done=4, by="reset").write(KEYS, "t", 2.0, "w").checkpoint == Checkpoint(4, 1.0, "reset", 5)
-    assert holding(done=5, by="reset").write(KEYS, "t", 2.0, "w").checkpoint == Checkpoint(5, 2.0, "w", 5)
+    assert holding(done=4, by="reset").write(KEYS, ("t", 3), 2.0, "w").checkpoint == Checkpoint(4, 1.0, "reset", 5)
+    assert holding(done=5, by="reset").write(KEYS, ("t", 3), 2.0, "w").checkpoint == Checkpoint(5, 2.0, "w", 5)
 
 
 def test_x9_a_release_has_the_next_epoch() -> None:
-    assert holding().write(KEYS, "t", 2.0, "w", is_last=True).owner == Owner(None, 6)
+    assert holding().write(KEYS, ("t", 3), 2.0, "w", is_last=True).owner == Owner(None, 6)
 
 
 def test_r5_a_checkpoint_of_unknown_version_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="not known"):
-        holding(checkpoint_version=None).write(KEYS, "t", 2.0, "w")
+        holding(checkpoint_version=None).write(KEYS, ("t", 3), 2.0, "w")
 
 
 def test_a_holding_notes_what_became_of_its_write() -> None:
     held = holding()
-    release = held.write(KEYS, "t", 2.0, "w", is_last=True)
+    release = held.write(KEYS, ("t", 3), 2.0, "w", is_last=True)
     held.settle(release, Settled(Outcome.UNKNOWN, None))
     assert (held.checkpoint_version, held.may_be_released) == (None, True)
     held.checkpoint_version = 12
-    plain = held.write(KEYS, "t", 3.0, "w")
+    plain = held.write(KEYS, ("t", 3), 3.0, "w")
     held.settle(plain, Settled(Outcome.STALE, None))
     assert held.checkpoint_version is None
     held.settle(plain, Settled(Outcome.WRITTEN, 14))

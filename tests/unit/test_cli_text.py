@@ -294,7 +294,7 @@ def test_an_error_of_the_system_begins_with_what_happened(call: Call, monkeypatc
 
 
 def test_what_ends_a_worker_is_told_before_its_class(capfd: pytest.CaptureFixture[str]) -> None:
-    settings = worker_process.Settings("m:h", "t", "g", "at", None, 1, 1.0, {}, as_json=True, number=3)
+    settings = worker_process.Settings("m:h", ["t"], "g", "at", None, 1, 1.0, {}, as_json=True, number=3)
     with pytest.raises(SystemExit):
         worker_process._fail(settings, "worker 3: ", pxrs.errors.UnknownTopic("t"))
     event = json.loads(capfd.readouterr().err)

@@ -15,6 +15,7 @@ import pytest
 from pxrs import errors
 from pxrs.errors import BY_CODE, LogError, PxrsError, RemoteCause
 from pxrs.errors.wire import Shown, field_names, from_dict, to_dict
+from pxrs.model import TopicPartition
 
 CLASSES = sorted(BY_CODE.values(), key=lambda each: each.code)
 SAMPLES: dict[str, Any] = {
@@ -23,6 +24,7 @@ SAMPLES: dict[str, Any] = {
     "int": 7,
     "bool": True,
     "Sequence[int]": (3, 1),
+    "Sequence[Partition]": (1, TopicPartition("orders", 2)),
     "Sequence[str]": ("one", "two"),
     "Mapping[str, str]": {"w1": "sticky"},
     "Mapping[str, tuple[object, object]]": {"partitions": (4, 6), "retention": (None, 1.5)},

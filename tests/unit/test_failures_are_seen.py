@@ -342,7 +342,7 @@ def test_x14_a_producer_that_another_thread_has_closed_meanwhile_is_replaced(hub
         return opened if not opened.sending.outbox.is_closing and topic.discard(opened) is None else topic()
 
     (message,) = hub.topic("t").messages(0)
-    send_dead_letter(stale_at_first, hub.topic("t").id, message, Failure("ValueError: no"))
+    send_dead_letter(stale_at_first, [hub.topic("t")], message, Failure("ValueError: no"))
     assert dead.end(0) == 1
 
 

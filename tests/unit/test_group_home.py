@@ -185,7 +185,7 @@ def test_a_member_that_pins_late_finds_that_its_group_was_taken_meanwhile(regist
         late.perform(operation)
     assert isinstance(steps.throw(conflict.value), Get)
     with pytest.raises(GroupElsewhere):
-        drive(late.protocol._pin(), registry, late.lease)
+        drive(late.protocol._pin(late.protocol.member.reads[0]), registry, late.lease)
 
 
 def test_an_imported_checkpoint_makes_the_group_its_hubs_and_is_refused_elsewhere(tmp_path: Path, url: str) -> None:

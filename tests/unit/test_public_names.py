@@ -12,17 +12,17 @@ from typing import Any, get_type_hints
 import pytest
 
 import pxrs
-from pxrs.consumer.consumer import Consumer
-from pxrs.options import ConsumerOptions, ProducerOptions
+from pxrs.consumer.consumer import Consumer, TopicsConsumer
+from pxrs.options import ConsumerOptions, ProducerOptions, TopicsConsumerOptions
 from pxrs.producer.producer import Producer
 
-GIVEN_BY_THE_HUB: dict[type, set[str]] = {Consumer: {"topic_names", "home"}}
+GIVEN_BY_THE_HUB: dict[type, set[str]] = {kind: {"topic_names", "home"} for kind in (Consumer, TopicsConsumer)}
 """Keyword arguments of the constructors that a hub fills in itself, so that its own methods do not take them."""
 TOUCHED = [
     *("Consumer", "Producer", "ConsumedBatch", "TopicHandle", "GroupHandle", "GroupDescription", "MemberDescription"),
     *("PartitionDescription", "QueueHandle", "QueueListener", "Transaction", "Item", "Depth", "Registry", "Lease"),
     *("Watch", "Entry", "Source", "Batch", "Receipt", "TableReceipt", "Policy", "Backoff", "Message", "Topic", "Hub"),
-    *("ConsumerOptions", "ProducerOptions"),
+    *("ConsumerOptions", "ProducerOptions", "TopicsConsumer", "TopicsConsumerOptions", "TopicPartition"),
 ]
 HEAVY = [
     "pxrs.consumer.consumer",
@@ -92,15 +92,25 @@ def test_the_type_checker_sees_the_imports_that_are_made_lazily() -> None:
 # The options of a hub's methods are those of the classes.
 
 
-@pytest.mark.parametrize(("kind", "options"), [(Consumer, ConsumerOptions), (Producer, ProducerOptions)])
-def test_the_options_of_a_hubs_method_are_those_of_the_class(kind: type[Any], options: type[Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "partition"),
+    [
+        (Consumer, ConsumerOptions, int),
+        (TopicsConsumer, TopicsConsumerOptions, pxrs.TopicPartition),
+        (Producer, ProducerOptions, None),
+    ],
+)
+def test_the_options_of_a_hubs_method_are_those_of_the_class(
+    kind: type[Any], options: type[Any], partition: type | None
+) -> None:
+    """partition: what takes the place of the type variable in the hints of the class."""
     hints = get_type_hints(kind.__init__)
     taken = {
-        name: hints[name]
+        name: hints[name][partition] if getattr(hints[name], "__parameters__", ()) else hints[name]
         for name, parameter in inspect.signature(kind.__init__).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    differs = GIVEN_BY_THE_HUB.get(kind, set()) | ({"dead_letters"} if kind is Consumer else set())
+    differs = GIVEN_BY_THE_HUB.get(kind, set()) | (set() if kind is Producer else {"dead_letters"})
     assert get_type_hints(options) == {name: hint for name, hint in taken.items() if name not in differs}
     assert options.__total__ is False, "each of them may be left out"
     assert differs <= taken.keys()

@@ -27,6 +27,7 @@ from pxrs.group.reconcile import (
 )
 from pxrs.group.records import Leader, Member, Owner, Target
 from pxrs.group.snapshot import GroupState
+from pxrs.log.numbering import Numbering
 from pxrs.registry.contract import ABSENT
 
 T = "t"
@@ -68,7 +69,7 @@ def me(
     revoking: Collection[int] = (),
     drained: Collection[int] = (),
 ) -> Me:
-    return Me(name, T, 2, held, revoking, drained)
+    return Me(name, Numbering([(T, 2)]), held, revoking, drained)
 
 
 def actions(

@@ -1,6 +1,6 @@
 """K3 and S1, S6: which offsets a batch reads, and whose checkpoint counts."""
 
-import json
+import math
 from itertools import pairwise
 
 import pytest
@@ -8,14 +8,13 @@ import pytest
 from pxrs.errors import CheckpointsDiffer
 from pxrs.group.records import Checkpoint
 from pxrs.publishing.planning import (
+    Delay,
     IdRange,
     Range,
     Span,
     batch_between,
-    dump_offset,
     first_of,
     gather,
-    load_offset,
     may_replay,
     resume_at,
     share_out,
@@ -24,18 +23,6 @@ from pxrs.publishing.planning import (
 )
 
 DONE = Span(4, 10, 20)
-
-
-def test_an_offset_comes_back_as_it_was_and_as_the_same_text() -> None:
-    spans = {1: Span(3, 0, 5), 0: Span(2, 7, 9)}
-    text = json.dumps(dump_offset("id", spans))
-    assert load_offset(json.loads(text), "id", "t") == spans
-    assert json.dumps(dump_offset("id", dict(sorted(spans.items())))) == text
-
-
-def test_g7_an_offset_of_a_topic_that_was_made_again_is_refused() -> None:
-    with pytest.raises(CheckpointsDiffer, match=r"deleted and made again since.* new checkpoint location"):
-        load_offset(dump_offset("old", {}), "new", "t")
 
 
 def test_a_batch_is_what_differs_and_begins_where_it_says() -> None:
@@ -162,3 +149,16 @@ def test_x21_a_large_table_has_more_tasks_and_one_with_sparse_ids_a_bounded_numb
     assert len(sparse) == 256
     assert (sparse[0].start, sparse[-1].end) == (1, 1 << 62)
     assert all(one.end == two.start for one, two in pairwise(sparse))
+
+
+def test_a_batch_with_few_rows_is_delayed_until_there_are_more_or_its_first_rows_have_waited() -> None:
+    delay = Delay(rows_min=10, delay_s=5.0)
+    assert delay.is_due(0, now=100.0), "an empty batch is no batch: nothing is delayed"
+    assert delay.due == math.inf
+    assert not delay.is_due(3, now=101.0)
+    assert delay.due == 106.0
+    assert not delay.is_due(9, now=105.9)
+    assert delay.is_due(9, now=106.0), "counted from the first rows, whatever came since"
+    assert not delay.is_due(1, now=106.1), "the next batch counts anew"
+    assert delay.is_due(10, now=106.2)
+    assert delay.due == math.inf

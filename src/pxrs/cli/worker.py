@@ -108,7 +108,11 @@ def worker(
         ),
     ] = None,
     topic: Annotated[
-        str | None, typer.Option(metavar="TOPIC", help="What the group reads: a topic, or a registered source.")
+        list[str] | None,
+        typer.Option(
+            metavar="TOPIC",
+            help="What the group reads: a topic, or a registered source. Repeat it: each worker then reads them all.",
+        ),
     ] = None,
     group: Annotated[str | None, typer.Option(metavar="GROUP")] = None,
     queue: Annotated[
@@ -167,10 +171,12 @@ def worker(
         check_name(queue)
         with open_hub(at, registry):
             pass  # a wrong path is reported here; neither the log nor the registry is called
-        _supervise(Settings(handler, None, None, at, registry, threads, grace, given, as_json, queue=queue), processes)
+        _supervise(Settings(handler, [], None, at, registry, threads, grace, given, as_json, queue=queue), processes)
         return
-    if topic is None or group is None:
+    if not topic or group is None:
         raise typer.BadParameter("give --topic and --group, or --queue")
+    if again := [name for number, name in enumerate(topic) if name in topic[:number]]:
+        raise typer.BadParameter(f"--topic {again[0]} is given twice")
     if at is None:  # enough for a registered source; for a topic, the worker process reports that --at is missing
         with open_hub(at, registry):
             pass

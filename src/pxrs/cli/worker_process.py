@@ -29,11 +29,12 @@ import pxrs
 from pxrs.cli.restarts import is_final
 from pxrs.cli.terminal import error_text, indented, time_field
 from pxrs.clock import wall_time_us
-from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.dead_letters import check_other_topic
 from pxrs.errors import HandlerFailed, PartitionsPaused, PxrsError, UnknownQueue
 from pxrs.failures import failure_of
 from pxrs.handler import OF_A_MESSAGE, OF_AN_ITEM, fault_of
+from pxrs.log.joined import JoinedSource
 from pxrs.wording import printable, time_text
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ _STOP_AGAIN_S: Final = 0.05
 class Settings:
     handler: str
     """MODULE:HANDLER."""
-    topic: str | None
+    topics: list[str]
+    """What the group reads: one name, or several that each member reads. Empty with a queue."""
     group: str | None
     at: str | None
     """The hub's directory; None if a queue or a registered source needs none, and then `registry` is given."""
@@ -128,7 +130,7 @@ class Process:
     def __init__(self, settings: Settings, lifeline: int) -> None:
         """lifeline: the pipe that ends when the supervisor dies."""
         self._settings, self._lifeline = settings, lifeline
-        self._consumer: Consumer | None = None
+        self._consumer: Consumer | TopicsConsumer | None = None
         self._listener: QueueListener | None = None
         self._is_stopping = False
         self._finished = threading.Event()
@@ -159,9 +161,13 @@ class Process:
 
     def _consume(self, hub: pxrs.Hub, handler: Any) -> None:
         settings = self._settings
-        assert settings.topic is not None
         assert settings.group is not None
-        with hub.consumer(settings.topic, settings.group, **settings.options) as consumer:
+        consumer: Consumer | TopicsConsumer
+        if len(settings.topics) == 1:
+            consumer = hub.consumer(settings.topics[0], settings.group, **settings.options)
+        else:
+            consumer = hub.consumer(settings.topics, settings.group, **settings.options)
+        with consumer:
             self._consumer = consumer
             if not self._is_stopping:
                 consumer.run(handler, settings.threads)
@@ -170,11 +176,10 @@ class Process:
         if self._settings.queue is not None:
             hub.queue(self._settings.queue)
             return
-        assert self._settings.topic is not None
-        topic = hub.readable(self._settings.topic)
+        source = JoinedSource([hub.readable(topic) for topic in self._settings.topics])
         dead_letters = self._settings.options.get("dead_letters")
         if dead_letters is not None:
-            check_other_topic(topic.name, topic.id, hub.topic(dead_letters).id)
+            check_other_topic(source.parts, hub.topic(dead_letters).id)
         hub.check_registry()
         # Checks that the registry answers, and makes its tables before several workers try to.
         hub.registry.get("groups")

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
 
 from pxrs.errors import Closed, InvalidGroup, InvalidRecord
 from pxrs.failures import Failure
@@ -33,14 +33,25 @@ TIMEOUT_S: Final = 60.0
 """How long a handler's thread waits until a dead letter is stored."""
 
 
-def check_other_topic(source: str, source_id: str, dead_letters_id: str) -> None:
-    """Raise InvalidGroup if dead letters would go to the topic that is read. Compared by id: a topic may be known under
+class Read(Protocol):
+    """A topic or source that is read."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def id(self) -> str: ...
+
+
+def check_other_topic(sources: Iterable[Read], dead_letters_id: str) -> None:
+    """Raise InvalidGroup if dead letters would go to a topic that is read. Compared by id: a topic may be known under
     several names, such as `Orders` and `orders` where file names have no case."""
-    if source_id == dead_letters_id:
-        raise InvalidGroup(
-            f"dead_letters is the topic {source} itself: each message that fails would be read again as a new one, and "
-            "fail again, without end. Create another topic for them"
-        )
+    for source in sources:
+        if source.id == dead_letters_id:
+            raise InvalidGroup(
+                f"dead_letters is the topic {source.name} itself, which is read: each message that fails would be read "
+                "again as a new one, and fail again, without end. Create another topic for them"
+            )
 
 
 class DeadLetterTopic:
@@ -83,11 +94,11 @@ class DeadLetterTopic:
                 _logger.warning("a dead letter was not stored: %s", error, exc_info=error)
 
 
-def send(open_producer: Callable[[], Producer], source_id: str, message: Message, failure: Failure) -> None:
+def send(open_producer: Callable[[], Producer], sources: Iterable[Read], message: Message, failure: Failure) -> None:
     """Store a dead letter durably. Raises what the producer raises. TimeoutError means that the dead letter may still
     be stored later.
 
-    source_id: the id of the topic that the message was read from."""
+    sources: the topics that are read."""
     added = [
         (REASON_HEADER, failure.text.encode()),
         (ORIGIN_HEADER, place_of_message(message).encode()),
@@ -96,7 +107,7 @@ def send(open_producer: Callable[[], Producer], source_id: str, message: Message
     ]
     headers: list[tuple[str, bytes | None]] = [*(message.headers or []), *added]
     producer = open_producer()
-    check_other_topic(message.topic, source_id, producer.topic_id)
+    check_other_topic(sources, producer.topic_id)
     try:
         try:
             receipt = _begin(producer, message, headers)

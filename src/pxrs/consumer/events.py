@@ -22,23 +22,24 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 from pxrs.consumer.hand_out import HandOut
+from pxrs.consumer.partitions import P, PartitionNames
 from pxrs.group.lane import Lane
 
-OnAssigned = Callable[[Mapping[int, int]], None]
+OnAssigned = Callable[[Mapping[P, int]], None]
 """Called with partitions that come: the offset at which reading begins, by partition."""
-Callback = Callable[[Sequence[int]], None]
-"""Called with the numbers of partitions that go."""
+Callback = Callable[[Sequence[P]], None]
+"""Called with the partitions that go."""
 
 
-class Callbacks(NamedTuple):
+class Callbacks(NamedTuple, Generic[P]):
     """The user's callbacks; None for one that the user has not given."""
 
-    on_assigned: OnAssigned | None
-    on_revoked: Callback | None
-    on_lost: Callback | None
+    on_assigned: OnAssigned[P] | None
+    on_revoked: Callback[P] | None
+    on_lost: Callback[P] | None
 
 
 class _Notice(NamedTuple):
@@ -48,13 +49,14 @@ class _Notice(NamedTuple):
     lanes: Sequence[Lane]
 
 
-class GroupEvents:
+class GroupEvents(Generic[P]):
     """Applies the member's events to the parts of one consumer, and calls the user's callbacks."""
 
-    def __init__(self, hand_out: HandOut, callbacks: Callbacks) -> None:
+    def __init__(self, hand_out: HandOut, names: PartitionNames[P], callbacks: Callbacks[P]) -> None:
         self._lanes, self._read_ahead, self._settling = hand_out.lanes, hand_out.read_ahead, hand_out.settling
         self._changes, self._member, self._lifetime = hand_out.changes, hand_out.member, hand_out.lifetime
-        self._callbacks = callbacks
+        self._names: PartitionNames[P] = names
+        self._callbacks: Callbacks[P] = callbacks
         self._due: deque[_Notice] = deque()
         self._calling: int | None = None
         """The id of the thread that runs a callback now. There is at most one: it holds the member's mutex."""
@@ -121,11 +123,14 @@ class GroupEvents:
     def _user_callback(self, notice: _Notice) -> Callable[[], None] | None:
         """The call that a notice makes due; None if the user has not given that callback."""
         callbacks, lanes = self._callbacks, notice.lanes
+        partitions = self._names.named(lane.partition for lane in lanes)
         if notice.what == "assigned":
             assigned = callbacks.on_assigned
-            return None if assigned is None else lambda: assigned({lane.partition: lane.handed for lane in lanes})
+            if assigned is None:
+                return None
+            return lambda: assigned({each: lane.handed for each, lane in zip(partitions, lanes, strict=True)})
         call = callbacks.on_revoked if notice.what == "revoked" else callbacks.on_lost
-        return None if call is None else lambda: call([lane.partition for lane in lanes])
+        return None if call is None else lambda: call(partitions)
 
     def _call(self, notice: _Notice) -> None:
         call = self._user_callback(notice)
@@ -147,9 +152,9 @@ class EventRelay:
     The relay is made before the member, and connected before the member is started."""
 
     def __init__(self) -> None:
-        self._events: Callable[[], GroupEvents | None] = lambda: None
+        self._events: Callable[[], GroupEvents[Any] | None] = lambda: None
 
-    def connect(self, events: GroupEvents) -> None:
+    def connect(self, events: GroupEvents[Any]) -> None:
         self._events = weakref.ref(events)
 
     def lanes_assigned(self, lanes: Sequence[Lane]) -> None:

@@ -17,11 +17,11 @@ thread, or the handler's thread in `run`. No lock is held while the source is re
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from pxrs.clock import Clock
 from pxrs.consumer.changes import Changes
-from pxrs.consumer.lanes import Lanes
+from pxrs.consumer.lanes import AnyNames, Lanes
 from pxrs.consumer.lifetime import Lifetime
 from pxrs.consumer.read_ahead import ReadAhead
 from pxrs.consumer.settling import Settling
@@ -30,6 +30,8 @@ from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
 from pxrs.log.batch import Batch
 from pxrs.log.contract import Source
+from pxrs.log.messages import messages_of
+from pxrs.model import Message
 from pxrs.waiting import Cancel
 
 
@@ -39,6 +41,7 @@ class HandOut:
     def __init__(
         self,
         source: Source,
+        names: AnyNames,
         member: GroupMember,
         clock: Clock,
         lifetime: Lifetime,
@@ -52,8 +55,8 @@ class HandOut:
 
         ends: with until="end", the offset at which each partition ends; otherwise None."""
         self.source, self.member, self.clock, self.lifetime = source, member, clock, lifetime
-        self.group, self.topic = member.keys.group, source.name
-        self.lanes, self.changes = Lanes(self.group), Changes()
+        self.group, self.names = member.keys.group, names
+        self.lanes, self.changes = Lanes(self.group, names), Changes()
         self.read_ahead = ReadAhead(
             source,
             self.group,
@@ -65,6 +68,10 @@ class HandOut:
         )
         self.settling = Settling(self.group, self.lanes, self.read_ahead, member, is_manual=is_manual)
         self._ends = ends
+
+    def messages_of(self, lane: Lane, batch: Batch) -> Iterator[Message]:
+        """The messages of a batch of this lane, made as they are asked for."""
+        return messages_of(batch, *self.names.place(lane.partition), lane.epoch)
 
     def next(self, timeout: float | None = None) -> tuple[Lane, Batch] | None:
         """A lane, and messages from its position on. None when the time is up, or all is read with until="end"."""
@@ -168,7 +175,7 @@ class HandOut:
         if not self.member.session.are_meant_for_others(others):
             return False
         if short:
-            raise PartitionsPaused(self.group, sorted(lane.partition for lane in short))
+            raise PartitionsPaused(self.group, self.names.named(sorted(lane.partition for lane in short)))
         return True
 
 

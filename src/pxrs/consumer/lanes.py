@@ -17,15 +17,21 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
+from pxrs.consumer.partitions import Numbers, PartitionNames
 from pxrs.errors import PartitionNotAssigned
 from pxrs.group.lane import Lane
+from pxrs.model import TopicPartition
+
+AnyNames = PartitionNames[int] | PartitionNames[TopicPartition]
 
 
 class Lanes:
     """The lanes of one consumer, by partition."""
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, group: str, names: AnyNames | None = None) -> None:
+        """names: how errors name the partitions; by default by their numbers."""
         self._group = group
+        self.names: AnyNames = Numbers("", 0) if names is None else names
         self.lock = threading.Lock()
         self._owned: dict[int, Lane] = {}
         self.get: Final[Callable[[int], Lane | None]] = self._owned.get
@@ -111,4 +117,5 @@ class Lanes:
         """Raise PartitionNotAssigned if one of the partitions is not owned."""
         missing = sorted(set(partitions) - self._owned.keys())
         if missing:
-            raise PartitionNotAssigned(self._group, missing, sorted(self._owned))
+            named = self.names.named
+            raise PartitionNotAssigned(self._group, named(missing), named(sorted(self._owned)))

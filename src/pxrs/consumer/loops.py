@@ -18,7 +18,6 @@ from pxrs.consumer.hand_out import HandOut
 from pxrs.consumer.readers import Loop, Reading
 from pxrs.consumer.states import Event
 from pxrs.log.batch import Batch
-from pxrs.log.messages import messages_of
 from pxrs.model import Message
 
 
@@ -39,7 +38,7 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
 
     This is the loop that users measure: it does in line, for each message, what `HandOut.take_in_hand` and
     `Settling.finish` do."""
-    settling, topic, clock = hand_out.settling, hand_out.topic, hand_out.clock.now
+    settling, clock = hand_out.settling, hand_out.clock.now
     expects_acks = settling.expects_acks
     reading = Reading("a loop over its messages", is_loop=True)
     try:
@@ -56,7 +55,7 @@ def messages(hand_out: HandOut, consumer: object) -> Iterator[Message]:
             if lease is None:
                 continue
             position, seeks = batch.base_offset, lane.seeks
-            for message in messages_of(batch, topic, lane.partition, lane.epoch):
+            for message in hand_out.messages_of(lane, batch):
                 if lane.position != position:
                     break  # `seek` was called
                 lane.handed_at = now = clock()
@@ -92,7 +91,7 @@ def poll(hand_out: HandOut, max_messages: int, timeout: float | None) -> list[Me
         until = None if timeout is None else time.monotonic() + timeout
         while (found := hand_out.next(None if until is None else until - time.monotonic())) is not None:
             lane, batch = found
-            taken = list(messages_of(_head(batch, max_messages), hand_out.topic, lane.partition, lane.epoch))
+            taken = list(hand_out.messages_of(lane, _head(batch, max_messages)))
             end = batch.next_offset if len(taken) == batch.records.num_rows else taken[-1].offset + 1
             if not hand_out.take_in_hand(lane, batch.base_offset, end, batch):
                 settling.wake_if_drained((lane,))
@@ -132,9 +131,8 @@ def _batches(hand_out: HandOut, consumer: object, reading: Reading) -> Generator
         while (found := hand_out.next()) is not None:
             lane, batch = found
             if hand_out.take_in_hand(lane, batch.base_offset, batch.next_offset, batch):
-                yield ConsumedBatch(
-                    hand_out.topic, lane.partition, batch.base_offset, batch.records, lane.epoch, batch.offsets
-                )
+                topic, number = hand_out.names.place(lane.partition)
+                yield ConsumedBatch(topic, number, batch.base_offset, batch.records, lane.epoch, batch.offsets)
                 settling.finish(lane)
             settling.wake_if_drained((lane,))
     finally:

@@ -280,7 +280,7 @@ class ReadAhead:
             raise error
         if not self._skips_trimmed:
             raise CheckpointOutOfRange(
-                f"group {self._group} is at offset {position} of {self._source.name}/{lane.partition}, and retention "
+                f"group {self._group} is at offset {position} of {self._place_of(lane)}, and retention "
                 f"has removed what is before {error.first_offset}; reset the group, or consume with "
                 "on_trimmed='skip' to accept the loss"
             ) from error
@@ -290,8 +290,12 @@ class ReadAhead:
             self.skipped += error.first_offset - position
         return Batch(position, NO_RECORDS, _NO_OFFSETS, error.first_offset)
 
+    def _place_of(self, lane: Lane) -> str:
+        part, partition = self._source.place(lane.partition)
+        return f"{part.name}/{partition}"
+
     def _beyond_end(self, lane: Lane, position: int, end: int) -> CheckpointOutOfRange:
         return CheckpointOutOfRange(
-            f"group {self._group} is at offset {position} of {self._source.name}/{lane.partition}, which ends at "
+            f"group {self._group} is at offset {position} of {self._place_of(lane)}, which ends at "
             f"{end}; is this the same log? Reset the group if it is"
         )

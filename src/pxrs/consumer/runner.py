@@ -37,7 +37,6 @@ from pxrs.group.lane import Lane
 from pxrs.handler import OF_A_MESSAGE, check_result, fault_of
 from pxrs.limited_log import LimitedLog
 from pxrs.log.batch import Batch
-from pxrs.log.messages import messages_of
 from pxrs.model import Message
 from pxrs.producer.producer import Producer
 
@@ -142,7 +141,7 @@ class Runner:
         hand_out = self._hand_out
         position = batch.base_offset
         try:
-            for message in messages_of(batch, hand_out.topic, lane.partition, lane.epoch):
+            for message in hand_out.messages_of(lane, batch):
                 if self._stopped.is_set() or not hand_out.take_in_hand(lane, position, message.offset + 1):
                     break
                 position = message.offset + 1
@@ -230,7 +229,7 @@ class Runner:
         """Send a dead letter. Returns why it could not be sent, or None if it was."""
         assert self._policy.dead_letters is not None
         try:
-            dead_letters.send(self._policy.dead_letters, self._hand_out.source.id, message, failure)
+            dead_letters.send(self._policy.dead_letters, self._hand_out.source.parts, message, failure)
         except Exception as error:  # noqa: BLE001 - stored with the pause, and logged
             second = failure_of(error)
             self._log_failure(logging.ERROR, message, error, second, PAUSING, "its dead letter could not be sent")

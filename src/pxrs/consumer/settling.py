@@ -36,7 +36,7 @@ from pxrs.group.committing import CommitMore
 from pxrs.group.lane import Lane
 from pxrs.group.member import GroupMember
 from pxrs.log.batch import Batch
-from pxrs.model import Message
+from pxrs.model import Message, TopicPartition
 from pxrs.registry.limit import time_limit
 
 _ACK: Final = Event.ACK
@@ -72,7 +72,8 @@ class Settling:
     ) -> None:
         """is_manual: ack="manual"."""
         self._group, self._lanes, self._read_ahead, self._member = group, lanes, read_ahead, member
-        self._lock, self._lane_of = lanes.lock, lanes.get  # for `ack`, which is called for each message
+        # For `ack`, which is called for each message.
+        self._lock, self._lane_of, self._numbers = lanes.lock, lanes.get, lanes.names.numbers
         self.mode = Mode.MANUAL if is_manual else Mode.AUTO
         self._readings = Readings(group)
         self._polled: Lane | None = None
@@ -252,12 +253,18 @@ class Settling:
                 raise InvalidGroup(REFUSALS[_ACK])
             if not isinstance(message, Message):
                 raise InvalidGroup(f"{arguments.shown(message)} is no message that this consumer handed out")
-            lane = self._lane_of(message.partition)
+            if self._numbers is None:
+                lane = self._lane_of(message.partition)
+            else:
+                lane = self._lane_of(self._numbers.get(message[:2], -1))
             if lane is None or lane.epoch != message.epoch:
-                raise PartitionLost(self._group, [message.partition])
+                raise PartitionLost(self._group, [self._name_of(message)])
             lane.ack(message.offset)
         if lane.is_stopping:
             self.wake_if_drained((lane,))
+
+    def _name_of(self, message: Message) -> int | TopicPartition:
+        return message.partition if self._numbers is None else TopicPartition(message.topic, message.partition)
 
     def commit(self, *, is_callback: bool) -> None:
         """Write the checkpoints now. Everything that was handed out counts as done, as the table says; but in a
@@ -275,7 +282,7 @@ class Settling:
         try:
             self._member.commit()
         except PartitionLost as error:
-            lost = dict.fromkeys(error.partitions, error.reason)
+            lost = dict.fromkeys(map(self._lanes.names.number, error.partitions), error.reason)
         except (CommitUnknown, GroupUnavailable) as error:
             if error.partitions or not self._lost:
                 raise
@@ -285,7 +292,8 @@ class Settling:
                 lost = {**self._lost, **lost}
                 self._lost.clear()
         if lost:
-            raise PartitionLost(self._group, sorted(lost), "; ".join(sorted(set(lost.values()))))
+            named = self._lanes.names.named(sorted(lost))
+            raise PartitionLost(self._group, named, "; ".join(sorted(set(lost.values()))))
 
     def note_lost(self, lane: Lane) -> None:
         """The partition was lost, or released, with something undone."""
@@ -360,7 +368,8 @@ class Settling:
             lost, self._lost_in_hand = sorted(self._lost_in_hand), set()
             reasons = {self._lost.pop(number, "") for number in lost}
             if lost:
-                raise PartitionLost(self._group, lost, "; ".join(sorted(filter(None, reasons))))
+                named = self._lanes.names.named(lost)
+                raise PartitionLost(self._group, named, "; ".join(sorted(filter(None, reasons))))
             moved = self._finish_covered()
         self.wake_if_drained(moved)
 

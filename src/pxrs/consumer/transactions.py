@@ -50,14 +50,13 @@ from pxrs import arguments
 from pxrs.consumer.hand_out import HandOut
 from pxrs.consumer.readers import Loop, Reading
 from pxrs.consumer.states import Event
-from pxrs.errors import Conflict, InvalidGroup, OutcomeUnknown, PartitionLost, RegistryUnavailable
+from pxrs.errors import Conflict, InvalidGroup, OutcomeUnknown, PartitionLost, RegistryUnavailable, name_partitions
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite, Holding
 from pxrs.group.lane import Lane
 from pxrs.group.records import Checkpoint
 from pxrs.limited_log import Outage
 from pxrs.log.batch import Batch
-from pxrs.log.messages import messages_of
-from pxrs.model import Message
+from pxrs.model import Message, TopicPartition
 from pxrs.registry.sql.borrowed import (
     BorrowedConnection,
     Connection,
@@ -176,7 +175,7 @@ class _Loop:
             self.put_back(lane)
             return None
         messages: list[Message] = []
-        for message in messages_of(batch, hand_out.topic, lane.partition, lane.epoch):
+        for message in hand_out.messages_of(lane, batch):
             if len(messages) >= self.max_messages:
                 break
             messages.append(message)
@@ -312,13 +311,13 @@ class _Taken:
             loop.member.wake()
             return
         except RegistryUnavailable as error:  # it is not known now whether it may be written; `is_ready` waits for that
-            _logger.warning("group %s, partition %d: rolled back: %s", loop.keys.group, lane.partition, error)
+            self._log(f"rolled back: {error}")
             return
         except DriverError as error:
             if not self._is_worth_another_try(error):
                 raise
             name = "outcome unknown" if self._is_sent else "aborted"
-            _logger.warning("group %s, partition %d: %s: %s", loop.keys.group, lane.partition, name, error.orig)
+            self._log(f"{name}: {error.orig}")
             return
         with loop.member.procedure():
             holding = self._holding
@@ -347,12 +346,16 @@ class _Taken:
             loop.put_back(lane)
         loop.hand_out.settling.wake_if_drained((lane,))
 
+    def _log(self, what: str) -> None:
+        _logger.warning("group %s, %s: %s", self._loop.keys.group, name_partitions(self._named()), what)
+
     def _fence(self) -> tuple[Checkpoint, int]:
         """Lock, compare and write the rows, as the registry would. Returns the checkpoint and its version. Raises
         PartitionLost."""
         loop, holding = self._loop, self._holding
         self.borrowed.limit_waits()
-        place = loop.hand_out.source.id, self._lane.partition
+        part, number = loop.hand_out.source.place(self._lane.partition)
+        place = part.id, number
         checkpoint = Checkpoint(self._end, time.time(), loop.member.name, holding.epoch)
         expected = _NOT_KNOWN if holding.checkpoint_version is None else holding.checkpoint_version
         while True:
@@ -363,15 +366,18 @@ class _Taken:
             except Conflict as conflict:
                 key = write.checkpoint_key
                 if FencedWrite([write]).lost(conflict) or key not in commit.versions:
-                    raise PartitionLost(loop.keys.group, [self._lane.partition]) from conflict
+                    raise PartitionLost(loop.keys.group, self._named()) from conflict
                 # The partition is still owned, so an ordinary commit of this member was made in between: it may have
                 # passed a gap. Both rows are locked now.
                 if self._locked_checkpoint(key).offset > self._start:
-                    raise PartitionLost(loop.keys.group, [self._lane.partition]) from conflict
+                    raise PartitionLost(loop.keys.group, self._named()) from conflict
                 expected = commit.versions[key]
                 continue
             assert version is not None
             return checkpoint, version
+
+    def _named(self) -> list[int] | list[TopicPartition]:
+        return self._loop.hand_out.names.named([self._lane.partition])
 
     def _locked_checkpoint(self, key: str) -> Checkpoint:
         found = self.borrowed.get(key)

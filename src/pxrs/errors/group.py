@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pxrs.errors.general import InvalidArgument, PxrsError
 from pxrs.errors.registry import OutcomeUnknown, RegistryUnavailable
 
+Partition = int | tuple[str, int]
+"""The number of a partition; or, for a member that was made to read several topics, a `pxrs.TopicPartition`."""
+
 
 class GroupError(PxrsError):
     """The base of every error of consumer groups."""
@@ -128,7 +131,7 @@ class PartitionLost(GroupError):
 
     code = "group.partition-lost"
 
-    def __init__(self, group: str, partitions: Sequence[int], reason: str = "", advice: str = "") -> None:
+    def __init__(self, group: str, partitions: Sequence[Partition], reason: str = "", advice: str = "") -> None:
         self.group, self.partitions, self.reason, self.advice = group, tuple(partitions), reason, advice
         because, then = f": {reason}" if reason else "", f". {advice}" if advice else ""
         super().__init__(f"group {group}: this member has lost {name_partitions(self.partitions)}{because}{then}")
@@ -143,7 +146,7 @@ class CommitUnknown(GroupError, OutcomeUnknown):
 
     code = "group.commit-unknown"
 
-    def __init__(self, group: str, partitions: Sequence[int], reason: str) -> None:
+    def __init__(self, group: str, partitions: Sequence[Partition], reason: str) -> None:
         self.group, self.partitions, self.reason = group, tuple(partitions), reason
         super().__init__(
             f"group {group}: the checkpoint of {name_partitions(self.partitions)} may have been written: {reason}"
@@ -159,16 +162,20 @@ class GroupUnavailable(GroupError, RegistryUnavailable):
 
     code = "group.unavailable"
 
-    def __init__(self, group: str, partitions: Sequence[int], what: str, reason: str) -> None:
+    def __init__(self, group: str, partitions: Sequence[Partition], what: str, reason: str) -> None:
         self.group, self.partitions, self.what, self.reason = group, tuple(partitions), what, reason
         super().__init__(f"group {group}: {what}: {reason}")
 
 
-def name_partitions(partitions: Sequence[int]) -> str:
+def name_partitions(partitions: Sequence[Partition]) -> str:
     """Partitions in a message."""
     if not partitions:
         return "its partitions"
-    return f"partition{'s' if len(partitions) > 1 else ''} {', '.join(map(str, partitions))}"
+    return f"partition{'s' if len(partitions) > 1 else ''} {_listed(partitions)}"
+
+
+def _listed(partitions: Sequence[Partition]) -> str:
+    return ", ".join(str(each) if isinstance(each, int) else f"{each[0]}/{each[1]}" for each in partitions)
 
 
 class PartitionNotAssigned(PartitionLost):
@@ -178,10 +185,10 @@ class PartitionNotAssigned(PartitionLost):
 
     code = "group.partition-not-assigned"
 
-    def __init__(self, group: str, partitions: Sequence[int], assigned: Sequence[int]) -> None:
+    def __init__(self, group: str, partitions: Sequence[Partition], assigned: Sequence[Partition]) -> None:
         super().__init__(group, partitions)
         self.assigned = tuple(assigned)
-        names, here = (", ".join(map(str, numbers)) for numbers in (self.partitions, self.assigned))
+        names, here = _listed(self.partitions), _listed(self.assigned)
         GroupError.__init__(  # replaces the text that PartitionLost has made
             self,
             f"group {group}: partition {names} is not assigned to this consumer now; it has {here or 'none'}; nothing "
@@ -214,9 +221,9 @@ class PartitionsPaused(GroupError):
 
     code = "group.partitions-paused"
 
-    def __init__(self, group: str, partitions: Sequence[int]) -> None:
+    def __init__(self, group: str, partitions: Sequence[Partition]) -> None:
         self.group, self.partitions = group, tuple(partitions)
-        names = ", ".join(map(str, self.partitions))
+        names = _listed(self.partitions)
         super().__init__(
             f"group {group}: a message that could not be handled holds up partition {names}, short of the end; see "
             f"`pxrs group describe {group}`, then `pxrs group retry` or `skip`"

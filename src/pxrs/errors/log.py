@@ -45,8 +45,9 @@ class TopicDeleted(UnknownTopic):
     def __init__(self, topic: str, id: str, is_made_again: bool, advice: str = "") -> None:
         super().__init__(topic)
         self.id, self.is_made_again, self.advice = id, is_made_again, advice
-        if is_made_again and advice:
-            text = f"topic {topic!r} was deleted and made again, so that it is another topic now. {advice}"
+        if advice:
+            again = " and made again, so that it is another topic now" if is_made_again else ""
+            text = f"topic {topic!r} was deleted{again}. {advice}"
         elif is_made_again:
             text = (
                 f"topic {topic!r} was deleted and made again, and this is a handle to the deleted one (id {id}): to "

@@ -49,11 +49,11 @@ from pxrs.group.records import (
     Pinned,
     SourceRead,
     Starts,
-    TopicPartition,
     start_key,
 )
 from pxrs.group.snapshot import GroupState
 from pxrs.log.contract import Source
+from pxrs.log.numbering import TopicPartition
 from pxrs.registry.contract import ABSENT, Registry
 
 ATTEMPTS_MAX: Final = 100
@@ -105,9 +105,10 @@ class GroupHandle:
                     member.name,
                     member.host,
                     member.pid,
-                    names.get(member.topic, member.topic_name),
+                    ", ".join(topics := tuple(names.get(each.id, each.name) for each in member.reads)),
                     member.since,
                     sum(owner.incarnation == incarnation for owner, _ in state.owners.values()),
+                    topics,
                 )
                 for incarnation, member in sorted(state.members.items(), key=lambda each: (each[1].since, each[0]))
             ),
@@ -179,7 +180,7 @@ class GroupHandle:
         """Delete the group: a consumer that uses its name later starts anew.
 
         topic: delete only the checkpoints and pauses of this topic or source, given by its name or id; it need not be
-               there any more. The members that read other topics stay, as do their checkpoints.
+               there any more. The members that do not read it stay, and so do the checkpoints of all other topics.
 
         Its checkpoints, pauses and targets are removed. Its owner keys and its leader key stay, free and with a new
         epoch and term: they are the guards of all other writes, and a guard that is deleted and made again may get an
@@ -203,7 +204,8 @@ class GroupHandle:
         # In this order: a member that joins before `starts` is reset may assume that every partition has a checkpoint,
         # but its key is deleted below, so that it joins anew; a member that joins later reads the checkpoints, which
         # are all gone.
-        for topic in sorted({topic for topic, _ in gone} | {member.topic for member in state.members.values()}):
+        read = {id for id in state.topics_read() if ids is None or id in ids}
+        for topic in sorted({topic for topic, _ in gone} | read):
             self._registry.commit(put={self._keys.starts(topic): Pinned().dump()})
         state = self._reader.read().only(ids)
         self._delete([self._keys.member(incarnation) for incarnation in state.members])

@@ -6,18 +6,24 @@ for each partition. It must be deterministic, and must return `before` unchanged
 members: the leader asks it whenever it looks at the group, and each difference is a hand-over. The assignors of pxrs
 give `P // C` partitions to each member and one more to `P % C` of them.
 
-An installed package may bring others. What any assignor returns is checked (`targets_of`): a partition that is assigned
-to no member, or to one that is not there, would never be read, and nothing else would report that.
+Members that read the same topics share out all partitions of these topics (`shared_out`). "sticky" and "round-robin"
+are given them as one list, so that the shares are fair over everything that the members read. "range", and every
+assignor of an installed package, is asked for each topic by itself, so that partitions of the same number in topics
+with the same number of partitions go to the same member.
+
+An installed package may bring other assignors. What any assignor returns is checked (`targets_of`): a partition that
+is assigned to no member, or to one that is not there, would never be read, and nothing else would report that.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from pxrs.errors import AssignorFailed, InvalidGroup
+from pxrs.log.numbering import TopicPartition
 from pxrs.plugins import function_named
 
 Targets = list[str | None]
@@ -100,3 +106,32 @@ def targets_of(name: str, members: Sequence[str], partitions: int, before: Seque
         if not isinstance(target, str) or target not in there:
             raise AssignorFailed(name, f"it assigned partition {number} to {target!r}, which is no member of the group")
     return targets
+
+
+def shared_out(
+    name: str, members: Sequence[str], topics: Mapping[str, int], before: Callable[[TopicPartition], str | None]
+) -> dict[TopicPartition, str]:
+    """The member that each partition of these topics is assigned to. Raises AssignorFailed.
+
+    members: their incarnations, the oldest first; all of them read all of the topics
+    topics:  by topic id: how many partitions the topic has
+    before:  the incarnation that a partition was meant for before, or None"""
+    found: dict[TopicPartition, str] = {}
+    for places in _lists_of(name, topics):
+        chosen = targets_of(name, members, len(places), [before(place) for place in places])
+        # `targets_of` has checked that each partition has a member.
+        found |= {place: target for place, target in zip(places, chosen, strict=True) if target is not None}
+    return found
+
+
+def _lists_of(name: str, topics: Mapping[str, int]) -> list[list[TopicPartition]]:
+    """The lists of partitions that the assignor of this name shares out, each by itself.
+
+    "sticky" gives each member consecutive partitions of its list at first, so the list has partition 0 of all topics,
+    then partition 1 of all topics, and so on: each member gets a share of every topic, and not all of a busy one.
+    "round-robin" does so if the list has one topic after the other."""
+    each = [[(topic, number) for number in range(topics[topic])] for topic in sorted(topics)]
+    if name not in ("sticky", "round-robin"):
+        return each
+    places = [place for some in each for place in some]
+    return [sorted(places, key=lambda place: (place[1], place[0]))] if name == "sticky" else [places]

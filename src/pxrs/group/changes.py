@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
-from pxrs.group.records import Checkpoint, Gate, Keys, Owner, Starts, Target, TopicPartition, gate_key, start_key
+from pxrs.group.records import Checkpoint, Gate, Keys, Owner, Starts, Target, gate_key, start_key
 from pxrs.group.snapshot import GroupState
+from pxrs.log.numbering import TopicPartition
 from pxrs.registry.contract import ABSENT, Limits
 
 

@@ -41,7 +41,8 @@ from typing import NamedTuple
 
 from pxrs.errors import Conflict, OutcomeUnknown
 from pxrs.group.lane import Lane
-from pxrs.group.records import BY_HAND, Checkpoint, Keys, Owner, TopicPartition
+from pxrs.group.records import BY_HAND, Checkpoint, Keys, Owner
+from pxrs.log.numbering import TopicPartition
 
 
 class Outcome(enum.Enum):
@@ -158,14 +159,22 @@ class Holding:
     """A release was sent and its reply lost: it may still be applied."""
 
     def write(
-        self, keys: Keys, topic: str, when: float, by: str, *, is_last: bool = False, failure: str | None = None
+        self,
+        keys: Keys,
+        place: TopicPartition,
+        when: float,
+        by: str,
+        *,
+        is_last: bool = False,
+        failure: str | None = None,
     ) -> CheckpointWrite:
         """The checkpoint of what is done. `checkpoint_version` must be known.
 
+        place:   the partition as its keys name it.
         is_last: release the partition in the same commit.
         failure: the id of a pause that the same commit writes; by default that of the last one stays."""
         if self.checkpoint_version is None:
-            raise ValueError(f"the version of the checkpoint of {topic}/{self.lane.partition} is not known")
+            raise ValueError(f"the version of the checkpoint of {place[0]}/{place[1]} is not known")
         offset = max(self.lane.done, self.checkpoint.offset)
         # A checkpoint that a person has set stays as it is until this owner comes further: when it was set, and that it
         # was, decides where a streaming query goes on (`publishing/planning.py`).
@@ -176,7 +185,7 @@ class Holding:
             checkpoint = replace(checkpoint, failure=failure)
         return CheckpointWrite(
             keys,
-            (topic, self.lane.partition),
+            place,
             self.version,
             self.checkpoint_version,
             checkpoint,

@@ -63,11 +63,13 @@ class Committing(Incarnation):
 
     def _commit_some(self, partitions: list[int], is_last: bool) -> Steps[list[int]]:
         lost: list[int] = []
+        refused: list[int] = []
         while partitions:
             for number in partitions:
                 if self.held[number].checkpoint_version is None and not (yield from self.read_again(number)):
                     lost.append(number)
-            partitions = [number for number in partitions if number in self.held]
+            done = self._written_by_others(refused)
+            partitions = [number for number in partitions if number in self.held and number not in done]
             if not partitions:
                 break
             write = self.checkpoint_write(partitions, is_last=is_last)
@@ -76,6 +78,7 @@ class Committing(Incarnation):
             except Conflict as conflict:
                 lost += self._settle(write, conflict)
                 partitions = [number for number in partitions if number in self.held]
+                refused = [] if is_last else partitions
                 continue
             except OutcomeUnknown as unknown:
                 self._settle(write, unknown)
@@ -85,6 +88,16 @@ class Committing(Incarnation):
                 self._release(partitions)
             break
         return lost
+
+    def _written_by_others(self, refused: list[int]) -> set[int]:
+        """Which of these partitions, whose checkpoints were found changed, need not be written any more: Spark's
+        sink writes checkpoints too, in its own commits.
+
+        A partition of which a release may still be applied is written in any case: that changes the version which the
+        release expects (R5)."""
+        due = set(self.due()) if refused else set()
+        held = {number: self.held[number] for number in refused if number in self.held}
+        return {number for number, holding in held.items() if number not in due and not holding.may_be_released}
 
     def _release(self, partitions: list[int]) -> None:
         """The registry has confirmed the release: these are not owned any more."""
@@ -103,13 +116,13 @@ class Committing(Incarnation):
         Raises PartitionLost if any of it is owned no more, and what `write` raises."""
         for number in partitions:
             if self.held[number].checkpoint_version is None and not (yield from self.read_again(number)):
-                raise PartitionLost(self.keys.group, [number], TAKEN)
+                raise PartitionLost(self.keys.group, self.named([number]), TAKEN)
         planned = self.checkpoint_write(partitions)
         try:
             versions = write(planned.expect, planned.put)
         except Conflict as conflict:
             if lost := self._settle(planned, conflict):
-                raise PartitionLost(self.keys.group, lost, TAKEN) from conflict
+                raise PartitionLost(self.keys.group, self.named(lost), TAKEN) from conflict
             raise
         except OutcomeUnknown as unknown:
             self._settle(planned, unknown)
@@ -124,8 +137,7 @@ class Committing(Incarnation):
         again: the checkpoint then tells whether the first write landed. If it has not, it never will once this one is
         written, as both expect the same version of the checkpoint. So an administrator who has removed the pause in
         between, to have the message tried again, does not see it come back."""
-        place = self.member.topic, partition
-        key = self.keys.pause(*place)
+        key = self.keys.pause(*self.place(partition))
         for _ in range(PAUSE_ATTEMPTS_MAX):
             holding = self.held.get(partition)
             if holding is None:
@@ -155,17 +167,20 @@ class Committing(Incarnation):
         self, partitions: Iterable[int], *, is_last: bool = False, failure: str | None = None
     ) -> FencedWrite:
         """The checkpoints of what is done, as a value: see `Holding.write`. Their versions must be known."""
-        topic, when, name = self.member.topic, self.wall(), self.member.name
-        holdings = [self.held[number] for number in partitions]
+        when, name = self.wall(), self.member.name
         return FencedWrite(
-            [each.write(self.keys, topic, when, name, is_last=is_last, failure=failure) for each in holdings]
+            [
+                self.held[number].write(self.keys, self.place(number), when, name, is_last=is_last, failure=failure)
+                for number in partitions
+            ]
         )
 
     def _settle(self, write: FencedWrite, outcome: Mapping[str, int] | Conflict | OutcomeUnknown) -> list[int]:
         """Note what a commit of this write has returned or raised. The partitions that turned out to be lost."""
         lost = []
         for part, settled in write.settle(outcome):
-            _, number = part.partition
+            number = self.numbering.number_of(*part.partition)
+            assert number is not None, "the write is of partitions that this member holds"
             self.held[number].settle(part, settled)
             if settled.outcome is Outcome.LOST:
                 self.lose(number)
@@ -176,11 +191,12 @@ class Committing(Incarnation):
         """Read a checkpoint and its version again, because a write of this member may have been applied late. False if
         the partition turned out to be lost."""
         holding = self.held[partition]
-        owner: Entry | None = yield Get(self.keys.owner(self.member.topic, partition))
+        place = self.place(partition)
+        owner: Entry | None = yield Get(self.keys.owner(*place))
         if owner is None or owner.version != holding.version:
             self.lose(partition)
             return False
-        entry: Entry | None = yield Get(self.keys.checkpoint(self.member.topic, partition))
+        entry: Entry | None = yield Get(self.keys.checkpoint(*place))
         if entry is None:
             self.lose(partition)
             return False

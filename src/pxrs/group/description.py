@@ -14,8 +14,9 @@ from typing import Final
 import pyarrow as pa
 
 from pxrs.group.lag import Seen, TopicLag
-from pxrs.group.records import Paused, TopicPartition
+from pxrs.group.records import Paused
 from pxrs.group.snapshot import GroupState
+from pxrs.log.numbering import TopicPartition
 from pxrs.wording import counted, printable, time_text
 
 Columns = Sequence[tuple[str, bool]]
@@ -39,6 +40,8 @@ PARTITION_COLUMNS: Final = (
     ("when", False),
     ("by", False),
 )
+TOPICS_SHOWN_MAX: Final = 3
+"""How many topics of a member are named in the text."""
 
 _SCHEMA: Final = pa.schema(
     [
@@ -70,10 +73,13 @@ class MemberDescription:
     host: str
     pid: int
     topic: str
+    """The name of the topic that the member reads; the names of all, with commas between them, if it reads several."""
     since: float
     """When the member joined, in wall-clock seconds of its own machine."""
     partitions: int
-    """How many partitions the member owns."""
+    """How many partitions the member owns, of all topics together."""
+    topics: tuple[str, ...] = ()
+    """The names of the topics that the member reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,13 +233,19 @@ def member_rows(found: GroupDescription) -> list[tuple[str, ...]]:
         (
             printable(f"{member.name} (leader)" if member.incarnation == found.leader else member.name),
             printable(member.host),
-            printable(member.topic),
+            printable(_topics_text(member)),
             time_text(member.since),
             str(member.pid),
             str(member.partitions),
         )
         for member in found.members
     ]
+
+
+def _topics_text(member: MemberDescription) -> str:
+    """The topics of a member, in a cell that stays narrow if it reads many."""
+    shown, more = member.topics[:TOPICS_SHOWN_MAX], len(member.topics) - TOPICS_SHOWN_MAX
+    return f"{', '.join(shown)} and {more} more" if more > 0 else member.topic
 
 
 def partition_rows(found: GroupDescription) -> list[tuple[str, ...]]:

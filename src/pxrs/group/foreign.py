@@ -53,6 +53,12 @@ def foreign_of(keys: Keys, source: Source) -> Foreign | None:
     return Foreign(f"{keys.sources}{source.mark or source.id}", read, source.partitions, source.former_ids)
 
 
+def foreign_parts(keys: Keys, source: Source) -> dict[str, Foreign]:
+    """How the group keeps each part of this source on record, by the id of the part; topics are left out."""
+    found = {part.id: foreign_of(keys, part) for part in source.parts}
+    return {id: foreign for id, foreign in found.items() if foreign is not None}
+
+
 def check_meaning(
     group: str, ours: Foreign, known: Iterable[SourceRead], checkpoints: Mapping[int, Checkpoint]
 ) -> None:

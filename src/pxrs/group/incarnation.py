@@ -7,7 +7,7 @@ a real registry and in the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -15,6 +15,8 @@ from pxrs.group.checkpoints import Holding
 from pxrs.group.foreign import Foreign
 from pxrs.group.lane import Lane
 from pxrs.group.records import Home, Keys, Member
+from pxrs.log.numbering import Numbering, TopicPartition
+from pxrs.model import TopicPartition as NamedPartition
 
 ATTEMPTS_MAX: Final = 100
 """How often a commit is tried again after a conflict with another one."""
@@ -56,15 +58,33 @@ class Incarnation:
     """How many keys one commit may name."""
     handover_s: float
     home: Home | None = None
-    """The hub that the topic is of; None for a source that belongs to none, which is not checked."""
-    foreign: Foreign | None = None
-    """The source that is read, if it is no topic of a hub; otherwise None."""
-    keeps_unread: bool = False
-    """Whether the topic has `keep_unread`: then starts are written together with the gate."""
+    """The hub that the topics are of; None for a source that belongs to none, which is not checked."""
+    foreign: Mapping[str, Foreign] = field(default_factory=dict)
+    """The sources that are read and are no topics of a hub, by id."""
+    keeps_unread: Collection[str] = ()
+    """The ids of the topics with `keep_unread`: their starts are written together with the gate."""
     former: Collection[str] = ()
     """Earlier incarnations of the same member, which may be listed until the store has noticed that they are gone."""
+    named: Callable[[Iterable[int]], list[int] | list[NamedPartition]] = list
+    """These partitions as errors name them: see `Source.named`."""
     sees_all: bool = False
     """Whether the member reads and watches all members and targets although it does not lead: a bounded reader ends
     only when everything else is meant for others that are there."""
     held: dict[int, Holding] = field(default_factory=dict)
-    """The partitions that this member owns, by number."""
+    """The partitions that this member owns, by number: see `numbering`."""
+    pinned: set[str] = field(default_factory=set)
+    """The ids of the topics of which every partition was found to have a checkpoint: see `Joining.pin`."""
+    numbering: Numbering = field(init=False)
+    """How this member numbers the partitions of all topics that it reads."""
+
+    def __post_init__(self) -> None:
+        self.numbering = self.member.numbering
+
+    def place(self, number: int) -> TopicPartition:
+        """The topic and partition of one of this member's numbers, as keys and records name it."""
+        return self.numbering.place(number)
+
+    def numbers_of(self, places: Iterable[TopicPartition]) -> set[int]:
+        """The numbers of these partitions, of those that this member reads."""
+        found = (self.numbering.number_of(*place) for place in places)
+        return {number for number in found if number is not None}

@@ -4,8 +4,8 @@ written.
 Rules, each with a test or a mutation that fails without it:
 - A member joins only by a commit that expects the key of the group's assignor in a version that names its own, and only
   if no member that may be there has another one: see `_agree`.
-- Every partition's first checkpoint is written before the join is over, so before anything is handed out (G6). One
-  member does it for a topic, the others wait for it: see `pin`.
+- The first checkpoint of every partition of every topic that the member reads is written before the join is over, so
+  before anything is handed out (G6). One member does it for a topic, the others wait for it: see `pin`.
 - For a topic with `keep_unread`, a start is written only if retention has not moved `topics/<id>/start` since it
   was read, and the same commit writes `topics/<id>/gate`, which retention expects (O10).
 - A source that is no topic of a hub is read under one id, whatever its address: the first checkpoints are written
@@ -27,6 +27,7 @@ from pxrs.group.records import (
     Home,
     Member,
     Pinned,
+    ReadTopic,
     SourceRead,
     Starts,
     gate_key,
@@ -106,8 +107,8 @@ class Joining(Incarnation):
         lead, the leader assigns the partitions of all topics, and it may not have the assignor of others installed. A
         record without an assignor goes with any.
 
-        Raise GroupActive if a member is of another layout; or if it reads the same topic, and it or this one must be
-        alone (K4)."""
+        Raise GroupActive if a member is of another layout; or if it reads one of the same topics, and it or this one
+        must be alone (K4)."""
         mine, others = self.member.assignor, {}
         for entry in (yield Scan(self.keys.members)):
             if entry.key.rpartition("/")[2] in self.former:
@@ -126,7 +127,7 @@ class Joining(Incarnation):
                 f"group {group} has the member {named} of an earlier version of pxrs, which cannot share it with this "
                 "one: stop all members of the earlier version, then start this one; the group goes on where they were"
             )
-        if other.topic != self.member.topic:
+        if not other.topics & self.member.topics:
             return
         if other.is_alone:
             raise GroupActive(f"group {group} belongs to {named} alone, as long as that runs")
@@ -148,31 +149,41 @@ class Joining(Incarnation):
         return home.hub == ours.hub, ABSENT if entry is None else entry.version
 
     @property
-    def pin_keys(self) -> tuple[str, str]:
+    def pin_keys(self) -> frozenset[str]:
         """The keys that a member watches while it waits for another one to write the starts."""
-        return self.keys.starts(self.member.topic), self.keys.pinning(self.member.topic)
+        waiting = self.member.topics - self.pinned
+        return frozenset(key(topic) for topic in waiting for key in (self.keys.starts, self.keys.pinning))
 
     def pin(self, *, waits: bool = True) -> Steps[bool]:
-        """Make sure that every partition has a checkpoint. False if another member is writing them.
+        """Make sure that every partition has a checkpoint. False if another member is writing those of a topic.
 
-        A member that joins a group with many partitions reads one key: `starts` counts the partitions that have one. If
-        that is not enough, one member writes the rest, the one that has put the ephemeral key `pinning`. It would be
-        safe without it, as every commit expects the checkpoints to be absent, but all members that start together
-        would then refuse each other's commits.
+        A member that joins a group with many partitions reads one key for each topic: `starts` counts the partitions
+        that have one. If that is not enough, one member writes the rest, the one that has put the ephemeral key
+        `pinning`. It would be safe without it, as every commit expects the checkpoints to be absent, but all members
+        that start together would then refuse each other's commits. A member has at most one such key, that of the topic
+        that it is writing, so members that read several topics cannot wait for each other in a circle.
 
         waits: False writes them although another member is writing them, because that takes too long."""
-        starts, pinning = self.pin_keys
+        for topic in self.member.reads:
+            if topic.id not in self.pinned:
+                if not (yield from self._pin_topic(topic, waits=waits)):
+                    return False
+                self.pinned.add(topic.id)
+        return True
+
+    def _pin_topic(self, topic: ReadTopic, *, waits: bool) -> Steps[bool]:
+        starts, pinning = self.keys.starts(topic.id), self.keys.pinning(topic.id)
         for _ in range(ATTEMPTS_MAX):
             entry: Entry | None = yield Get(starts)
             pinned = Pinned() if entry is None else Pinned.load(starts, entry.value)
             # A source that is no topic is checked at every join: see `_read_foreign`.
-            if pinned.partitions >= self.member.partitions and self.foreign is None:
+            if pinned.partitions >= topic.partitions and topic.id not in self.foreign:
                 return True
             if waits and not (yield from self._take_pinning(pinning)):
                 return False
-            yield from self._pin()
+            yield from self._pin(topic)
             expect = {starts: ABSENT if entry is None else entry.version}
-            done = Pinned(max(pinned.partitions, self.member.partitions))
+            done = Pinned(max(pinned.partitions, topic.partitions))
             try:
                 yield Write(expect, {starts: done.dump()}, delete=[pinning] if waits else [])
                 return True
@@ -190,9 +201,9 @@ class Joining(Incarnation):
                 return False
         return entry.value == self.incarnation.encode()
 
-    def _pin(self) -> Steps[None]:
-        """Write the checkpoints that are missing, expecting them ABSENT."""
-        topic, conflicts = self.member.topic, 0
+    def _pin(self, topic: ReadTopic) -> Steps[None]:
+        """Write the checkpoints of a topic that are missing, expecting them ABSENT."""
+        foreign, conflicts = self.foreign.get(topic.id), 0
         while True:
             expect: dict[str, int] = {}
             put: dict[str, bytes] = {}
@@ -200,44 +211,49 @@ class Joining(Incarnation):
                 _, expect[self.keys.home] = yield from self._read_home(self.home)
                 put[self.keys.home] = self.home.dump()
             starts = Starts()
-            if self.keeps_unread:
-                key = start_key(topic)
+            if topic.id in self.keeps_unread:
+                key = start_key(topic.id)
                 moved: Entry | None = yield Get(key)
                 starts = Starts() if moved is None else Starts.load(key, moved.value)
                 expect[key] = ABSENT if moved is None else moved.version
-                put[gate_key(topic)] = Gate(self.member.name, self.wall()).dump()
-            found = yield Scan(self.keys.checkpoints_of(topic))
+                put[gate_key(topic.id)] = Gate(self.member.name, self.wall()).dump()
+            found = yield Scan(self.keys.checkpoints_of(topic.id))
             there = {partition_of(entry.key)[1] for entry in found}
-            missing = [number for number in range(self.member.partitions) if number not in there]
+            missing = [number for number in range(topic.partitions) if number not in there]
             is_named = True
-            if self.foreign is not None:
-                is_named, expect[self.foreign.key] = yield from self._read_foreign(self.foreign, found)
-                put[self.foreign.key] = self.foreign.read.dump()
+            if foreign is not None:
+                is_named, expect[foreign.key] = yield from self._read_foreign(foreign, found)
+                put[foreign.key] = foreign.read.dump()
             if not missing and is_named:
                 return
             try:
-                yield from self._pin_missing(missing, starts, expect, put)
+                yield from self._pin_missing(topic.id, missing, starts, expect, put)
             except Conflict:  # another member has written some of them, or `start` has moved
                 conflicts += 1
                 if conflicts == ATTEMPTS_MAX:
                     raise
 
     def _pin_missing(
-        self, missing: list[int], starts: Starts, expect: dict[str, int], put: dict[str, bytes]
+        self, topic: str, missing: list[int], starts: Starts, expect: dict[str, int], put: dict[str, bytes]
     ) -> Steps[None]:
-        """Write these checkpoints, as many in one commit as it can hold.
+        """Write the checkpoints of these partitions of a topic, as many in one commit as it can hold.
 
         expect, put: what each commit expects and writes beside the checkpoints."""
-        topic, size = self.member.topic, max(1, self.keys_max - PIN_KEYS)
+        size = max(1, self.keys_max - PIN_KEYS)
         for at in range(0, max(1, len(missing)), size):
             new = {
                 self.keys.checkpoint(topic, number): Checkpoint(
-                    self.start_of(number, starts.of(number)), self.wall(), "start"
+                    self._start_of(topic, number, starts), self.wall(), "start"
                 ).dump()
                 for number in missing[at : at + size]
             }
             versions = yield Write({**expect, **dict.fromkeys(new, ABSENT)}, {**put, **new}, is_quiet=True)
             expect |= {key: versions[key] for key in expect if key in put}
+
+    def _start_of(self, topic: str, partition: int, starts: Starts) -> int:
+        number = self.numbering.number_of(topic, partition)
+        assert number is not None, "the partition is one of a topic that this member reads"
+        return self.start_of(number, starts.of(partition))
 
     def _read_foreign(self, ours: Foreign, found: Iterable[Entry]) -> Steps[tuple[bool, int]]:
         """Whether the group has the source on record as this member gives it, and the version of the key that says so.

@@ -74,14 +74,14 @@ def _release_all(session: Session, protocol: MemberProtocol, lease: Lease) -> No
     due = protocol.due()
     if not lease.alive:
         if due:
-            raise PartitionLost(protocol.keys.group, due, LEASE_ENDED)
+            raise PartitionLost(protocol.keys.group, protocol.named(due), LEASE_ENDED)
         return
     try:
         lost = drive(protocol.commit(list(protocol.held), is_last=True), session.registry, lease)
     except (RegistryUnavailable, OutcomeUnknown) as error:
         raise not_committed(session, error, protocol, is_last=True) from error
     if undone := sorted(set(lost) & set(due)):
-        raise PartitionLost(protocol.keys.group, undone, TAKEN)
+        raise PartitionLost(protocol.keys.group, protocol.named(undone), TAKEN)
 
 
 def not_committed(
@@ -93,14 +93,15 @@ def not_committed(
 ) -> GroupError:
     """The error for a commit that was not confirmed. is_last: it was the last one, which releases too."""
     group, name = session.settings.keys.group, session.settings.name
-    partitions: list[int] = []
+    numbers: list[int] = []
     if protocol is not None:
-        partitions = sorted(protocol.held.copy()) if is_last else protocol.due()
+        numbers = sorted(protocol.held.copy()) if is_last else protocol.due()
+    partitions = session.settings.source.named(numbers)
     reason = f"{error}; others claim what was not released when the lease has ended" if is_last else str(error)
     # The outcome is unknown also if the mutex could not be had: what is done may be in a commit that the thread with
     # the mutex waits for. And if an earlier commit of these partitions was sent without an answer.
     is_unknown = isinstance(error, OutcomeUnknown | Busy)
-    if is_unknown or (protocol is not None and protocol.is_in_doubt(partitions)):
+    if is_unknown or (protocol is not None and protocol.is_in_doubt(numbers)):
         return CommitUnknown(group, partitions, reason)
     named = name_partitions(partitions)
     what = f"the checkpoint of {named} was not written"

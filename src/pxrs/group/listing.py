@@ -29,6 +29,6 @@ def members_of(registry: Registry, topic: str) -> list[tuple[str, str]]:
     for group in groups(registry):
         for entry in registry.scan(Keys(group).members):
             member = Member.load(entry.key, entry.value)
-            if member.topic == topic:
+            if topic in member.topics:
                 found.append((group, member.name))
     return found

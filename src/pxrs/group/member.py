@@ -157,6 +157,12 @@ class GroupMember:
         return not self._ownership.unannounced and self.session.has_whole_target()
 
     @property
+    def has_due(self) -> bool:
+        """Whether there is a checkpoint to write, or something to be told of: `commit` does nothing otherwise."""
+        protocol = self.session.protocol
+        return protocol is None or bool(protocol.due())
+
+    @property
     def is_away(self) -> bool:
         """Whether the member has left the group because a handler makes no progress."""
         return self._lifecycle.is_away
@@ -224,7 +230,7 @@ class GroupMember:
             raise not_committed(session, error, protocol) from error
         if lost:
             self.wake()  # a lost partition may still be in this member's target, and free
-            raise PartitionLost(self.keys.group, lost, TAKEN)
+            raise PartitionLost(self.keys.group, session.settings.source.named(lost), TAKEN)
 
     def commit_with(self, finish: Callable[[], None], write: CommitMore) -> dict[str, int]:
         """Write the checkpoints of what `finish` counts as done, in one commit with something else, all or nothing.

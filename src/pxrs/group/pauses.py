@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Iterable
 
 from pxrs.errors import Conflict, OutcomeUnknown, RegistryUnavailable
 from pxrs.failures import Failure
@@ -73,7 +74,7 @@ class Pauses:
         new = self._ownership.unannounced
         if not new:
             return
-        paused = self._read(protocol)
+        paused = self._read(protocol, new)
         for lane in new:
             lane.is_paused = lane.is_failed = lane.partition in paused
         self.follow(protocol)  # an administrator may have decided on some of them already
@@ -85,7 +86,7 @@ class Pauses:
         failed = [lane for lane in lanes if lane.is_failed and lane not in self.unwritten]
         if not failed:
             return
-        found = self._read(protocol)
+        found = self._read(protocol, failed)
         for lane in failed:
             entry = found.get(lane.partition)
             if entry is not None and not self._skip(protocol, lane, entry):
@@ -95,9 +96,15 @@ class Pauses:
             lane.is_failed = lane.is_paused = False
             self._events.lanes_assigned([])
 
-    def _read(self, protocol: MemberProtocol) -> dict[int, Entry]:
-        folder = f"{protocol.keys.paused}{protocol.member.topic}/"
-        return {partition_of(entry.key)[1]: entry for entry in self._session.registry.scan(folder)}
+    def _read(self, protocol: MemberProtocol, lanes: Iterable[Lane]) -> dict[int, Entry]:
+        """The pauses of the topics that these lanes are of, by the member's number of the partition."""
+        found: dict[int, Entry] = {}
+        for topic in protocol.numbering.by_topic(lane.partition for lane in lanes):
+            for entry in self._session.registry.scan(protocol.keys.pauses_of(topic)):
+                number = protocol.numbering.number_of(*partition_of(entry.key))
+                if number is not None:
+                    found[number] = entry
+        return found
 
     def _skip(self, protocol: MemberProtocol, lane: Lane, entry: Entry) -> bool:
         """Pass the failed message, if the pause says so: False if it does not, or the partition or the pause has
@@ -108,7 +115,7 @@ class Pauses:
         lane.seek(max(lane.done, paused.offset + 1))
         if self._session.drive(protocol.commit([lane.partition])):
             return False
-        fence = protocol.keys.owner(protocol.member.topic, lane.partition)
+        fence = protocol.keys.owner(*protocol.place(lane.partition))
         expect = {fence: protocol.held[lane.partition].version, entry.key: entry.version}
         try:
             self._session.registry.commit(expect, delete=[entry.key])

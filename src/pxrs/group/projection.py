@@ -35,7 +35,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from pxrs.errors import Closed
-from pxrs.group.records import Keys, Leader
+from pxrs.group.records import Keys, Leader, Member
 from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import Entry, Registry
 from pxrs.registry.watch import Watch
@@ -77,7 +77,7 @@ def render(entries: Iterable[Entry], keys: Keys, names: Mapping[str, str]) -> di
         return {}
     shown = _Shown(state)
     known = {id: read.name for id, read in state.sources.items() if read.name}
-    known |= {member.topic: member.topic_name for member in state.members.values()}
+    known |= state.topics_read()
     known = {topic: name for topic, name in known.items() if topic not in names}
     names = _distinct({**known, **names})
     files = {"members.json": _json(shown.list_members(names)), "owners.json": _json(shown.list_owners(names))}
@@ -111,7 +111,7 @@ class _Shown:
                     "name": member.name,
                     "host": member.host,
                     "pid": member.pid,
-                    "topic": names.get(member.topic, member.topic),
+                    **_topics_of(member, names),
                     "since": _moment(member.since),
                     "incarnation": incarnation,
                 }
@@ -138,6 +138,12 @@ class _Shown:
     def _name(self, incarnation: str | None) -> str | None:
         member = self._state.members.get(incarnation or "")
         return None if member is None else member.name
+
+
+def _topics_of(member: Member, names: Mapping[str, str]) -> dict[str, Any]:
+    """What a member reads: `topic`, or `topics` if it reads several."""
+    topics = [names.get(each.id, each.id) for each in member.reads]
+    return {"topic": topics[0]} if len(topics) == 1 else {"topics": topics}
 
 
 def _distinct(names: Mapping[str, str]) -> dict[str, str]:

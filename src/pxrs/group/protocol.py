@@ -51,6 +51,7 @@ from pxrs.group.reconcile import (
 )
 from pxrs.group.records import Checkpoint, Leader, LegacyAssignment, Owner, Target, partition_of
 from pxrs.group.snapshot import GroupState, read_partitions
+from pxrs.log.numbering import TopicPartition
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps, Write
 
@@ -103,8 +104,9 @@ class MemberProtocol(Joining, Committing):
             members.add(state.leader[0].incarnation)
         target, _ = state.target(self.incarnation)
         for number in moving(target, self._me()):
-            watched.add(keys.owner(self.member.topic, number))
-            owner = state.owner((self.member.topic, number))[0].incarnation
+            place = self.place(number)
+            watched.add(keys.owner(*place))
+            owner = state.owner(place)[0].incarnation
             if number not in self.held and owner is not None and owner in state.members:
                 members.add(owner)
         if self.sees_all:
@@ -137,14 +139,15 @@ class MemberProtocol(Joining, Committing):
     def _read_owners(self, state: GroupState) -> Steps[None]:
         """Read the owner keys of the partitions that this member gains or loses, and the member keys of their
         owners."""
-        me, topic = self._me(), self.member.topic
+        me = self._me()
         target, _ = state.target(self.incarnation)
         numbers = moving(target, me)
         if target.taken != self.taken:
             numbers |= me.held.keys()
-        for entry in (yield from read_partitions(self.keys.owners_of(topic), numbers)):
-            state.add(self.keys, entry)
-        waited_for = {state.owner((topic, number))[0].incarnation for number in numbers - me.held.keys()}
+        for topic, some in self.numbering.by_topic(sorted(numbers)).items():
+            for entry in (yield from read_partitions(self.keys.owners_of(topic), some)):
+                state.add(self.keys, entry)
+        waited_for = {state.owner(self.place(number))[0].incarnation for number in numbers - me.held.keys()}
         unknown = sorted(name for name in waited_for if name is not None and name not in state.members)
         if not self.sees_all:
             yield from self._get(state, *map(self.keys.member, unknown))
@@ -173,7 +176,7 @@ class MemberProtocol(Joining, Committing):
         revoking = [number for number, holding in self.held.items() if holding.is_revoking]
         drained = [number for number in revoking if self.held[number].lane.is_drained]
         held = {number: holding.version for number, holding in self.held.items()}
-        return Me(self.incarnation, self.member.topic, self.member.partitions, held, revoking, drained)
+        return Me(self.incarnation, self.numbering, held, revoking, drained)
 
     # What it does.
 
@@ -283,10 +286,10 @@ class MemberProtocol(Joining, Committing):
         """Claim several partitions in one commit. If another member has claimed one of them, claim the others. Raises
         Conflict if the target of this member has changed."""
         assert self.snapshot is not None
-        topic, target_key = self.member.topic, self.keys.target(self.incarnation)
+        target_key = self.keys.target(self.incarnation)
         put, expect = {}, {target_key: self.snapshot.target(self.incarnation)[1]}
         for claim in claims:
-            key = self.keys.owner(topic, claim.partition)
+            key = self.keys.owner(*self.place(claim.partition))
             expect[key] = claim.version
             put[key] = Owner(self.incarnation, claim.epoch, self.member.name).dump()
             if claim.gone is not None:
@@ -303,24 +306,29 @@ class MemberProtocol(Joining, Committing):
         # Read after the claim: what the former owner wrote until the claim counts (G3).
         found = yield from self._read_checkpoints(claims)
         if len(found) < len(claims):  # somebody has deleted the group meanwhile: it begins anew
-            yield from self._pin()
+            topics = self.numbering.by_topic(claim.partition for claim in claims)
+            for topic in self.member.reads:
+                if topic.id in topics:
+                    yield from self._pin(topic)
             found = yield from self._read_checkpoints(claims)
         for claim, entry in found:
             # The failure is that of another owner.
             checkpoint = replace(Checkpoint.load(entry.key, entry.value), failure="")
             lane = self.hooks.assigned(claim.partition, claim.epoch, checkpoint.offset)
-            version = versions[self.keys.owner(topic, claim.partition)]
+            version = versions[self.keys.owner(*self.place(claim.partition))]
             self.held[claim.partition] = Holding(claim.epoch, version, checkpoint, entry.version, lane)
 
     def _differs(self, claim: Claim, conflict: Conflict) -> bool:
         gone = claim.gone is not None and self.keys.member(claim.gone) in conflict.keys
-        return gone or self.keys.owner(self.member.topic, claim.partition) in conflict.keys
+        return gone or self.keys.owner(*self.place(claim.partition)) in conflict.keys
 
     def _read_checkpoints(self, claims: Sequence[Claim]) -> Steps[list[tuple[Claim, Entry]]]:
-        folder = self.keys.checkpoints_of(self.member.topic)
-        entries = yield from read_partitions(folder, [claim.partition for claim in claims])
-        found = {partition_of(entry.key)[1]: entry for entry in entries}
-        return [(claim, found[claim.partition]) for claim in claims if claim.partition in found]
+        found: dict[TopicPartition, Entry] = {}
+        for topic, numbers in self.numbering.by_topic(claim.partition for claim in claims).items():
+            entries = yield from read_partitions(self.keys.checkpoints_of(topic), numbers)
+            found |= {partition_of(entry.key): entry for entry in entries}
+        places = [(claim, self.place(claim.partition)) for claim in claims]
+        return [(claim, found[place]) for claim, place in places if place in found]
 
     def _revoke(self, partition: int) -> None:
         holding = self.held[partition]

@@ -32,7 +32,7 @@ class GroupReader:
         """The names of topics and sources by their ids, also of those whose name only the group's or a member's record
         holds."""
         names = {id: read.name for id, read in state.sources.items() if read.name}
-        names |= {member.topic: member.topic_name for member in state.members.values()}
+        names |= state.topics_read()
         return names | self.readables.names()
 
     def look(self, state: GroupState, id: str, name: str) -> Seen:
@@ -73,7 +73,7 @@ class GroupReader:
     def sources_read(self, state: GroupState) -> list[Offsets]:
         """The topics and sources that the group reads and that still exist. Raises GroupError if it reads a source that
         is not registered: to leave that out would do only a part of what was asked."""
-        ids = sorted({id for id, _ in state.partitions()} | {member.topic for member in state.members.values()})
+        ids = sorted({id for id, _ in state.partitions()} | state.topics_read().keys())
         names = self.names(state)
         sources = []
         for id in ids:
@@ -90,7 +90,7 @@ class GroupReader:
     def ids_to_forget(self, state: GroupState, topic: str) -> set[str]:
         """The ids of the topics or sources with this name or id of which the group has any record."""
         arguments.text(InvalidGroup, "topic", topic, "its name or id")
-        there = {id for id, _ in state.partitions()} | {member.topic for member in state.members.values()}
+        there = {id for id, _ in state.partitions()} | state.topics_read().keys()
         ids = there & self.ids_named(state, topic)
         if not ids:
             raise GroupError(f"group {self._keys.group} reads nothing that is called {topic}")
@@ -100,7 +100,7 @@ class GroupReader:
         """All ids that have this name here, in the group's records or in those of its members; and the name itself,
         which may be an id."""
         ids = {id for id, read in state.sources.items() if read.name == name}
-        ids |= {member.topic for member in state.members.values() if member.topic_name == name}
+        ids |= {each.id for member in state.members.values() for each in member.reads if each.name == name}
         return ids | self.readables.ids_named(name) | {name}
 
     def read_there(self) -> GroupState:

@@ -34,9 +34,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from pxrs.group.assign import targets_of
-from pxrs.group.records import Leader, Owner, Target, TopicPartition
+from pxrs.group.assign import shared_out
+from pxrs.group.records import Leader, Member, Owner, Target
 from pxrs.group.snapshot import GroupState
+from pxrs.log.numbering import Numbering, TopicPartition
 from pxrs.registry.contract import ABSENT
 
 
@@ -128,9 +129,8 @@ class Me:
     """The member that decides, and what it owns."""
 
     incarnation: str
-    topic: str
-    partitions: int
-    """How many the topic has."""
+    numbering: Numbering
+    """The topics that the member reads. Here and in the actions, the member's own partitions are numbers of this."""
     held: Mapping[int, int] = field(default_factory=dict)
     """By partition: the version of the owner key as this member's claim wrote it."""
     revoking: Collection[int] = ()
@@ -149,7 +149,9 @@ def moving(target: Target, me: Me) -> set[int]:
 
 
 def _meant(target: Target, me: Me) -> set[int]:
-    return {number for number in target.numbers(me.topic) if number < me.partitions}
+    """The partitions that the target names, of those that the member reads."""
+    found = {me.numbering.number_of(topic, each) for topic, numbers in target.partitions.items() for each in numbers}
+    return {number for number in found if number is not None}
 
 
 def asked_since(state: GroupState, before: AskedSince, now: float) -> dict[tuple[TopicPartition, int], float]:
@@ -197,25 +199,41 @@ def _lead(state: GroupState, me: Me) -> list[Action]:
 
 def assign_all(state: GroupState) -> dict[str, dict[str, list[int]]]:
     """The partitions that each member should own, by topic: as far as possible those that it was meant to own before.
-    Members of another layout are given nothing. Raises AssignorFailed."""
-    readers: dict[str, list[str]] = {}
+    Members of another layout are given nothing. Raises AssignorFailed.
+
+    Topics that are read by exactly the same members are shared out together, and apart from all others. So a member
+    that reads other topics than the rest changes only the shares of the topics that it reads."""
     there = {name: member for name, member in state.members.items() if member.is_of_this_layout}
-    for incarnation, member in sorted(there.items(), key=lambda each: (each[1].since, each[0])):
-        readers.setdefault(member.topic, []).append(incarnation)
     meant = state.meant_for()
     wanted: dict[str, dict[str, list[int]]] = {incarnation: {} for incarnation in there}
-    for topic, members in sorted(readers.items()):
-        members = [member for member in members if there[member].is_alone][:1] or members
-        partitions = max(there[member].partitions for member in members)
-        places = [(topic, number) for number in range(partitions)]
-        # The member that the partition was meant for; if it is gone, the member that owns it.
-        before = [meant.get(place, state.owner(place)[0].incarnation) for place in places]
+    for members, topics in _read_together(there):
         named = [there[member].assignor for member in members if there[member].assignor]
-        chosen = targets_of(named[0] if named else "sticky", members, partitions, before)
-        for number, chosen_one in enumerate(chosen):
-            if chosen_one is not None:  # `targets_of` has checked that
-                wanted[chosen_one].setdefault(topic, []).append(number)
+        chosen = shared_out(
+            named[0] if named else "sticky",
+            members,
+            topics,
+            # The member that the partition was meant for; if it is gone, the member that owns it.
+            lambda place: meant.get(place, state.owner(place)[0].incarnation),
+        )
+        for (topic, number), incarnation in sorted(chosen.items()):
+            wanted[incarnation].setdefault(topic, []).append(number)
     return wanted
+
+
+def _read_together(there: Mapping[str, Member]) -> list[tuple[tuple[str, ...], dict[str, int]]]:
+    """The sets of members that read the same topics, the oldest member first, and how many partitions each of these
+    topics has. A topic that a member must have alone is read by that member only."""
+    readers: dict[str, list[str]] = {}
+    partitions: dict[str, int] = {}
+    for incarnation, member in sorted(there.items(), key=lambda each: (each[1].since, each[0])):
+        for topic in member.reads:
+            readers.setdefault(topic.id, []).append(incarnation)
+            partitions[topic.id] = max(topic.partitions, partitions.get(topic.id, 0))
+    together: dict[tuple[str, ...], dict[str, int]] = {}
+    for topic_id, members in sorted(readers.items()):
+        chosen = [member for member in members if there[member].is_alone][:1] or members
+        together.setdefault(tuple(chosen), {})[topic_id] = partitions[topic_id]
+    return list(together.items())
 
 
 def _own(state: GroupState, me: Me) -> list[Action]:
@@ -223,7 +241,7 @@ def _own(state: GroupState, me: Me) -> list[Action]:
     target, _ = state.target(me.incarnation)
     meant = _meant(target, me)
     for partition in sorted({*me.held, *meant}):
-        place = (me.topic, partition)
+        place = me.numbering.place(partition)
         owner, version = state.owner(place)
         if partition in me.held:
             # An owner key that was not read has not changed: see `Target.taken`.

@@ -32,20 +32,18 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final, Self
+from typing import Any, Final, NamedTuple, Self
 
-from pxrs.errors import InvalidGroup
+from pxrs.errors import InvalidGroup, RegistryCorrupt
+from pxrs.log.numbering import Numbering, TopicPartition
 from pxrs.registry.record import Record
 
 GROUP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 BY_HAND: Final = ("reset", "import")
 """The values of `Checkpoint.by` of checkpoints that an administrator wrote."""
-
-
-TopicPartition = tuple[str, int]
-"""The id of a topic or source, and the number of a partition of it."""
 
 
 class Keys:
@@ -86,6 +84,9 @@ class Keys:
 
     def checkpoints_of(self, topic: str) -> str:
         return f"{self.checkpoints}{topic}/"
+
+    def pauses_of(self, topic: str) -> str:
+        return f"{self.paused}{topic}/"
 
     def owner(self, topic: str, partition: int) -> str:
         return f"{self.owners}{topic}/{partition:05d}"
@@ -128,9 +129,19 @@ def _unmarked(stored: str) -> tuple[str, int]:
     return (stored, 1) if found is None else (found[1], int(found[2]))
 
 
+class ReadTopic(NamedTuple):
+    """A topic or source that a member reads."""
+
+    id: str
+    name: str
+    partitions: int
+    """How many it has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member(Record):
-    """A member. `topic` is the id of what it reads, `partitions` the number of its partitions."""
+    """A member. `topic` is the id of what it reads, `partitions` the number of its partitions; a member that reads
+    several topics names the others in `further`."""
 
     name: str
     topic: str
@@ -152,6 +163,29 @@ class Member(Record):
     layout: int = LAYOUT
     """The layout of the keys that the member reads and writes. A member of another layout is given no partitions, and
     does not share a group with this version."""
+    further: tuple[ReadTopic, ...] = ()
+    """The topics that the member reads beside `topic`. Not stored if there are none."""
+
+    @classmethod
+    def reading(cls, name: str, topics: Sequence[ReadTopic], **fields: Any) -> Self:
+        """The record of a member that reads these topics, at least one."""
+        (id, topic_name, partitions), *further = topics
+        return cls(name, id, topic_name, partitions, further=tuple(further), **fields)
+
+    @property
+    def reads(self) -> tuple[ReadTopic, ...]:
+        """All topics that the member reads."""
+        return ReadTopic(self.topic, self.topic_name, self.partitions), *self.further
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """The ids of all topics that the member reads."""
+        return frozenset(each.id for each in self.reads)
+
+    @property
+    def numbering(self) -> Numbering:
+        """How the member numbers the partitions of all topics that it reads."""
+        return Numbering((each.id, each.partitions) for each in self.reads)
 
     @property
     def is_of_this_layout(self) -> bool:
@@ -160,13 +194,19 @@ class Member(Record):
     def dump(self) -> bytes:
         fields = {**asdict(self), "assignor": _marked(self.assignor)}
         del fields["layout"]
+        if not self.further:
+            del fields["further"]
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def load(cls, key: str, value: bytes) -> Self:
         stored = super(Member, cls).load(key, value)
         assignor, layout = _unmarked(stored.assignor)
-        return replace(stored, assignor=assignor, layout=layout)
+        try:
+            further = tuple(ReadTopic(*each) for each in stored.further)
+        except TypeError as error:
+            raise RegistryCorrupt(key, f"it is no member: {error}") from error
+        return replace(stored, assignor=assignor, layout=layout, further=further)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,11 @@ from typing import Final, TypeVar
 from pxrs.errors import DamagedFrame, HubMoved, LogError, RegistryUnavailable
 from pxrs.group.checkpoints import Holding
 from pxrs.group.events import MemberEvents
-from pxrs.group.foreign import foreign_of
+from pxrs.group.foreign import foreign_parts
 from pxrs.group.incarnation import LEASE_ENDED, Hooks
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol, rearmed
-from pxrs.group.records import Checkpoint, Home, Keys, Member
+from pxrs.group.records import Checkpoint, Home, Keys, Member, ReadTopic
 from pxrs.group.timings import Timings
 from pxrs.log.contract import Source
 from pxrs.registry.contract import Registry
@@ -79,17 +79,15 @@ class MemberSettings:
 
     def record(self) -> Member:
         """The member's key, as of a join now."""
-        return Member(
+        return Member.reading(
             self.name,
-            self.source.id,
-            self.source.name,
-            self.source.partitions,
-            socket.gethostname(),
-            os.getpid(),
-            time.time(),
-            self.assignor,
-            self.is_alone,
-            self.timings.handover_timeout,
+            [ReadTopic(part.id, part.name, part.partitions) for part in self.source.parts],
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            since=time.time(),
+            assignor=self.assignor,
+            is_alone=self.is_alone,
+            handover_s=self.timings.handover_timeout,
         )
 
 
@@ -183,10 +181,11 @@ class Session:
             keys_max=self.registry.limits.commit_keys_max,
             handover_s=settings.timings.handover_timeout,
             home=home,
-            foreign=foreign_of(settings.keys, settings.source),
-            keeps_unread=settings.source.keeps_unread,
+            foreign=foreign_parts(settings.keys, settings.source),
+            keeps_unread=frozenset(part.id for part in settings.source.parts if part.keeps_unread),
             former=frozenset(self._former),
             sees_all=settings.sees_all,
+            named=settings.source.named,
         )
         try:
             if not self.drive(protocol.join()):
@@ -202,7 +201,7 @@ class Session:
         """Wait until another member has written the first checkpoints. If that takes longer than the registry's
         `timeout_s`, write them here too."""
         until = time.monotonic() + self.registry.timeout_s
-        with self.registry.watch(*protocol.pin_keys) as watch:
+        with self.registry.watch(*sorted(protocol.pin_keys)) as watch:
             while not closing.is_set():
                 left_s = until - time.monotonic()
                 if self.drive(protocol.pin(waits=left_s > 0)):
@@ -216,7 +215,7 @@ class Session:
         holds up, on which an administrator decides. Commits of checkpoints wake no watch."""
         holdings = protocol.held.items()
         failed = [number for number, holding in holdings if holding.lane.is_failed]
-        pauses = [protocol.keys.pause(protocol.member.topic, number) for number in failed]
+        pauses = [protocol.keys.pause(*protocol.place(number)) for number in failed]
         return protocol.watched_keys() | frozenset(pauses)
 
     def is_watching_enough(self, protocol: MemberProtocol) -> bool:
@@ -280,8 +279,8 @@ class Session:
         if protocol is None or seen is None or protocol.incarnation not in seen.targets:
             return False
         target, _ = seen.target(protocol.incarnation)
-        held = protocol.held
-        return all(number in held for number in target.numbers(protocol.member.topic))
+        named = {(topic, number) for topic, numbers in target.partitions.items() for number in numbers}
+        return protocol.numbers_of(named) <= protocol.held.keys()
 
     def are_meant_for_others(self, partitions: Iterable[int]) -> bool:
         """Whether each of these was in the target of another member that was there, when this one looked last. Only a
@@ -291,5 +290,5 @@ class Session:
         if protocol is None or seen is None or protocol.incarnation not in seen.targets:
             return False
         meant = seen.meant_for()
-        owners = (meant.get((protocol.member.topic, number)) for number in partitions)
+        owners = (meant.get(protocol.place(number)) for number in partitions)
         return all(owner not in (None, protocol.incarnation) for owner in owners)

@@ -21,9 +21,9 @@ from pxrs.group.records import (
     Paused,
     SourceRead,
     Target,
-    TopicPartition,
     partition_of,
 )
+from pxrs.log.numbering import TopicPartition
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Get, Scan, Steps
 
@@ -119,8 +119,12 @@ class GroupState:
     def partitions(self) -> set[TopicPartition]:
         """The partitions that members read, or that have a checkpoint or a pause. A deleted group leaves owner keys
         behind, so an owner key alone does not count."""
-        read = {(member.topic, number) for member in self.members.values() for number in range(member.partitions)}
-        return {*self.checkpoints, *self.paused, *read}
+        read = {topic for member in self.members.values() for topic in member.reads}
+        return {*self.checkpoints, *self.paused, *((each.id, n) for each in read for n in range(each.partitions))}
+
+    def topics_read(self) -> dict[str, str]:
+        """The topics that members read, by id: the name that a member's record has."""
+        return {topic.id: topic.name for member in self.members.values() for topic in member.reads}
 
     def only(self, topics: Collection[str] | None) -> GroupState:
         """What concerns the topics with these ids; everything if that is None."""
@@ -128,7 +132,7 @@ class GroupState:
             return self
         return replace(
             self,
-            members={name: member for name, member in self.members.items() if member.topic in topics},
+            members={name: member for name, member in self.members.items() if not member.topics.isdisjoint(topics)},
             owners={place: each for place, each in self.owners.items() if place[0] in topics},
             checkpoints={place: each for place, each in self.checkpoints.items() if place[0] in topics},
             paused={place: each for place, each in self.paused.items() if place[0] in topics},

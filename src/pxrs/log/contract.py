@@ -24,7 +24,7 @@ from pxrs.clock import SYSTEM, Clock
 from pxrs.errors import DamagedFrame, HubMoved, InvalidArgument, LogError, UnknownTopic
 from pxrs.log.batch import ANONYMOUS, Batch, Origin, Payload, encode
 from pxrs.log.outcomes import Outcome
-from pxrs.model import Topic
+from pxrs.model import Topic, TopicPartition
 from pxrs.waiting import Callback, Cancel, Subscription, wait_for
 
 READ_BYTES_DEFAULT = 8 << 20
@@ -133,6 +133,21 @@ class Source(ABC):
     meaning: str = ""
     """A text that says which messages are in which partition. A group refuses to continue checkpoints that were written
     with another meaning."""
+
+    @property
+    def parts(self) -> tuple[Source, ...]:
+        """The topics that are read through this source: the source itself, or those that `pxrs.log.joined` joins."""
+        return (self,)
+
+    def place(self, number: int) -> tuple[Source, int]:
+        """The part that has this partition, and the number of the partition in it. A source that joins several others
+        numbers their partitions consecutively; for every other source this is the source itself and the same number."""
+        return self, number
+
+    def named(self, numbers: Iterable[int]) -> list[int] | list[TopicPartition]:
+        """These partitions as errors and users name them: by number, or by topic and number if the source was made to
+        join several."""
+        return list(numbers)
 
     @abstractmethod
     def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:

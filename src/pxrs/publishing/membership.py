@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -45,7 +45,8 @@ class QueryOptions:
 
     group: str
     starting: Boundary = FROM_START
-    """Where the group begins if it has no checkpoint; "committed" stands for "earliest"."""
+    """Where the group begins if it has no checkpoint of any of the topics; "committed" stands for "earliest". A topic
+    that is added later begins at its first offset (G6)."""
     fails_on_loss: bool = True
     """Whether it is an error (DataLost) that retention has removed messages that the query has not read."""
     is_shared: bool = False
@@ -53,6 +54,9 @@ class QueryOptions:
     assignor: str = "sticky"
     lease_ttl: float = LEASE_TTL_DEFAULT
     handover_timeout: float = HANDOVER_TIMEOUT_DEFAULT
+    only: Mapping[str, Collection[int]] | None = None
+    """By topic, the partitions that are read; None for all. The query owns the other partitions too, so that nobody
+    else reads them in this group, and leaves them unread."""
 
 
 class Membership:
@@ -164,6 +168,8 @@ class Membership:
     def commit(self) -> None:
         """Write the checkpoints of what is done. A lost partition or lease is only logged: the next batch is planned
         without it, and the fence of the sink's commit refuses a batch that has read of it."""
+        if not self.member.has_due:
+            return
         try:
             self.ride_out(self.member.commit)
         except PartitionLost as error:

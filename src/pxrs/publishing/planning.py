@@ -1,12 +1,12 @@
 """What a streaming query reads next: pure functions on offsets, without Spark, a log or a clock.
 
-For each micro-batch, Spark keeps one JSON text that says how far the query has come when the batch is finished. Ours
-names, for each partition, the last range that the query took and the epoch of the owner key at that time (K3):
+For each micro-batch, Spark keeps one text that says how far the query has come when the batch is finished: for each
+partition, the last range that the query took and the epoch of the owner key at that time (K3). `offsets.py` has the
+form of the text. A batch reads what differs between two of these texts. So a partition that another member owned in
+between may go on at another offset than where this query left it, and a batch that Spark repeats after a crash reads
+the same offsets again.
 
-    {"topic": "<id>", "partitions": {"0": [epoch, start, end], ...}}
-
-A batch reads what differs between two of these texts. So a partition that another member owned in between may go on at
-another offset than where this query left it, and a batch that Spark repeats after a crash reads the same offsets again.
+Partitions are numbered consecutively over all topics of a query (`pxrs.log.joined`).
 
 There are two checkpoints: Spark's, in its checkpoint location, and the group's, in the registry. Spark's may be ahead
 by what was finished just before a crash; the group's may be ahead if another member went on, or if the group was reset.
@@ -15,9 +15,10 @@ by what was finished just before a crash; the group's may be ahead if another me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from pxrs.errors import CheckpointsDiffer
 from pxrs.group.records import BY_HAND, Checkpoint
@@ -51,6 +52,10 @@ class Range(NamedTuple):
     start: int
     end: int
 
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
+
 
 class IdRange(NamedTuple):
     """Ids of a table, in which the rows of all its partitions lie, for one task."""
@@ -59,20 +64,24 @@ class IdRange(NamedTuple):
     end: int
 
 
-def dump_offset(topic: str, spans: Mapping[int, Span]) -> dict[str, Any]:
-    """The offset as Spark keeps it. Equal spans give equal texts, because Spark compares the texts."""
-    return {"topic": topic, "partitions": {str(number): list(spans[number]) for number in sorted(spans)}}
+class Delay:
+    """Delays batches with few rows, until there are more or the first of them has waited long enough. The caller gives
+    the time."""
 
+    def __init__(self, rows_min: int, delay_s: float) -> None:
+        """rows_min: a batch with this number of rows is not delayed. delay_s: how long a batch is delayed at most after
+        its first rows were noticed."""
+        self._rows_min, self._delay_s = rows_min, delay_s
+        self.due = math.inf
+        """When the batch is due that is delayed now; infinite if none is delayed."""
 
-def load_offset(offset: Mapping[str, Any], topic: str, name: str) -> Spans:
-    """The spans of an offset that Spark has kept. Raises CheckpointsDiffer if its topic has another id than this
-    one."""
-    if offset.get("topic") != topic:
-        raise CheckpointsDiffer(
-            f"the topic {name} was deleted and made again since Spark wrote its checkpoint, or the query has read "
-            f"another topic with this checkpoint location before. {REPLACED}"
-        )
-    return {int(number): Span(*span) for number, span in offset["partitions"].items()}
+    def is_due(self, rows: int, now: float) -> bool:
+        """Whether a batch of these rows is to be planned now."""
+        if 0 < rows < self._rows_min and now < min(self.due, now + self._delay_s):
+            self.due = min(self.due, now + self._delay_s)
+            return False
+        self.due = math.inf
+        return True
 
 
 def batch_between(start: Mapping[int, Span], end: Mapping[int, Span]) -> Spans:
@@ -162,17 +171,27 @@ def first_of(available: Iterable[int], after: int, count_max: int) -> list[int]:
     return ordered[:count_max]
 
 
-def gather(ranges: Sequence[Range], rows_min: int) -> list[list[Range]]:
-    """The ranges of each task. A task has one range, or several short ones until it has `rows_min` rows, because a task
-    has a fixed cost."""
-    tasks: list[list[Range]] = []
+class HasRows(Protocol):
+    """A part of what a task reads."""
+
+    @property
+    def rows(self) -> int: ...
+
+
+R = TypeVar("R", bound=HasRows)
+
+
+def gather(parts: Sequence[R], rows_min: int) -> list[list[R]]:
+    """The parts of each task, such as ranges of partitions. A task has one part, or several short ones until it has
+    `rows_min` rows, because a task has a fixed cost."""
+    tasks: list[list[R]] = []
     rows = rows_min
-    for each in ranges:
+    for each in parts:
         if rows >= rows_min:
             tasks.append([])
             rows = 0
         tasks[-1].append(each)
-        rows += each.end - each.start
+        rows += each.rows
     return tasks
 
 

@@ -19,20 +19,23 @@ partitions are left.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Final, Self
 
 from pxrs.errors import CheckpointOutOfRange, DataLost, OffsetTrimmed, PartitionLost, PartitionsPaused
 from pxrs.group.lane import Lane
 from pxrs.group.positions import check_start
-from pxrs.group.records import Checkpoint, Home, Keys, partition_of
+from pxrs.group.records import Checkpoint, Home
 from pxrs.log.contract import Source
+from pxrs.log.numbering import TopicPartition
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.manifest import RESTART
 from pxrs.publishing.membership import Membership, QueryOptions
 from pxrs.publishing.planning import (
+    Delay,
     Span,
     Spans,
     batch_between,
@@ -42,8 +45,8 @@ from pxrs.publishing.planning import (
     resume_at,
     share_out,
 )
-from pxrs.publishing.records import published_spans
-from pxrs.publishing.selection import boundary_offsets
+from pxrs.publishing.records import is_any_reached, published_spans
+from pxrs.publishing.starting import first_offsets
 from pxrs.registry.contract import Registry
 
 _logger = logging.getLogger(__name__)
@@ -74,20 +77,21 @@ class Query:
         home: as `GroupMember` takes it: the hub to which the source belongs."""
         self.source = source
         self._registry, self._options = registry, options
-        self._targets: dict[int, int] | None = None
-        """By partition, the offset up to which the query reads; None if it goes on for ever."""
+        self.targets: dict[TopicPartition, int] | None = None
+        """By topic id and partition, the offset up to which the query reads; None if it goes on for ever."""
         self._in_hand: dict[int, tuple[Lane, Span]] = {}
         """By partition, what the last planned batch reads. Emptied when the next batch is planned."""
         self._answer: tuple[Spans, Spans, Spans, dict[int, int]] | None = None
         """The arguments of the last call of `ranges`, and its result."""
-        self._idle: tuple[Spans, list[int], int] | None = None
-        """Set when `latest` finds nothing to read: its argument, the ends of the partitions, and `Membership.changes`.
-        While these stay as they are, there is nothing to read."""
+        self._idle: tuple[Spans, list[int], int, float] | None = None
+        """Set when `latest` finds nothing to read: its argument, the ends of the partitions, `Membership.changes`, and
+        the moment when a delayed batch is due. While these stay as they are, there is nothing to read."""
         self._last_chosen = -1
         """The last partition of a batch that could not take all partitions; the next batch begins behind it."""
         self._paused: list[int] = []
         """The paused partitions that the last warning named."""
-        self._starts = boundary_offsets(source, options.starting)
+        self._only = None if options.only is None else _numbers(source, options.only)
+        self._starts = first_offsets(source, registry, options)
         self.membership = Membership(source, registry, options, self._start_of, home)
 
     def _start_of(self, number: int, first: int) -> int:
@@ -95,19 +99,25 @@ class Query:
 
         An offset that the user gave is kept even if it is before `first`: the loss is then reported as DataLost, or
         logged."""
-        check_start(self.source, number, first)
-        is_given = self._options.starting.is_offset_given(self.source.name, number)
-        return self._starts[number] if is_given else max(first, self._starts[number])
+        part, partition = self.source.place(number)
+        check_start(part, partition, first)
+        start = self._starts[number]
+        return start.offset if start.is_given else max(first, start.offset)
 
     # What the streaming engine asks.
 
     def target_now(self) -> None:
         """Read nothing that comes later than this moment (Trigger.AvailableNow)."""
-        self._targets = dict(enumerate(self.source.ends()))
+        self.read_until({topic_partition(self.source, number): end for number, end in enumerate(self.source.ends())})
+
+    def read_until(self, ends: Mapping[TopicPartition, int]) -> None:
+        """Read nothing from these offsets on, by topic id and partition, and nothing of other partitions."""
+        self.targets = dict(ends)
         self._idle = None
 
-    def latest(self, start: Spans, rows_max: int | None, bytes_max: int | None) -> Spans:
-        """What the engine will have finished with the next batch; `start` itself if there is nothing to read.
+    def latest(self, start: Spans, rows_max: int | None, bytes_max: int | None, delay: Delay | None = None) -> Spans:
+        """What the engine will have finished with the next batch; `start` itself if there is nothing to read, or if the
+        batch is delayed.
 
         An idle query is asked many times a second. `_is_idle` makes that cost the same for any number of partitions."""
         if self._is_idle(start):
@@ -120,7 +130,7 @@ class Query:
         self._answer = None
         until = time.monotonic() + self.membership.settle_s
         while True:
-            lanes, counts, ends = self._chosen(start, rows_max, bytes_max, until)
+            lanes, counts, ends = self._chosen(start, rows_max, bytes_max, delay, until)
             # The sink's commit expects each checkpoint at the offset where the batch begins, also if messages were lost
             # before it.
             self.membership.commit()
@@ -134,9 +144,9 @@ class Query:
             span = Span(lane.epoch, lane.position, lane.position + count)
             if count > 0 and self._hand_out(lane, span):
                 planned[number] = span
-        if self._paused and not planned and self._targets is not None:
-            raise PartitionsPaused(self._options.group, self._paused)
-        self._idle = None if counts else (start, ends, changes)
+        if self._paused and not planned and self.targets is not None:
+            raise PartitionsPaused(self._options.group, self.source.named(self._paused))
+        self._idle = None if counts else (start, ends, changes, math.inf if delay is None else delay.due)
         return {**start, **planned}
 
     def ranges(self, start: Mapping[int, Span], end: Mapping[int, Span]) -> tuple[Spans, dict[int, int]]:
@@ -150,19 +160,27 @@ class Query:
             self._answer = dict(start), dict(end), *self._ranges(start, end)
         return self._answer[2:]
 
-    def feed(self, spans: Spans, fences: dict[int, int]) -> Feed:
-        """The feed that the sink needs of a batch that reads what `ranges` has returned."""
+    def feeds(self, spans: Spans, fences: dict[int, int]) -> list[Feed]:
+        """What the sink needs of a batch that reads what `ranges` has returned: a feed for each topic that the batch
+        reads. A batch that reads nothing has one too, without spans: by it the sink knows the group."""
         member = self.membership
-        return Feed(
-            self._options.group,
-            self.source.id,
-            member.incarnation or "",
-            member.registry_id,
-            spans,
-            fences,
-            self._options.is_shared,
-            member.lease_s,
-        )
+        found: dict[str, tuple[Spans, dict[int, int]]] = {}
+        for number, span in spans.items():
+            part, partition = self.source.place(number)
+            of_part = found.setdefault(part.id, ({}, {}))
+            of_part[0][partition], of_part[1][partition] = span, fences[number]
+        return [
+            Feed(
+                self._options.group,
+                topic,
+                member.incarnation or "",
+                member.registry_id,
+                *of_part,
+                self._options.is_shared,
+                member.lease_s,
+            )
+            for topic, of_part in (found or {self.source.parts[0].id: ({}, {})}).items()
+        ]
 
     def finish(self, finished: Mapping[int, Span]) -> None:
         """Write the checkpoints of what the engine has committed. Partitions that were lost meanwhile are left out."""
@@ -184,20 +202,31 @@ class Query:
         if self._idle is None or self._in_hand or not self.membership.is_leased:
             return False
         self.membership.member.check()
-        finished, ends, changes = self._idle
+        finished, ends, changes, due = self._idle
+        if self._registry.clock.now() >= due:
+            return False
         return changes == self.membership.changes and finished == start and ends == self.source.ends()
 
     def _chosen(
-        self, start: Mapping[int, Span], rows_max: int | None, bytes_max: int | None, until: float
+        self,
+        start: Mapping[int, Span],
+        rows_max: int | None,
+        bytes_max: int | None,
+        delay: Delay | None,
+        until: float,
     ) -> tuple[dict[int, Lane], dict[int, int], list[int]]:
         """The lanes, how many rows of each lane the next batch reads, and the ends of the partitions."""
         placed = self._placed(start, until)
+        if self._only is not None:
+            placed = {number: lane for number, lane in placed.items() if number in self._only}
         self._look_at_paused(placed)
         lanes = {number: lane for number, lane in placed.items() if not lane.is_halted}
         # Read the ends after the lanes are placed: a previous owner may have read beyond an end that was read before.
         ends = self.source.ends()
         available = {number: self._available(lane, ends[number]) for number, lane in lanes.items()}
         available = {number: count for number, count in available.items() if count > 0}
+        if delay is not None and self.targets is None:  # a query that reads up to an end waits for no more rows
+            available = available if delay.is_due(sum(available.values()), self._registry.clock.now()) else {}
         # The sink's commit is one commit. It names two keys for each partition, and the manifest's key. Each chosen
         # partition has at least one row.
         count_max = (self._registry.limits.commit_keys_max - 1) // 2
@@ -219,7 +248,7 @@ class Query:
         while True:
             self.membership.settle(until)
             for lane, checkpoint in self.membership.take_unplaced():
-                place = f"{self.source.name}/{lane.partition}"
+                place = place_name(self.source, lane.partition)
                 lane.seek(resume_at(self._finished(lane, finished), checkpoint, self._options.is_shared, place))
             self.membership.commit()
             if (lanes := self.membership.placed_lanes()) is not None:
@@ -236,14 +265,11 @@ class Query:
         """Warn of partitions that are paused because a worker could not handle a message. Raises PartitionsPaused if
         the query is alone in its group."""
         paused = [number for number, lane in lanes.items() if lane.is_paused and not lane.is_stopping]
-        if self._targets is None:
-            ends = {number: found.end for number, found in self.source.bounds(paused).items()}
-        else:
-            ends = self._targets
+        ends = {number: self._within_target(number, found.end) for number, found in self.source.bounds(paused).items()}
         before, self._paused = self._paused, sorted(n for n in paused if lanes[n].position < ends[n])
         if not self._paused:
             return
-        error = PartitionsPaused(self._options.group, self._paused)
+        error = PartitionsPaused(self._options.group, self.source.named(self._paused))
         if not self._options.is_shared:
             raise error
         if self._paused != before:
@@ -254,21 +280,26 @@ class Query:
         number = lane.partition
         if lane.position > end:
             raise CheckpointOutOfRange(
-                f"group {self._options.group} is at offset {lane.position} of {self.source.name}/{number}, which "
+                f"group {self._options.group} is at offset {lane.position} of {place_name(self.source, number)}, which "
                 f"ends at {end}; is this the same log? Reset the group if it is"
             )
-        if self._targets is not None:
-            end = min(end, self._targets[number])
+        end = self._within_target(number, end)
         if end <= lane.position:
             return 0
         first = self.source.start(number)
         if lane.position < first:
-            lost = DataLost(f"{self.source.name}/{number}", lane.position, first)
+            lost = DataLost(place_name(self.source, number), lane.position, first)
             if self._options.fails_on_loss:
                 raise lost
             _logger.warning("%s", lost)
             lane.seek(first)
         return end - lane.position
+
+    def _within_target(self, number: int, end: int) -> int:
+        """Up to where a partition with this end is read."""
+        if self.targets is None:
+            return end
+        return min(end, self.targets.get(topic_partition(self.source, number), 0))
 
     def _within_bytes(self, lanes: Mapping[int, Lane], counts: Mapping[int, int], bytes_max: int) -> dict[int, int]:
         """As many rows of each partition as fit into an equal share of the bytes; at least one stored batch of one
@@ -315,8 +346,8 @@ class Query:
             # The engine would count the batch as finished with all its ranges, and never read the missing ones.
             lanes = self.membership.lanes
             if paused := [number for number in missing if number in lanes and lanes[number].is_paused]:
-                raise PartitionsPaused(self._options.group, paused)
-            raise PartitionLost(self._options.group, missing, advice=RESTART)
+                raise PartitionsPaused(self._options.group, self.source.named(paused))
+            raise PartitionLost(self._options.group, self.source.named(missing), advice=RESTART)
         return {number: spans[number] for number in fences}, fences
 
     def _is_in_hand(self, number: int) -> bool:
@@ -329,15 +360,19 @@ class Query:
         kept = [] if self._options.is_shared else [number for number in spans if self._is_in_hand(number)]
         self._in_hand = {number: self._in_hand[number] for number in kept}
         self.membership.settle(time.monotonic() + self.membership.settle_s)
-        if self._options.is_shared and self._may_be_published(spans):
-            spans = {}
+        if self._options.is_shared:
+            ends = {topic_partition(self.source, number): span.end for number, span in spans.items()}
+            if self.membership.ride_out(lambda: is_any_reached(self._registry, self._options.group, ends)):
+                # The sink may have published the batch with some of these ranges. The others are then not part of the
+                # batch: the next batch reads them, from the group's checkpoints on.
+                spans = {}
         unplaced = self.membership.take_unplaced()
         published = self._published(unplaced, spans)
         allowed: list[tuple[Lane, Span]] = []
         done: set[int] = set()
         for lane, checkpoint in unplaced:
             number = lane.partition
-            span, finished, place = spans.get(number), self._finished(lane, start), f"{self.source.name}/{number}"
+            span, finished, place = spans.get(number), self._finished(lane, start), place_name(self.source, number)
             if span is None:
                 lane.seek(resume_at(finished, checkpoint, self._options.is_shared, place))
             elif may_replay(span, finished, checkpoint, self._options.is_shared, place):
@@ -365,25 +400,18 @@ class Query:
         }
         if not reached or self._options.is_shared:
             return {}
-        group, topic = self._options.group, self.source.id
-        return self.membership.ride_out(lambda: published_spans(self._registry, group, topic, reached))
+        places = {number: topic_partition(self.source, number) for number in reached}
+        spans_by_place = {places[number]: span for number, span in reached.items()}
+        group = self._options.group
+        found = self.membership.ride_out(lambda: published_spans(self._registry, group, spans_by_place))
+        return {number: found[place] for number, place in places.items() if place in found}
 
     def _check_kept(self, number: int, span: Span, has_state: bool | None) -> None:
         """Raise DataLost if retention has removed rows of a published batch that are to be read again for its state."""
         first = self.source.start(number)
         if span.start < first:
-            place = f"{self.source.name}/{number}"
-            raise DataLost(place, span.start, min(first, span.end), _FOR_STATE if has_state else _FOR_STATE_PERHAPS)
-
-    def _may_be_published(self, spans: Spans) -> bool:
-        """Whether the sink may have published the batch before the restart, with some of these ranges. The other ranges
-        are then not part of the batch: the next batch reads them, from the group's checkpoints on."""
-        prefix = f"{Keys(self._options.group).checkpoints}{self.source.id}/"
-        for entry in self.membership.ride_out(lambda: self._registry.scan(prefix)):
-            span = spans.get(partition_of(entry.key)[1])
-            if span is not None and Checkpoint.load(entry.key, entry.value).offset >= span.end:
-                return True
-        return False
+            advice = _FOR_STATE if has_state else _FOR_STATE_PERHAPS
+            raise DataLost(place_name(self.source, number), span.start, min(first, span.end), advice)
 
     def __enter__(self) -> Self:
         return self
@@ -392,3 +420,20 @@ class Query:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _numbers(source: Source, only: Mapping[str, Collection[int]]) -> frozenset[int]:
+    places = map(source.place, range(source.partitions))
+    return frozenset(number for number, (part, partition) in enumerate(places) if partition in only[part.name])
+
+
+def topic_partition(source: Source, number: int) -> TopicPartition:
+    """The id of the topic and the number in it: as keys and manifests name a partition."""
+    part, partition = source.place(number)
+    return part.id, partition
+
+
+def place_name(source: Source, number: int) -> str:
+    """As messages name a partition."""
+    part, partition = source.place(number)
+    return f"{part.name}/{partition}"

@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from pxrs.errors import BatchRefused, RegistryCorrupt
+from pxrs.group.records import Checkpoint, Keys, partition_of
+from pxrs.log.numbering import TopicPartition
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.planning import Spans
+from pxrs.publishing.planning import Span
 from pxrs.registry.contract import Entry, Registry
 
 _logger = logging.getLogger(__name__)
@@ -197,15 +199,16 @@ def have_common_partitions(one: Ranges, other: Ranges) -> bool:
     return any(parts.keys() & other.get(source, {}).keys() for source, parts in one.items())
 
 
-def published_spans(registry: Registry, group: str, topic: str, spans: Spans) -> dict[int, bool | None]:
-    """Which of these ranges of a group's topic a manifest in this registry names: by partition, whether the query of
-    that manifest keeps state (None: not known).
+def published_spans(
+    registry: Registry, group: str, spans: Mapping[TopicPartition, Span]
+) -> dict[TopicPartition, bool | None]:
+    """Which of these ranges of a group a manifest in this registry names: by topic id and partition, whether the query
+    of that manifest keeps state (None: not known).
 
     A query's manifest names its last batch, and the commit that wrote it moved the group's checkpoints to the ends of
     these ranges. So publishing this batch again has no effect. A manifest counts only if it names the same range and
     the same epoch: another query may have read the same offsets before a reset."""
-    source = f"{group}/{topic}"
-    found: dict[int, bool | None] = {}
+    found: dict[TopicPartition, bool | None] = {}
     for entry in registry.scan(MANIFESTS):
         if entry.key.count("/") != 2:  # the keys of manifests are spark/<topic id>/<query>
             continue
@@ -214,8 +217,19 @@ def published_spans(registry: Registry, group: str, topic: str, spans: Spans) ->
         except RegistryCorrupt as error:
             _logger.warning("%s does not tell whether this query's last batch is published: %s", entry.key, error)
             continue
-        ranges, epochs = manifest.ranges.get(source, {}), manifest.epochs.get(source, {})
-        for number, span in spans.items():
-            if ranges.get(str(number)) == [span.start, span.end] and epochs.get(str(number)) == span.epoch:
-                found[number] = manifest.has_state
+        for (topic, partition), span in spans.items():
+            source, number = f"{group}/{topic}", str(partition)
+            read, epoch = manifest.ranges.get(source, {}).get(number), manifest.epochs.get(source, {}).get(number)
+            if read == [span.start, span.end] and epoch == span.epoch:
+                found[topic, partition] = manifest.has_state
     return found
+
+
+def is_any_reached(registry: Registry, group: str, ends: Mapping[TopicPartition, int]) -> bool:
+    """Whether the group has a checkpoint at one of these offsets or behind it."""
+    for topic in {topic for topic, _ in ends}:
+        for entry in registry.scan(Keys(group).checkpoints_of(topic)):
+            end = ends.get(partition_of(entry.key))
+            if end is not None and Checkpoint.load(entry.key, entry.value).offset >= end:
+                return True
+    return False

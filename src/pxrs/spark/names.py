@@ -33,9 +33,13 @@ def topics_to_read(hub: Hub, topics: Topics) -> list[TopicLog]:
     return [_topic(hub, name, f"{name} is a registered source, which is read by itself").log for name in names]
 
 
-def topic_to_stream(hub: Hub, name: str) -> TopicHandle:
-    """The topic of this name. Raises UnknownTopic; InvalidOption if the name is that of a registered source."""
-    return _topic(hub, name, no_stream(name))
+def topics_to_stream(hub: Hub, topics: Topics) -> list[TopicLog]:
+    """The topics that a stream reads. Raises UnknownTopic; InvalidOption if no topic matches a pattern, or if a name is
+    that of a registered source."""
+    names = topics.among(topic.name for topic in hub.topics())
+    if not names:
+        raise InvalidOption("subscribePattern", f"no topic of the hub matches {topics.pattern}: create one first")
+    return [_topic(hub, name, no_stream(name)).log for name in names]
 
 
 def topic_to_write(hub: Hub, name: str) -> TopicHandle:

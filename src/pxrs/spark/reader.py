@@ -4,10 +4,9 @@ source: see `table.py`. The tasks that read are in `tasks.py`.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, Filter
@@ -16,27 +15,26 @@ from pyspark.sql.streaming.datasource import (
     ReadLimit,
     ReadMaxBytes,
     ReadMaxRows,
+    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 
 import pxrs
 from pxrs.clock import boot_id
-from pxrs.errors import CheckpointOutOfRange, InvalidOption, TopicDeleted, UnknownTopic
+from pxrs.errors import CheckpointOutOfRange, InvalidOption, UnknownTopic
 from pxrs.group.records import Checkpoint, Keys, partition_of
-from pxrs.group.timings import HANDOVER_TIMEOUT_DEFAULT, LEASE_TTL_DEFAULT
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.membership import QueryOptions
-from pxrs.publishing.planning import REPLACED, Range, Spans, dump_offset, gather, load_offset, split
-from pxrs.publishing.query import Query
+from pxrs.publishing.offsets import OffsetForm
+from pxrs.publishing.planning import Delay, Range, gather, split
 from pxrs.publishing.selection import boundary_offsets
 from pxrs.spark.filters import ALL, ANY, Wanted, wanted_by
-from pxrs.spark.names import find_source, topic_to_stream, topics_to_read
+from pxrs.spark.following import Followed
+from pxrs.spark.names import find_source, topics_to_read, topics_to_stream
 from pxrs.spark.options import ReadFrom, ReadOptions, Where
 from pxrs.spark.table import TableSlice, table_slices
-from pxrs.spark.tasks import Slice, TaskReader, checked_start
-from pxrs.topics import TopicHandle
+from pxrs.spark.tasks import Slice, Slices, TaskReader, checked_start
 
 if TYPE_CHECKING:
     from pxrs.sources.catalog import RegisteredSource
@@ -106,133 +104,116 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     """`spark.readStream`: runs in a Python process of its own beside the driver, as a member of the group."""
 
     def __init__(self, options: ReadOptions) -> None:
+        if options.is_shared and options.where.topics.assigned is not None:
+            raise InvalidOption(
+                "assign", "a query that reads some of the partitions owns all of them: leave out shareGroup"
+            )
         self._options = options
         self._hub: Hub | None = None
-        self._query: Query | None = None
-        self._loaded: tuple[Mapping[str, Any], Spans] | None = None
-        """The offset that Spark gave last, and its spans: for an idle query, Spark gives the same one each time."""
+        self._followed: Followed | None = None
+        self._delay = None if options.rows_min is None else Delay(options.rows_min, options.trigger_delay_s)
 
     def initialOffset(self) -> dict[str, Any]:
         """An offset without spans: nothing is read yet. The group's checkpoints say where the query begins; the member
         writes them when it joins, before anything is handed out (G6)."""
         with open_hub(self._options.where) as hub:
-            return dump_offset(_topic_to_stream(hub, self._options).id, {})
+            return OffsetForm.of(topics_to_stream(hub, self._options.where.topics)).dump({})
 
     def getDefaultReadLimit(self) -> ReadLimit:
         if self._options.rows_max is not None:
             return ReadMaxRows(self._options.rows_max)
         if self._options.bytes_max is not None:
             return ReadMaxBytes(self._options.bytes_max)
+        if self._options.rows_min is not None:
+            return ReadMinRows(self._options.rows_min)
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        query = self._joined()
-        with self._topic_there(query):
-            query.target_now()
+        followed = self._joined()
+        with followed.topics_there():
+            followed.query.target_now()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        query = self._joined()
-        spans = self._load(query, start)
-        is_all = isinstance(limit, ReadAllAvailable)
-        rows_max = None if is_all else self._options.rows_max
-        bytes_max = None if is_all else self._options.bytes_max
-        with self._topic_there(query):
-            latest = query.latest(spans, rows_max, bytes_max)
-        return start if latest is spans or latest == spans else dump_offset(query.source.id, latest)
+        followed = self._joined()
+        followed.follow(start)
+        while True:  # each time round, there are fewer topics
+            try:
+                with followed.topics_there():
+                    return self._latest(followed, start, is_all=isinstance(limit, ReadAllAvailable))
+            except UnknownTopic:
+                if not followed.drop_deleted(start):
+                    raise
+
+    def _latest(self, followed: Followed, start: dict[str, Any], *, is_all: bool) -> dict[str, Any]:
+        options, spans = self._options, followed.load(start)
+        if is_all:
+            latest = followed.query.latest(spans, None, None)
+        else:
+            latest = followed.query.latest(spans, options.rows_max, options.bytes_max, self._delay)
+        return start if latest is spans or latest == spans else followed.form.dump(latest)
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        query = self._joined()
-        with self._topic_there(query):
-            ends = {str(number): end for number, end in enumerate(query.source.ends())}
-        return {"topic": query.source.id, "partitions": ends}
+        followed = self._joined()
+        try:
+            with followed.topics_there():
+                return followed.form.dump_ends(followed.query.source.ends())
+        except UnknownTopic:  # `latestOffset` decides whether the query goes on without it
+            if self._options.fails_on_loss:
+                raise
+            return None
 
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[Slice]:
-        query = self._joined()
-        topic = query.source
-        assert isinstance(topic, TopicLog)
-        begin, finish = self._load(query, start), self._load(query, end)
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[Slice | Slices]:
+        followed = self._joined()
+        query = followed.query
+        begin, finish = followed.load(start), followed.load(end)
         if begin == finish:
             return []
-        with self._topic_there(query):
+        with followed.topics_there():
             spans, fences = query.ranges(begin, finish)
-        feed = query.feed(spans, fences)
-        ranges = [Range(number, span.start, span.end) for number, span in spans.items()]
+        feeds = {feed.topic: feed for feed in query.feeds(spans, fences)}
+        ranges: dict[str, list[Range]] = {topic: [] for topic in feeds}
+        for number, span in spans.items():
+            part, partition = query.source.place(number)
+            ranges[part.id].append(Range(partition, span.start, span.end))
         # A batch of which nothing may be read has a task too, because a task has to store the feed for the sink.
-        return _slices(self._options, [(topic, ranges or [Range(0, 0, 0)])], feed)
+        topics = [part for part in query.source.parts if isinstance(part, TopicLog) and part.id in ranges]
+        found = [(topic, ranges[topic.id] or [Range(0, 0, 0)]) for topic in topics]
+        slices = _slices(self._options, found, feeds)
+        if self._options.partitions_min is not None:
+            return list(slices)
+        tasks = gather(slices, _TASK_ROWS_MIN)
+        return [task[0] if len(task) == 1 else Slices(tuple(task)) for task in tasks]
 
     def __reduce__(self) -> tuple[type[TaskReader], tuple[()]]:
         return TaskReader, ()
 
     def commit(self, end: dict[str, Any]) -> None:
-        query = self._joined()
-        query.finish(self._load(query, end))
+        followed = self._joined()
+        followed.query.finish(followed.load(end))
 
     def stop(self) -> None:
-        query, hub = self._query, self._hub
-        self._query = self._hub = None
+        followed, hub = self._followed, self._hub
+        self._followed = self._hub = None
         try:
-            if query is not None:
-                query.close()
+            if followed is not None:
+                followed.query.close()
         finally:
             if hub is not None:
                 hub.close()
 
-    def _joined(self) -> Query:
-        if self._query is None:
+    def _joined(self) -> Followed:
+        if self._followed is None:
             _stop_on_sigterm()
             self._hub = open_hub(self._options.where)
-            self._query = join_query(self._hub, self._options)
+            self._followed = Followed(self._hub, self._options)
             # This process lives as long as the query, and may be the only one that does: without it, nobody would apply
             # the retention of the topics, or remove what earlier runs of queries have left in the staging folder.
             self._hub.start_upkeep()
-        return self._query
-
-    @contextlib.contextmanager
-    def _topic_there(self, query: Query) -> Iterator[None]:
-        """Raise TopicDeleted in place of UnknownTopic if there is another topic of this name now."""
-        try:
-            yield
-        except UnknownTopic as error:
-            assert self._hub is not None
-            topics = {topic.name: topic.id for topic in self._hub.topics()}
-            if topics.get(query.source.name, query.source.id) != query.source.id:
-                raise TopicDeleted(query.source.name, query.source.id, is_made_again=True, advice=REPLACED) from error
-            raise
-
-    def _load(self, query: Query, offset: Mapping[str, Any]) -> Spans:
-        if self._loaded is None or self._loaded[0] != offset:
-            self._loaded = offset, load_offset(offset, query.source.id, query.source.name)
-        return self._loaded[1]
+        return self._followed
 
 
 def open_hub(where: ReadFrom | Where) -> Hub:
     return pxrs.open(where.url, registry=where.registry)
-
-
-def join_query(hub: Hub, options: ReadOptions) -> Query:
-    """A streaming query of a topic, which has joined its group. Raises UnknownTopic, GroupActive and what
-    `Hub.join_registry` raises."""
-    assert options.group is not None
-    source = _topic_to_stream(hub, options).log
-    hub.join_registry()
-    how = QueryOptions(
-        options.group,
-        options.starting,
-        options.fails_on_loss,
-        options.is_shared,
-        options.assignor,
-        options.lease_ttl or LEASE_TTL_DEFAULT,
-        options.handover_timeout or HANDOVER_TIMEOUT_DEFAULT,
-    )
-    return Query(source, hub.registry, how, hub.join_registry)
-
-
-def _topic_to_stream(hub: Hub, options: ReadOptions) -> TopicHandle:
-    """The topic of a stream. Raises UnknownTopic and InvalidOption."""
-    topics = options.where.topics
-    if topics.only is None:
-        raise InvalidOption("subscribe", f"{topics}: a stream reads one topic")
-    return topic_to_stream(hub, topics.only)
 
 
 def _table(hub: Hub, name: str) -> RegisteredSource | None:
@@ -269,10 +250,10 @@ def _narrowed(topic: TopicLog, ranges: Sequence[Range], wanted: Wanted) -> list[
 def _slices(
     options: ReadOptions,
     found: Sequence[tuple[TopicLog, Sequence[Range]]],
-    feed: Feed | None = None,
+    feeds: Mapping[str, Feed] | None = None,
     wanted: Wanted = ALL,
 ) -> list[Slice]:
-    """The tasks that read these ranges of topics. A task reads one topic."""
+    """The tasks that read these ranges of topics. A task reads one topic. feeds: of a stream, by topic id."""
     url, machine, least, times = options.where.url, boot_id(), options.partitions_min, wanted.task_times
     if least is None:
         rows_min = _TASK_ROWS_MIN if wanted == ALL else _FILTERED_TASK_ROWS_MIN
@@ -282,7 +263,17 @@ def _slices(
         owners = [topic for topic, ranges in found for _ in ranges]
         tasks = [(topic, [each]) for topic, parts in zip(owners, pieces, strict=True) for each in parts]
     return [
-        Slice(url, topic.name, topic.id, machine, tuple(part), options.columns, options.fails_on_loss, feed, times)
+        Slice(
+            url,
+            topic.name,
+            topic.id,
+            machine,
+            tuple(part),
+            options.columns,
+            options.fails_on_loss,
+            None if feeds is None else feeds[topic.id],
+            times,
+        )
         for topic, part in tasks
     ]
 

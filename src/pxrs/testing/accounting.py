@@ -190,7 +190,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     def note(*words: object) -> None:
         os.write(descriptor, (" ".join(map(str, words)) + "\n").encode())
 
-    class NotedEvents(GroupEvents):
+    class NotedEvents(GroupEvents[int]):
         def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
             for lane in lanes:
                 note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())

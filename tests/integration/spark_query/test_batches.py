@@ -12,7 +12,7 @@ from pxrs.errors import (
     GroupActive,
 )
 from pxrs.hub import Hub
-from pxrs.spark.reader import join_query
+from pxrs.spark.following import join_query
 from pxrs.testing.waiting import eventually
 from tests.integration.spark_query.queries import OPTIONS, SHARED, checkpoints, run_batch, send
 

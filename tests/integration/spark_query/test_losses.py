@@ -32,8 +32,8 @@ from pxrs.publishing.membership import Membership
 from pxrs.publishing.query import Query
 from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
+from pxrs.spark.following import join_query
 from pxrs.spark.options import ReadOptions
-from pxrs.spark.reader import join_query
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
 from tests.integration.spark_query.queries import OPTIONS, PATIENT, SHARED, checkpoints, publish, read, run_batch, send
@@ -374,11 +374,12 @@ def test_checkpoints_that_cannot_be_written_end_a_query_only_while_its_lease_liv
         raise RegistryUnavailable("away")
 
     with join_query(hub, OPTIONS) as query, monkeypatch.context() as patch:
+        end, _ = run_batch(query, {})
         patch.setattr(Membership, "is_leased", property(lambda _: is_leased))
         patch.setattr(query.membership, "lease_s", 0.0)
         patch.setattr(query.membership.member, "commit", away)
         if is_leased:
             with pytest.raises(RegistryUnavailable, match="Start the query again"):
-                query.membership.commit()
+                query.finish(end)
         else:
-            query.membership.commit()
+            query.finish(end)

@@ -20,8 +20,9 @@ from pxrs.hub import Hub
 from pxrs.publishing.planning import Span
 from pxrs.publishing.selection import Topics
 from pxrs.spark import reader
+from pxrs.spark.following import join_query
 from pxrs.spark.options import ReadFrom
-from pxrs.spark.reader import StreamReader, join_query
+from pxrs.spark.reader import StreamReader
 from pxrs.testing.waiting import eventually
 from tests.integration.spark_query.queries import OPTIONS, checkpoints, publish, read, run_batch
 

@@ -15,7 +15,7 @@ from pxrs.errors import (
     SourceChanged,
     UnknownGroup,
 )
-from pxrs.group.foreign import foreign_of
+from pxrs.group.foreign import foreign_parts
 from pxrs.group.incarnation import Hooks
 from pxrs.group.protocol import MemberProtocol
 from pxrs.group.records import Checkpoint, Keys, Member
@@ -222,7 +222,7 @@ class TestChangedSettings:
         keys = Keys("g")
         protocols = [protocol_of(keys, source) for source in (first, second)]
         # Both read the group's records before either of them writes its first checkpoints.
-        steps = [protocol._pin() for protocol in protocols]
+        steps = [protocol._pin(protocol.member.reads[0]) for protocol in protocols]
         writes = [until_write(each, hub.registry) for each in steps]
         perform(writes[0], hub.registry, None)
         with pytest.raises(Conflict) as refused:
@@ -293,7 +293,7 @@ def protocol_of(keys: Keys, source: Any) -> MemberProtocol:
         wall=lambda: 0.0,
         keys_max=1000,
         handover_s=1.0,
-        foreign=foreign_of(keys, source),
+        foreign=foreign_parts(keys, source),
     )
 
 

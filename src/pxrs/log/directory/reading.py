@@ -33,7 +33,7 @@ MAPPED_MAX: Final = 16
 TAIL_READ_BYTES: Final = 256 << 10
 LOOKED_AT_MAX: Final = 4_096
 """At how many frames `Reader.end_before` looks at most: some milliseconds, and gigabytes of large frames."""
-_NO_OFFSETS: Final = pa.array([], pa.int64())
+_NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` of a list would import pandas where that is installed
 
 
 class Reader:
@@ -206,8 +206,6 @@ class Reader:
         return published.end
 
     def _offset_in(self, base: int, timestamp: int, published: Published) -> int | None:
-        import pyarrow.compute as pc  # most readers do not need it, and it takes a while to load
-
         begin = base
         if base != published.segment:
             try:
@@ -224,9 +222,9 @@ class Reader:
             return None
         for batch, _ in self._read_segment(published, begin, lambda header: header.last_timestamp >= timestamp):
             times = batch.records.column("timestamp").cast(pa.int64())
-            row: int = pc.index(pc.greater_equal(times, timestamp), True).as_py()
-            if row >= 0:
-                return batch.base_offset + row
+            for row, time_us in enumerate(times.to_pylist()):
+                if time_us >= timestamp:
+                    return batch.base_offset + row
         return None
 
     def end_before(self, timestamp: int) -> int:

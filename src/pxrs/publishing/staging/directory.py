@@ -1,7 +1,7 @@
 """Staging in files beside the log of a hub in a directory (K5).
 
     staging/
-      feeds/<query>/<batch>-<run>-<incarnation>.json      what a batch reads, and the fences under which it does
+      feeds/<query>/<batch>-<run>-<incarnation>-<topic id>.json    what a batch reads of a topic, and its fences
       <topic id>/<query>/<batch>/<task>-<random>.arrow    rows that a task has staged for the topic
 
 Each start of a query is a run with an id of its own. A sink reads only the feeds of its own run: what an earlier run
@@ -62,7 +62,7 @@ class DirectoryStaging(Staging):
     # Feeds.
 
     def announce(self, query: str, batch: int, run: str, feed: Feed) -> None:
-        path = self._root / "feeds" / query / f"{batch}-{run}-{feed.incarnation}.json"
+        path = self._root / "feeds" / query / f"{batch}-{run}-{feed.incarnation}-{feed.topic}.json"
         if path.exists():
             return
         # Not synced: after a power loss, the next run reads the batch again and announces it again.

@@ -11,7 +11,8 @@ the views split both into columns. They are for people: no code of pxrs reads th
 
 Names avoid the words that some database reserves (group, offset, partition). Moments are seconds since 1970, as stored.
 A member whose lease has just expired is shown until a process ends the lease. An incarnation that is NULL means that
-the partition has no owner. The statements for Oracle are generated, and were never run on an Oracle database.
+the partition has no owner. Of a member that reads several topics, only the first one is shown. The statements for
+Oracle are generated, and were never run on an Oracle database.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pxrs.group.records import Checkpoint, Gate, Owner, Starts, Target, TopicPartition, gate_key, start_key
+from pxrs.group.records import Checkpoint, Gate, Owner, Starts, Target, gate_key, start_key
+from pxrs.log.numbering import TopicPartition
 from pxrs.registry.contract import ABSENT
 from pxrs.registry.steps import Write
 from pxrs.testing.simulator.environment import Environment

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pxrs.group.records import TopicPartition
+from pxrs.log.numbering import TopicPartition
 from pxrs.testing.simulator.admin import reset_checkpoint
 from pxrs.testing.simulator.environment import Environment
 from pxrs.testing.simulator.ghost import Violation

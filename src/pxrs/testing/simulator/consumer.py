@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pxrs.group.checkpoints import Holding
 from pxrs.group.lane import Lane
-from pxrs.group.records import Paused, TopicPartition
+from pxrs.group.records import Paused
+from pxrs.log.numbering import TopicPartition
 from pxrs.testing.simulator.environment import Environment
 
 

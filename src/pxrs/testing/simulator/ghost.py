@@ -22,10 +22,10 @@ from pxrs.group.records import (
     Paused,
     Starts,
     Target,
-    TopicPartition,
     partition_of,
 )
 from pxrs.group.snapshot import NOBODY
+from pxrs.log.numbering import TopicPartition
 from pxrs.registry.steps import Write
 from pxrs.testing.simulator.store import Request, SimulatedStore
 

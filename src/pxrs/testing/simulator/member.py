@@ -248,7 +248,7 @@ class SimulatedMember:
             keys_max=settings.keys_max,
             handover_s=settings.handover_s,
             home=Home("hub", "the only one"),
-            keeps_unread=True,
+            keeps_unread={topic},
         )
         self.is_woken = True
         self._is_joined, self._is_woken_to_pin, self.watching = False, False, frozenset()

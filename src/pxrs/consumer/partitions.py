@@ -1,0 +1,95 @@
+"""How a consumer's partitions are named for its user, and in its messages.
+
+Inside a consumer a partition is the number that its source has for it. A consumer of one topic shows the same number. A
+consumer of several topics reads them through a `JoinedSource`, which numbers the partitions of all topics
+consecutively; it shows a `TopicPartition` and never that number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Generic, TypeVar
+
+from pxrs import arguments
+from pxrs.errors import InvalidGroup
+from pxrs.log.joined import JoinedSource
+from pxrs.model import TopicPartition
+
+P = TypeVar("P", int, TopicPartition)
+"""What a user calls a partition: its number, or its topic and number."""
+
+
+class PartitionNames(ABC, Generic[P]):
+    """The names of the partitions of one consumer. Immutable."""
+
+    numbers: Mapping[tuple[str, int], int] | None = None
+    """The source's number of each partition, by topic name and number in the topic; None if these are the same."""
+
+    @abstractmethod
+    def named(self, numbers: Iterable[int]) -> list[P]:
+        """These numbers of the source as the user names them."""
+
+    @abstractmethod
+    def number(self, partition: int | tuple[str, int]) -> int:
+        """The source's number of a partition that an error names as `named` does."""
+
+    @abstractmethod
+    def checked(self, given: object) -> int:
+        """The source's number of what a user gave for a partition. Raises InvalidGroup if there is none."""
+
+    @abstractmethod
+    def place(self, number: int) -> tuple[str, int]:
+        """The topic's name and the partition's number in it, as messages have them."""
+
+
+class Numbers(PartitionNames[int]):
+    """The partitions of one topic or source."""
+
+    def __init__(self, topic: str, partitions: int) -> None:
+        self._topic, self._partitions = topic, partitions
+
+    def named(self, numbers: Iterable[int]) -> list[int]:
+        return list(numbers)
+
+    def number(self, partition: int | tuple[str, int]) -> int:
+        assert isinstance(partition, int)
+        return partition
+
+    def checked(self, given: object) -> int:
+        return arguments.partition(InvalidGroup, self._topic, given, self._partitions)
+
+    def place(self, number: int) -> tuple[str, int]:
+        return self._topic, number
+
+
+class TopicPartitions(PartitionNames[TopicPartition]):
+    """The partitions of several topics."""
+
+    def __init__(self, source: JoinedSource) -> None:
+        self._partitions = {part.name: part.partitions for part in source.parts}
+        self._places = source.named(range(source.partitions))
+        self._numbers: dict[tuple[str, int], int] = {place: number for number, place in enumerate(self._places)}
+        self.numbers = self._numbers
+
+    def named(self, numbers: Iterable[int]) -> list[TopicPartition]:
+        return [self._places[number] for number in numbers]
+
+    def number(self, partition: int | tuple[str, int]) -> int:
+        assert not isinstance(partition, int)
+        return self._numbers[partition]
+
+    def checked(self, given: object) -> int:
+        if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str):
+            raise InvalidGroup(
+                f"{arguments.shown(given)} is no partition of several topics: give a TopicPartition, such as "
+                f"{self._places[0]!r}"
+            )
+        topic, partition = given
+        if topic not in self._partitions:
+            raise InvalidGroup(f"this consumer does not read {topic!r}; it reads {', '.join(self._partitions)}")
+        number = arguments.partition(InvalidGroup, topic, partition, self._partitions[topic])
+        return self._numbers[TopicPartition(topic, number)]
+
+    def place(self, number: int) -> tuple[str, int]:
+        return self._places[number]

@@ -1,0 +1,199 @@
+"""Several sources as one: what a member of a group that reads several topics reads from.
+
+The partitions of all parts are numbered consecutively, in the order of the parts (`Numbering`): with topics of 4 and 2
+partitions, the partitions 4 and 5 of the joined source are the partitions 0 and 1 of the second topic. `place` and
+`number_of` convert.
+
+Invariants:
+- A call of this source makes at most one call of each part for the same purpose, however many partitions it names.
+- Waiting needs no thread: a wait subscribes to each part.
+- An error of one partition is that of its part, and names the part and the partition in it. An error that concerns a
+  whole part, such as TopicDeleted, concerns the whole source.
+
+The parts belong to whoever opened them: a joined source has nothing to close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
+
+from pxrs.errors import InvalidRecord, InvalidTopic
+from pxrs.log.batch import Batch
+from pxrs.log.contract import READ_BYTES_DEFAULT, Bounds, Fetched, Source
+from pxrs.log.numbering import Numbering
+from pxrs.model import TopicPartition
+from pxrs.waiting import Callback, Cancel, Subscription, wait_for
+
+PARTS_MAX: Final = 1_000
+"""How many topics can be read as one source: the record of a member names them all."""
+
+
+class JoinedSource(Source):
+    """Sources whose partitions are numbered consecutively, in the order in which the sources are given."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        """Raises InvalidTopic if there are no parts, too many, or two with the same id or the same name."""
+        self._parts = tuple(each for part in parts for each in part.parts)
+        if not 1 <= len(self._parts) <= PARTS_MAX:
+            raise InvalidTopic(f"{len(self._parts)} topics were given to be read together; give 1 to {PARTS_MAX:,}")
+        ids, names = [part.id for part in self._parts], [part.name for part in self._parts]
+        for which in (ids, names):
+            again = [name for at, name in enumerate(names) if which[at] in which[:at]]
+            if again:
+                raise InvalidTopic(f"the topic {again[0]!r} is given twice; name each topic once")
+        self.numbering = Numbering((part.id, part.partitions) for part in self._parts)
+        self._by_id = dict(zip(ids, self._parts, strict=True))
+        self.name, self.id = ", ".join(names), "+".join(ids)
+        self.partitions = self.numbering.count
+        self.has_gaps = any(part.has_gaps for part in self._parts)
+        self.has_latency = any(part.has_latency for part in self._parts)
+        self.keeps_unread = any(part.keeps_unread for part in self._parts)
+
+    @property
+    def parts(self) -> tuple[Source, ...]:
+        return self._parts
+
+    def place(self, number: int) -> tuple[Source, int]:
+        """Raises InvalidRecord if there is no such partition."""
+        try:
+            id, partition = self.numbering.place(number)
+        except IndexError:
+            raise InvalidRecord(
+                f"{self.name} have no partition {number} together; they have 0 to {self.partitions - 1}"
+            ) from None
+        return self._by_id[id], partition
+
+    def number_of(self, source_id: str, partition: int) -> int:
+        """The number of a partition of the part with this id. Raises InvalidRecord if there is none."""
+        number = self.numbering.number_of(source_id, partition)
+        if number is None:
+            raise InvalidRecord(f"{self.name} have no partition {partition} of a topic with the id {source_id}")
+        return number
+
+    def named(self, numbers: Iterable[int]) -> list[TopicPartition]:
+        return [TopicPartition(part.name, partition) for part, partition in map(self.place, numbers)]
+
+    # One call for each part.
+
+    def _split(self, numbers: Iterable[int]) -> dict[str, dict[int, int]]:
+        """The numbers by the id of the part: for each partition of the part, its number here. Parts come in the order
+        in which their first partition is given."""
+        found: dict[str, dict[int, int]] = {}
+        for number in numbers:
+            part, partition = self.place(number)
+            found.setdefault(part.id, {})[partition] = number
+        return found
+
+    def _positions(self, positions: Mapping[int, int]) -> list[tuple[Source, dict[int, int]]]:
+        """Each part with its positions, by the partition's number in the part; last the parts that have none."""
+        split = self._split(positions)
+        found = {id: {each: positions[number] for each, number in some.items()} for id, some in split.items()}
+        found |= {id: {} for id in self._by_id if id not in found}
+        return [(self._by_id[id], places) for id, places in found.items()]
+
+    def bounds(self, partitions: Iterable[int]) -> dict[int, Bounds]:
+        chosen = list(partitions)
+        found: dict[int, Bounds] = {}
+        for id, numbers in self._split(chosen).items():
+            bounds = self._by_id[id].bounds(numbers)
+            found |= {numbers[partition]: each for partition, each in bounds.items()}
+        return {number: found[number] for number in chosen}
+
+    def fetch(
+        self,
+        positions: Mapping[int, int],
+        max_bytes: int = READ_BYTES_DEFAULT,
+        timeout: float | None = 0.0,
+        cancel: Cancel | None = None,
+    ) -> dict[int, Fetched]:
+        split = self._positions(positions)
+        return wait_for(
+            lambda: self._fetch_parts(split, max_bytes),
+            lambda callback: self.subscribe(positions, callback),
+            timeout,
+            cancel,
+            lambda: self.look_again_s(positions),
+        )
+
+    def _fetch_parts(self, split: Sequence[tuple[Source, Mapping[int, int]]], max_bytes: int) -> dict[int, Fetched]:
+        """What can be read now. Each part gets a share of the bytes for each of its partitions that can be read."""
+        # Also of parts without a position: this raises if one of them was closed or deleted.
+        chosen = [(part, {each: places[each] for each in part.readable(places)}) for part, places in split]
+        waiting = sum(len(places) for _, places in chosen)
+        left, found = max(1, max_bytes), dict[int, Fetched]()
+        for part, places in chosen:
+            if not places:
+                continue
+            if left <= 0:
+                break
+            share = max(1, left * len(places) // waiting)
+            waiting -= len(places)
+            fetched = part.fetch(places, share)
+            found |= {self.number_of(part.id, each): got for each, got in fetched.items()}
+            if waiting:
+                left -= sum(batch.records.nbytes for got in fetched.values() for batch in got.batches)
+        return found
+
+    def readable(self, positions: Mapping[int, int]) -> Collection[int]:
+        return [
+            self.number_of(part.id, partition)
+            for part, places in self._positions(positions)
+            for partition in part.readable(places)
+        ]
+
+    def look_again_s(self, positions: Mapping[int, int]) -> float | None:
+        pauses = [part.look_again_s(places) for part, places in self._positions(positions) if places]
+        return min((pause for pause in pauses if pause is not None), default=None)
+
+    def subscribe(self, partitions: Iterable[int], callback: Callback) -> Subscription:
+        chosen = self._split(partitions)
+        subscriptions: list[Subscription] = []
+
+        def end() -> None:
+            for each in subscriptions:
+                each.close()
+
+        try:
+            for part in self._parts:
+                subscriptions.append(part.subscribe(tuple(chosen.get(part.id, ())), callback))
+        except BaseException:
+            end()
+            raise
+        return Subscription(end)
+
+    def ends(self) -> list[int]:
+        return [end for part in self._parts for end in part.ends()]
+
+    def extents(self) -> list[tuple[int, int]]:
+        return [extent for part in self._parts for extent in part.extents()]
+
+    def ends_problem(self) -> str | None:
+        problems = [f"{part.name}: {problem}" for part in self._parts if (problem := part.ends_problem()) is not None]
+        return "; ".join(problems) or None
+
+    # One partition.
+
+    def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
+        part, number = self.place(partition)
+        return part.read(number, offset, max_bytes)
+
+    def is_ended(self, partition: int, offset: int) -> bool:
+        part, number = self.place(partition)
+        return part.is_ended(number, offset)
+
+    def start(self, partition: int) -> int:
+        part, number = self.place(partition)
+        return part.start(number)
+
+    def end(self, partition: int) -> int:
+        part, number = self.place(partition)
+        return part.end(number)
+
+    def was_given_out(self, partition: int, offset: int) -> bool:
+        part, number = self.place(partition)
+        return part.was_given_out(number, offset)
+
+    def offset_at(self, partition: int, timestamp: int) -> int:
+        part, number = self.place(partition)
+        return part.offset_at(number, timestamp)
