@@ -236,10 +236,21 @@ def test_assign_reads_the_named_partitions_alone_and_shows_the_others_as_unread(
         StreamReader(stream_options(shared))
 
 
-def test_offsets_and_times_are_given_by_topic(shop: Hub) -> None:
+def test_offsets_are_given_by_topic_and_count_only_at_the_first_start(shop: Hub) -> None:
     starts = {"orders": {"0": 18, "1": -1}, "returns": {"0": -2}}
-    with Engine(shop, Location(), subscribe=BOTH, startingOffsets=json.dumps(starts)) as engine:
+    location = Location()
+    with Engine(shop, location, subscribe=BOTH, startingOffsets=json.dumps(starts)) as engine:
         assert sorted(engine.read_all()) == [("orders", 0, 18), ("orders", 0, 19), *places(shop, "returns")]
+        shop.delete_topic("returns")
+        fill(shop, "orders", 1)
+        with pytest.raises(TopicDeleted):
+            engine.plan()
+    may_lose = {"startingOffsets": json.dumps(starts), "failOnDataLoss": "false", "includeTopic": "true"}
+    with Engine(shop, location, subscribe="orders", **may_lose) as engine:  # the options stay as they were
+        assert engine.read_all() == [("orders", 0, 20)]
+
+
+def test_offsets_by_topic_name_every_topic(shop: Hub) -> None:
     lacking = {"url": shop.url, "group": "h", "subscribe": BOTH, "startingOffsets": json.dumps({"orders": {"0": 1}})}
     stream = StreamReader(stream_options(lacking))
     with pytest.raises(InvalidOption, match="it lacks returns"):
