@@ -1,9 +1,9 @@
 """Spark over a topic, against Spark's own reader and writer of the same rows in the same session.
 
-`python -m benchmarks.spark` prints: reading a topic to nowhere and into an aggregate against a Parquet scan, the latter
-with all columns and with those that it needs; a stream of large batches (AvailableNow) against the same from Parquet
-files; writing a topic against Spark's Parquet writer; and the fixed cost of a micro-batch against Spark's
-`rate-micro-batch` source.
+`python -m benchmarks.spark` prints: reading a topic to nowhere and into an aggregate, against a Python source that
+yields one prepared batch again and again, and against a Parquet scan; the same in 64 tasks against 8; streams
+(AvailableNow) of large and of smaller batches against the same from Parquet files; writing a topic against Spark's
+Parquet writer; and the fixed cost of a micro-batch against Spark's `rate-micro-batch` source.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pyarrow as pa
 
 import pxrs
 from benchmarks.measure import Figure, compare
+from benchmarks.ready import ReadySource
 from pxrs.spark import session
 
 ROWS = 4_000_000
@@ -28,6 +29,9 @@ KEYS = 1_000
 PARTITIONS = 8
 PIECE = 10_000
 VALUE_BYTES = 100
+TASKS = 64
+BATCHES = 20
+"""Micro-batches of the stream of smaller batches: 200,000 rows each."""
 WARM = 4
 """How often each is done before it is measured: the JVM compiles what it has seen often."""
 
@@ -65,9 +69,11 @@ def _fill(folder: Path, rows: int) -> None:
 def _run(spark: Any, folder: Path, rows: int, rounds: int) -> None:
     hub = str(folder / "hub")
     parquet = str(folder / "parquet")
-    reader = spark.read.format("pxrs").options(url=hub, topic="in")
-    topic = reader.load()
-    needed = reader.options(columns="key,value,offset").load()
+
+    def read(**options: str) -> Any:
+        return spark.read.format("pxrs").options(url=hub, topic="in", **options).load()
+
+    topic, needed, tasks = read(), read(columns="key,value,offset"), read(minPartitions=str(TASKS))
     topic.write.parquet(parquet)
     files = spark.read.parquet(parquet)
 
@@ -84,21 +90,31 @@ def _run(spark: Any, folder: Path, rows: int, rounds: int) -> None:
     def aggregate(frame: Any) -> None:
         frame.selectExpr("sum(length(value)) AS bytes", "max(offset)", "count(key)").collect()
 
-    for _ in range(WARM):
-        for frame in (topic, files):
-            noop(frame)
-            aggregate(frame)
-        aggregate(needed)
-    both = {"times": 1, "rounds": rounds}
-    show(
-        "batch to noop, of Parquet's scan",
-        compare(lambda: noop(topic), lambda: noop(files), **both).times(rows),
-        "0.7x",
+    spark.dataSource.register(ReadySource)
+    ready, ready_needed = (
+        spark.read.format("ready")
+        .options(columns=",".join(frame.columns), rows=str(rows), tasks=str(PARTITIONS), batch=str(PIECE))
+        .options(valueBytes=str(VALUE_BYTES))
+        .load()
+        for frame in (topic, needed)
     )
+    for _ in range(WARM):
+        for frame in (topic, files, ready, tasks):
+            noop(frame)
+        for frame in (topic, needed, files, ready_needed):
+            aggregate(frame)
+    both = {"times": 1, "rounds": rounds}
+
+    def show_batch(what: str, ours: Any, reference: Any, wanted: str, work: Any = noop) -> None:
+        show(what, compare(lambda: work(ours), lambda: work(reference), **both).times(rows), wanted)
+
+    show_batch("batch to noop, of a source of ready batches", topic, ready, "0.95x")
+    show_batch("batch to noop, of Parquet's scan", topic, files, "0.85x")
+    show_batch(f"batch to noop, {TASKS} tasks of {PARTITIONS}", tasks, topic, "0.77x")
+    show_batch("aggregate, option columns, of ready batches", needed, ready_needed, "0.95x", aggregate)
     # Spark reads from Parquet only the columns that the aggregate needs. Of a Python source it takes what it is given.
-    for what, frame, wanted in (("all columns", topic, "reported"), ("option columns", needed, "0.7x")):
-        figure = compare(lambda: aggregate(frame), lambda: aggregate(files), **both)  # noqa: B023
-        show(f"aggregate, {what}, of Parquet's scan", figure.times(rows), wanted)
+    show_batch("aggregate, option columns, of Parquet's scan", needed, files, "0.85x", aggregate)
+    show_batch("aggregate, all columns, of Parquet's scan", topic, files, "reported", aggregate)
 
     count = iter(range(1_000_000))
 
@@ -107,16 +123,24 @@ def _run(spark: Any, folder: Path, rows: int, rounds: int) -> None:
         out = frame.writeStream.format(sink).options(checkpointLocation=str(folder / f"checkpoint-{number}"), **options)
         out.trigger(availableNow=True).start().awaitTermination()
 
-    def topic_stream() -> Any:
+    def topic_stream(batches: int) -> Any:
         reader = spark.readStream.format("pxrs").options(url=hub, topic="in", group=f"g-{next(count)}")
-        return reader.options(maxRowsPerTrigger=str(rows // 2)).load()
+        return reader.options(maxRowsPerTrigger=str(rows // batches)).load()
 
-    def file_stream() -> Any:
-        reader = spark.readStream.schema(files.schema).option("maxFilesPerTrigger", "4")
-        return reader.parquet(parquet)
+    def file_stream(path: str, batch_files: int) -> Any:
+        reader = spark.readStream.schema(files.schema).option("maxFilesPerTrigger", str(batch_files))
+        return reader.parquet(path)
 
-    figure = compare(lambda: stream(topic_stream()), lambda: stream(file_stream()), times=1, rounds=max(1, rounds // 2))
-    show("stream, AvailableNow, to noop, of Parquet's", figure.times(rows), "0.5x")
+    in_batches = str(folder / "parquet-batches")
+    files.repartition(BATCHES).write.parquet(in_batches)
+    for batches, path, batch_files in ((2, parquet, 4), (BATCHES, in_batches, 1)):
+        figure = compare(
+            lambda: stream(topic_stream(batches)),  # noqa: B023
+            lambda: stream(file_stream(path, batch_files)),  # noqa: B023
+            times=1,
+            rounds=max(1, rounds // 2),
+        )
+        show(f"stream to noop, {batches} batches, of Parquet's", figure.times(rows), "0.5x")
 
     pairs = files.select("key", "value")
 

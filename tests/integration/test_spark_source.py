@@ -7,6 +7,7 @@ twice, or brought out of order at a hand-over.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sqlite3
@@ -29,6 +30,7 @@ from pxrs.hub import Hub
 from pxrs.spark import HubAddress, Pipeline, pipeline
 from pxrs.spark.run import Run
 from pxrs.testing.transfer import Row, transfer
+from pxrs.testing.waiting import eventually
 
 pyspark = pytest.importorskip("pyspark")
 
@@ -308,6 +310,47 @@ def test_a_query_that_runs_is_a_member_and_leaves_when_it_is_stopped(spark: Any,
     wait_for_leaving(hub)
     assert hub.group("g").describe().lag == 0
     assert values(hub, "out") == list(range(N))
+
+
+def test_s2_a_stream_over_a_pattern_takes_in_a_topic_that_comes_while_it_runs(
+    spark: Any, empty: Hub, tmp_path: Path
+) -> None:
+    """Count, distinct and sum are exact, and progress reports name the topics."""
+    numbers = iter(range(1_000_000))
+
+    def fill(topic: str, count: int) -> None:
+        with empty.producer(topic) as out:
+            for number in itertools.islice(numbers, count):
+                out.send(str(number), key=f"k{number % 7}")
+
+    def copied() -> list[int]:
+        return values(empty, "out")
+
+    def reported() -> list[str]:
+        latest = json.loads(query.lastProgress.sources[0].latestOffset)
+        return sorted(found["name"] for found in latest["topics"].values())
+
+    for topic, partitions in (("shop-b", 2), ("shop-c", 1)):
+        empty.create_topic(topic, partitions=partitions)
+        fill(topic, 50)
+    reader = spark.readStream.format("pxrs").options(url=empty.url, subscribePattern="shop-.*", group="g")
+    frame = reader.load()
+    assert frame.columns == ["key", "value", "topic", "partition", "offset", "timestamp"]
+    out = frame.select("key", "value").writeStream.format("pxrs").options(url=empty.url, topic="out")
+    query = out.option("checkpointLocation", str(tmp_path / "c")).start()
+    try:
+        eventually(lambda: len(copied()) == 100, PATIENCE_S)
+        empty.create_topic("shop-a", partitions=2)  # before the others, so that their partitions get other numbers
+        fill("shop-a", 30)
+        fill("shop-c", 10)
+        eventually(lambda: len(copied()) == 140, PATIENCE_S)
+        eventually(lambda: reported() == ["shop-a", "shop-b", "shop-c"], PATIENCE_S)
+    finally:
+        query.stop()
+    found = copied()
+    assert (len(found), len(set(found)), sum(found)) == (140, 140, sum(range(140)))
+    wait_for_leaving(empty)
+    assert empty.group("g").describe().lag == 0
 
 
 def test_x21_a_registered_table_is_read_as_a_topic_is(spark: Any, empty: Hub, tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ from pxrs.errors import (
 )
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
+from pxrs.log.batch import Batch
 from pxrs.log.directory import published
+from pxrs.log.directory.topic import DirectoryTopic
 
 pytest.importorskip("pyspark")
 
@@ -211,6 +213,26 @@ def test_g7_a_stream_under_which_a_topic_was_made_again_says_so_and_what_to_do(
     (begun,) = made(readers[2])["topics"].values()
     assert begun == {"name": "t", "partitions": {}}, "with a new location the group begins with the new topic"
     readers[2].stop()
+
+
+@pytest.mark.parametrize(("first", "end", "most"), [(0, 10, 100), (150, 350, 300), (0, 6000, 6000), (5990, 6000, 100)])
+def test_a_task_reads_hardly_more_of_the_log_than_its_range(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, first: int, end: int, most: int
+) -> None:
+    """A batch of a stream may be a few rows of a long partition: what lies behind them is not read and checked."""
+    with hub.producer("t", batch_rows=100) as out:
+        out.send_batch(pa.table({"value": [bytes(1000)] * 6000}))
+    (part,) = slices(hub)
+    read, seen = DirectoryTopic.read, []
+
+    def counted(topic: DirectoryTopic, *given: int) -> list[Batch]:
+        found = read(topic, *given)
+        seen.extend(batch.records.num_rows for batch in found)
+        return found
+
+    monkeypatch.setattr(DirectoryTopic, "read", counted)
+    assert offsets([replace(part, ranges=(Range(0, first, end),))]) == list(range(first, end))
+    assert sum(seen) <= most
 
 
 # What tasks are given of the options. Spark pickles it in the driver's processes.

@@ -39,6 +39,16 @@ reader.commit(end)
 reader.stop()
 """
 
+READ = """
+from pxrs.spark.tasks import TaskReader
+start = reader.initialOffset()
+reader = source.streamReader(source.schema())
+end = reader.latestOffset(start, reader.getDefaultReadLimit())
+rows = sum(batch.num_rows for part in reader.partitions(start, end) for batch in TaskReader().read(part))
+assert rows == 1
+reader.stop()
+"""
+
 
 def loaded(folder: Path, program: str) -> list[str]:
     """Which of these a new interpreter has when it has run this."""
@@ -59,6 +69,16 @@ def test_a_stream_is_planned_without_what_it_does_not_need(tmp_path: Path) -> No
             out.send(b"value")
         assert loaded(tmp_path, SOURCE + PLANNED) == []
         assert hub.group("g").describe().lag == 0
+
+
+def test_a_task_reads_without_what_it_does_not_need(tmp_path: Path) -> None:
+    """pandas is a second of work for each worker, and pyarrow imports it for a number that becomes an array."""
+    with pxrs.open(tmp_path / "hub") as hub:
+        hub.create_topic("in", partitions=2)
+        with hub.producer("in") as out:
+            out.send(b"value")
+        planned = SOURCE + PLANNED.partition("start =")[0] + READ
+        assert loaded(tmp_path, planned) == ["pyarrow.compute"]
 
 
 def test_in_the_home_that_a_session_has_python_keeps_its_byte_code(tmp_path: Path) -> None:

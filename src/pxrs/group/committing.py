@@ -63,11 +63,13 @@ class Committing(Incarnation):
 
     def _commit_some(self, partitions: list[int], is_last: bool) -> Steps[list[int]]:
         lost: list[int] = []
+        refused: list[int] = []
         while partitions:
             for number in partitions:
                 if self.held[number].checkpoint_version is None and not (yield from self.read_again(number)):
                     lost.append(number)
-            partitions = [number for number in partitions if number in self.held]
+            done = self._written_by_others(refused)
+            partitions = [number for number in partitions if number in self.held and number not in done]
             if not partitions:
                 break
             write = self.checkpoint_write(partitions, is_last=is_last)
@@ -76,6 +78,7 @@ class Committing(Incarnation):
             except Conflict as conflict:
                 lost += self._settle(write, conflict)
                 partitions = [number for number in partitions if number in self.held]
+                refused = [] if is_last else partitions
                 continue
             except OutcomeUnknown as unknown:
                 self._settle(write, unknown)
@@ -85,6 +88,16 @@ class Committing(Incarnation):
                 self._release(partitions)
             break
         return lost
+
+    def _written_by_others(self, refused: list[int]) -> set[int]:
+        """Which of these partitions, whose checkpoints were found changed, need not be written any more: Spark's
+        sink writes checkpoints too, in its own commits.
+
+        A partition of which a release may still be applied is written in any case: that changes the version which the
+        release expects (R5)."""
+        due = set(self.due()) if refused else set()
+        held = {number: self.held[number] for number in refused if number in self.held}
+        return {number for number, holding in held.items() if number not in due and not holding.may_be_released}
 
     def _release(self, partitions: list[int]) -> None:
         """The registry has confirmed the release: these are not owned any more."""

@@ -157,6 +157,12 @@ class GroupMember:
         return not self._ownership.unannounced and self.session.has_whole_target()
 
     @property
+    def has_due(self) -> bool:
+        """Whether there is a checkpoint to write, or something to be told of: `commit` does nothing otherwise."""
+        protocol = self.session.protocol
+        return protocol is None or bool(protocol.due())
+
+    @property
     def is_away(self) -> bool:
         """Whether the member has left the group because a handler makes no progress."""
         return self._lifecycle.is_away

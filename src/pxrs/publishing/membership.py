@@ -168,6 +168,8 @@ class Membership:
     def commit(self) -> None:
         """Write the checkpoints of what is done. A lost partition or lease is only logged: the next batch is planned
         without it, and the fence of the sink's commit refuses a batch that has read of it."""
+        if not self.member.has_due:
+            return
         try:
             self.ride_out(self.member.commit)
         except PartitionLost as error:

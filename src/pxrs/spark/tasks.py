@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,10 +39,6 @@ _logger = logging.getLogger(__name__)
 _SMALL_ROWS: Final = BATCH_ROWS // 4
 """A stored batch with at least this number of rows is yielded as it is, and not joined with others."""
 _READ_BYTES: Final = 4 << 20
-# From a buffer: `pa.array` of Python numbers would import pandas where that is installed, for half a second.
-_COUNTING: Final = pa.Array.from_buffers(
-    pa.int64(), BATCH_ROWS, [None, pa.py_buffer(array.array("q", range(BATCH_ROWS)))]
-)
 
 
 @dataclass(frozen=True)
@@ -185,9 +181,10 @@ def _batches(
     topic: TopicLog, part: Range, columns: list[str], fails_on_loss: bool, times: Times | None
 ) -> Iterator[Batch]:
     number, offset, end = part
+    read_bytes = 1  # the first stored batch, whose size tells how much more to read: no more than the range needs
     while offset < end:
         try:
-            batches = topic.read(number, offset, _READ_BYTES)
+            batches = topic.read(number, offset, read_bytes)
         except OffsetTrimmed as error:
             offset = checked_start(topic, number, offset, fails_on_loss, min(error.first_offset, end))
             continue
@@ -200,22 +197,29 @@ def _batches(
             offset = batch.next_offset
             if offset >= end:
                 break
+        last = batches[-1].records
+        row_bytes = last.nbytes / last.num_rows if last.num_rows else _READ_BYTES
+        read_bytes = max(1, min(_READ_BYTES, int((end - offset) * row_bytes)))
 
 
 def _gathered(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Join small batches with consecutive offsets, because each batch that Spark gets has a fixed cost."""
+    """Join small batches with consecutive offsets, because each batch that Spark gets has a fixed cost. Others are
+    passed on as they are: joining copies them, and already their `nbytes` takes a while."""
     waiting: list[Batch] = []
     rows = size = 0
     for batch in batches:
-        rows, size = rows + batch.records.num_rows, size + batch.records.nbytes
-        is_full = rows > BATCH_ROWS or size > _READ_BYTES
-        if waiting and (is_full or waiting[-1].next_offset != batch.base_offset):
+        count = batch.records.num_rows
+        is_small = count < _SMALL_ROWS
+        nbytes = batch.records.nbytes if is_small else 0
+        is_full = rows + count > BATCH_ROWS or size + nbytes > _READ_BYTES
+        if waiting and (not is_small or is_full or waiting[-1].next_offset != batch.base_offset):
             yield _together(waiting)
-            waiting, rows, size = [], batch.records.num_rows, batch.records.nbytes
-        waiting.append(batch)
-        if rows >= _SMALL_ROWS and len(waiting) == 1:
-            yield waiting.pop()
-            rows = size = 0
+            waiting, rows, size = [], 0, 0
+        if is_small:
+            waiting.append(batch)
+            rows, size = rows + count, size + nbytes
+        else:
+            yield batch
     if waiting:
         yield _together(waiting)
 
@@ -226,8 +230,8 @@ def _together(batches: list[Batch]) -> Batch:
     return Batch(batches[0].base_offset, pa.concat_batches([batch.records for batch in batches]))
 
 
-def _rows(batch: Batch, topic: str, partition: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    schema = arrow_schema(columns)
+def _rows(batch: Batch, topic: str, partition: int, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    schema = _schema(columns)
     for at in range(0, batch.records.num_rows, BATCH_ROWS):
         piece = batch.records.slice(at, BATCH_ROWS)
         arrays = [_column(name, piece, topic, partition, batch.base_offset + at) for name in columns]
@@ -236,12 +240,41 @@ def _rows(batch: Batch, topic: str, partition: int, columns: Sequence[str]) -> I
 
 def _column(name: str, records: pa.RecordBatch, topic: str, partition: int, offset: int) -> pa.Array:
     if name == TOPIC:
-        return pa.repeat(pa.scalar(topic, pa.string()), records.num_rows)
+        return _repeated_name(topic).slice(0, records.num_rows)
     if name == "partition":
-        return pa.repeat(pa.scalar(partition, pa.int32()), records.num_rows)
+        return _repeated_number(partition).slice(0, records.num_rows)
     if name == "offset":
         # Imported here because the process that plans a stream does not need it, and every query waits for its imports.
         import pyarrow.compute as pc
 
-        return pc.add(_COUNTING.slice(0, records.num_rows), offset)
+        return pc.add(_COUNTING.slice(0, records.num_rows), _from_numbers(pa.int64(), "q", [offset])[0])
     return records.column(name)
+
+
+_schema = functools.lru_cache(maxsize=64)(arrow_schema)
+
+
+@functools.lru_cache(maxsize=256)
+def _repeated_number(number: int) -> pa.Int32Array:
+    """The number as often as the longest batch has rows. Cached, because a task needs it for each of its batches."""
+    return _from_numbers(pa.int32(), "i", [number] * BATCH_ROWS)
+
+
+@functools.lru_cache(maxsize=256)
+def _repeated_name(name: str) -> pa.StringArray:
+    """The name as often as the longest batch has rows."""
+    text = name.encode()
+    ends = array.array("i", range(0, (BATCH_ROWS + 1) * len(text), len(text)))
+    return pa.Array.from_buffers(pa.string(), BATCH_ROWS, [None, pa.py_buffer(ends), pa.py_buffer(text * BATCH_ROWS)])
+
+
+def _from_numbers(kind: pa.DataType, code: str, numbers: Iterable[int]) -> pa.Array:
+    """An array of these numbers, without nulls. `pa.array` and `pa.scalar` would import pandas where it is installed,
+    which takes each worker half a second.
+
+    code: the type of the numbers for the module `array`"""
+    values = array.array(code, numbers)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])
+
+
+_COUNTING: Final = _from_numbers(pa.int64(), "q", range(BATCH_ROWS))

@@ -33,8 +33,8 @@ def rows(*values: bytes, partition: int = 0) -> pa.RecordBatch:
     return pa.record_batch({"value": pa.array(values, pa.binary()), "partition": pa.array([partition] * len(values))})
 
 
-def feed(incarnation: str = "member", start: int = 0) -> Feed:
-    return Feed("g", OTHER, incarnation, "registry", {0: Span(7, start, start + 5)}, {0: 42}, False, 10.0)
+def feed(incarnation: str = "member", start: int = 0, topic: str = OTHER) -> Feed:
+    return Feed("g", topic, incarnation, "registry", {0: Span(7, start, start + 5)}, {0: 42}, False, 10.0)
 
 
 def staged(staging: Staging, query: str, batch: int, *names: str) -> list[tuple[int, list[bytes]]]:
@@ -119,6 +119,12 @@ class StagingContract:
         assert sorted(staging.feeds("q", 3, "run"), key=lambda each: each.incarnation) == [one, other]
         assert staging.feeds("q", 3, "later") == [one]
         assert staging.feeds("q", 4, "run") == staging.feeds("nobody", 3, "run") == []
+
+    def test_a_batch_of_several_topics_has_a_feed_for_each(self, staging: Staging) -> None:
+        both = [feed(), feed(topic=TOPIC.id, start=7)]
+        for each in (*both, *both):
+            staging.announce("q", 0, "run", each)
+        assert sorted(staging.feeds("q", 0, "run"), key=lambda each: each.topic, reverse=True) == both
 
     def test_feeds_go_with_the_next_batch_and_with_their_own(self, staging: Staging) -> None:
         staging.announce("q", 1, "run", feed())

@@ -22,12 +22,13 @@ from pxrs.hub import Hub
 from pxrs.log.directory.log import DirectoryLog
 from pxrs.publishing.planning import Spans
 from pxrs.publishing.selection import Topics
+from pxrs.registry.contract import Commit
 from pxrs.registry.memory import MemoryStore
 from pxrs.spark.following import join_query
 from pxrs.spark.options import ReadFrom
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
-from tests.integration.spark_query.queries import OPTIONS, PATIENT, SHARED, run_batch, send
+from tests.integration.spark_query.queries import OPTIONS, PATIENT, SHARED, checkpoints, publish, run_batch, send
 
 
 def test_rows_that_are_fewer_than_the_partitions_go_round(hub: Hub) -> None:
@@ -87,6 +88,27 @@ def test_an_idle_query_asks_neither_the_log_nor_the_registry_for_each_partition(
             assert new == dict.fromkeys(range(4), (10, 11))
             assert sum(calls.counts.values()) < 50, calls.counts
             monkeypatch.undo()
+
+
+def test_what_the_sink_has_committed_with_a_batch_is_not_written_again(tmp_path: Path) -> None:
+    """With a topic of the same hub as sink, a batch costs the registry what the sink writes, and nothing more."""
+    commits: list[Commit] = []
+    registry = HookedRegistry(MemoryStore())
+    with Hub(DirectoryLog(tmp_path), registry) as hub:
+        hub.create_topic("orders", partitions=4)
+        send(hub, 400)
+        with join_query(hub, PATIENT) as query:
+            end, spans = run_batch(query, {}, 100)
+            publish(hub, tmp_path, query, spans, has_state=False)
+            registry.after = commits.append
+            after, _ = run_batch(query, end, 100)
+            query.finish(end)
+            query.finish(end)
+            written = [key for commit in commits for key in (*commit.put, *commit.ephemeral) if "/checkpoints/" in key]
+            assert written == []
+            assert checkpoints(hub) == [25, 25, 25, 25]
+            query.finish(run_batch(query, after)[0])
+            assert checkpoints(hub) == [100, 100, 100, 100], "another sink leaves it to the query"
 
 
 def test_an_idle_query_notices_what_its_group_does(hub: Hub) -> None:

@@ -374,11 +374,12 @@ def test_checkpoints_that_cannot_be_written_end_a_query_only_while_its_lease_liv
         raise RegistryUnavailable("away")
 
     with join_query(hub, OPTIONS) as query, monkeypatch.context() as patch:
+        end, _ = run_batch(query, {})
         patch.setattr(Membership, "is_leased", property(lambda _: is_leased))
         patch.setattr(query.membership, "lease_s", 0.0)
         patch.setattr(query.membership.member, "commit", away)
         if is_leased:
             with pytest.raises(RegistryUnavailable, match="Start the query again"):
-                query.membership.commit()
+                query.finish(end)
         else:
-            query.membership.commit()
+            query.finish(end)
