@@ -55,7 +55,7 @@ class QueryReport:
 class QueryWatch:
     """Listens to all streaming queries of a session from `start` to `close`, and keeps what is reported.
 
-    on_batch: called with the report of the query after each batch, and once more after its end. It runs on a thread of
+    on_report: called with the report of the query after each batch, and once more after its end. It runs on a thread of
               Spark, which reports nothing else meanwhile; what it raises is logged.
     batches_max: how many batches of each query are kept. Of queries, the last 1,000 that have started are kept.
 
@@ -65,12 +65,12 @@ class QueryWatch:
     def __init__(
         self,
         spark: SparkSession,
-        on_batch: Callable[[QueryReport], None] | None = None,
+        on_report: Callable[[QueryReport], None] | None = None,
         batches_max: int = BATCHES_MAX,
     ) -> None:
         if batches_max < 1:
             raise ValueError(f"batches_max is {batches_max}; give a number from 1 on")
-        self._spark, self._on_batch, self._batches_max = spark, on_batch, batches_max
+        self._spark, self._on_report, self._batches_max = spark, on_report, batches_max
         self._listener: Any = None
         self._changed = threading.Condition()
         self._reports: dict[str, QueryReport] = {}
@@ -155,12 +155,12 @@ class QueryWatch:
         return self._reports.setdefault(run_id, QueryReport(run_id, name, deque(maxlen=self._batches_max)))
 
     def _tell(self, report: QueryReport) -> None:
-        if self._on_batch is None:
+        if self._on_report is None:
             return
         try:
-            self._on_batch(report)
+            self._on_report(report)
         except Exception:
-            _logger.exception("on_batch has failed for the query %s", report.name or report.run_id)
+            _logger.exception("on_report has failed for the query %s", report.name or report.run_id)
 
 
 def _copied(report: QueryReport) -> QueryReport:
