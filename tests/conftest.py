@@ -100,16 +100,24 @@ def spark(spark_folder: Path) -> Iterator[Any]:
     settings of its own, and leaves no query running."""
     pytest.importorskip("pyspark")
     from pxrs.spark import session
-    from pxrs.testing.servers import free_ports
 
-    settings = {
-        "spark.sql.shuffle.partitions": "1",
-        # For the test that starts a server of Spark Connect in this session's Java.
-        "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.connect.grpc.binding.port": str(free_ports(1)[0]),
-    }
     with contextlib.chdir(spark_folder):
-        found = session("tests", "local[2]", settings)
+        found = session("tests", "local[2]", {"spark.sql.shuffle.partitions": "1"})
     found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()
+
+
+@pytest.fixture(scope="session")
+def connect_url(spark: Any) -> Iterator[str]:
+    """The address of a Spark Connect server in the Java of the session `spark`: another Java would take longer to start
+    than its clients run. It is started once for all tests, because it cannot be started again after it was stopped."""
+    for package in ("pandas", "grpc_status", "zstandard"):
+        pytest.importorskip(package)
+    for name, value in (("address", "127.0.0.1"), ("port", "0")):
+        spark._jsc.sc().conf().set(f"spark.connect.grpc.binding.{name}", value)
+    server = getattr(getattr(spark._jvm.org.apache.spark.sql.connect.service, "SparkConnectService$"), "MODULE$")
+    server.start(spark._jsc.sc())
+    yield f"sc://127.0.0.1:{server.localPort()}"
+    nothing = spark._jvm.scala.Option.empty()
+    server.stop(nothing, nothing)

@@ -1,9 +1,9 @@
 """S2, S3, K1, K3: streams as data engineers write them, each to its exact count, distinct values and sum.
 
-Every scenario is one query with one checkpoint location, which runs three times (`through_deaths`): it fails inside a
-batch; it is started again and reads to the end; and after that it repeats a batch that its sink has, as if its driver
-had died between the commit of the sink and that of Spark. More rows are sent before the last run, so that its result
-also shows the state that the repeated batch has left. `test_spark_chaos.py` kills drivers and executors.
+Every scenario is one query with one checkpoint location (`through_deaths`). It fails inside a batch, is started again
+and reads to the end. Those with state then repeat a batch that their sink has, as if the driver had died between the
+commit of the sink and that of Spark; more rows are sent before, so that the result also shows the state that the
+repeated batch has left. `test_spark_chaos.py` kills drivers and executors.
 """
 
 from __future__ import annotations
@@ -78,13 +78,20 @@ class Streams:
     def start(self, writer: Any) -> Any:
         return writer.option("checkpointLocation", str(self.location)).trigger(availableNow=True).start()
 
-    def through_deaths(self, start: Callable[[bool], Any], send_more: Callable[[], None]) -> None:
-        """start: start the query; given True, one that fails in a batch after the first (`or_fail`)."""
+    def through_deaths(
+        self, start: Callable[[bool], Any], send_more: Callable[[], None], is_repeated: bool = True
+    ) -> None:
+        """start: start the query; given True, one that fails in a batch after the first (`or_fail`).
+        is_repeated: also repeat a batch that the sink has."""
         failing = start(True)
         with pytest.raises(pyspark.errors.StreamingQueryException, match=CUT):
             failing.awaitTermination()
         assert self.batches("commits"), "it failed in the first batch: it has no state yet"
         assert len(self.batches("offsets")) == len(self.batches("commits")) + 1, "it has failed inside of a batch"
+        if not is_repeated:
+            send_more()
+            start(False).awaitTermination()
+            return
         start(False).awaitTermination()
         send_more()
         last = self.batches("commits")[-1]
@@ -186,7 +193,7 @@ def test_s2_of_repeated_rows_one_is_kept(streams: Streams) -> None:
 
     streams.send("in", [*range(HALF // 2), *range(HALF // 2)])
     streams.send("in", range(HALF))
-    streams.through_deaths(start, send_more)
+    streams.through_deaths(start, send_more, is_repeated=False)
     assert sorted(row["n"] for row in streams.found()) == list(range(ALL))
 
 
@@ -220,7 +227,8 @@ def test_s2_state_in_pandas_counts_every_row_once(streams: Streams) -> None:
 
 
 def test_s2_foreach_batch_into_a_database_has_every_row_once(streams: Streams, tmp_path: Path) -> None:
-    """The function keeps the number of each batch with its rows, in one transaction: a batch comes again."""
+    """The function keeps the number of each batch with its rows, in one transaction. It fails after that, so that Spark
+    repeats the batch."""
     place = tmp_path / "shop.db"
     with closing(sqlite3.connect(place)) as shop, shop:
         shop.execute("CREATE TABLE batches (number INTEGER PRIMARY KEY)")
@@ -238,7 +246,7 @@ def test_s2_foreach_batch_into_a_database_has_every_row_once(streams: Streams, t
         return streams.start(streams.read("in").writeStream.foreachBatch(store))
 
     streams.send("in", range(HALF))
-    streams.through_deaths(start, lambda: streams.send("in", range(HALF, ALL)))
+    streams.through_deaths(start, lambda: streams.send("in", range(HALF, ALL)), is_repeated=False)
     with closing(sqlite3.connect(place)) as shop:
         assert [n for (n,) in shop.execute("SELECT n FROM orders ORDER BY n")] == list(range(ALL))
     assert streams.hub.group("of-in").describe().lag == 0
@@ -269,19 +277,12 @@ def test_s3_totals_that_change_are_sent_once_each(streams: Streams) -> None:
 
 
 @pytest.fixture
-def remote(spark: Any) -> Iterator[Any]:
-    """A session of Spark Connect. Its server is in the Java of the session `spark`."""
-    pytest.importorskip("grpc_status")
+def remote(connect_url: str) -> Iterator[Any]:
     from pyspark.sql.connect.session import SparkSession
 
-    context = spark.sparkContext
-    server = context._jvm.org.apache.spark.sql.connect.service.SparkConnectService
-    server.start(context._jsc.sc())
-    host, port = (context.getConf().get(f"spark.connect.grpc.binding.{name}") for name in ("address", "port"))
-    found = SparkSession.builder.remote(f"sc://{host}:{port}").create()
+    found = SparkSession.builder.remote(connect_url).create()
     yield found
     found.stop()
-    server.stop(*(getattr(server, f"stop$default${number}")() for number in (1, 2)))
 
 
 def test_s2_a_stream_over_connect_has_every_row_once(remote: Any, tmp_path: Path) -> None:
@@ -293,6 +294,6 @@ def test_s2_a_stream_over_connect_has_every_row_once(remote: Any, tmp_path: Path
             return streams.write(streams.read("in"), n=or_fail(is_cut, "n = 190", "n"))
 
         streams.send("in", range(HALF))
-        streams.through_deaths(start, lambda: streams.send("in", range(HALF, ALL)))
+        streams.through_deaths(start, lambda: streams.send("in", range(HALF, ALL)), is_repeated=False)
         assert sorted(row["n"] for row in streams.found()) == list(range(ALL))
         assert hub.group("of-in").describe().lag == 0

@@ -285,13 +285,6 @@ def test_s2_s3_a_stream_copies_once_and_its_lag_is_seen_outside(spark: Any, hub:
     assert [name for _, _, files in os.walk(tmp_path / "hub" / "staging") for name in files] == []
 
 
-def test_state_and_windows_over_a_topic(spark: Any, hub: Hub, tmp_path: Path) -> None:
-    frame = streams(spark, hub, maxRowsPerTrigger="900").groupBy("key").count()
-    query = frame.writeStream.format("memory").queryName("counts").outputMode("complete")
-    query.option("checkpointLocation", str(tmp_path / "c")).trigger(availableNow=True).start().awaitTermination()
-    assert {row["count"] for row in spark.table("counts").collect()} == {N // 50}
-
-
 def test_a_query_that_runs_is_a_member_and_leaves_when_it_is_stopped(spark: Any, hub: Hub, tmp_path: Path) -> None:
     frame = streams(spark, hub).select("key", "value")
     out = frame.writeStream.format("pxrs").options(url=hub.url, topic="out", checkpointLocation=str(tmp_path / "c"))
