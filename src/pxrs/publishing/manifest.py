@@ -59,6 +59,7 @@ from pxrs.publishing.records import (
     Step,
     epochs_of,
     have_common_partitions,
+    is_stripped,
     manifests_of,
     parts_of,
     query_of,
@@ -302,7 +303,8 @@ class Publisher:
     # The manifest.
 
     def _write(self, key: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
-        """The version of the manifest as written; None if the registry has a manifest of this batch already."""
+        """The version of the manifest as written; None if the registry has another manifest than was expected, so that
+        the caller must look at it."""
         parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
             self._add_checkpoints(feed, parts)
@@ -314,6 +316,8 @@ class Publisher:
             entry = self._calls.get(key)
             if entry is not None and _load(entry).batch == manifest.batch:
                 return None  # written by a try whose reply was lost, or by another driver
+            if entry is not None and key.startswith(ROUTED) and conflict.keys == (key,):
+                return None  # the deletion of a topic has changed the manifest of the last batch (`forget_topic`)
             raise _refusal(query_of(key), manifest, conflict, checkpoints) from conflict
         except (CommitTooLarge, ValueTooLarge) as error:
             raise BatchRefused(
@@ -355,11 +359,22 @@ class Publisher:
             except FileNotFoundError:
                 self._check_published(key, manifest)
                 return
+            self._mark_published(key, manifest, version)
+        self._clear(query_of(key), manifest.batch, parts_of(key, manifest))
+
+    def _mark_published(self, key: str, manifest: Manifest, version: int) -> None:
+        while True:
             try:
                 self._calls.commit({key: version}, {key: manifest.as_published().dump()})
-            except Conflict:  # another driver has finished the manifest too, and may have committed the next batch
-                self._check_published(key, manifest)
-        self._clear(query_of(key), manifest.batch, parts_of(key, manifest))
+                return
+            except Conflict:
+                entry = self._calls.get(key)
+                now = None if entry is None else _load(entry)
+                if entry is None or now is None or not is_stripped(now, manifest):
+                    # Another driver has finished the manifest too, and may have committed the next batch.
+                    self._check_published(key, manifest)
+                    return
+                manifest, version = now, entry.version
 
     def _clear(self, query: str, batch: int, parts: Sequence[Part]) -> None:
         for part in parts:

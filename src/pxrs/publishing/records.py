@@ -179,6 +179,11 @@ def parts_of(key: str, manifest: Manifest) -> list[Part]:
     return [Part(key.removeprefix(MANIFESTS).partition("/")[0], "", manifest.files, manifest.ends)]
 
 
+def is_stripped(now: Manifest, manifest: Manifest) -> bool:
+    """Whether a manifest is the same one, without the part of a topic that was deleted meanwhile (`forget_topic`)."""
+    return now.batch == manifest.batch and not now.is_published and len(now.parts) < len(manifest.parts)
+
+
 def step_for(query: str, last: Manifest | None, ours: Manifest) -> Step:
     """What a driver that comes with the batch `ours` does if the query's manifest is `last`. Raises BatchRefused."""
     state = ManifestState.ABSENT if last is None else last.state

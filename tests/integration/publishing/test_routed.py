@@ -248,6 +248,44 @@ def test_a_topic_that_is_deleted_after_the_commit_loses_its_rows_and_no_others(
     assert [part.topic for part in found.parts] == [part.topic for part in others]
 
 
+def test_a_topic_that_is_deleted_while_it_is_appended_to_stops_no_other_one(place: RoutedPlace) -> None:
+    def delete() -> None:
+        found = place.manifest()
+        assert found is not None
+        place.hub.delete_topic(found.parts[0].name)
+
+    driver = place.driver(Steps(1, delete, "append"), tasks=3)
+    driver.claim()
+    batch_of(driver, 0, (0, 20), (0, 20))
+    found = place.manifest()
+    assert found is not None
+    assert found.is_published
+    assert len(place.counts()) == 2
+    assert all(place.counts().values())
+
+
+def test_a_topic_of_the_last_batch_that_is_deleted_while_the_next_one_is_committed_does_no_harm(
+    place: RoutedPlace,
+) -> None:
+    driver = place.driver(tasks=3)
+    driver.claim()
+    batch_of(driver, 0, (0, 5), (0, 5))
+    last = place.manifest()
+    assert last is not None
+
+    def delete() -> None:
+        gone = next(part for part in last.parts if part.name != "third")
+        forget_topic(place.hub.registry, DirectoryStaging(place.url), gone.topic)
+
+    before = place.arrived()
+    topic = place.hub.topic("third")
+    driver = place.driver(Steps(1, delete, "get"))
+    staged = driver.staging.stage(topic.topic, QUERY, 1, 0, [table_of([(b"k", b"v")])])
+    driver.publisher.publish_routed(QUERY, 1, [Part(topic.id, "third", [staged.name], [])])
+    assert place.arrived() == before + 1
+    assert (place.manifest() or last).is_published
+
+
 def test_what_a_routed_manifest_names_is_not_swept(place: RoutedPlace) -> None:
     manifest = leave_behind(place)
     staging, registry = DirectoryStaging(place.url), place.hub.registry
