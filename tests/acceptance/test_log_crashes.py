@@ -298,9 +298,8 @@ def test_damage_is_never_a_wrong_message_and_the_rest_stays_readable(tmp_path: P
     for file in files:
         data = pa.py_buffer(file.read_bytes())
         found_in[file] = [(header, position) for position, header in frames(data, "", 0, data.size)]
-    seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
-    dice = random.Random(seed)
-    for _ in range(100_000 if SOAK else 700):
+    dice = random.Random(9)
+    for _ in range(100_000 if SOAK else 2_000):
         file = dice.choice(files)
         original = file.read_bytes()
         damaged = bytearray(original)
@@ -332,13 +331,13 @@ def test_damage_is_never_a_wrong_message_and_the_rest_stays_readable(tmp_path: P
             for batch in found:
                 rows = batch.records.column("value").to_pylist()
                 if batch.until is not None:  # a gap: the last segment ends too early, as in a copy made under load
-                    assert (is_short, file, rows, batch.next_offset) == (True, files[-1], [], len(sent)), f"SEED={seed}"
+                    assert (is_short, file, rows, batch.next_offset) == (True, files[-1], [], len(sent))
                     missed |= set(range(batch.base_offset, batch.next_offset))
                 else:
-                    assert rows == sent[batch.base_offset : batch.next_offset], f"SEED={seed}"
+                    assert rows == sent[batch.base_offset : batch.next_offset]
                 offset = batch.next_offset
-        assert places <= {str(file)}, f"SEED={seed}"
-        assert missed <= hit, f"SEED={seed}: byte {at} of {file}"
+        assert places <= {str(file)}
+        assert missed <= hit, f"byte {at} of {file}"
         file.unlink()
         file.write_bytes(original)
         fresh.close()
