@@ -13,14 +13,19 @@ import pxrs
 from pxrs import Message, TopicPartition
 from pxrs.consumer.dead_letters import ORIGIN_HEADER
 from pxrs.errors import (
+    CommitUnknown,
     GroupActive,
+    GroupUnavailable,
     HandlerFailed,
     InvalidGroup,
     InvalidTopic,
     OffsetOutOfRange,
+    OutcomeUnknown,
     PartitionLost,
     PartitionNotAssigned,
     PartitionsPaused,
+    PxrsError,
+    RegistryUnavailable,
     SourceChanged,
     TopicDeleted,
     UnknownTopic,
@@ -218,6 +223,27 @@ class TestPartitions:
                 a.commit()
             assert TopicPartition(*message[:2]) in gone.value.partitions
             assert f"lost partition {message.topic}/" in str(gone.value) or "lost partitions" in str(gone.value)
+
+    @pytest.mark.parametrize(
+        ("failure", "kind"),
+        [(OutcomeUnknown("no answer"), CommitUnknown), (RegistryUnavailable("gone"), GroupUnavailable)],
+    )
+    def test_a_commit_that_is_not_confirmed_names_topics(
+        self, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, failure: PxrsError, kind: type[CommitUnknown]
+    ) -> None:
+        fill(hub, 30, ["returns"])
+
+        def refuse(*given: object, **named: object) -> None:
+            raise failure
+
+        with hub.consumer(BOTH, "g", commit_interval=600) as inbox:
+            place = TopicPartition(*inbox.poll(timeout=30)[0][:2])
+            with monkeypatch.context() as patch:
+                patch.setattr(hub.registry, "commit", refuse)
+                with pytest.raises(kind) as told:
+                    inbox.commit()
+            assert told.value.partitions == (place,)
+            assert f"returns/{place.partition} " in str(told.value)
 
     def test_ack_finds_the_partition_of_the_right_topic(self, hub: pxrs.Hub) -> None:
         """Partition 0 of both topics have messages with the same offset and epoch."""
