@@ -23,6 +23,7 @@ from pxrs.group.admin import GroupHandle
 from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Paused
 from pxrs.registry import Registry
 from pxrs.testing import forked
+from pxrs.testing.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "pxrs.cli", "group"]
 KEYS = Keys("billing")
@@ -355,3 +356,32 @@ def test_every_command_has_a_help(data: Path) -> None:
     for command in ("list", "describe", "reset", "delete", "import-checkpoint", "retry", "skip"):
         assert f"  {command} " in shown
     assert "--registry" in run(data, "import-checkpoint", "--help").stdout
+
+
+def test_a_member_of_several_topics_is_shown_with_all_of_them(data: Path) -> None:
+    with pxrs.open(data) as hub:
+        for name in ("returns", "refunds", "faxes"):
+            hub.create_topic(name, partitions=1)
+        with (
+            hub.consumer(["orders", "returns"], "billing", name="anna") as anna,
+            hub.consumer(["orders", "returns", "refunds", "faxes"], "billing", name="ben") as ben,
+        ):
+            eventually(lambda: len(anna.assignment) + len(ben.assignment) == 5)
+            (found,) = rows(run(data, "describe", "billing", "--json"))
+            assert {member["name"]: member["topics"] for member in found["members"]} == {
+                "anna": ["orders", "returns"],
+                "ben": ["orders", "returns", "refunds", "faxes"],
+            }
+            assert {member["name"]: member["topic"] for member in found["members"]}["anna"] == "orders, returns"
+            assert {(each["topic"], each["lag"]) for each in found["topics"]} == {
+                ("orders", 10),
+                *((name, 0) for name in ("returns", "refunds", "faxes")),
+            }
+            assert found["lag"] == 10
+            shown = run(data, "describe", "billing").stdout
+            assert "orders, returns " in shown
+            assert "orders, returns, refunds and 1 more" in shown
+            (listed,) = rows(run(data, "list", "--json"))
+            assert (listed["members"], listed["partitions"], listed["lag"]) == (2, 5, 10)
+            table = hub.group("billing").describe().to_arrow()
+            assert sorted(set(table.column("topic").to_pylist())) == ["faxes", "orders", "refunds", "returns"]

@@ -43,11 +43,16 @@ from pxrs import Hbu  # attr-defined
 
 pxrs.opne("data")  # attr-defined
 hub = pxrs.open("memory:")
-hub.consumer("t", "g", leas_ttl=3)  # call-arg
-hub.consumer("t", "g", lease_ttl="3")  # arg-type
-hub.consumer("t", "g", ack="sometimes")  # arg-type
-hub.consumer("t", "g", dead_letters=lambda: hub.producer("t"))  # arg-type
-hub.consumer("t", "g", topic_names=dict)  # call-arg
+hub.consumer("t", "g", leas_ttl=3)  # call-overload
+hub.consumer("t", "g", lease_ttl="3")  # call-overload
+hub.consumer("t", "g", ack="sometimes")  # call-overload
+hub.consumer("t", "g", dead_letters=lambda: hub.producer("t"))  # call-overload
+hub.consumer("t", "g", topic_names=dict)  # call-overload
+hub.consumer("t", "g").seek(pxrs.TopicPartition("t", 0), 1)  # arg-type
+hub.consumer(["t", "u"], "g").seek(0, 1)  # arg-type
+hub.consumer(["t", "u"], "g", ack="sometimes")  # call-overload
+for number in hub.consumer(["t", "u"], "g").assignment:
+    number + 1  # operator
 hub.producer("t", linger=1)  # call-arg
 hub.producer("t", retain=print)  # call-arg
 pxrs.Consumer(hub.topic("t").log, hub.registry, "g", dead_letters="dead")  # arg-type

@@ -53,6 +53,10 @@ def leave(message):
 def reject(message):
     raise ValueError("not this one" if message.value == b"7" else "nor this one")
 
+def refuse_bad(message):
+    if message.value == b"bad":
+        raise ValueError("bad")
+
 async def asynchronous(message):
     pass
 
@@ -242,6 +246,21 @@ def test_workers_that_end_by_themselves_are_not_started_again(shop: Shop) -> Non
     assert len(shop.handled()) == len(shop.places()) == 100
 
 
+def test_workers_read_several_topics_and_name_a_paused_partition_by_its_topic(shop: Shop) -> None:
+    shop.send(100)
+    returns = shop.hub.create_topic("u", partitions=2)
+    with shop.hub.producer("u") as out:
+        for number in range(20):
+            out.send(b"bad" if number == 6 else b"good", partition=number % 2)
+    supervisor = shop.worker("shop:refuse_bad", "--topic", "u", "--processes", "2", "--until-end")
+    assert supervisor.process.wait(PATIENCE_S) == 1, supervisor.events()
+    assert {tuple(place) for told in supervisor.events("paused") for place in told["partitions"]} == {("u", 0)}
+    found = shop.hub.group("g").describe()
+    assert [(each.topic, each.lag) for each in found.topics] == [("t", 0), ("u", 7)]
+    (row,) = (row for row in found.partitions if row.paused is not None)
+    assert (row.topic, row.partition, row.checkpoint, returns.end(0)) == ("u", 0, 3, 10)
+
+
 @pytest.mark.parametrize("handler", ["nowhere:handle", "shop:nothing"])
 def test_a_handler_that_cannot_be_used_is_told_at_once_and_nothing_starts(shop: Shop, handler: str) -> None:
     supervisor = shop.worker(handler, "--processes", "3")
@@ -286,6 +305,7 @@ def test_what_is_wrong_with_a_handler_is_said_with_its_place(
     ("arguments", "code", "words"),
     [
         (("--topic", "nope"), 1, "no topic 'nope'"),
+        (("--topic", "t"), 2, "--topic t is given twice"),
         (("--group", "g/h"), 1, "group name 'g/h'"),
         (("--lease-ttl", "-1"), 1, "lease_ttl is -1"),
         (("--registry", "memory:"), 2, "exists in one process only"),

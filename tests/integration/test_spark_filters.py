@@ -14,6 +14,7 @@ import pytest
 
 import pxrs
 from pxrs.hub import Hub
+from pxrs.log.directory import reading
 from pxrs.model import EPOCH, microseconds_of
 
 pytest.importorskip("pyspark")
@@ -133,7 +134,7 @@ def test_a_range_of_times_reads_about_that_and_a_partition_only_itself(hub: Hub)
     tenth = [GreaterThanOrEqual(("timestamp",), at(1_500)), LessThan(("timestamp",), at(1_800))]
     steady = planned(hub, tenth, subscribe="steady")
     assert 300 <= len(read(steady)) <= 600, "whole stored batches are read, and no others"
-    assert all(each.start > 250 for part in steady for each in part.ranges), "the start is found when it is planned"
+    assert all(250 < each.start < each.end < 550 for part in steady for each in part.ranges), "planned so already"
     (one,) = planned(hub, [EqualTo(("partition",), 1), EqualTo(("topic",), "mixed")])
     assert one.topic == "mixed"
     assert [each.partition for each in one.ranges] == [1]
@@ -141,6 +142,14 @@ def test_a_range_of_times_reads_about_that_and_a_partition_only_itself(hub: Hub)
     assert planned(hub, [In(("topic",), ())]) == []
     (middle,) = planned(hub, [GreaterThan(("offset",), 9), LessThanOrEqual(("offset",), 19)], subscribe="steady")
     assert {(each.start, each.end) for each in middle.ranges} == {(10, 20)}
+
+
+def test_the_end_of_a_time_is_not_searched_for_in_too_many_frames(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = hub.topic("steady").log
+    assert topic.offset_at(0, 1_500) < topic.end_before(0, 1_500) < topic.end(0)
+    monkeypatch.setattr(reading, "LOOKED_AT_MAX", 3)
+    assert topic.end_before(0, 1_500) == topic.end(0)
+    assert topic.end_before(0, ROWS - 25) == topic.end(0)
 
 
 @pytest.mark.parametrize(

@@ -34,3 +34,14 @@ def test_schedules_reach_what_they_are_for() -> None:
     assert sum(ghost.commits for ghost in ghosts) > 20 * len(ghosts)
     assert sum(ghost.handed for ghost in ghosts) > 20 * len(ghosts)
     assert sum(ghost.fences for ghost in ghosts) > 0
+
+
+def test_some_schedules_have_several_topics_and_members_that_read_different_ones() -> None:
+    simulations = [simulate(seed) for seed in range(1_000, 1_030)]
+    several = [each for each in simulations if len(each.environment.topics) > 1]
+    assert len(several) > 5
+    assert any(each.environment.topic_settings.sets_differ for each in several)
+    assert any(not each.environment.topic_settings.sets_differ for each in several)
+    for each in several:
+        owned = {topic for topic, _ in each.ghost.owners}
+        assert len(owned) > 1, f"only {owned} were claimed with the seed {each.environment.seed}"

@@ -20,9 +20,10 @@ from pxrs.group.records import Checkpoint, Leader, Owner, ReadTopic
 from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import ABSENT, Entry
 from pxrs.registry.steps import Operation, Steps, Write
-from pxrs.testing.simulator import Defects, Environment, SimulatedMember, SimulatedStore, Violation, simulate
+from pxrs.testing.simulator import SOUND, Defects, Environment, SimulatedMember, SimulatedStore, Violation, simulate
 from pxrs.testing.simulator.ghost import ADMIN, RETENTION
 from pxrs.testing.simulator.store import Request
+from tests.simulation import topic_mutations as topics
 
 
 def _is_checkpoint_of_an_owner(operation: Operation) -> bool:
@@ -294,7 +295,7 @@ MUTATIONS = [
         ("G2 leader", "G2 terms rise"),
         first_seed=80,
     ),
-    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",), first_seed=176),
+    Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",), first_seed=296),
     Mutation("claim without its target", Defects(alter=claim_without_target), ("G2 claims by its target",)),
     Mutation("fence that does not tell the owner", Defects(alter=fence_without_telling), ("X8 the owner is told",)),
     Mutation(
@@ -326,6 +327,29 @@ MUTATIONS = [
         Defects(alter=join_over_another, incarnation_of=lambda name, serial: name),
         ("X3 one owner", "X9 stale epoch", "X11 nothing again", "G2 targets of the living stay"),
     ),
+    # Several topics.
+    Mutation(
+        "claim of another topic",
+        Defects(protocol=topics.ClaimsOfTheFirstTopic),
+        ("G2 claims by its target", "X3 claimed, then owned"),
+    ),
+    Mutation(
+        "checkpoint of another topic",
+        Defects(protocol=topics.CommitsToTheFirstTopic),
+        ("X5 comes to rest", "X9 stale epoch"),
+    ),
+    Mutation("owners of one topic watched", Defects(protocol=topics.WatchesTheFirstTopic), NOT_WOKEN),
+    Mutation("starts of one topic pinned", Defects(protocol=topics.PinsTheFirstTopic), ("G6 start pinned",)),
+    Mutation(
+        "gate of one topic written", Defects(protocol=topics.GatesTheFirstTopic), ("O10 unread is kept",), first_seed=40
+    ),
+    Mutation("owners of one topic read", Defects(protocol=topics.ReadsOwnersOfTheFirstTopic), ("X5 comes to rest",)),
+    Mutation("a topic is not assigned", SOUND, ("X4 every partition owned",), patch=topics.forget_a_topic),
+    Mutation(
+        "a topic is assigned to who does not read it", SOUND, ("X4 only what is read",), patch=topics.assign_to_all
+    ),
+    Mutation("each topic is assigned by itself", SOUND, ("X4 fair share",), patch=topics.assign_each_topic),
+    Mutation("what was before is forgotten", SOUND, ("X4 fewest moves",), patch=topics.forget_what_was_before),
 ]
 
 

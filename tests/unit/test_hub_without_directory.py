@@ -263,7 +263,7 @@ def test_a_worker_of_a_queue_or_a_registered_source_needs_no_directory(
     assert call("worker", "m:h", "--queue", "q", "--registry", registry).code == 0
     assert [(settings.at, settings.registry, settings.queue) for settings in started] == [(None, registry, "q")]
     assert call("worker", "m:h", "--topic", "t", "--group", "g", "--registry", registry).code == 0
-    assert (started[1].at, started[1].registry, started[1].topic) == (None, registry, "t")
+    assert (started[1].at, started[1].registry, started[1].topics) == (None, registry, ["t"])
     result = call("worker", "m:h", "--topic", "t", "--group", "g")
     assert result.code == 2
     assert "give --registry URL or PXRS_REGISTRY, or --at" in result.errors

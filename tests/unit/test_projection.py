@@ -15,7 +15,7 @@ from pxrs import registry as registries
 from pxrs.errors import Closed
 from pxrs.group import projection as projections
 from pxrs.group.projection import Projection, projection_of, render
-from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, Target
+from pxrs.group.records import Checkpoint, Keys, Leader, Member, Owner, ReadTopic, Target
 from pxrs.registry import Registry
 from pxrs.registry.contract import Entry
 from pxrs.testing.waiting import eventually
@@ -79,6 +79,19 @@ def test_f1_offsets_owners_and_members_with_the_names_of_topics() -> None:
         ("w1", 7, "orders"),
         ("w2", 8, "orders"),
     ]
+
+
+def test_f1_a_member_of_several_topics_is_shown_with_all_of_them() -> None:
+    both = Member.reading("w3", [ReadTopic("t1", "orders", 3), ReadTopic("t2", "returns", 1)], since=NOON + 2)
+    more = {KEYS.member("i3"): both.dump(), KEYS.checkpoint("t2", 0): Checkpoint(7, NOON, "w3", 1).dump()}
+    files = render(entries({**a_group(), **more}), KEYS, {})
+    members = json.loads(files["members.json"])["members"]
+    assert [(member.get("topic"), member.get("topics")) for member in members] == [
+        ("orders", None),
+        ("orders", None),
+        (None, ["orders", "returns"]),
+    ]
+    assert json.loads(files["offsets/returns/partition-0.offset"])["offset"] == 7
 
 
 def test_each_partition_and_each_member_has_a_line() -> None:

@@ -264,6 +264,12 @@ class Source(ABC):
     def offset_at(self, partition: int, timestamp: int) -> int:
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
 
+    def end_before(self, partition: int, timestamp: int) -> int:
+        """An offset behind every message that is earlier than that time. It need not be the smallest one: it is the end
+        of the partition if a source cannot tell without reading its messages. Messages need not be in the order of
+        their times, so it may be greater than `offset_at`."""
+        return self.end(partition)
+
 
 def wait_for_messages(
     source: Source,

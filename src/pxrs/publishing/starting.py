@@ -26,15 +26,18 @@ def first_offsets(source: Source, registry: Registry, options: QueryOptions) -> 
     begun: a topic of which it has none was added later, and is read from its first offset, so that none of its messages
     is passed over (G6). So are partitions that the query owns and does not read."""
     keys = Keys(options.group)
-    begun = {part.id for part in source.parts if registry.scan(keys.checkpoints_of(part.id), limit=1)}
-    first = [part for part in source.parts if not begun or part.id in begun]
-    options.starting.check_topics([part.name for part in first])
+    known = {part.id: len(registry.scan(keys.checkpoints_of(part.id))) for part in source.parts}
+    if not any(known.values()):
+        options.starting.check_topics([part.name for part in source.parts])
     found: list[FirstOffset] = []
     for part in source.parts:
         numbers = range(part.partitions)
         read = numbers if options.only is None else sorted(options.only[part.name])
         starts = boundary_offsets(part, FROM_START, numbers)
-        given = boundary_offsets(part, options.starting, read) if part in first else {}
+        # Of a topic that the group reads already, `starting` is not even looked at. The group's first checkpoints are
+        # written in several commits if they are many, and some may be missing after a crash.
+        is_first = not any(known.values()) or 0 < known[part.id] < part.partitions
+        given = boundary_offsets(part, options.starting, read) if is_first else {}
         for number in numbers:
             is_given = number in given and options.starting.is_offset_given(part.name, number)
             found.append(FirstOffset(given.get(number, starts[number]), is_given))

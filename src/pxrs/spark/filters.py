@@ -2,8 +2,8 @@
 
 Only comparisons of `topic`, `partition`, `offset` and `timestamp` with a literal narrow what is read; every other
 filter is ignored. Spark applies all filters to the rows that it gets, so bounds may be too wide, but never too narrow.
-Messages need not be stored in the order of their times. So a time narrows a range only from below, to the first message
-of that time or later, and a task skips stored batches that have no message within the times.
+Messages need not be stored in the order of their times. So a range ends behind the last stored batch that has a message
+before the end of the times, and a task skips the stored batches within it that have none of these times.
 """
 
 from __future__ import annotations
@@ -85,6 +85,9 @@ class Wanted:
     def task_times(self) -> Times | None:
         """What tasks need to skip stored batches; None if every time is wanted."""
         return None if self.times == ANY else Times(*self.times)
+
+
+ALL: Final = Wanted()
 
 
 def wanted_by(filters: Iterable[Filter]) -> Wanted:

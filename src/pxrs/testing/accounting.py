@@ -27,10 +27,12 @@ from typing import Any, Self
 
 import pxrs
 from pxrs.clock import SYSTEM
-from pxrs.consumer.consumer import Consumer
+from pxrs.consumer.consumer import Consumer, TopicsConsumer
 from pxrs.consumer.events import GroupEvents
 from pxrs.group.lane import Lane
 from pxrs.group.records import Checkpoint, Keys, partition_of
+from pxrs.log.joined import JoinedSource
+from pxrs.log.numbering import TopicPartition
 from pxrs.model import Message
 from pxrs.registry import Registry
 from pxrs.sources import SqlTable, sql_table
@@ -73,19 +75,20 @@ class Account:
 
 
 class Worker:
-    """A consumer in a process of its own. `topic` is a name, or the settings of `sql_table`."""
+    """A consumer in a process of its own. `topic` is a name, several names, or the settings of `sql_table`. Of several
+    topics the journal has the numbers of a `JoinedSource`, in the order in which they are given."""
 
     def __init__(
         self,
         url: str,
         registry: str,
-        topic: str | Mapping[str, object],
+        topic: str | Sequence[str] | Mapping[str, object],
         group: str,
         name: str,
         folder: Path,
         ttl: float,
     ) -> None:
-        self.name = name
+        self.name, self.topic = name, topic
         self.journal = folder / f"{name}.journal"
         given = topic if isinstance(topic, str) else json.dumps(topic)
         arguments = [url, registry, given, group, name, str(self.journal), str(ttl)]
@@ -190,7 +193,7 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     def note(*words: object) -> None:
         os.write(descriptor, (" ".join(map(str, words)) + "\n").encode())
 
-    class NotedEvents(GroupEvents[int]):
+    class NotedEvents(GroupEvents[Any]):
         def lanes_assigned(self, lanes: Sequence[Lane]) -> None:
             for lane in lanes:
                 note("assigned", lane.partition, lane.epoch, lane.position, SYSTEM.now())
@@ -199,16 +202,26 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     class NotedConsumer(Consumer):
         _events_type = NotedEvents
 
-    def note_kept(partition: int, checkpoint: Checkpoint, moment: float) -> None:
-        if checkpoint.by == name:  # not the start of the group, which no member has written
-            note("kept", partition, checkpoint.epoch, checkpoint.offset, moment)
+    class NotedTopicsConsumer(TopicsConsumer):
+        _events_type = NotedEvents
 
-    source = sql_table(**json.loads(topic)) if topic.startswith("{") else hub.log.topic(topic)
+    source = _source(hub, topic)
+    ids = {part.name: part.id for part in source.parts}
+
+    def number_of(topic_id: str, partition: int) -> int:
+        return source.number_of(topic_id, partition) if isinstance(source, JoinedSource) else partition
+
+    def note_kept(place: TopicPartition, checkpoint: Checkpoint, moment: float) -> None:
+        if checkpoint.by == name:  # not the start of the group, which no member has written
+            note("kept", number_of(*place), checkpoint.epoch, checkpoint.offset, moment)
+
     _tell_checkpoints(hub.registry, Keys(group), note_kept)
-    consumer = NotedConsumer(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
+    kind = NotedTopicsConsumer if isinstance(source, JoinedSource) else NotedConsumer
+    consumer = kind(source, hub.registry, group, name=name, lease_ttl=float(ttl), commit_interval=0.1)
 
     def handle(message: Message) -> None:
-        note("handled", message.partition, message.epoch, message.offset, SYSTEM.now())
+        number = number_of(ids[message.topic], message.partition)
+        note("handled", number, message.epoch, message.offset, SYSTEM.now())
         time.sleep(HANDLING_S)
 
     def end() -> None:
@@ -223,7 +236,18 @@ def _work(url: str, registry: str, topic: str, group: str, name: str, journal: s
     hub.close()
 
 
-def _tell_checkpoints(registry: Registry, keys: Keys, tell: Callable[[int, Checkpoint, float], None]) -> None:
+def _source(hub: pxrs.Hub, topic: str) -> pxrs.Source:
+    """What a worker was given to read: a name; or as JSON a list of names, or the settings of a table."""
+    if topic.startswith("{"):
+        return sql_table(**json.loads(topic))
+    if topic.startswith("["):
+        return JoinedSource([hub.log.topic(name) for name in json.loads(topic)])
+    return hub.log.topic(topic)
+
+
+def _tell_checkpoints(
+    registry: Registry, keys: Keys, tell: Callable[[TopicPartition, Checkpoint, float], None]
+) -> None:
     """Record every checkpoint that the registry accepts from now on, and when it was sent."""
     commit = registry.commit
     told: dict[str, bytes] = {}
@@ -235,7 +259,7 @@ def _tell_checkpoints(registry: Registry, keys: Keys, tell: Callable[[int, Check
             # A checkpoint that is written again unchanged is not new: it may even be of an earlier ownership.
             if key.startswith(keys.checkpoints) and told.get(key) != value:
                 told[key] = value
-                tell(partition_of(key)[1], Checkpoint.load(key, value), moment)
+                tell(partition_of(key), Checkpoint.load(key, value), moment)
         return versions
 
     setattr(registry, "commit", telling)  # noqa: B010 - for this one, and not for its class

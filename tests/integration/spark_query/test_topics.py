@@ -63,6 +63,10 @@ def lags(hub: Hub) -> dict[tuple[str, int], int | None]:
     return {(each.topic, each.partition): each.lag for each in hub.group("g").describe().partitions}
 
 
+def incarnations(hub: Hub) -> list[str]:
+    return [each.incarnation for each in hub.group("g").describe().members]
+
+
 def test_two_topics_are_read_by_one_member_and_each_message_once(shop: Hub) -> None:
     location = Location()
     with Engine(shop, location, subscribe=BOTH, maxRowsPerTrigger="7") as engine:
@@ -131,9 +135,9 @@ def test_g6_a_new_topic_that_matches_joins_a_running_query_and_is_read_from_its_
         fill(shop, "orders", 4)
         rows = engine.read_all()
         shop.create_topic("other", partitions=1)
-        member = shop.group("g").describe().members
+        member = incarnations(shop)
         assert not engine.plan()
-        assert shop.group("g").describe().members == member, "a topic that does not match changes nothing"
+        assert incarnations(shop) == member, "a topic that does not match changes nothing"
         shop.create_topic("a-orders", partitions=3)  # its partitions are numbered first from now on
         fill(shop, "a-orders", 6)
         fill(shop, "returns", 1)
@@ -169,10 +173,12 @@ def test_available_now_reads_no_topic_that_came_later(shop: Hub) -> None:
     location = Location()
     with Engine(shop, location, subscribePattern=".*") as engine:
         engine.stream.prepareForTriggerAvailableNow()
+        member = incarnations(shop)
         shop.create_topic("a-orders", partitions=1)
         fill(shop, "a-orders", 5)
         fill(shop, "orders", 2)
         assert len(engine.read_all()) == 50
+        assert incarnations(shop) == member, "nor does it join for it"
     with Engine(shop, location, subscribePattern=".*") as engine:
         engine.stream.prepareForTriggerAvailableNow()
         assert len(engine.read_all()) == 7
@@ -230,10 +236,21 @@ def test_assign_reads_the_named_partitions_alone_and_shows_the_others_as_unread(
         StreamReader(stream_options(shared))
 
 
-def test_offsets_and_times_are_given_by_topic(shop: Hub) -> None:
+def test_offsets_are_given_by_topic_and_count_only_at_the_first_start(shop: Hub) -> None:
     starts = {"orders": {"0": 18, "1": -1}, "returns": {"0": -2}}
-    with Engine(shop, Location(), subscribe=BOTH, startingOffsets=json.dumps(starts)) as engine:
+    location = Location()
+    with Engine(shop, location, subscribe=BOTH, startingOffsets=json.dumps(starts)) as engine:
         assert sorted(engine.read_all()) == [("orders", 0, 18), ("orders", 0, 19), *places(shop, "returns")]
+        shop.delete_topic("returns")
+        fill(shop, "orders", 1)
+        with pytest.raises(TopicDeleted):
+            engine.plan()
+    may_lose = {"startingOffsets": json.dumps(starts), "failOnDataLoss": "false", "includeTopic": "true"}
+    with Engine(shop, location, subscribe="orders", **may_lose) as engine:  # the options stay as they were
+        assert engine.read_all() == [("orders", 0, 20)]
+
+
+def test_offsets_by_topic_name_every_topic(shop: Hub) -> None:
     lacking = {"url": shop.url, "group": "h", "subscribe": BOTH, "startingOffsets": json.dumps({"orders": {"0": 1}})}
     stream = StreamReader(stream_options(lacking))
     with pytest.raises(InvalidOption, match="it lacks returns"):

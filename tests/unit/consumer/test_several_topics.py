@@ -13,13 +13,20 @@ import pxrs
 from pxrs import Message, TopicPartition
 from pxrs.consumer.dead_letters import ORIGIN_HEADER
 from pxrs.errors import (
+    CommitUnknown,
+    GroupActive,
+    GroupUnavailable,
     HandlerFailed,
     InvalidGroup,
     InvalidTopic,
     OffsetOutOfRange,
+    OutcomeUnknown,
     PartitionLost,
     PartitionNotAssigned,
     PartitionsPaused,
+    PxrsError,
+    RegistryUnavailable,
+    SourceChanged,
     TopicDeleted,
     UnknownTopic,
 )
@@ -217,6 +224,27 @@ class TestPartitions:
             assert TopicPartition(*message[:2]) in gone.value.partitions
             assert f"lost partition {message.topic}/" in str(gone.value) or "lost partitions" in str(gone.value)
 
+    @pytest.mark.parametrize(
+        ("failure", "kind"),
+        [(OutcomeUnknown("no answer"), CommitUnknown), (RegistryUnavailable("gone"), GroupUnavailable)],
+    )
+    def test_a_commit_that_is_not_confirmed_names_topics(
+        self, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, failure: PxrsError, kind: type[CommitUnknown]
+    ) -> None:
+        fill(hub, 30, ["returns"])
+
+        def refuse(*given: object, **named: object) -> None:
+            raise failure
+
+        with hub.consumer(BOTH, "g", commit_interval=600) as inbox:
+            place = TopicPartition(*inbox.poll(timeout=30)[0][:2])
+            with monkeypatch.context() as patch:
+                patch.setattr(hub.registry, "commit", refuse)
+                with pytest.raises(kind) as told:
+                    inbox.commit()
+            assert told.value.partitions == (place,)
+            assert f"returns/{place.partition} " in str(told.value)
+
     def test_ack_finds_the_partition_of_the_right_topic(self, hub: pxrs.Hub) -> None:
         """Partition 0 of both topics have messages with the same offset and epoch."""
         fill(hub)
@@ -337,7 +365,49 @@ class TestWhatCanBeRead:
                 "faxes": (0, True),
                 "orders": (0, False),
             }
+            hub.remove_source("faxes")
+            hub.add_source("faxes", f"sqlite:///{tmp_path}/shop.db", table="faxes", value_column="body", partitions=4)
+            with pytest.raises(SourceChanged, match="faxes with 3 partitions"):
+                hub.consumer(["orders", "faxes"], "g")
         database.close()
+
+
+class TestAdministration:
+    def test_a_reset_of_one_topic_leaves_the_others_as_they_are(self, hub: pxrs.Hub) -> None:
+        fill(hub)
+        with hub.consumer(BOTH, "g", until="end") as inbox:
+            assert len(list(inbox)) == 60
+        assert hub.group("g").reset("earliest", "returns").keys() == {"returns"}
+        assert Counter(message.topic for message in read_all(hub)) == {"returns": 30}
+        assert hub.group("g").reset("earliest").keys() == {"orders", "returns"}
+        assert len(read_all(hub)) == 60
+
+    def test_a_group_that_forgets_one_topic_keeps_the_checkpoints_of_the_others(self, hub: pxrs.Hub) -> None:
+        """Its members join again: they read the forgotten topic anew, and go on with the others."""
+        fill(hub)
+        found: list[str] = []
+        with hub.consumer(BOTH, "g") as inbox:
+            while len(found) < 60:
+                found += [message.topic for message in inbox.poll(timeout=30)]
+            inbox.commit()
+            hub.group("g").delete(force=True, topic="returns")
+            while len(found) < 90:
+                found += [message.topic for message in inbox.poll(timeout=30)]
+            assert Counter(found) == {"orders": 30, "returns": 60}
+            assert inbox.poll(timeout=0) == []
+
+    def test_a_registered_table_that_a_member_reads_beside_topics_cannot_be_removed(self, tmp_path: Path) -> None:
+        import sqlite3
+
+        with sqlite3.connect(tmp_path / "shop.db") as database:
+            database.execute("CREATE TABLE faxes (id INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB)")
+        database.close()
+        with pxrs.open(tmp_path / "data") as hub:
+            hub.create_topic("orders", partitions=2)
+            hub.add_source("faxes", f"sqlite:///{tmp_path}/shop.db", table="faxes", value_column="body", partitions=1)
+            with hub.consumer(["orders", "faxes"], "g"), pytest.raises(GroupActive, match="faxes is read by"):
+                hub.remove_source("faxes")
+            hub.remove_source("faxes")
 
 
 class TestTransactions:
@@ -371,7 +441,8 @@ class TestTransactions:
                 db.execute(sqlalchemy.text("CREATE TABLE booked (topic TEXT, partition_number INT, at INT)"))
             insert = sqlalchemy.text("INSERT INTO booked VALUES (:t, :p, :o)")
             with hub.consumer(BOTH, "g", until="end") as inbox:
-                for batch, db in inbox.transactions(engine, 4):
+                for number, (batch, db) in enumerate(inbox.transactions(engine, 4)):
+                    assert number < 10 * len(stored), "the same messages come again and again"
                     for message in batch:
                         db.execute(insert, {"t": message.topic, "p": message.partition, "o": message.offset})
             with engine.connect() as db:

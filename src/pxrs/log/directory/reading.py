@@ -31,6 +31,8 @@ from pxrs.log.directory.start import missing_before, read_start
 
 MAPPED_MAX: Final = 16
 TAIL_READ_BYTES: Final = 256 << 10
+LOOKED_AT_MAX: Final = 4_096
+"""At how many frames `Reader.end_before` looks at most: some milliseconds, and gigabytes of large frames."""
 _NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` of a list would import pandas where that is installed
 
 
@@ -94,7 +96,11 @@ class Reader:
                 raise
         return batches
 
-    def _read_segment(self, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
+    def _read_segment(
+        self, published: Published, offset: int, is_wanted: Callable[[Header], bool] | None = None
+    ) -> Iterator[tuple[Batch, int]]:
+        """The batches of the segment with this offset, from this offset on, and their sizes. is_wanted: whether to read
+        a frame; by default all. The payload of another frame is neither read nor checked."""
         for _ in range(3):  # retention may remove the segment between the two calls
             base = self._base_of(offset, published)
             if base == published.segment:
@@ -104,7 +110,7 @@ class Reader:
                     if self.start() <= offset:
                         raise
                     break
-                yield from self._read_tail(descriptor, published, offset)
+                yield from self._read_tail(descriptor, published, offset, is_wanted)
                 return
             try:
                 sealed = self._sealed(base)
@@ -112,11 +118,14 @@ class Reader:
                 self._refresh_bases()
                 continue
             for position, header in sealed.frames_for(offset):
-                yield _batch(header, sealed.records(position, header), offset)
+                if is_wanted is None or is_wanted(header):
+                    yield _batch(header, sealed.records(position, header), offset)
             return
         raise OffsetTrimmed(self.place, offset, self.start())
 
-    def _read_tail(self, descriptor: int, published: Published, offset: int) -> Iterator[tuple[Batch, int]]:
+    def _read_tail(
+        self, descriptor: int, published: Published, offset: int, is_wanted: Callable[[Header], bool] | None
+    ) -> Iterator[tuple[Batch, int]]:
         """Read from the last segment, up to the published end. Closes the descriptor."""
         path = segment_path(self.folder, published.segment)
         try:
@@ -124,7 +133,7 @@ class Reader:
             data, origin = self._tail_bytes(descriptor, path, published, position)
             end = min(published.segment_bytes, origin + data.size)
             for at, header in frames(data, path, position, end, origin, self._place_id):
-                if header.next_offset > offset:
+                if header.next_offset > offset and (is_wanted is None or is_wanted(header)):
                     records = read_payload(header, data.slice(at - origin, header.frame_bytes), path, at)
                     yield _batch(header, records, offset)
             if published.whole_end is not None and published.whole_end < published.end:
@@ -197,8 +206,6 @@ class Reader:
         return published.end
 
     def _offset_in(self, base: int, timestamp: int, published: Published) -> int | None:
-        import pyarrow.compute as pc  # most readers do not need it, and it takes a while to load
-
         begin = base
         if base != published.segment:
             try:
@@ -213,12 +220,35 @@ class Reader:
             begin = next(header.base_offset for _, header in sealed.frames_from(position))
         if begin >= published.end:
             return None
-        for batch, _ in self._read_segment(published, begin):
+        for batch, _ in self._read_segment(published, begin, lambda header: header.last_timestamp >= timestamp):
             times = batch.records.column("timestamp").cast(pa.int64())
-            row: int = pc.index(pc.greater_equal(times, timestamp), True).as_py()
-            if row >= 0:
-                return batch.base_offset + row
+            for row, time_us in enumerate(times.to_pylist()):
+                if time_us >= timestamp:
+                    return batch.base_offset + row
         return None
+
+    def end_before(self, timestamp: int) -> int:
+        """As `Source.end_before`: the end of the last frame that has an earlier message. The end of the partition if
+        there are too many frames to look at, or at damage, which a read raises."""
+        found = offset = self.offset_at(timestamp)
+        published = self._published()
+        left = LOOKED_AT_MAX
+
+        def is_too_many(header: Header) -> bool:
+            nonlocal found, offset, left
+            left, offset = left - 1, header.next_offset
+            if not header.is_gap and header.first_timestamp < timestamp:
+                found = header.next_offset
+            return left < 0
+
+        try:
+            while offset < published.end:
+                before = offset
+                if next(self._read_segment(published, offset, is_too_many), None) is not None or offset == before:
+                    return published.end
+        except (DamagedFrame, OffsetTrimmed):
+            return published.end
+        return found
 
     def _base_of(self, offset: int, published: Published) -> int:
         with self._cache:

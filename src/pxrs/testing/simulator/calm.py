@@ -7,8 +7,11 @@ are not disturbed (X4, X7).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
+from pxrs.group.records import ReadTopic
+from pxrs.group.snapshot import NOBODY
 from pxrs.log.numbering import TopicPartition
 from pxrs.testing.simulator.admin import reset_checkpoint
 from pxrs.testing.simulator.environment import Environment
@@ -101,22 +104,36 @@ class Calm:
                 environment.store.end_lease(lease)
 
     def _check_rest(self) -> None:
-        environment, ghost, members = self._environment, self._environment.ghost, self._group.members
-        sizes = dict.fromkeys((member.incarnation for member in members), 0)
+        ghost, members = self._environment.ghost, self._group.members
         acting = {place: member for member in members for place, _ in member.consumer.acting(member.held)}
-        for number in range(environment.settings.partitions):
-            place = (environment.topic, number)
-            owner = ghost.owners.get(place)
-            if owner is None or owner.incarnation not in sizes:
-                raise Violation("X4 every partition owned", f"{place} has {owner}, and {members} are there")
-            if acting.get(place) is None or acting[place].incarnation != owner.incarnation:
-                raise Violation("X4 every partition owned", f"{place} has {owner}, who does not act as its owner")
-            sizes[owner.incarnation] += 1
-            checkpoint, end = ghost.checkpoints.get(place), ghost.end[place]
-            if checkpoint is not None and checkpoint != end:
-                raise Violation("X11 nothing lost", f"{place} rests at {checkpoint} of {end}")
-        if max(sizes.values()) - min(sizes.values()) > 1:
-            raise Violation("X4 fair share", f"{sizes}")
+        for readers, topics in self._read_together():
+            sizes = {topic.id: dict.fromkeys((member.incarnation for member in readers), 0) for topic in topics}
+            for place in _places(topics):
+                owner = ghost.owners.get(place)
+                if owner is None or owner.incarnation not in sizes[place[0]]:
+                    raise Violation("X4 every partition owned", f"{place} has {owner}, and {readers} are there")
+                if acting.get(place) is None or acting[place].incarnation != owner.incarnation:
+                    raise Violation("X4 every partition owned", f"{place} has {owner}, who does not act as its owner")
+                sizes[place[0]][owner.incarnation] += 1
+                checkpoint, end = ghost.checkpoints.get(place), ghost.end[place]
+                if checkpoint is not None and checkpoint != end:
+                    raise Violation("X11 nothing lost", f"{place} rests at {checkpoint} of {end}")
+            if readers[0].assignor == "range":  # by itself in each topic
+                shares = [list(each.values()) for each in sizes.values()]
+            else:
+                shares = [[sum(each[member.incarnation] for each in sizes.values()) for member in readers]]
+            if any(max(each) - min(each) > 1 for each in shares):
+                raise Violation("X4 fair share", f"{sizes}")
+
+    def _read_together(self) -> list[tuple[list[SimulatedMember], list[ReadTopic]]]:
+        """The topics that somebody reads, those with the same readers together."""
+        together: dict[tuple[str, ...], tuple[list[SimulatedMember], list[ReadTopic]]] = {}
+        for topic in self._environment.topics:
+            readers = [member for member in self._group.members if topic in member.topics]
+            if readers:
+                names = tuple(member.incarnation for member in readers)
+                together.setdefault(names, (readers, []))[1].append(topic)
+        return list(together.values())
 
     def _stay_at_rest(self) -> None:
         """However much time passes and however often anybody looks, nothing is written (X5)."""
@@ -130,9 +147,7 @@ class Calm:
 
     def _reset_at_rest(self) -> None:
         """Members that wait for nothing must notice that an administrator has taken a partition from them."""
-        environment = self._environment
-        number = environment.rng.randrange(environment.settings.partitions)
-        reset_checkpoint(environment, (environment.topic, number))
+        reset_checkpoint(self._environment, self._environment.any_place())
         self._continue_until_rest()
         self._check_rest()
 
@@ -160,23 +175,28 @@ class Calm:
 
     def _owners(self) -> Owners:
         owners = self._environment.ghost.owners
-        places = [(self._environment.topic, number) for number in range(self._environment.settings.partitions)]
-        return {place: (owners[place].incarnation, owners[place].epoch) for place in places}
+        found = {place: owners.get(place, NOBODY) for place in self._environment.places()}
+        return {place: (owner.incarnation, owner.epoch) for place, owner in found.items()}
 
     def _check_moves(self, before: Owners, after: Owners) -> None:
-        members = self._group.members
-        moved = [place for place in before if before[place][0] != after[place][0]]
-        has = [sum(owner == member.incarnation for owner, _ in before.values()) for member in members]
-        fewest = fewest_moves(has, len(before))
-        if len(moved) != fewest and all(member.assignor == "sticky" for member in members):
-            raise Violation("X4 fewest moves", f"{len(moved)} partitions moved and {fewest} had to: {before} {after}")
-        for place in before:
-            if place not in moved and before[place] != after[place]:
-                raise Violation("X7 not disturbed", f"{place} stays and got another epoch: {before[place]}")
-        for member in members:
+        moved = {place for place in before if before[place][0] != after[place][0]}
+        for readers, topics in self._read_together():
+            places = _places(topics)
+            has = [sum(before[place][0] == member.incarnation for place in places) for member in readers]
+            fewest, count = fewest_moves(has, len(places)), len(moved.intersection(places))
+            if count != fewest and all(member.assignor == "sticky" for member in readers):
+                raise Violation("X4 fewest moves", f"{count} partitions moved and {fewest} had to: {before} {after}")
+            for place in places:
+                if place not in moved and before[place] != after[place]:
+                    raise Violation("X7 not disturbed", f"{place} stays and got another epoch: {before[place]}")
+        for member in self._group.members:
             for place in member.consumer.revoked_places:
                 if place not in moved:
                     raise Violation("X7 not disturbed", f"{place} stays with {member}, and was revoked")
+
+
+def _places(topics: Iterable[ReadTopic]) -> list[TopicPartition]:
+    return [(topic.id, number) for topic in topics for number in range(topic.partitions)]
 
 
 def fewest_moves(has: list[int], partitions: int) -> int:

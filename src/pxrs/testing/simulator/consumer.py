@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pxrs.group.checkpoints import Holding
 from pxrs.group.lane import Lane
-from pxrs.group.records import Paused
-from pxrs.log.numbering import TopicPartition
+from pxrs.group.records import Paused, ReadTopic
+from pxrs.log.numbering import Numbering, TopicPartition
 from pxrs.testing.simulator.environment import Environment
 
 
@@ -21,10 +21,11 @@ class SimulatedConsumer:
     def __init__(self, environment: Environment, member: object, *, acks_in_any_order: bool) -> None:
         """member: whose messages these are, as events show it."""
         self._environment, self._member, self._acks_in_any_order = environment, member, acks_in_any_order
-        self.topic = environment.topic
-        """The topic that the member has joined with."""
-        self.in_hand: list[tuple[str, Lane, int]] = []
-        """Topic, lane and offset of each message that the handler has and has not finished."""
+        self.topics: tuple[ReadTopic, ...] = ()
+        """The topics that the member has joined with."""
+        self._numbering = Numbering(())
+        self.in_hand: list[tuple[TopicPartition, Lane, int]] = []
+        """Partition, lane and offset of each message that the handler has and has not finished."""
         self.hangs_until = 0.0
         """The handler finishes nothing before this time."""
         self.revoked_places: list[TopicPartition] = []
@@ -32,25 +33,31 @@ class SimulatedConsumer:
         self.failures: dict[int, tuple[Lane, Paused]] = {}
         """By partition: a pause that the member has to write, and does not know to be written."""
 
+    def join(self, topics: Sequence[ReadTopic]) -> None:
+        """The member joins, and reads these topics."""
+        self.topics = tuple(topics)
+        self._numbering = Numbering((topic.id, topic.partitions) for topic in topics)
+
     # Hooks of the protocol.
 
     def assigned(self, partition: int, epoch: int, offset: int) -> Lane:
-        self._environment.note(self._member, "assigned", partition, epoch, offset)
-        self._environment.ghost.assigned((self.topic, partition), epoch, offset)
+        place = self._numbering.place(partition)
+        self._environment.note(self._member, "assigned", place, epoch, offset)
+        self._environment.ghost.assigned(place, epoch, offset)
         return Lane(partition, epoch, offset)
 
     def resumed(self, lane: Lane) -> None: ...
 
     def revoked(self, lane: Lane) -> None:
         self._environment.note(self._member, "revoked", lane)
-        self.revoked_places.append((self.topic, lane.partition))
+        self.revoked_places.append(self._numbering.place(lane.partition))
 
     def released(self, lane: Lane) -> None:
         self._environment.note(self._member, "released", lane)
 
     def lost(self, lane: Lane) -> None:
         self._environment.note(self._member, "lost", lane)
-        self.revoked_places.append((self.topic, lane.partition))
+        self.revoked_places.append(self._numbering.place(lane.partition))
 
     # Messages. `held` is what the member believes to own now: see `SimulatedMember.held`.
 
@@ -59,7 +66,7 @@ class SimulatedConsumer:
         for partition, holding in held.items():
             lane = holding.lane
             if not lane.is_lost and not (lane.is_stopping and lane.is_drained):
-                yield (self.topic, partition), lane
+                yield self._numbering.place(partition), lane
 
     def readable(self, held: Mapping[int, Holding]) -> list[Lane]:
         """The lanes of which a message can be handed out now."""
@@ -69,7 +76,7 @@ class SimulatedConsumer:
             for partition, holding in held.items()
             if not holding.lane.is_stopping
             and not holding.lane.is_lost
-            and holding.lane.position < end[self.topic, partition]
+            and holding.lane.position < end[self._numbering.place(partition)]
             and holding.lane.position - holding.lane.done < in_hand_max
         ]
 
@@ -78,9 +85,10 @@ class SimulatedConsumer:
         if not lanes:
             return False
         lane = self._environment.rng.choice(lanes)
-        self._environment.note(self._member, "hands out", lane.partition, lane.position)
-        self._environment.ghost.hand_out((self.topic, lane.partition), lane)
-        self.in_hand.append((self.topic, lane, lane.position))
+        place = self._numbering.place(lane.partition)
+        self._environment.note(self._member, "hands out", place, lane.position)
+        self._environment.ghost.hand_out(place, lane)
+        self.in_hand.append((place, lane, lane.position))
         lane.expect((lane.position,))
         lane.position += 1
         return True
@@ -91,8 +99,8 @@ class SimulatedConsumer:
         if not self.in_hand or self._environment.now < self.hangs_until:
             return False
         at = self._environment.rng.randrange(len(self.in_hand)) if self._acks_in_any_order else 0
-        topic, lane, offset = self.in_hand.pop(at)
-        self._environment.ghost.finish((topic, lane.partition), offset)
+        place, lane, offset = self.in_hand.pop(at)
+        self._environment.ghost.finish(place, offset)
         lane.ack(offset)
         return True
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from pxrs.group.protocol import MemberProtocol
-from pxrs.group.records import Keys
+from pxrs.group.records import Keys, ReadTopic
+from pxrs.log.numbering import TopicPartition
 from pxrs.registry.steps import Operation, Write
 from pxrs.testing.simulator.ghost import Ghost
-from pxrs.testing.simulator.settings import Settings
+from pxrs.testing.simulator.settings import Settings, TopicSettings
 from pxrs.testing.simulator.store import Request, SimulatedStore
 
+TOPIC_NAMES: Final = ("orders", "returns", "refunds")
 Alter = Callable[[Operation, Any, SimulatedStore], Operation]
 """Given an operation, the member that sends it and the store, returns the operation that is sent instead."""
 
@@ -60,8 +62,16 @@ class Environment:
         # A generator of its own, so that the schedules in which all members have the same assignor stay as they are.
         self._assignor_rng = random.Random(f"{seed} assignors")
         self._assignors = self._assignor_rng.choice((("sticky",), ("sticky",), ("sticky", "range")))
-        self.topic = ""
-        """The id of the topic that the members read now."""
+        # Likewise, so that the schedules of one topic stay as they are.
+        self._topics_rng = random.Random(f"{seed} topics")
+        self.topic_settings = TopicSettings.draw(self._topics_rng)
+        self.topics: list[ReadTopic] = [
+            ReadTopic("", name, partitions)
+            for name, partitions in zip(
+                TOPIC_NAMES, (self.settings.partitions, *self.topic_settings.more_partitions), strict=False
+            )
+        ]
+        """The topics that members read now. A topic that is created anew keeps its place and gets another id."""
         self.late: list[Request] = []
         """Writes whose sender has stopped waiting, and which the store may still apply."""
         self.before_write: Callable[[Request, Write], None] = lambda request, write: None
@@ -89,6 +99,19 @@ class Environment:
         one."""
         return self._assignor_rng.choice(self._assignors)
 
+    def topics_of_new_member(self) -> tuple[int, ...]:
+        """The topics that a member is started with: their places in `topics`."""
+        return self.topic_settings.draw_read(self._topics_rng)
+
+    def places(self) -> list[TopicPartition]:
+        """All partitions of the topics as they are now."""
+        return [(topic.id, number) for topic in self.topics for number in range(topic.partitions)]
+
+    def any_place(self) -> TopicPartition:
+        """One of them, drawn at random."""
+        places = self.places()
+        return places[self.rng.randrange(len(places))]
+
     def altered(self, operation: Operation, member: object) -> Operation:
         """The operation as it is sent: changed if a test has given a defect that changes it."""
         return operation if self._alter is None else self._alter(operation, member, self.store)
@@ -108,7 +131,7 @@ class Environment:
 
     def append(self) -> None:
         """A producer appends a few messages to some partition."""
-        place = (self.topic, self.rng.randrange(self.settings.partitions))
+        place = self.any_place()
         self.ghost.end[place] += self.rng.randint(1, 3)
 
     def apply_late(self) -> None:

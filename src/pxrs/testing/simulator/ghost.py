@@ -20,6 +20,7 @@ from pxrs.group.records import (
     Member,
     Owner,
     Paused,
+    ReadTopic,
     Starts,
     Target,
     partition_of,
@@ -175,9 +176,15 @@ class Ghost:
             raise Violation("X3 claims for itself", f"{request.incarnation} made {owner.incarnation} own {place}")
         if before.incarnation not in (None, owner.incarnation) and self._is_member(before.incarnation):
             raise Violation("X6 release, then claim", f"{owner.incarnation} claimed {place} from living {before}")
+        if not self._reads(owner.incarnation, place[0]):
+            raise Violation("X4 only what is read", f"{owner.incarnation} claimed {place}, and does not read it")
         if not self._is_meant(place, owner.incarnation):
             raise Violation("G2 claims by its target", f"{owner.incarnation} claimed {place}, and should not have it")
         self.at_claim[place, owner.epoch] = self.checkpoints.get(place)
+
+    def _reads(self, incarnation: str, topic: str) -> bool:
+        entry = self.store.state.get(self.keys.member(incarnation))
+        return entry is None or topic in Member.load(entry.key, entry.value).topics
 
     def _is_meant(self, place: TopicPartition, incarnation: str) -> bool:
         return place[1] in self.targets.get(incarnation, Target()).numbers(place[0])
@@ -222,6 +229,8 @@ class Ghost:
             )
         if target.generation < before.generation or target.taken < before.taken:
             raise Violation("G2 generations rise", f"{target} of {incarnation} after {before}")
+        if unread := [topic for topic in target.partitions if not self._reads(incarnation, topic)]:
+            raise Violation("X4 only what is read", f"{incarnation} was given partitions of {unread}")
         self.targets[incarnation] = target
 
     def _target_deleted(self, request: Request, incarnation: str) -> None:
@@ -236,16 +245,19 @@ class Ghost:
 
     # What members do.
 
-    def joined(self, topic: str, partitions: int) -> None:
-        """A member has joined: the start of every partition is written."""
-        for number in range(partitions):
-            place = (topic, number)
+    def joined(self, topics: Iterable[ReadTopic]) -> None:
+        """A member has joined: the start of every partition of the topics that it reads is written."""
+        for place in ((topic.id, number) for topic in topics for number in range(topic.partitions)):
+            if place not in self.checkpoints:
+                raise Violation("G6 start pinned", f"a member that reads {place} has joined, and it has no checkpoint")
             self.end_at_first_join.setdefault(place, self.end.get(place, 0))
             if place in self.checkpoints:
                 self._not_skipped(place, min(self.checkpoints[place], self.end_at_first_join[place]))
 
     def assigned(self, place: TopicPartition, epoch: int, offset: int) -> None:
         """A member begins to hand out a partition, from this offset on."""
+        if (place, epoch) not in self.at_claim:
+            raise Violation("X3 claimed, then owned", f"{place} is handed out under {epoch}, and nobody has claimed it")
         at_claim = self.at_claim[place, epoch]
         if self.owners[place].epoch != epoch:
             pass  # the member was slow to read the checkpoint, and does not own the partition any more

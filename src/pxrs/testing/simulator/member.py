@@ -27,7 +27,7 @@ from pxrs.errors import AssignorMismatch, Conflict, LeaseExpired, OutcomeUnknown
 from pxrs.group.checkpoints import Holding
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol, rearmed
-from pxrs.group.records import Home, Member
+from pxrs.group.records import Home, Member, ReadTopic
 from pxrs.registry.steps import Steps, Write
 from pxrs.testing.simulator.admin import retry_paused
 from pxrs.testing.simulator.connection import Connection
@@ -42,6 +42,8 @@ class SimulatedMember:
     def __init__(self, environment: Environment, name: str, *, acks_in_any_order: bool) -> None:
         self.environment, self.name = environment, name
         self.assignor = environment.assignor_of()
+        self._reads = environment.topics_of_new_member()
+        """The topics that it reads: their places in `Environment.topics`."""
         self.consumer = SimulatedConsumer(environment, self, acks_in_any_order=acks_in_any_order)
         self.connection = Connection(environment, self)
         self.protocol: MemberProtocol | None = None
@@ -167,8 +169,13 @@ class SimulatedMember:
             return not self.consumer.in_hand
         if not self._is_joined:
             return self._is_woken_to_pin
-        is_of_another_topic = self.consumer.topic != self.environment.topic
+        is_of_another_topic = self.consumer.topics != self.topics
         return is_of_another_topic or self.must_look or bool(self.protocol.due() or self.consumer.failures)
+
+    @property
+    def topics(self) -> tuple[ReadTopic, ...]:
+        """The topics that it reads, as they are now."""
+        return tuple(self.environment.topics[at] for at in self._reads)
 
     # Its procedures.
 
@@ -189,7 +196,7 @@ class SimulatedMember:
                 self.is_out = True
             else:
                 self._join()
-        elif consumer.topic != self.environment.topic:
+        elif consumer.topics != self.topics:
             self.lose("its topic was created anew")
         elif self.is_leaving:
             for holding in protocol.held.values():
@@ -220,8 +227,8 @@ class SimulatedMember:
 
     def _join(self) -> None:
         environment = self.environment
-        settings, topic = environment.settings, environment.topic
-        self.consumer.topic = topic
+        settings, topics = environment.settings, self.topics
+        self.consumer.join(topics)
         serial = environment.next_serial()
         self.incarnation = environment.incarnation_of(self.name, serial)
         self.lease = f"lease-{serial}"
@@ -229,26 +236,25 @@ class SimulatedMember:
         self._renewed_at, self._renewal_sent = self.now, None
         environment.store.begin_lease(self.lease, environment.now + TTL_S)
         handover_s = environment.rng.choice((None, settings.handover_s, settings.handover_s, 1.0, 30.0))
-        record = Member(
+        record = Member.reading(
             self.name,
-            topic,
-            "orders",
-            settings.partitions,
+            topics,
             since=environment.now,
             assignor=self.assignor,
             handover_s=handover_s,
         )
+        numbering = record.numbering
         self.protocol = environment.protocol(
             environment.keys,
             self.incarnation,
             record,
             self.consumer,
-            lambda number, first: environment.ghost.end[topic, number] if settings.starts_latest else first,
+            lambda number, first: environment.ghost.end[numbering.place(number)] if settings.starts_latest else first,
             wall=lambda: environment.now,
             keys_max=settings.keys_max,
             handover_s=settings.handover_s,
             home=Home("hub", "the only one"),
-            keeps_unread={topic},
+            keeps_unread=record.topics,
         )
         self.is_woken = True
         self._is_joined, self._is_woken_to_pin, self.watching = False, False, frozenset()
@@ -290,7 +296,7 @@ class SimulatedMember:
             case "join" | "pin":
                 self._is_joined = bool(value)
                 if self._is_joined:
-                    self.environment.ghost.joined(self.consumer.topic, self.environment.settings.partitions)
+                    self.environment.ghost.joined(self.consumer.topics)
             case "look":
                 is_armed = rearmed(self.watching, self.protocol.watched_keys()) is None
                 self.is_woken = self.is_woken or bool(value) or not is_armed

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pxrs.errors import RegistryError, RetentionPostponed
+from pxrs.group.records import ReadTopic
 from pxrs.group.retention import move_start
 from pxrs.registry.steps import Operation, Steps, Write
 from pxrs.testing.simulator.environment import Environment
@@ -26,18 +27,17 @@ class SimulatedRetention:
     def is_under_way(self) -> bool:
         return self.operation is not None
 
-    def begin(self) -> None:
-        """Begin a retention that may remove everything but what the group has yet to read; how much of it, is drawn at
-        random. One that is under way ends here, as if its process had died."""
-        environment, topic = self._environment, self._environment.topic
-        rng, end = environment.rng, environment.ghost.end
+    def begin(self, topic: ReadTopic) -> None:
+        """Begin a retention of this topic that may remove everything but what the group has yet to read; how much of
+        it, is drawn at random. One that is under way ends here, as if its process had died."""
+        rng, end = self._environment.rng, self._environment.ghost.end
 
         def plan(unread: Mapping[int, int]) -> dict[int, int]:
-            numbers = range(environment.settings.partitions)
-            ends = {n: min(unread.get(n, end[topic, n]), end[topic, n]) for n in numbers}
+            places = {n: (topic.id, n) for n in range(topic.partitions)}
+            ends = {n: min(unread.get(n, end[place]), end[place]) for n, place in places.items()}
             return {n: rng.randint(0, last) for n, last in ends.items() if rng.random() < 0.7}
 
-        self._procedure = move_start(topic, plan)
+        self._procedure = move_start(topic.id, plan)
         self.operation = next(self._procedure)
 
     def step(self) -> None:
@@ -58,8 +58,8 @@ class SimulatedRetention:
             return
         self._procedure, self.operation = procedure, following
 
-    def run_up_to_its_write(self) -> None:
+    def run_up_to_its_write(self, topic: ReadTopic) -> None:
         """Begin, and take the steps before the write: the next step moves the topic's start."""
-        self.begin()
+        self.begin(topic)
         while self.operation is not None and not isinstance(self.operation, Write):
             self.step()

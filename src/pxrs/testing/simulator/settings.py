@@ -38,10 +38,34 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class TopicSettings:
+    """The topics that the members of one schedule read, beside the first one."""
+
+    more_partitions: tuple[int, ...] = ()
+    """How many partitions each further topic has."""
+    sets_differ: bool = False
+    """Whether members read different topics: each one, some of them."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> TopicSettings:
+        """rng: a generator of its own, so that the schedules of one topic stay as they are."""
+        count = rng.choice((0, 0, 0, 1, 1, 2))
+        return cls(tuple(rng.choice((1, 2, 3)) for _ in range(count)), count > 0 and rng.random() < 0.5)
+
+    def draw_read(self, rng: random.Random) -> tuple[int, ...]:
+        """Which topics a new member reads, by their places in the list of topics; in any order."""
+        everything = range(1 + len(self.more_partitions))
+        if not self.more_partitions:
+            return tuple(everything)
+        return tuple(rng.sample(everything, rng.randint(1, len(everything)) if self.sets_differ else len(everything)))
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What is fixed for one schedule."""
 
     partitions: int
+    """Of the first topic; `TopicSettings` has those of further ones."""
     handover_s: float
     """After how many seconds the leader fences an owner that does not release."""
     keys_max: int

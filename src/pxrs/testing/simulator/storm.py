@@ -26,8 +26,9 @@ class Storm:
         environment.before_write = self._overtake
 
     def begin(self) -> None:
-        """Create the topic and start the first members."""
-        self._create_topic()
+        """Create the topics and start the first members."""
+        for at in range(len(self._environment.topics)):
+            self._create_topic(at)
         for _ in range(self._environment.rng.randint(1, self._environment.settings.members_max - 1)):
             self._group.start_member()
 
@@ -159,13 +160,18 @@ class Storm:
             case "hang":
                 member.consumer.hangs_until = environment.now + rng.uniform(0, 3 * TTL_S)
             case "reset":
-                reset_checkpoint(environment, (environment.topic, rng.randrange(environment.settings.partitions)))
+                reset_checkpoint(environment, environment.any_place())
             case "fail":
                 member.consumer.fail(member.held)
             case "retain":
-                self._retention.begin()
+                self._retention.begin(environment.topics[self._any_topic()])
             case "topic":
-                self._create_topic()
+                self._create_topic(self._any_topic())
+
+    def _any_topic(self) -> int:
+        """The place of one of the topics. Nothing is drawn if there is only one."""
+        count = len(self._environment.topics)
+        return 0 if count == 1 else self._environment.rng.randrange(count)
 
     def _crash(self, member: SimulatedMember) -> None:
         """A member crashes; mostly another one with its name is started."""
@@ -173,17 +179,17 @@ class Storm:
         if self._environment.rng.random() < 0.7:
             self._group.start_member(member.name)
 
-    def _create_topic(self) -> None:
-        """Delete the topic and create one with the same name, which has another id."""
+    def _create_topic(self, at: int) -> None:
+        """Delete the topic in this place and create one with the same name, which has another id."""
         environment, rng = self._environment, self._environment.rng
         self._topics += 1
-        environment.topic = f"t{self._topics}"
-        environment.note("topic", environment.topic)
-        for number in range(environment.settings.partitions):
-            environment.ghost.end[environment.topic, number] = rng.choice((0, 0, 5))
+        topic = environment.topics[at] = environment.topics[at]._replace(id=f"t{self._topics}")
+        environment.note("topic", topic)
+        for number in range(topic.partitions):
+            environment.ghost.end[topic.id, number] = rng.choice((0, 0, 5))
         if rng.random() < 0.5:
             # Retention is about to move the start when members write where the group begins.
-            self._retention.run_up_to_its_write()
+            self._retention.run_up_to_its_write(topic)
 
 
 def _overlap(operation: Operation | None, write: Write) -> bool:

@@ -37,18 +37,21 @@ def frames(
 def headers_of(
     descriptor: int, path: str, position: int, end: int, place: int | None = None
 ) -> Iterator[tuple[int, Header]]:
-    """The position and header of each frame from `position` up to `end`, read from the file PIECE_BYTES at a time.
+    """The position and header of each frame from `position` up to `end`, read from the file PIECE_BYTES at a time, or
+    header by header where frames are longer than that.
 
     Raises DamagedFrame, and MisplacedFile at a frame that names another place than `place`, unless that is None."""
+    piece_bytes = PIECE_BYTES
     while position < end:
         begin = position
-        piece = memoryview(pread(descriptor, min(PIECE_BYTES, end - begin), begin))
+        piece = memoryview(pread(descriptor, min(piece_bytes, end - begin), begin))
         # A header of format 1 is shorter than HEADER_BYTES, and may be all that is left before `end`.
         needed = HEADER_BYTES if begin + len(piece) < end else HEADER_BYTES_MIN
         while position < end and position - begin + needed <= len(piece):
             header = read_header(piece[position - begin : position - begin + HEADER_BYTES], path, position, place)
             yield position, header
             position += header.frame_bytes
+            piece_bytes = PIECE_BYTES if header.frame_bytes < PIECE_BYTES else HEADER_BYTES
         if position == begin:
             raise DamagedFrame(path, position, "no whole header is left in what was published")
 
