@@ -225,8 +225,9 @@ def test_k3_the_manifest_names_what_was_read_and_moves_the_checkpoints(place: Ro
     driver.claim()
     batch_of(driver, 0, (0, 5), (0, 3))
     assert place.checkpoints() == {0: 5, 1: 3}
-    spans = {0: Span(driver.epochs[0], 0, 5), 1: Span(driver.epochs[1], 0, 4)}
-    assert published_spans(place.hub.registry, "g", place.source.id, spans) == {0: None}
+    topic = place.source.id
+    spans = {(topic, 0): Span(driver.epochs[0], 0, 5), (topic, 1): Span(driver.epochs[1], 0, 4)}
+    assert published_spans(place.hub.registry, "g", spans) == {(topic, 0): None}
 
 
 @pytest.mark.parametrize("is_forgotten", [True, False], ids=["whole", "cut short"])
