@@ -15,7 +15,7 @@ import pytest
 
 from pxrs.group import reconcile
 from pxrs.group.protocol import MemberProtocol
-from pxrs.group.reconcile import Claim
+from pxrs.group.reconcile import Claim, Me
 from pxrs.group.records import Checkpoint, Leader, Owner, ReadTopic
 from pxrs.group.snapshot import GroupState
 from pxrs.registry.contract import ABSENT, Entry
@@ -216,6 +216,13 @@ class WatchesNoTarget(MemberProtocol):
         return super().watched_keys() - {self.keys.target(self.incarnation)}
 
 
+class KeepsItsTerm(MemberProtocol):
+    """The leader writes other targets although some that it has sent without an answer may still arrive (R5)."""
+
+    def _me(self) -> Me:
+        return replace(super()._me(), has_late_targets=False)
+
+
 class IgnoresWhatIsTaken(MemberProtocol):
     """A member reads the owner keys of what it gains and loses, also when `taken` has risen."""
 
@@ -304,6 +311,13 @@ MUTATIONS = [
     Mutation("owners not watched", Defects(protocol=WatchesNoOwners), NOT_WOKEN),
     Mutation("those waited for not watched", Defects(protocol=WatchesNoOtherMembers), NOT_WOKEN),
     Mutation("target not watched", Defects(protocol=WatchesNoTarget), NOT_WOKEN),
+    Mutation(
+        "same term after lost targets",
+        Defects(protocol=KeepsItsTerm),
+        ("X5 never periodic",),
+        first_seed=11_826,
+        seeds_max=11_830,
+    ),
     Mutation("owners not read though some were taken", Defects(protocol=IgnoresWhatIsTaken), NOT_WOKEN),
     Mutation("read before it is watched", Defects(member=ReadsBeforeItWatches), NOT_WOKEN, first_seed=36),
     Mutation("start not pinned", Defects(protocol=StartsUnpinned), ("G6 start pinned", "X11 nothing lost")),

@@ -98,6 +98,11 @@ def test_g2_the_lead_is_not_taken_from_one_who_lives() -> None:
     assert actions(snapshot("a", "b", leader="a"), me("b")) == []
 
 
+def test_r5_a_leader_whose_targets_were_not_answered_begins_another_term() -> None:
+    seen = snapshot("a", "b", leader="a", targets=["a", "a"])
+    assert actions(seen, replace(me("a"), has_late_targets=True)) == [Lead(30, 4, None)]
+
+
 def test_x5_the_leader_assigns_when_members_changed_and_only_then() -> None:
     seen = snapshot("a", "b", leader="a", targets=["a", "a"])
     assert actions(seen, me("a")) == [assign(["a", "b"], "a", "b")]

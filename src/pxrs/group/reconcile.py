@@ -43,7 +43,8 @@ from pxrs.registry.contract import ABSENT
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Take the lead: the leader key must still have this version, and the member that it names be gone."""
+    """Take the lead, or begin another term: the leader key must still have this version, and the member that it names
+    be gone, or be this one."""
 
     version: int
     term: int
@@ -136,6 +137,8 @@ class Me:
     revoking: Collection[int] = ()
     drained: Collection[int] = ()
     """The partitions of `revoking` with nothing in hand."""
+    has_late_targets: bool = False
+    """Whether this member, as the leader, has sent targets without an answer, which may still be written."""
 
 
 AskedSince = Mapping[tuple[TopicPartition, int], float]
@@ -185,6 +188,10 @@ def _lead(state: GroupState, me: Me) -> list[Action]:
         if leader.incarnation in state.members:
             return []
         return [Lead(version, leader.term + 1, leader.incarnation or None)]
+    if me.has_late_targets:
+        # A new term, so that they are refused (R5): otherwise they could be written after others that differ from
+        # them, and a partition would be in two targets until the leader looks again.
+        return [Lead(version, leader.term + 1, None)]
     wanted = assign_all(state)
     generation = state.generation + 1
     targets = {}
