@@ -121,13 +121,6 @@ def fence_without_telling(operation: Operation, member: SimulatedMember, store: 
     return operation
 
 
-def target_of_the_gone(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
-    """A target is made although its member is gone: it stays until the leader looks for another reason."""
-    if isinstance(operation, Write) and any("/targets/" in key for key in operation.put):
-        return operation._replace(expect=_without(dict(operation.expect), "/members/"))
-    return operation
-
-
 def join_over_another(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
     """Together with names for incarnations: whoever comes back takes its own place again."""
     if isinstance(operation, Write) and operation.ephemeral:
@@ -305,19 +298,10 @@ MUTATIONS = [
     Mutation("leader not expected", Defects(alter=no_leader_expected), ("G2 leader",), first_seed=296),
     Mutation("claim without its target", Defects(alter=claim_without_target), ("G2 claims by its target",)),
     Mutation("fence that does not tell the owner", Defects(alter=fence_without_telling), ("X8 the owner is told",)),
-    Mutation(
-        "target made for one who is gone", Defects(alter=target_of_the_gone), ("X5 never periodic",), first_seed=10
-    ),
     Mutation("owners not watched", Defects(protocol=WatchesNoOwners), NOT_WOKEN),
     Mutation("those waited for not watched", Defects(protocol=WatchesNoOtherMembers), NOT_WOKEN),
     Mutation("target not watched", Defects(protocol=WatchesNoTarget), NOT_WOKEN),
-    Mutation(
-        "same term after lost targets",
-        Defects(protocol=KeepsItsTerm),
-        ("X5 never periodic",),
-        first_seed=11_826,
-        seeds_max=11_830,
-    ),
+    Mutation("same term after lost targets", Defects(protocol=KeepsItsTerm), ("X5 never periodic",), first_seed=37),
     Mutation("owners not read though some were taken", Defects(protocol=IgnoresWhatIsTaken), NOT_WOKEN),
     Mutation("read before it is watched", Defects(member=ReadsBeforeItWatches), NOT_WOKEN, first_seed=36),
     Mutation("start not pinned", Defects(protocol=StartsUnpinned), ("G6 start pinned", "X11 nothing lost")),

@@ -24,7 +24,7 @@ leader finds them different from what it wants, and writes them anew; that may c
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -251,9 +251,8 @@ class MemberProtocol(Joining, Committing):
             name: (replace(target, generation=target.generation + earlier), version)
             for name, (target, version) in action.targets.items()
         }
-        for some in self._commits_of(targets, action.members):
+        for some in self._commits_of(targets):
             expect = {keys.target(name): targets[name][1] for name in some}
-            expect |= {keys.member(name): action.members[name] for name in some if name in action.members}
             try:
                 yield Write({**leads, **expect}, {keys.target(name): targets[name][0].dump() for name in some})
             except OutcomeUnknown:
@@ -266,18 +265,17 @@ class MemberProtocol(Joining, Committing):
             yield Write({**leads, **{key: gone[key] for key in doomed}}, delete=doomed)
         self.has_migrated = True
 
-    def _commits_of(self, targets: Mapping[str, tuple[Target, int]], new: Container[str]) -> Iterator[list[str]]:
-        """The incarnations in parts, each as large as one commit can write the targets of. new: those that need a
-        second key."""
+    def _commits_of(self, targets: Mapping[str, tuple[Target, int]]) -> Iterator[list[str]]:
+        """The incarnations in parts, each as large as one commit can write the targets of."""
         some: list[str] = []
-        keys = size = 0
+        size = 0
         for name, (target, _) in sorted(targets.items()):
-            more, more_bytes = 2 if name in new else 1, len(target.dump())
-            if some and (size + more_bytes > COMMIT_BYTES_MAX or keys + more > self.keys_max - 1):
+            more = len(target.dump())
+            if some and (size + more > COMMIT_BYTES_MAX or len(some) >= self.keys_max - 1):
                 yield some
-                some, keys, size = [], 0, 0
+                some, size = [], 0
             some.append(name)
-            keys, size = keys + more, size + more_bytes
+            size += more
         if some:
             yield some
 

@@ -58,10 +58,6 @@ class Assign:
 
     targets: Mapping[str, tuple[Target, int]]
     """By incarnation: the new target, and the expected version of its key."""
-    members: Mapping[str, int]
-    """For the members of `targets` that have no target key yet, by incarnation: the expected version of the member's
-    own key. A commit that is applied late must not create the target of a member that is gone: nobody would delete
-    it."""
     gone: Mapping[str, int]
     """By incarnation: the expected version of a target to delete."""
     leader_version: int
@@ -189,8 +185,9 @@ def _lead(state: GroupState, me: Me) -> list[Action]:
             return []
         return [Lead(version, leader.term + 1, leader.incarnation or None)]
     if me.has_late_targets:
-        # A new term, so that they are refused (R5): otherwise they could be written after others that differ from
-        # them, and a partition would be in two targets until the leader looks again.
+        # A new term, so that they are refused from then on (R5), and what they have written until then is read next.
+        # Otherwise they could be written after others that differ from them: a partition would be in two targets, or a
+        # member that is gone would get one, until the leader looks for another reason.
         return [Lead(version, leader.term + 1, None)]
     wanted = assign_all(state)
     generation = state.generation + 1
@@ -200,8 +197,7 @@ def _lead(state: GroupState, me: Me) -> list[Action]:
         if target_version == ABSENT or before.partitions != partitions:
             targets[incarnation] = replace(before, generation=generation, partitions=partitions), target_version
     gone = {name: version for name, (_, version) in state.targets.items() if name not in state.members}
-    new = {name: state.member_versions[name] for name, (_, known) in targets.items() if known == ABSENT}
-    return [Assign(targets, new, gone, version)] if targets or gone else []
+    return [Assign(targets, gone, version)] if targets or gone else []
 
 
 def assign_all(state: GroupState) -> dict[str, dict[str, list[int]]]:
