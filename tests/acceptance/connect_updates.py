@@ -10,6 +10,7 @@ import os
 import sys
 
 from pxrs.spark import stream_updates
+from pxrs.spark.home import quick_home
 from pxrs.spark.java import java_home
 
 
@@ -18,7 +19,8 @@ def main(url: str, checkpoint: str) -> None:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
-    spark = SparkSession.builder.remote("local[2]").config("spark.sql.shuffle.partitions", "1").getOrCreate()
+    with quick_home("local[2]"):  # Spark waits 10 s for a Python process that runs foreachBatch
+        spark = SparkSession.builder.remote("local[2]").config("spark.sql.shuffle.partitions", "1").getOrCreate()
     rows = spark.readStream.format("pxrs").options(url=url, topic="in", group="counter").load()
     counts = rows.groupBy("key").count().selectExpr("key", "CAST(count AS STRING) AS value")
     updates = stream_updates(counts, url=url, topic="counts", app_id="counts").option("checkpointLocation", checkpoint)

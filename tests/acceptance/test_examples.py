@@ -81,11 +81,7 @@ def test_the_walkthrough_goes_as_it_is_printed(tmp_path: Path) -> None:
                 steps.append((command, printed))
     script = "\n".join(["set -e", *(f"{command}\necho '{MARK}'" for command, _ in steps)])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    (tmp_path / "conf").mkdir()
-    # There are three orders: eight tasks for each batch, as by default, would take longer than all else.
-    (tmp_path / "conf" / "spark-defaults.conf").write_text("spark.sql.shuffle.partitions 1\n")
-    settings = {**SHORT_LIVED, "SPARK_CONF_DIR": str(tmp_path / "conf")}
-    environment = {**os.environ, **settings, "PATH": path, "COLUMNS": "200"}
+    environment = {**os.environ, **SHORT_LIVED, "PATH": path, "COLUMNS": "200"}
     run = subprocess.run(
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +41,11 @@ def test_the_recipes_find_what_they_say(
     assert capsys.readouterr().out.splitlines()[0].startswith("0 1 1 "), "number, rows and lag of a batch"
 
 
-@pytest.fixture(scope="module")
-def remote(spark: Any) -> Iterator[dict[str, str]]:
-    """The environment of clients of Spark Connect, which a server in the Java of the session serves: a server in a Java
-    of its own would take longer to start than all clients run."""
-    for package in ("pandas", "grpc_status", "zstandard", "yaml"):
-        pytest.importorskip(package)
-    spark._jsc.sc().conf().set("spark.connect.grpc.binding.port", "0")
-    service = getattr(getattr(spark._jvm.org.apache.spark.sql.connect.service, "SparkConnectService$"), "MODULE$")
-    service.start(spark._jsc.sc())
-    yield {**os.environ, "SPARK_REMOTE": f"sc://127.0.0.1:{service.localPort()}", "PYTHONWARNINGS": "ignore"}
-    none = spark._jvm.scala.Option.empty()
-    service.stop(none, none)
+@pytest.fixture
+def remote(connect_url: str) -> dict[str, str]:
+    """The environment of clients of Spark Connect."""
+    pytest.importorskip("yaml")
+    return {**os.environ, "SPARK_REMOTE": connect_url}
 
 
 def run(command: list[str], environment: dict[str, str], folder: Path) -> str:

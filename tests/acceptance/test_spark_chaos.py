@@ -34,7 +34,7 @@ LOCAL, LOCAL_CLUSTER = "local[2]", "local-cluster[2,1,512]"
 DRIVERS_DEATHS = ("driver", "java", "python")
 """Of the driver: all of it, its Java, or its Python process."""
 BATCH_ROWS = 200
-MESSAGES_MIN = 1200
+MESSAGES_MIN = 3000 if SOAK else 800
 LEASE_TTL_S = 2.0
 PATIENCE_S = 180.0
 """For one thing to happen: a driver's start takes most of it where the machine has much else to do."""
