@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pxrs.consumer.consumer import Consumer
-from pxrs.errors import Closed, Conflict, RegistryUnavailable
-from pxrs.group.records import Keys, Pinned
+from pxrs.errors import Closed, Conflict, OutcomeUnknown, RegistryUnavailable
+from pxrs.group.records import Keys, Leader, Pinned
 from pxrs.hub import Hub
 from pxrs.model import Message
 from pxrs.registry.contract import Commit
@@ -81,6 +81,12 @@ def is_leader(consumer: Consumer) -> bool:
     return protocol is not None and protocol.is_leading
 
 
+def term(registry: HookedRegistry) -> int:
+    entry = registry.get(KEYS.leader)
+    assert entry is not None
+    return Leader.load(entry.key, entry.value).term
+
+
 def take_all_in_hand(inbox: Consumer, partitions: int) -> list[Message]:
     """With ack="manual": a message of each partition, none of which is acknowledged."""
     found: dict[int, Message] = {}
@@ -123,6 +129,36 @@ def test_x8_a_leader_whose_fence_is_refused_again_and_again_pauses_between_its_t
     registry.before = lambda commit: None
     eventually(lambda: len(leads._lanes.owned()) == 1, PATIENCE_S)
     eventually(lambda: len(waits.assignment) == 1, PATIENCE_S)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_r5_a_leader_whose_targets_are_not_answered_begins_one_term_for_each_try(
+    place: SharedStore, is_written: bool
+) -> None:
+    """The store answers small commits, and is too slow for those of targets; whether it applies them or not."""
+    hub, registry = with_topic(place, 2)
+    leads = hub.consumer("t", "g", **QUIET)
+    eventually(lambda: leads.assignment == [0, 1], PATIENCE_S)
+    first = term(registry)
+    tries = Calls()
+
+    def lose_the_reply(commit: Commit) -> None:
+        if KEYS.leader in commit.expect and any(key.startswith(KEYS.targets) for key in commit.put):
+            tries()
+            raise OutcomeUnknown("no answer")
+
+    if is_written:
+        registry.after = lose_the_reply
+    else:
+        registry.before = lose_the_reply
+    hub_2, _ = another(place, hub)
+    joins = hub_2.consumer("t", "g", **QUIET)
+    eventually(lambda: tries.count > 0, PATIENCE_S)
+    assert tries.in_a_second() < 20
+    assert term(registry) - first <= tries.count
+    registry.before = registry.after = lambda commit: None
+    eventually(lambda: len(leads.assignment) == len(joins.assignment) == 1, PATIENCE_S)
+    eventually(lambda: term(registry) - first == tries.count, PATIENCE_S)
 
 
 @pytest.mark.parametrize("is_woken", [False, True])

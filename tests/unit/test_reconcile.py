@@ -46,7 +46,6 @@ def snapshot(
     """targets: whom each partition is meant for. Every member has a target then, of version 50."""
     return GroupState(
         members(*names),
-        dict.fromkeys(names, 10),
         None if leader is None else (Leader(leader, 3), 30),
         {name: (target(targets, name), 50) for name in names if targets is not None},
         {(T, number): owner for number, owner in owners.items()},
@@ -60,7 +59,7 @@ def target(targets: list[str | None], name: str, generation: int = 5) -> Target:
 
 def assign(targets: list[str | None], *names: str) -> Assign:
     """The targets of these members, which are to be written anew."""
-    return Assign({name: (target(targets, name, 6), 50) for name in names}, {}, {}, 30)
+    return Assign({name: (target(targets, name, 6), 50) for name in names}, {}, 30)
 
 
 def me(
@@ -98,6 +97,11 @@ def test_g2_the_lead_is_not_taken_from_one_who_lives() -> None:
     assert actions(snapshot("a", "b", leader="a"), me("b")) == []
 
 
+def test_r5_a_leader_whose_targets_were_not_answered_begins_another_term() -> None:
+    seen = snapshot("a", "b", leader="a", targets=["a", "a"])
+    assert actions(seen, replace(me("a"), has_late_targets=True)) == [Lead(30, 4, None)]
+
+
 def test_x5_the_leader_assigns_when_members_changed_and_only_then() -> None:
     seen = snapshot("a", "b", leader="a", targets=["a", "a"])
     assert actions(seen, me("a")) == [assign(["a", "b"], "a", "b")]
@@ -120,13 +124,13 @@ def test_x5_only_the_targets_that_change_are_written() -> None:
     seen = snapshot("a", "b", "c", leader="a", targets=["a", "b"])
     seen.targets.pop("c")
     new = Target(6), ABSENT
-    assert actions(seen, me("a")) == [Assign({"c": new}, {"c": 10}, {}, 30)], "it gets nothing, and is told so"
+    assert actions(seen, me("a")) == [Assign({"c": new}, {}, 30)], "it gets nothing, and is told so"
 
 
 def test_the_target_of_a_member_that_is_gone_is_deleted() -> None:
     seen = snapshot("a", leader="a", targets=["a", "a"])
     seen.targets["gone"] = Target(4, {T: [1]}), 44
-    assert actions(seen, me("a")) == [Assign({}, {}, {"gone": 44}, 30)]
+    assert actions(seen, me("a")) == [Assign({}, {"gone": 44}, 30)]
 
 
 def test_g2_of_a_partition_in_two_targets_the_owner_keeps_it() -> None:
@@ -136,7 +140,7 @@ def test_g2_of_a_partition_in_two_targets_the_owner_keeps_it() -> None:
     assert seen.meant_for() == {(T, 0): "a", (T, 1): "a"}
     assert asked_since(seen, {}, 0.0) == {}, "nothing is asked of one whose target names it"
     assert actions(seen, me("a", {0: 101, 1: 102})) == [
-        Assign({"a": (Target(6, {T: [0]}), 49)}, {}, {}, 30),
+        Assign({"a": (Target(6, {T: [0]}), 49)}, {}, 30),
     ]
 
 

@@ -398,8 +398,9 @@ class GroupHandle:
                 self._registry.commit({self._keys.leader: version}, {self._keys.leader: retired.dump()})
             except Conflict:
                 return  # a new member leads already, by a new term, and deletes them
-        # Delete the targets of members that are gone: an incarnation that joins later has another key.
-        targets = [self._keys.target(incarnation) for incarnation in state.targets]
+        # Delete the targets of members that are gone: an incarnation that joins later has another key. All of `members`
+        # too: the last leader may have written a member's first target after `state` was read.
+        targets = [self._keys.target(incarnation) for incarnation in sorted({*state.targets, *state.members})]
         self._delete([*targets, self._keys.legacy_assignment])
 
     def _delete(self, keys: Sequence[str]) -> None:

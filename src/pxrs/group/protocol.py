@@ -5,6 +5,8 @@ writes grows with what the member gains and loses. Only the leader reads the who
 
 Rules, each with a mutation of the simulator that fails without it:
 - The leader writes targets and fences only by commits that expect the leader key as it was read, under its lease (G2).
+- After targets were sent without an answer, the leader begins another term before it writes others, so that they are
+  refused if they arrive late (R5).
 - A claim expects the member's own target as it was read. So once the leader has replaced the target of a member, that
   member cannot claim what the new target does not name, and the leader, which reads the owners after that, sees all
   that it has to ask back.
@@ -22,11 +24,11 @@ leader finds them different from what it wants, and writes them anew; that may c
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from pxrs.errors import Conflict, GroupActive
+from pxrs.errors import Conflict, GroupActive, OutcomeUnknown
 from pxrs.group.checkpoints import Holding
 from pxrs.group.committing import Committing, in_parts
 from pxrs.group.incarnation import LEASE_ENDED
@@ -75,6 +77,8 @@ class MemberProtocol(Joining, Committing):
     """`Target.taken` of this member when it last read all its owner keys."""
     has_migrated: bool = False
     """As the leader: whether the key of layout 1 was looked for, and deleted."""
+    has_late_targets: bool = False
+    """As the leader: whether targets were sent in this term without an answer, so that they may still be written."""
 
     @property
     def is_leading(self) -> bool:
@@ -176,7 +180,7 @@ class MemberProtocol(Joining, Committing):
         revoking = [number for number, holding in self.held.items() if holding.is_revoking]
         drained = [number for number in revoking if self.held[number].lane.is_drained]
         held = {number: holding.version for number, holding in self.held.items()}
-        return Me(self.incarnation, self.numbering, held, revoking, drained)
+        return Me(self.incarnation, self.numbering, held, revoking, drained, self.has_late_targets)
 
     # What it does.
 
@@ -234,6 +238,7 @@ class MemberProtocol(Joining, Committing):
         absent = {keys.member(action.gone): ABSENT} if action.gone else {}
         leader = Leader(self.incarnation, action.term)
         yield Write({keys.leader: action.version, **absent}, {keys.leader: leader.dump()})
+        self.has_late_targets = False
 
     def _assign(self, action: Assign) -> Steps[None]:
         """Write the targets in as few commits as can hold them, then delete those of former members."""
@@ -246,10 +251,13 @@ class MemberProtocol(Joining, Committing):
             name: (replace(target, generation=target.generation + earlier), version)
             for name, (target, version) in action.targets.items()
         }
-        for some in self._commits_of(targets, action.members):
+        for some in self._commits_of(targets):
             expect = {keys.target(name): targets[name][1] for name in some}
-            expect |= {keys.member(name): action.members[name] for name in some if name in action.members}
-            yield Write({**leads, **expect}, {keys.target(name): targets[name][0].dump() for name in some})
+            try:
+                yield Write({**leads, **expect}, {keys.target(name): targets[name][0].dump() for name in some})
+            except OutcomeUnknown:
+                self.has_late_targets = True
+                raise
         gone = {keys.target(name): version for name, version in action.gone.items()}
         if legacy is not None:
             gone[legacy.key] = legacy.version
@@ -257,18 +265,17 @@ class MemberProtocol(Joining, Committing):
             yield Write({**leads, **{key: gone[key] for key in doomed}}, delete=doomed)
         self.has_migrated = True
 
-    def _commits_of(self, targets: Mapping[str, tuple[Target, int]], new: Container[str]) -> Iterator[list[str]]:
-        """The incarnations in parts, each as large as one commit can write the targets of. new: those that need a
-        second key."""
+    def _commits_of(self, targets: Mapping[str, tuple[Target, int]]) -> Iterator[list[str]]:
+        """The incarnations in parts, each as large as one commit can write the targets of."""
         some: list[str] = []
-        keys = size = 0
+        size = 0
         for name, (target, _) in sorted(targets.items()):
-            more, more_bytes = 2 if name in new else 1, len(target.dump())
-            if some and (size + more_bytes > COMMIT_BYTES_MAX or keys + more > self.keys_max - 1):
+            more = len(target.dump())
+            if some and (size + more > COMMIT_BYTES_MAX or len(some) >= self.keys_max - 1):
                 yield some
-                some, keys, size = [], 0, 0
+                some, size = [], 0
             some.append(name)
-            keys, size = keys + more, size + more_bytes
+            size += more
         if some:
             yield some
 

@@ -43,7 +43,8 @@ from pxrs.registry.contract import ABSENT
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Take the lead: the leader key must still have this version, and the member that it names be gone."""
+    """Take the lead, or begin another term: the leader key must still have this version, and the member that it names
+    be gone, or be this one."""
 
     version: int
     term: int
@@ -57,10 +58,6 @@ class Assign:
 
     targets: Mapping[str, tuple[Target, int]]
     """By incarnation: the new target, and the expected version of its key."""
-    members: Mapping[str, int]
-    """For the members of `targets` that have no target key yet, by incarnation: the expected version of the member's
-    own key. A commit that is applied late must not create the target of a member that is gone: nobody would delete
-    it."""
     gone: Mapping[str, int]
     """By incarnation: the expected version of a target to delete."""
     leader_version: int
@@ -136,6 +133,8 @@ class Me:
     revoking: Collection[int] = ()
     drained: Collection[int] = ()
     """The partitions of `revoking` with nothing in hand."""
+    has_late_targets: bool = False
+    """Whether this member, as the leader, has sent targets without an answer, which may still be written."""
 
 
 AskedSince = Mapping[tuple[TopicPartition, int], float]
@@ -185,6 +184,11 @@ def _lead(state: GroupState, me: Me) -> list[Action]:
         if leader.incarnation in state.members:
             return []
         return [Lead(version, leader.term + 1, leader.incarnation or None)]
+    if me.has_late_targets:
+        # A new term, so that they are refused from then on (R5), and what they have written until then is read next.
+        # Otherwise they could be written after others that differ from them: a partition would be in two targets, or a
+        # member that is gone would get one, until the leader looks for another reason.
+        return [Lead(version, leader.term + 1, None)]
     wanted = assign_all(state)
     generation = state.generation + 1
     targets = {}
@@ -193,8 +197,7 @@ def _lead(state: GroupState, me: Me) -> list[Action]:
         if target_version == ABSENT or before.partitions != partitions:
             targets[incarnation] = replace(before, generation=generation, partitions=partitions), target_version
     gone = {name: version for name, (_, version) in state.targets.items() if name not in state.members}
-    new = {name: state.member_versions[name] for name, (_, known) in targets.items() if known == ABSENT}
-    return [Assign(targets, new, gone, version)] if targets or gone else []
+    return [Assign(targets, gone, version)] if targets or gone else []
 
 
 def assign_all(state: GroupState) -> dict[str, dict[str, list[int]]]:

@@ -39,8 +39,6 @@ class GroupState:
 
     members: dict[str, Member] = field(default_factory=dict)
     """By incarnation."""
-    member_versions: dict[str, int] = field(default_factory=dict)
-    """The versions of the keys of `members`, by incarnation."""
     leader: tuple[Leader, int] | None = None
     targets: dict[str, tuple[Target, int]] = field(default_factory=dict)
     """By incarnation."""
@@ -68,8 +66,7 @@ class GroupState:
         elif key.startswith(keys.targets):
             self.targets[key.removeprefix(keys.targets)] = Target.load(key, value), version
         elif key.startswith(keys.members):
-            incarnation = key.removeprefix(keys.members)
-            self.members[incarnation], self.member_versions[incarnation] = Member.load(key, value), version
+            self.members[key.removeprefix(keys.members)] = Member.load(key, value)
         elif key.startswith(keys.owners):
             self.owners[partition_of(key)] = Owner.load(key, value), version
         elif key.startswith(keys.checkpoints):

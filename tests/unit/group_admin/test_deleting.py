@@ -114,6 +114,29 @@ def test_r4_a_target_on_its_way_is_refused_after_a_deletion(
         registry.commit({KEYS.leader: leader.version}, {KEYS.target(worker.incarnation): Target(2).dump()})
 
 
+def test_a_target_that_is_written_while_the_group_is_deleted_is_deleted_too(
+    registry: Registry, log: MemoryLog, worker: Worker, group: GroupHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first target of a member, written after the member's key was deleted and before the leader's term has
+    ended."""
+    bert = Worker(registry, log, "bert").join()
+    leader = registry.get(KEYS.leader)
+    assert leader is not None
+    written = []
+
+    def commit(*arguments: Any, **named: Any) -> dict[str, int]:
+        versions = real(*arguments, **named)
+        if KEYS.member(bert.incarnation) in named.get("delete", ()):
+            written.append(real({KEYS.leader: leader.version}, {KEYS.target(bert.incarnation): Target(2).dump()}))
+        return versions
+
+    real = registry.commit
+    monkeypatch.setattr(registry, "commit", commit)
+    group.delete(force=True)
+    assert written
+    assert registry.scan(KEYS.targets) == []
+
+
 def test_r4_what_an_administrator_had_on_the_way_is_refused_after_a_deletion(
     registry: Registry, log: MemoryLog, group: GroupHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
