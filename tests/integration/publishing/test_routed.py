@@ -24,6 +24,7 @@ from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span
 from pxrs.publishing.records import ROUTED, Manifest, Part, published_spans
 from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column
 from pxrs.testing.transfer import Transfer, rows_of
 from tests.integration.publishing.driver import (
@@ -51,6 +52,7 @@ from tests.integration.publishing.driver import (
 )
 
 NAMES = ("out", "more", "third")
+WRITER = routed_writer(QUERY)
 
 
 class RoutedPlace(Place):
@@ -111,7 +113,7 @@ class RoutedDriver(Driver):
     def _attempt(self, batch: int, task: int, rows: Sequence[tuple[bytes, bytes]]) -> Any:
         names = self.random.sample(NAMES, self.random.randrange(1, 4))
         table = table_of(rows).append_column("topic", pa.array([self.random.choice(names) for _ in rows]))
-        return self.staging.stage_routed(by_column(self._topic), QUERY, batch, task, [table])
+        return self.staging.stage_routed(by_column(self._topic), WRITER, batch, task, [table])
 
     def _topic(self, name: str) -> Topic:
         return self.hub.topic(name).topic
@@ -214,7 +216,7 @@ def test_k2_a_smaller_batch_is_refused_whatever_topics_it_names(place: RoutedPla
     for batch in (0, 1):
         batch_of(driver, batch, (5 * batch, 5 * batch + 5))
     before = place.arrived()
-    (staged,) = [driver.staging.stage(place.hub.topic("third").topic, QUERY, 0, 0, [table_of([(b"k", b"v")])])]
+    (staged,) = [driver.staging.stage(place.hub.topic("third").topic, WRITER, 0, 0, [table_of([(b"k", b"v")])])]
     with pytest.raises(BatchRefused, match="an old checkpoint location"):
         driver.publisher.publish_routed(QUERY, 0, [Part(place.hub.topic("third").id, "third", [staged.name], [])])
     assert place.arrived() == before
@@ -225,8 +227,9 @@ def test_k3_the_manifest_names_what_was_read_and_moves_the_checkpoints(place: Ro
     driver.claim()
     batch_of(driver, 0, (0, 5), (0, 3))
     assert place.checkpoints() == {0: 5, 1: 3}
-    spans = {0: Span(driver.epochs[0], 0, 5), 1: Span(driver.epochs[1], 0, 4)}
-    assert published_spans(place.hub.registry, "g", place.source.id, spans) == {0: None}
+    id, epochs = place.source.id, driver.epochs
+    spans = {(id, 0): Span(epochs[0], 0, 5), (id, 1): Span(epochs[1], 0, 4)}
+    assert published_spans(place.hub.registry, "g", spans) == {(id, 0): None}
 
 
 @pytest.mark.parametrize("is_forgotten", [True, False], ids=["whole", "cut short"])
@@ -280,7 +283,7 @@ def test_a_topic_of_the_last_batch_that_is_deleted_while_the_next_one_is_committ
     before = place.arrived()
     topic = place.hub.topic("third")
     driver = place.driver(Steps(1, delete, "get"))
-    staged = driver.staging.stage(topic.topic, QUERY, 1, 0, [table_of([(b"k", b"v")])])
+    staged = driver.staging.stage(topic.topic, WRITER, 1, 0, [table_of([(b"k", b"v")])])
     driver.publisher.publish_routed(QUERY, 1, [Part(topic.id, "third", [staged.name], [])])
     assert place.arrived() == before + 1
     assert (place.manifest() or last).is_published
@@ -291,7 +294,7 @@ def test_what_a_routed_manifest_names_is_not_swept(place: RoutedPlace) -> None:
     staging, registry = DirectoryStaging(place.url), place.hub.registry
     make_old(Path(place.url, "staging"))
     for part in manifest.parts:
-        assert needed_batches(registry, part.topic) == {QUERY: 0}
+        assert needed_batches(registry, part.topic) == {WRITER: 0}
         staging.sweep(part.topic, needed_batches(registry, part.topic))
     place.driver().clean_up()
     assert place.arrived() == 20
@@ -383,9 +386,9 @@ class OwnParts(Publisher):
 class ClearedBetween(Publisher):
     """The staged files of a topic go as soon as they are appended, before the manifest says so."""
 
-    def _append_part(self, query: str, batch: int, part: Part) -> None:
-        super()._append_part(query, batch, part)
-        self._staging.clear(part.topic, query, batch)
+    def _append_part(self, writer: str, batch: int, part: Part) -> None:
+        super()._append_part(writer, batch, part)
+        self._staging.clear(part.topic, writer, batch)
 
 
 @pytest.mark.parametrize("publisher", [TopicByTopic, OwnParts, ClearedBetween])
@@ -400,7 +403,7 @@ def race_to_different_topics(place: RoutedPlace) -> None:
 
     def publish(driver: RoutedDriver, name: str) -> None:
         topic = place.hub.topic(name)
-        staged = driver.staging.stage(topic.topic, QUERY, 0, 0, [table_of([(b"k", b"v")])])
+        staged = driver.staging.stage(topic.topic, WRITER, 0, 0, [table_of([(b"k", b"v")])])
         driver.publisher.publish_routed(QUERY, 0, [Part(topic.id, name, [staged.name], [])])
 
     second = place.driver()

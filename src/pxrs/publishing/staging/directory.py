@@ -2,7 +2,8 @@
 
     staging/
       feeds/<query>/<batch>-<run>-<incarnation>-<topic id>.json    what a batch reads of a topic, and its fences
-      <topic id>/<query>/<batch>/<task>-<random>.frames   rows that a task has staged for the topic (`frames.py`)
+      <topic id>/<query>/<batch>/<task>-<random>.frames   rows that a task has staged for the topic (`frames.py`);
+                                                          <query> is routed-<query> if the rows name their topics
 
 Each start of a query is a run with an id of its own. A sink reads only the feeds of its own run: what an earlier run
 has announced for the same batch may be fenced off since, or may be torn by a power loss.
@@ -35,7 +36,7 @@ from pxrs import disk
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.staging.contract import Staging
-from pxrs.publishing.staging.files import NewFile, Staged
+from pxrs.publishing.staging.files import NewFile, Staged, query_of_writer
 from pxrs.publishing.staging.frames import ARROW_SUFFIX, SUFFIX, FramesWriter, Piece, read_arrow_file, read_frames_file
 
 _logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class DirectoryStaging(Staging):
             for other in os.listdir(folder):
                 if _is_below(other, batch + 1):
                     shutil.rmtree(folder / other, ignore_errors=True)
-        self._clear_feeds(query, batch + 1)
+        self._clear_feeds(query_of_writer(query), batch + 1)
 
     def forget_query(self, topic: str, query: str) -> None:
         _remove_if_empty(self._root / topic / query)
