@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import array
 import functools
-import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -81,7 +80,7 @@ class TaskReader:
     def read(self, partition: Slice | Slices | TableSlice) -> Iterator[pa.RecordBatch]:
         freeze_imports()
         if isinstance(partition, Slices):
-            return itertools.chain.from_iterable(map(read_slice, partition.slices))
+            return _read_slices(partition.slices)
         if isinstance(partition, TableSlice):
             check_machine(partition.machine, "reading a table there is not supported")
             return read_table(partition)
@@ -103,13 +102,26 @@ def run_of(context: TaskContext) -> str:
     return context.getLocalProperty("spark.jobGroup.id") or ""
 
 
+def _read_slices(parts: Sequence[Slice]) -> Iterator[pa.RecordBatch]:
+    # All feeds before the first row: a plan with a limit may take no rows of the later slices, and the sink's commit
+    # needs the feeds of all topics.
+    for part in parts:
+        _begin(part)
+    for part in parts:
+        yield from read_slice(part)
+
+
+def _begin(part: Slice) -> None:
+    check_machine(part.machine)
+    if part.feed is not None:
+        _announce(part.url, part.feed)
+
+
 def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
     """The rows of a task, with the columns that Spark was promised."""
     if not isinstance(part, Slice):  # if there is nothing to read, Spark makes an input of its own
         return
-    check_machine(part.machine)
-    if part.feed is not None:
-        _announce(part.url, part.feed)
+    _begin(part)
     stored = [name for name in part.columns if name in SCHEMA.names]
     try:
         topic = _topic_of(part)
