@@ -266,9 +266,13 @@ class Publisher:
             _logger.error(what, manifest.batch, query_of(key), error)
 
     def _finish_own(self, key: str, manifest: Manifest, version: int) -> None:
+        # These topics are its own, whatever a repeated batch has rows for: their errors are raised as they are.
+        self._own = self._own | {part.topic for part in parts_of(key, manifest)}
         try:
             self._finish(key, manifest, version)
         except _UNFINISHABLE as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
+                raise error.__cause__ from error  # such as too many open files: the batch can be finished later
             raise BatchRefused(
                 f"batch {manifest.batch} of query {query_of(key)} cannot be finished: {error}. It may be in "
                 f"{self._topics_named(key, manifest)} in part, or whole: look at the end. Then start with a new "
@@ -284,8 +288,7 @@ class Publisher:
     def forget(self, query: str) -> None:
         """Remove the manifest of a job, which has no next batch. A failure is only logged, because the job's rows are
         published."""
-        key = self._prefix + query
-        self._forget(key)
+        self._forget(key := self._prefix + query)
         for topic in self._own:
             self._staging.forget_query(topic, writer_of(key))
 

@@ -5,6 +5,7 @@ batch."""
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -322,6 +323,23 @@ def test_a_damaged_topic_stops_no_query_that_writes_to_another_one(
     other.publish("other", 0, [name or ""])
     place.driver().clean_up()
     assert place.arrived() == 21
+
+
+def test_k1_an_error_of_the_disk_while_a_query_finishes_its_own_batch_is_raised_as_it_is(place: RoutedPlace) -> None:
+    """After a restart the source reads nothing of a batch that is committed, so the repeated batch names no topics. A
+    BatchRefused would tell the user to start with a new checkpoint location."""
+    found = leave_behind(place)
+
+    def find(topic_id: str, name: str) -> TopicLog | None:
+        if topic_id == found.parts[-1].topic:
+            raise OSError(errno.ENOSPC, "no space left")
+        return place.find(topic_id, name)
+
+    staging = DirectoryStaging(place.url)
+    with pytest.raises(OSError, match="no space left"):
+        Publisher(place.hub.registry, None, staging, find).publish_routed(QUERY, 0, [])
+    Publisher(place.hub.registry, None, staging, place.find).publish_routed(QUERY, 0, [])
+    assert place.arrived() == 20
 
 
 def test_a_batch_that_does_not_fit_one_commit_is_refused_with_advice(
