@@ -10,6 +10,7 @@ import array
 import functools
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ _logger = logging.getLogger(__name__)
 _SMALL_ROWS: Final = BATCH_ROWS // 4
 """A stored batch with at least this number of rows is yielded as it is, and not joined with others."""
 _READ_BYTES: Final = 4 << 20
+_RUN: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_SESSION: Final = re.compile(f"spark-session-{_RUN.pattern}")
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,15 @@ def check_machine(machine: str, why: str = "the hub's directory is not there") -
 
 def run_of(context: TaskContext) -> str:
     """The id of the start of the streaming query that a task belongs to. Spark makes a new id at every start, and names
-    the query's job group by it."""
-    return context.getLocalProperty("spark.jobGroup.id") or ""
+    the query's job group by it.
+
+    A function of the user's own (`foreachBatch`) may set another job group, which may be the same at every start. Then
+    it is the tag of the session that the task belongs to: each start of a query has a session of its own."""
+    group = context.getLocalProperty("spark.jobGroup.id") or ""
+    if _RUN.fullmatch(group):
+        return group
+    tags = (context.getLocalProperty("spark.job.tags") or "").split(",")
+    return next((tag for tag in tags if _SESSION.fullmatch(tag)), group)
 
 
 def _read_slices(parts: Sequence[Slice]) -> Iterator[pa.RecordBatch]:

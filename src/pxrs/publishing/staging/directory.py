@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import pyarrow as pa
 
@@ -106,7 +107,7 @@ class DirectoryStaging(Staging):
     # Feeds.
 
     def announce(self, query: str, batch: int, run: str, feed: Feed) -> None:
-        path = self._root / "feeds" / query / f"{batch}-{run}-{feed.incarnation}-{feed.topic}.json"
+        path = self._root / "feeds" / query / f"{batch}-{_as_name(run)}-{feed.incarnation}-{feed.topic}.json"
         if path.exists():
             return
         # Not synced: after a power loss, the next run reads the batch again and announces it again.
@@ -126,7 +127,7 @@ class DirectoryStaging(Staging):
 
     def feeds(self, query: str, batch: int, run: str) -> list[Feed]:
         feeds = []
-        for path in sorted((self._root / "feeds" / query).glob(f"{batch}-{run}-*.json")):
+        for path in sorted((self._root / "feeds" / query).glob(f"{batch}-{_as_name(run)}-*.json")):
             with contextlib.suppress(FileNotFoundError):  # another driver has published the batch since
                 feeds.append(Feed.load(path.read_text()))
         return feeds
@@ -244,6 +245,11 @@ def _folders_in(folder: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return [each for each in folder.iterdir() if each.is_dir()]
     return []
+
+
+def _as_name(run: str) -> str:
+    """A part of a file's name that stands for this run. The id of a run may be a text of the user's own."""
+    return quote(run, safe="")
 
 
 def _is_below(batch: str, limit: int) -> bool:
