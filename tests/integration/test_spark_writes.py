@@ -13,6 +13,7 @@ import pytest
 import pxrs
 from pxrs.errors import InvalidOption, InvalidRecord
 from pxrs.hub import Hub
+from pxrs.publishing.records import Manifest, manifests_of
 
 pytest.importorskip("pyspark")
 
@@ -122,6 +123,26 @@ def test_writes_and_streams_work_in_threads_once_the_thread_has_the_session(
     finish(reader.load().writeStream.foreachBatch(fan_out), tmp_path / "fan")
     assert len(values(hub, "more")) == 13
     assert len(values(hub, "out")) == 23
+
+
+def test_k3_a_job_group_of_the_users_own_does_not_mix_the_feeds_of_two_starts(
+    spark: Any, hub: Hub, tmp_path: Path
+) -> None:
+    fails = [True]
+
+    def send(batch: Any, number: int) -> None:
+        """Its jobs have a group of the user's own, the same at every start."""
+        batch.sparkSession.sparkContext.setJobGroup("daily [1/2]", "the user's own")
+        if fails and batch.count():
+            raise RuntimeError(fails.pop())
+        write(batch.select("value"), hub, topic="out", txnVersion=number)
+
+    with pytest.raises(Exception, match="RuntimeError"):
+        finish(streams(spark, hub, "grouped").writeStream.foreachBatch(send), tmp_path / "grouped")
+    finish(streams(spark, hub, "grouped").writeStream.foreachBatch(send), tmp_path / "grouped")
+    assert values(hub, "out") == list(range(30))
+    (manifest,) = hub.registry.scan(manifests_of(hub.topic("out").id))
+    assert Manifest.load(manifest).ranges, "the checkpoints were in the commit of the batch (K3)"
 
 
 def test_k1_changed_rows_are_sent_in_mode_update_each_change_once(spark: Any, hub: Hub, tmp_path: Path) -> None:

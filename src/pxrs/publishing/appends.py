@@ -1,8 +1,8 @@
 """Appending what a manifest names to the log of its topic, each piece once, however often this is done (K1).
 
-The producer is the query's own, its epoch is the number of the batch, and its sequence in each partition counts the
-pieces there. The pieces have the same order in every process, so two drivers that append the same batch give each piece
-the same origin, and the log stores it once.
+The producer is the query's own: one for rows that name their topics, another one for rows that do not. Its epoch is the
+number of the batch, and its sequence in each partition counts the pieces there. The pieces have the same order in every
+process, so two drivers that append the same batch give each piece the same origin, and the log stores it once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _TOGETHER_MAX: Final = 64
 """How many pieces of one partition go into one call."""
 
 
-def producer_of(query: str, topic: str) -> uuid.UUID:
-    """The producer that appends the batches of a query to a topic. topic: the topic's id."""
-    return uuid.uuid5(NAMESPACE, f"{query}/{topic}")
+def producer_of(writer: str, topic: str) -> uuid.UUID:
+    """The producer that appends the batches of a query to a topic. writer: as `writer_of`; topic: the topic's id."""
+    return uuid.uuid5(NAMESPACE, f"{writer}/{topic}")
 
 
-def append_pieces(topic: TopicLog, query: str, batch: int, pieces: Iterable[Piece], ends: Sequence[int]) -> None:
+def append_pieces(topic: TopicLog, writer: str, batch: int, pieces: Iterable[Piece], ends: Sequence[int]) -> None:
     """Append the pieces of a batch. All of them are durable when this returns.
 
+    writer: the name under which they were staged (`writer_of`).
     ends: the ends of the topic's partitions before anything of the batch was appended; empty if they are not known.
     Raises the first error of a piece that is not stored."""
-    producer = producer_of(query, topic.id)
+    producer = producer_of(writer, topic.id)
     sequences: dict[int, int] = {}
     waiting: dict[int, list[Append]] = {}
     sizes: dict[int, int] = {}

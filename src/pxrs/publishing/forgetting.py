@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from pxrs.errors import Conflict, RegistryCorrupt
-from pxrs.publishing.records import ROUTED, Manifest, manifests_of, parts_of, query_of
+from pxrs.publishing.records import ROUTED, Manifest, manifests_of, parts_of, writer_of
 from pxrs.publishing.staging.contract import Staging
 from pxrs.registry.contract import Entry, Registry
 
@@ -48,10 +48,10 @@ def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collecti
 
 def needed_batches(registry: Registry, topic: str) -> dict[str, int | None]:
     """The batches of a topic whose staged files are needed, because a manifest names them and they are not published.
-    By query; None if the manifest is damaged, so that any batch of that query may be needed."""
+    By query, as `writer_of` names it; None if the manifest is damaged: any batch of that query may be needed."""
     needed: dict[str, int | None] = {}
     for entry in manifest_entries(registry, topic):
-        query = query_of(entry.key)
+        query = writer_of(entry.key)
         try:
             manifest = Manifest.load(entry)
         except RegistryCorrupt:  # the query's own publisher reports it

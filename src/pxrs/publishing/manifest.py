@@ -52,21 +52,26 @@ from pxrs.log.contract import TopicLog
 from pxrs.publishing.appends import append_pieces
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.outage import UNREACHABLE, PatientCalls, ride_out
+from pxrs.publishing.planning import RESTART
 from pxrs.publishing.records import (
     ROUTED,
     Manifest,
     Part,
     Step,
     epochs_of,
+    has_same_plan,
     have_common_partitions,
     is_stripped,
+    load_own,
     manifests_of,
     parts_of,
     query_of,
     ranges_of,
     step_for,
+    writer_of,
 )
 from pxrs.publishing.staging.contract import Staging
+from pxrs.publishing.staging.files import query_of_writer
 from pxrs.registry.contract import ABSENT, Entry, Registry
 from pxrs.registry.identity import fingerprint
 
@@ -83,13 +88,6 @@ PATIENCE_S: Final = 15.0
 _LOOKS_MAX: Final = 100
 """How often `publish` looks at the manifest again, because another driver of the same query has changed it, or because
 this driver has finished the batch that it found."""
-
-RESTART: Final = (
-    "The query's lease ran out, or another member took the partition, before the batch was finished. Start the query "
-    "again: it reads the batch again with the same offsets, and nothing is lost or doubled"
-)
-"""The advice for a batch whose partitions were lost before it was published."""
-
 
 Find = Callable[[str, str], TopicLog | None]
 """Given a topic's id and its name (empty if that is not known), opens the topic; None if it was deleted."""
@@ -154,28 +152,30 @@ class Publisher:
     def _publish(self, query: str, ours: Manifest, feeds: Sequence[Feed]) -> None:
         self._calls.patience_s = max([PATIENCE_S, *(feed.lease_s for feed in feeds)])
         key = self._prefix + query
-        staged = parts_of(key, ours)
+        writer, staged = writer_of(key), parts_of(key, ours)
         self._own = {part.topic for part in staged}
         feeds = [feed for feed in feeds if self._is_ours(feed)]
-        self._finish_before(key, ours)
+        if self._finish_before(key, ours):
+            self._clear(writer, ours.batch, staged)
+            return
         for _ in range(_LOOKS_MAX):
             entry = self._calls.get(key)
-            last = None if entry is None else _load(entry)
+            last = None if entry is None else load_own(entry)
             step = step_for(query, last, ours)
             if entry is not None and last is not None:
                 # If the batch is published, this only removes staged files.
                 self._finish_own(key, last, entry.version)
             if step in (Step.STOP, Step.FINISH_THEN_STOP):
-                self._clear(query, ours.batch, staged)  # a repeated batch may have rows for other topics
+                self._clear(writer, ours.batch, staged)  # a repeated batch may have rows for other topics
                 return
             if step is Step.FINISH_THEN_LOOK:
                 continue  # finishing has changed the manifest's version, and another driver may have gone on since
             if not any(part.files for part in staged) and not any(ours.ranges.values()):
                 # The batch has neither input nor output. No manifest is written, because the batch may read more when
                 # it is repeated.
-                self._clear(query, ours.batch, staged)
+                self._clear(writer, ours.batch, staged)
                 return
-            if not all(self._staging.make_durable(part.topic, query, ours.batch, part.files) for part in staged):
+            if not all(self._staging.make_durable(part.topic, writer, ours.batch, part.files) for part in staged):
                 if self._calls.get(key) != entry:
                     continue  # another driver of this query has published the batch, and removed the staged files
                 raise BatchRefused(f"the staged files of batch {ours.batch} of query {query} are gone")
@@ -199,33 +199,43 @@ class Publisher:
         needed: dict[str, int | None] = {}
         now = time.time()  # before the manifests are read: see `Staging.sweep`
         for entry in self._manifests_of(topic):
-            query, manifest = query_of(entry.key), self._load_other(entry)
+            writer, manifest = writer_of(entry.key), self._load_other(entry)
             if manifest is None:
-                needed[query] = None
+                needed[writer] = None
             elif not self._concerns_own(entry.key, manifest):
                 continue
             elif not manifest.is_published:
-                needed[query] = manifest.batch
+                needed[writer] = manifest.batch
                 self._finish_other(entry.key, manifest, entry.version)
-            elif query.startswith(JOB) and now - manifest.at > _JOB_S:
+            elif query_of(entry.key).startswith(JOB) and now - manifest.at > _JOB_S:
                 self._forget(entry.key)  # the job's driver died before it removed its manifest
         self._staging.sweep(topic, needed, now)
 
-    def _finish_before(self, key: str, ours: Manifest) -> None:
+    def _finish_before(self, key: str, ours: Manifest) -> bool:
         """Finish the manifests of other queries that have read of the same partitions as this batch: their rows precede
         those of this batch. A manifest that concerns other partitions is left to its own driver first, and is finished
-        here if it is still unfinished at the next batch."""
-        unfinished = {}
+        here if it is still unfinished at the next batch.
+
+        A query has another manifest of its own if its sink was changed: from the option `topic` to a column, or back.
+        Returns whether that one has this batch already, which Spark then repeats for the new sink."""
+        unfinished, is_repeated = {}, False
         for entry in self._manifests_of(*self._own):
             manifest = None if entry.key == key else self._load_other(entry)
-            if manifest is None or manifest.is_published or not self._concerns_own(entry.key, manifest):
+            if manifest is None or not self._concerns_own(entry.key, manifest):
+                continue
+            is_own = query_of(entry.key) == query_of(key)
+            is_repeated = is_repeated or (is_own and has_same_plan(manifest, ours))
+            if manifest.is_published:
                 continue
             is_left = self._unfinished.get(entry.key) == entry.version
-            if is_left or have_common_partitions(manifest.ranges, ours.ranges):
+            if is_own:
+                self._finish_own(entry.key, manifest, entry.version)
+            elif is_left or have_common_partitions(manifest.ranges, ours.ranges):
                 self._finish_other(entry.key, manifest, entry.version)
             else:
                 unfinished[entry.key] = entry.version
         self._unfinished = unfinished
+        return is_repeated
 
     def _manifests_of(self, *topics: str) -> list[Entry]:
         """The manifests of the queries that write to these topics, and of all queries whose rows name their topics."""
@@ -256,27 +266,31 @@ class Publisher:
             _logger.error(what, manifest.batch, query_of(key), error)
 
     def _finish_own(self, key: str, manifest: Manifest, version: int) -> None:
+        # These topics are its own, whatever a repeated batch has rows for: their errors are raised as they are.
+        self._own = self._own | {part.topic for part in parts_of(key, manifest)}
         try:
             self._finish(key, manifest, version)
         except _UNFINISHABLE as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno is not None:
+                raise error.__cause__ from error  # such as too many open files: the batch can be finished later
             raise BatchRefused(
                 f"batch {manifest.batch} of query {query_of(key)} cannot be finished: {error}. It may be in "
-                f"{self._topics_named(manifest)} in part, or whole: look at the end. Then start with a new checkpoint "
-                "location"
+                f"{self._topics_named(key, manifest)} in part, or whole: look at the end. Then start with a new "
+                "checkpoint location"
             ) from error
 
-    def _topics_named(self, manifest: Manifest) -> str:
-        """The topics of a manifest of this publisher's own queries, for messages."""
-        if self._topic is not None:
-            return f"the topic {self._topic.name}"
-        return f"the topics {', '.join(part.name for part in manifest.parts)}"
+    def _topics_named(self, key: str, manifest: Manifest) -> str:
+        """The topics of a manifest, for messages."""
+        own = "" if self._topic is None else self._topic.name
+        names = [part.name or own or part.topic for part in parts_of(key, manifest)]
+        return f"the topic{'' if len(names) == 1 else 's'} {', '.join(names)}"
 
     def forget(self, query: str) -> None:
         """Remove the manifest of a job, which has no next batch. A failure is only logged, because the job's rows are
         published."""
-        self._forget(self._prefix + query)
+        self._forget(key := self._prefix + query)
         for topic in self._own:
-            self._staging.forget_query(topic, query)
+            self._staging.forget_query(topic, writer_of(key))
 
     def _forget(self, key: str) -> None:
         try:
@@ -314,7 +328,7 @@ class Publisher:
             return self._calls.commit(expect, put)[key]
         except Conflict as conflict:
             entry = self._calls.get(key)
-            if entry is not None and _load(entry).batch == manifest.batch:
+            if entry is not None and load_own(entry).batch == manifest.batch:
                 return None  # written by a try whose reply was lost, or by another driver
             if entry is not None and key.startswith(ROUTED) and conflict.keys == (key,):
                 return None  # the deletion of a topic has changed the manifest of the last batch (`forget_topic`)
@@ -360,7 +374,7 @@ class Publisher:
                 self._check_published(key, manifest)
                 return
             self._mark_published(key, manifest, version)
-        self._clear(query_of(key), manifest.batch, parts_of(key, manifest))
+        self._clear(writer_of(key), manifest.batch, parts_of(key, manifest))
 
     def _mark_published(self, key: str, manifest: Manifest, version: int) -> None:
         while True:
@@ -369,20 +383,20 @@ class Publisher:
                 return
             except Conflict:
                 entry = self._calls.get(key)
-                now = None if entry is None else _load(entry)
+                now = None if entry is None else load_own(entry)
                 if entry is None or now is None or not is_stripped(now, manifest):
                     # Another driver has finished the manifest too, and may have committed the next batch.
                     self._check_published(key, manifest)
                     return
                 manifest, version = now, entry.version
 
-    def _clear(self, query: str, batch: int, parts: Sequence[Part]) -> None:
+    def _clear(self, writer: str, batch: int, parts: Sequence[Part]) -> None:
         for part in parts:
-            self._staging.clear(part.topic, query, batch)
+            self._staging.clear(part.topic, writer, batch)
 
     def _check_published(self, key: str, manifest: Manifest) -> None:
         entry = self._calls.get(key)
-        now = None if entry is None else _load(entry)
+        now = None if entry is None else load_own(entry)
         if now is not None and now.batch == manifest.batch and not now.is_published:
             raise BatchRefused(
                 f"the staged files of batch {manifest.batch} of query {query_of(key)} are gone, and it is not "
@@ -394,24 +408,24 @@ class Publisher:
         not stop this publisher."""
         for part in sorted(parts_of(key, manifest), key=lambda part: part.topic not in self._own):
             try:
-                self._append_part(query_of(key), manifest.batch, part)
+                self._append_part(writer_of(key), manifest.batch, part)
             except (LogError, OSError) as error:
                 if part.topic in self._own or isinstance(error, (FileNotFoundError, *_UNFINISHABLE)):
                     raise
                 raise BatchRefused(f"the topic {part.name}: {error}") from error
 
-    def _append_part(self, query: str, batch: int, part: Part) -> None:
+    def _append_part(self, writer: str, batch: int, part: Part) -> None:
         log = self._log_of(part)
         try:
             if log is not None:
-                pieces = self._staging.pieces(log.topic, query, batch, part.files)
-                append_pieces(log, query, batch, pieces, part.ends)
+                pieces = self._staging.pieces(log.topic, writer, batch, part.files)
+                append_pieces(log, writer, batch, pieces, part.ends)
                 return
         except (FileNotFoundError, TopicDeleted):
             if self._log_of(part) is not None:
                 raise
         what = "the rows of batch %d of query %s for the topic %s are dropped: the topic was deleted"
-        _logger.warning(what, batch, query, part.name)
+        _logger.warning(what, batch, query_of_writer(writer), part.name)
 
     def _log_of(self, part: Part) -> TopicLog | None:
         """None if the topic was deleted."""
@@ -425,17 +439,6 @@ class Publisher:
         if log is None:
             raise BatchRefused(f"the topic {part.name} was deleted while rows for it were staged. Nothing was written")
         return log.ends()
-
-
-def _load(entry: Entry) -> Manifest:
-    """The query's own manifest. Raises BatchRefused, with advice, if it is damaged."""
-    try:
-        return Manifest.load(entry)
-    except RegistryCorrupt as error:
-        raise BatchRefused(
-            f"what the query has published last is not known: {error}. Restore the key from a copy; or look at the end "
-            "of the topic, delete the key, and start with a new checkpoint location"
-        ) from error
 
 
 def _refusal(query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite) -> PxrsError:

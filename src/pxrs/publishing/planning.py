@@ -27,6 +27,11 @@ REPLACED: Final = (
     "Start the query with a new checkpoint location: its group then begins the new topic where startingOffsets says"
 )
 """The advice for a query whose topic was deleted and created again."""
+RESTART: Final = (
+    "The query's lease ran out, or another member took the partition, before the batch was finished. Start the query "
+    "again: it reads the batch again with the same offsets, and nothing is lost or doubled"
+)
+"""The advice for a batch whose partitions were lost before it was published."""
 TASK_IDS: Final = 100_000
 """How many ids of a table one task reads at most, unless that would take more than `TABLE_TASKS_MAX` tasks: about a
 second's work, against which the cost of a task and of its connection is small."""

@@ -32,9 +32,9 @@ from pxrs.group.records import Checkpoint, Home
 from pxrs.log.contract import Source
 from pxrs.log.numbering import TopicPartition
 from pxrs.publishing.feed import Feed
-from pxrs.publishing.manifest import RESTART
 from pxrs.publishing.membership import Membership, QueryOptions
 from pxrs.publishing.planning import (
+    RESTART,
     Delay,
     Span,
     Spans,

@@ -4,8 +4,8 @@
     spark/routed/<query>        the same of a query whose rows name their topics: the staged files of all topics
 
 There is one manifest for each query and topic, or one for a query whose rows name their topics (decision 0038); it is
-that of the query's last batch alone. `TRANSITIONS` lists how it changes, and `ON_ARRIVAL` what a driver that comes with
-a batch does with the manifest that it finds (K1, K2).
+that of the query's last batch alone. A query that has written in both ways has both kinds. `TRANSITIONS` lists how a
+manifest changes, and `ON_ARRIVAL` what a driver that comes with a batch does with the one that it finds (K1, K2).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pxrs.group.records import Checkpoint, Keys, partition_of
 from pxrs.log.numbering import TopicPartition
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.planning import Span
+from pxrs.publishing.staging.files import routed_writer
 from pxrs.registry.contract import Entry, Registry
 
 _logger = logging.getLogger(__name__)
@@ -44,6 +45,11 @@ def manifests_of(topic: str) -> str:
 def query_of(key: str) -> str:
     """The query that the manifest with this key belongs to."""
     return key.rpartition("/")[2]
+
+
+def writer_of(key: str) -> str:
+    """The name under which the rows of the manifest with this key are staged and appended."""
+    return routed_writer(query_of(key)) if key.startswith(ROUTED) else query_of(key)
 
 
 class ManifestState(enum.Enum):
@@ -172,6 +178,17 @@ class Manifest:
             raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
 
 
+def load_own(entry: Entry) -> Manifest:
+    """The manifest of the query that asks. Raises BatchRefused, with advice, if it is damaged."""
+    try:
+        return Manifest.load(entry)
+    except RegistryCorrupt as error:
+        raise BatchRefused(
+            f"what the query has published last is not known: {error}. Restore the key from a copy; or look at the end "
+            "of the topic, delete the key, and start with a new checkpoint location"
+        ) from error
+
+
 def parts_of(key: str, manifest: Manifest) -> list[Part]:
     """What the manifest with this key names for each topic."""
     if key.startswith(ROUTED):
@@ -182,6 +199,12 @@ def parts_of(key: str, manifest: Manifest) -> list[Part]:
 def is_stripped(now: Manifest, manifest: Manifest) -> bool:
     """Whether a manifest is the same one, without the part of a topic that was deleted meanwhile (`forget_topic`)."""
     return now.batch == manifest.batch and not now.is_published and len(now.parts) < len(manifest.parts)
+
+
+def has_same_plan(one: Manifest, other: Manifest) -> bool:
+    """Whether both are of one batch as Spark has planned it. False if Spark's plan is not known: several writes of a
+    batch then have the same number."""
+    return one.batch == other.batch and one.planned != "" and one.planned == other.planned
 
 
 def step_for(query: str, last: Manifest | None, ours: Manifest) -> Step:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import array
 import functools
-import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,6 +39,8 @@ _logger = logging.getLogger(__name__)
 _SMALL_ROWS: Final = BATCH_ROWS // 4
 """A stored batch with at least this number of rows is yielded as it is, and not joined with others."""
 _READ_BYTES: Final = 4 << 20
+_RUN: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_SESSION: Final = re.compile(f"spark-session-{_RUN.pattern}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class TaskReader:
     def read(self, partition: Slice | Slices | TableSlice) -> Iterator[pa.RecordBatch]:
         freeze_imports()
         if isinstance(partition, Slices):
-            return itertools.chain.from_iterable(map(read_slice, partition.slices))
+            return _read_slices(partition.slices)
         if isinstance(partition, TableSlice):
             check_machine(partition.machine, "reading a table there is not supported")
             return read_table(partition)
@@ -99,17 +101,37 @@ def check_machine(machine: str, why: str = "the hub's directory is not there") -
 
 def run_of(context: TaskContext) -> str:
     """The id of the start of the streaming query that a task belongs to. Spark makes a new id at every start, and names
-    the query's job group by it."""
-    return context.getLocalProperty("spark.jobGroup.id") or ""
+    the query's job group by it.
+
+    A function of the user's own (`foreachBatch`) may set another job group, which may be the same at every start. Then
+    it is the tag of the session that the task belongs to: each start of a query has a session of its own."""
+    group = context.getLocalProperty("spark.jobGroup.id") or ""
+    if _RUN.fullmatch(group):
+        return group
+    tags = (context.getLocalProperty("spark.job.tags") or "").split(",")
+    return next((tag for tag in tags if _SESSION.fullmatch(tag)), group)
+
+
+def _read_slices(parts: Sequence[Slice]) -> Iterator[pa.RecordBatch]:
+    # All feeds before the first row: a plan with a limit may take no rows of the later slices, and the sink's commit
+    # needs the feeds of all topics.
+    for part in parts:
+        _begin(part)
+    for part in parts:
+        yield from read_slice(part)
+
+
+def _begin(part: Slice) -> None:
+    check_machine(part.machine)
+    if part.feed is not None:
+        _announce(part.url, part.feed)
 
 
 def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
     """The rows of a task, with the columns that Spark was promised."""
     if not isinstance(part, Slice):  # if there is nothing to read, Spark makes an input of its own
         return
-    check_machine(part.machine)
-    if part.feed is not None:
-        _announce(part.url, part.feed)
+    _begin(part)
     stored = [name for name in part.columns if name in SCHEMA.names]
     try:
         topic = _topic_of(part)

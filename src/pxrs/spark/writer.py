@@ -31,6 +31,7 @@ from pxrs.publishing.outage import UNREACHABLE, with_advice
 from pxrs.publishing.records import Part
 from pxrs.publishing.staging.contract import TaskStaging
 from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import WriteOptions
@@ -100,7 +101,7 @@ class Stager:
         else:
             with contextlib.closing(DirectoryLog(Path(self.url))) as log:
                 found = self.staging.stage_routed(
-                    by_column(lambda name: _topic_to_stage(log, name)), query, batch, task, rows
+                    by_column(lambda name: _topic_to_stage(log, name)), routed_writer(query), batch, task, rows
                 )
         files = tuple(StagedFile(topic.name, topic.id, each.name) for topic, each in found if each.name is not None)
         return StagedMessage(query, files, run_of(context))

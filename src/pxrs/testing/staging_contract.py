@@ -182,10 +182,11 @@ class StagingContract:
         one, other = feed("one"), feed("other", 5)
         for each in (one, other, one):  # every task announces, with the same feed
             staging.announce("q", 3, "run", each)
-        staging.announce("q", 3, "later", one)
+        for run in ("later", "daily [12]/*"):
+            staging.announce("q", 3, run, one)
         staging.announce("p", 3, "run", other)
         assert sorted(staging.feeds("q", 3, "run"), key=lambda each: each.incarnation) == [one, other]
-        assert staging.feeds("q", 3, "later") == [one]
+        assert staging.feeds("q", 3, "later") == staging.feeds("q", 3, "daily [12]/*") == [one]
         assert staging.feeds("q", 4, "run") == staging.feeds("nobody", 3, "run") == []
 
     def test_a_batch_of_several_topics_has_a_feed_for_each(self, staging: Staging) -> None:

@@ -5,6 +5,7 @@ batch."""
 
 from __future__ import annotations
 
+import errno
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span
 from pxrs.publishing.records import ROUTED, Manifest, Part, published_spans
 from pxrs.publishing.staging.directory import DirectoryStaging
+from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column
 from pxrs.testing.transfer import Transfer, rows_of
 from tests.integration.publishing.driver import (
@@ -51,6 +53,7 @@ from tests.integration.publishing.driver import (
 )
 
 NAMES = ("out", "more", "third")
+WRITER = routed_writer(QUERY)
 
 
 class RoutedPlace(Place):
@@ -111,7 +114,7 @@ class RoutedDriver(Driver):
     def _attempt(self, batch: int, task: int, rows: Sequence[tuple[bytes, bytes]]) -> Any:
         names = self.random.sample(NAMES, self.random.randrange(1, 4))
         table = table_of(rows).append_column("topic", pa.array([self.random.choice(names) for _ in rows]))
-        return self.staging.stage_routed(by_column(self._topic), QUERY, batch, task, [table])
+        return self.staging.stage_routed(by_column(self._topic), WRITER, batch, task, [table])
 
     def _topic(self, name: str) -> Topic:
         return self.hub.topic(name).topic
@@ -214,7 +217,7 @@ def test_k2_a_smaller_batch_is_refused_whatever_topics_it_names(place: RoutedPla
     for batch in (0, 1):
         batch_of(driver, batch, (5 * batch, 5 * batch + 5))
     before = place.arrived()
-    (staged,) = [driver.staging.stage(place.hub.topic("third").topic, QUERY, 0, 0, [table_of([(b"k", b"v")])])]
+    (staged,) = [driver.staging.stage(place.hub.topic("third").topic, WRITER, 0, 0, [table_of([(b"k", b"v")])])]
     with pytest.raises(BatchRefused, match="an old checkpoint location"):
         driver.publisher.publish_routed(QUERY, 0, [Part(place.hub.topic("third").id, "third", [staged.name], [])])
     assert place.arrived() == before
@@ -281,7 +284,7 @@ def test_a_topic_of_the_last_batch_that_is_deleted_while_the_next_one_is_committ
     before = place.arrived()
     topic = place.hub.topic("third")
     driver = place.driver(Steps(1, delete, "get"))
-    staged = driver.staging.stage(topic.topic, QUERY, 1, 0, [table_of([(b"k", b"v")])])
+    staged = driver.staging.stage(topic.topic, WRITER, 1, 0, [table_of([(b"k", b"v")])])
     driver.publisher.publish_routed(QUERY, 1, [Part(topic.id, "third", [staged.name], [])])
     assert place.arrived() == before + 1
     assert (place.manifest() or last).is_published
@@ -292,7 +295,7 @@ def test_what_a_routed_manifest_names_is_not_swept(place: RoutedPlace) -> None:
     staging, registry = DirectoryStaging(place.url), place.hub.registry
     make_old(Path(place.url, "staging"))
     for part in manifest.parts:
-        assert needed_batches(registry, part.topic) == {QUERY: 0}
+        assert needed_batches(registry, part.topic) == {WRITER: 0}
         staging.sweep(part.topic, needed_batches(registry, part.topic))
     place.driver().clean_up()
     assert place.arrived() == 20
@@ -320,6 +323,23 @@ def test_a_damaged_topic_stops_no_query_that_writes_to_another_one(
     other.publish("other", 0, [name or ""])
     place.driver().clean_up()
     assert place.arrived() == 21
+
+
+def test_k1_an_error_of_the_disk_while_a_query_finishes_its_own_batch_is_raised_as_it_is(place: RoutedPlace) -> None:
+    """After a restart the source reads nothing of a batch that is committed, so the repeated batch names no topics. A
+    BatchRefused would tell the user to start with a new checkpoint location."""
+    found = leave_behind(place)
+
+    def find(topic_id: str, name: str) -> TopicLog | None:
+        if topic_id == found.parts[-1].topic:
+            raise OSError(errno.ENOSPC, "no space left")
+        return place.find(topic_id, name)
+
+    staging = DirectoryStaging(place.url)
+    with pytest.raises(OSError, match="no space left"):
+        Publisher(place.hub.registry, None, staging, find).publish_routed(QUERY, 0, [])
+    Publisher(place.hub.registry, None, staging, place.find).publish_routed(QUERY, 0, [])
+    assert place.arrived() == 20
 
 
 def test_a_batch_that_does_not_fit_one_commit_is_refused_with_advice(
@@ -384,9 +404,9 @@ class OwnParts(Publisher):
 class ClearedBetween(Publisher):
     """The staged files of a topic go as soon as they are appended, before the manifest says so."""
 
-    def _append_part(self, query: str, batch: int, part: Part) -> None:
-        super()._append_part(query, batch, part)
-        self._staging.clear(part.topic, query, batch)
+    def _append_part(self, writer: str, batch: int, part: Part) -> None:
+        super()._append_part(writer, batch, part)
+        self._staging.clear(part.topic, writer, batch)
 
 
 @pytest.mark.parametrize("publisher", [TopicByTopic, OwnParts, ClearedBetween])
@@ -401,7 +421,7 @@ def race_to_different_topics(place: RoutedPlace) -> None:
 
     def publish(driver: RoutedDriver, name: str) -> None:
         topic = place.hub.topic(name)
-        staged = driver.staging.stage(topic.topic, QUERY, 0, 0, [table_of([(b"k", b"v")])])
+        staged = driver.staging.stage(topic.topic, WRITER, 0, 0, [table_of([(b"k", b"v")])])
         driver.publisher.publish_routed(QUERY, 0, [Part(topic.id, name, [staged.name], [])])
 
     second = place.driver()

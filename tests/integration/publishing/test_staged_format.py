@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 import tarfile
 from collections.abc import Sequence
@@ -132,3 +133,27 @@ def test_k1_an_append_that_is_refused_for_another_reason_is_raised_and_not_repea
     (piece,) = driver.staging.pieces(driver.topic, QUERY, 0, [path.name])
     with pytest.raises(UnknownProducer, match="forgotten"):
         append_pieces(Refusing(), QUERY, 0, [piece, Piece(1, piece.payload)], [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("suffix", [".frames", ".arrow"])
+def test_k1_a_staged_file_that_cannot_be_opened_now_is_not_taken_for_a_damaged_one(
+    place: Place, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """The batch is committed. BatchRefused would tell the user to give it up."""
+    driver, path = staged_file(place)
+    renamed = path.rename(path.with_suffix(suffix))
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EMFILE, "Failed to open local file", path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pa, "memory_map", refuse)
+        with pytest.raises(OSError, match="Failed to open") as caught:
+            driver.publisher.publish(QUERY, 0, [renamed.name])
+    assert caught.value.errno == errno.EMFILE
+    manifest = place.manifest()
+    assert manifest is not None
+    assert not manifest.is_published
+    if suffix == ".frames":
+        driver.publisher.publish(QUERY, 0, [])
+        assert place.arrived() == 1

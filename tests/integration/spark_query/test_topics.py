@@ -20,10 +20,11 @@ from pxrs.errors import CheckpointsDiffer, InvalidOption, TopicDeleted
 from pxrs.hub import Hub
 from pxrs.publishing.planning import Delay
 from pxrs.publishing.selection import Topics
-from pxrs.spark import following, reader
+from pxrs.spark import following, reader, tasks
 from pxrs.spark.following import join_query
 from pxrs.spark.options import ReadFrom, stream_options
 from pxrs.spark.reader import StreamReader
+from pxrs.spark.tasks import TaskReader
 from pxrs.testing.waiting import eventually
 from tests.integration.spark_query.queries import OPTIONS, Engine, Location, publish, read, run_batch
 
@@ -336,3 +337,18 @@ def test_the_keys_of_one_commit_count_over_all_topics(joined: Hub) -> None:
             start, spans = run_batch(query, start, 30)
             assert 0 < len(spans) <= 3
             seen |= set(spans)
+
+
+def test_k3_a_task_of_several_topics_announces_all_of_them_before_its_first_row(
+    shop: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan with a limit takes no more rows than it needs. Without the feed of a topic, the sink's commit would move
+    the checkpoints of the others alone, and a repeated batch would be refused as another one."""
+    announced: set[str] = set()
+    monkeypatch.setattr(tasks, "_announce", lambda url, feed: announced.add(feed.topic))
+    with Engine(shop, Location(), subscribe=BOTH) as engine:
+        assert engine.plan()
+        start, end = map(json.loads, engine.location.texts)
+        (task,) = engine.stream.partitions(start, end)
+        next(iter(TaskReader().read(task)))
+    assert announced == {shop.topic(name).id for name in ("orders", "returns")}

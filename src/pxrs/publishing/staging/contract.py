@@ -46,14 +46,17 @@ class TaskStaging(ABC):
         self, route: Route, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]
     ) -> list[tuple[Topic, Staged]]:
         """Write a task's rows for the topics to which `route` sends them: each topic that got rows, and its file. If
-        this raises, nothing is left that was staged."""
+        this raises, nothing is left that was staged.
+
+        query: for rows that name their topics, what `routed_writer` returns."""
         from pxrs.publishing.staging.routing import stage_rows  # only tasks that write need it
 
         return stage_rows(lambda topic: self.create(topic, query, batch, task), route, task + batch, tables)
 
 
 class Staging(TaskStaging):
-    """The part that the driver uses as well. Where a topic is a text, it is the topic's id."""
+    """The part that the driver uses as well. Where a topic is a text, it is the topic's id. Where rows that name their
+    topics are meant, `query` is what `routed_writer` returns, except for feeds."""
 
     @abstractmethod
     def check_writable(self) -> None:
@@ -78,7 +81,8 @@ class Staging(TaskStaging):
 
     @abstractmethod
     def clear(self, topic: str, query: str, batch: int) -> None:
-        """Remove what was staged and announced for this batch and for earlier batches of the query."""
+        """Remove what was staged and announced for this batch and for earlier batches of the query. What the query has
+        staged for rows that name their topics is removed if `query` stands for these, and else stays."""
 
     @abstractmethod
     def forget_query(self, topic: str, query: str) -> None:

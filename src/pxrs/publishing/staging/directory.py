@@ -2,7 +2,8 @@
 
     staging/
       feeds/<query>/<batch>-<run>-<incarnation>-<topic id>.json    what a batch reads of a topic, and its fences
-      <topic id>/<query>/<batch>/<task>-<random>.frames   rows that a task has staged for the topic (`frames.py`)
+      <topic id>/<query>/<batch>/<task>-<random>.frames   rows that a task has staged for the topic (`frames.py`);
+                                                          <query> is routed-<query> if the rows name their topics
 
 Each start of a query is a run with an id of its own. A sink reads only the feeds of its own run: what an earlier run
 has announced for the same batch may be fenced off since, or may be torn by a power loss.
@@ -28,6 +29,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote
 
 import pyarrow as pa
 
@@ -35,7 +37,7 @@ from pxrs import disk
 from pxrs.model import Topic
 from pxrs.publishing.feed import Feed
 from pxrs.publishing.staging.contract import Staging
-from pxrs.publishing.staging.files import NewFile, Staged
+from pxrs.publishing.staging.files import NewFile, Staged, query_of_writer
 from pxrs.publishing.staging.frames import ARROW_SUFFIX, SUFFIX, FramesWriter, Piece, read_arrow_file, read_frames_file
 
 _logger = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ class DirectoryStaging(Staging):
     # Feeds.
 
     def announce(self, query: str, batch: int, run: str, feed: Feed) -> None:
-        path = self._root / "feeds" / query / f"{batch}-{run}-{feed.incarnation}-{feed.topic}.json"
+        path = self._root / "feeds" / query / f"{batch}-{_as_name(run)}-{feed.incarnation}-{feed.topic}.json"
         if path.exists():
             return
         # Not synced: after a power loss, the next run reads the batch again and announces it again.
@@ -125,7 +127,7 @@ class DirectoryStaging(Staging):
 
     def feeds(self, query: str, batch: int, run: str) -> list[Feed]:
         feeds = []
-        for path in sorted((self._root / "feeds" / query).glob(f"{batch}-{run}-*.json")):
+        for path in sorted((self._root / "feeds" / query).glob(f"{batch}-{_as_name(run)}-*.json")):
             with contextlib.suppress(FileNotFoundError):  # another driver has published the batch since
                 feeds.append(Feed.load(path.read_text()))
         return feeds
@@ -181,7 +183,7 @@ class DirectoryStaging(Staging):
             for other in os.listdir(folder):
                 if _is_below(other, batch + 1):
                     shutil.rmtree(folder / other, ignore_errors=True)
-        self._clear_feeds(query, batch + 1)
+        self._clear_feeds(query_of_writer(query), batch + 1)
 
     def forget_query(self, topic: str, query: str) -> None:
         _remove_if_empty(self._root / topic / query)
@@ -243,6 +245,11 @@ def _folders_in(folder: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return [each for each in folder.iterdir() if each.is_dir()]
     return []
+
+
+def _as_name(run: str) -> str:
+    """A part of a file's name that stands for this run. The id of a run may be a text of the user's own."""
+    return quote(run, safe="")
 
 
 def _is_below(batch: str, limit: int) -> bool:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
 from pxrs.model import Topic
 from pxrs.publishing.staging.frames import Piece
+
+_ROUTED: Final = "routed-"
+
+
+def routed_writer(query: str) -> str:
+    """The name under which a query stages and appends rows that name their topics. Rows that the same query writes to
+    one topic of the option `topic` have the query's own id: a batch may write in both ways to one topic, also at the
+    same time, and the files and origins of the two must not be taken for each other."""
+    return _ROUTED + query
+
+
+def query_of_writer(writer: str) -> str:
+    """The query that stages and appends under this name."""
+    return writer.removeprefix(_ROUTED)
 
 
 class Staged(NamedTuple):

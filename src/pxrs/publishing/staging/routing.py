@@ -1,7 +1,8 @@
 """Staging the rows of one task: for one topic, or for the topics that the rows name.
 
 A task has one staged file for each topic that it has rows for, and makes it at the first such row. All rows that wait
-in memory, for all topics together, are bounded by BUFFER_BYTES_MAX.
+in memory, for all topics together, are bounded by BUFFER_BYTES_MAX. They are slices of the tables that they came in;
+before these tables are three times as much, the rows that wait are copied.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def stage_rows(create: Create, route: Route, turn: int, tables: Iterable[pa.Reco
             while sum(cutter.size for cutter, _ in files.values()) > BUFFER_BYTES_MAX:
                 cutter, file = max(files.values(), key=lambda each: each[0].size)
                 file.add(cutter.largest())
+            while sum(cutter.held for cutter, _ in files.values()) > 3 * BUFFER_BYTES_MAX:
+                max((cutter for cutter, _ in files.values()), key=lambda each: each.held - each.size).copy_waiting()
         for cutter, file in files.values():
             for piece in cutter.rest():
                 file.add(piece)

@@ -37,6 +37,11 @@ class _Waiting:
     def joined(self) -> pa.RecordBatch:
         return self.parts[0] if len(self.parts) == 1 else pa.concat_batches(self.parts)
 
+    def copy(self) -> None:
+        """Give up the memory of which the rows are slices."""
+        # With an empty part, so that a single part is copied too.
+        self.parts = [pa.concat_batches([*self.parts, self.parts[0].slice(0, 0)])]
+
 
 class Cutter:
     """Cuts the rows of one task for one topic, and encodes the pieces for the topic's log. The rows of each partition
@@ -52,6 +57,9 @@ class Cutter:
         self.topic = topic
         self.size = 0
         """The bytes of the rows that wait for their piece to become whole."""
+        self.held = 0
+        """The bytes that these rows keep in memory at most. They are slices of tables whose other rows may be staged
+        already."""
         self._hash_of = hash_named(topic.partitioner)
         self._keyless = KeylessSpread(topic.partitions, turn % topic.partitions)
         self._waiting: dict[int, _Waiting] = {}
@@ -61,6 +69,7 @@ class Cutter:
         because a manifest that names such rows could never be finished."""
         from pxrs.producer.tables import MESSAGE_BYTES_MAX, read_table, slices, split_table
 
+        self.held += table.nbytes
         _check_partitions(table, self.topic)
         rows = read_table(table, self.topic.partitions, MESSAGE_BYTES_MAX)
         for part in slices(rows, PIECE_ROWS_MAX, PIECE_BYTES_MAX):
@@ -78,6 +87,12 @@ class Cutter:
     def largest(self) -> Piece:
         """The partition with the most bytes that wait, as a piece. Call it only if `size` is not 0."""
         return self._piece(max(self._waiting, key=lambda partition: self._waiting[partition].size))
+
+    def copy_waiting(self) -> None:
+        """Copy the rows that wait, so that they keep no more than `size` bytes in memory."""
+        for waiting in self._waiting.values():
+            waiting.copy()
+        self.held = self.size
 
     def rest(self) -> Iterator[Piece]:
         """All rows that wait, partition by partition."""
