@@ -300,14 +300,21 @@ def test_two_announcements_at_once_exchange_different_changes(monkeypatch: pytes
     assert seen[0].is_set, "whoever has taken it would wait for ever"
 
 
-def test_readable_begins_with_another_lane_each_time_and_leaves_out_what_has_not_arrived() -> None:
+def test_readable_begins_behind_the_lane_served_last_and_leaves_out_what_has_not_arrived() -> None:
     lanes = Lanes("g")
     three = [Lane(number, 1, 0) for number in range(3)]
-    lanes.add(three)
+    lanes.add(three[2:])
+    lanes.add(three[:2])
     assert lanes.readable() == []
     lanes.arrived(three)
-    firsts = {lanes.readable()[0].partition for _ in range(3)}
-    assert firsts == {0, 1, 2}
+    assert lanes.readable() == lanes.readable() == three
+    for last in (1, 2, 0):
+        lanes.served(three[last])
+        assert lanes.readable() == three[last + 1 :] + three[: last + 1]
+    lanes.remove(three[0])
+    assert lanes.readable() == three[1:], "also if the lane that was served last is gone"
+    lanes.add(three[:1])
+    lanes.arrived(three[:1])
     three[1].is_paused = True
     assert {lane.partition for lane in lanes.readable({0: 0, 2: 5})} == {2}
     with pytest.raises(PartitionNotAssigned):
