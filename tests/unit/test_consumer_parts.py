@@ -23,7 +23,9 @@ from pxrs.errors import InvalidGroup, OutcomeLost, PartitionNotAssigned
 from pxrs.group.lane import Lane
 from pxrs.hub import Hub
 from pxrs.log.batch import Batch
-from pxrs.log.contract import Fetched
+from pxrs.log.contract import Append, Fetched
+from pxrs.log.memory import MemoryLog
+from pxrs.testing.log_contract import new_topic, records
 from pxrs.testing.waiting import aside, eventually
 from pxrs.waiting import Cancel
 
@@ -320,6 +322,28 @@ def test_readable_begins_behind_the_lane_served_last_and_leaves_out_what_has_not
     with pytest.raises(PartitionNotAssigned):
         lanes.set_paused([0, 7], True)
     assert not three[0].is_paused
+
+
+def test_x16_idle_lanes_are_looked_at_only_as_long_as_more_may_be_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pxrs.consumer.read_ahead.LOOK_S", 0.0)
+    log = MemoryLog()
+    topic = log.create_topic(new_topic("t", 20))
+    topic.append([Append.encoded(0, records([b"x" * 1_000])) for _ in range(10)])
+    lanes = Lanes("g")
+    owned = [Lane(number, 1, 0) for number in range(20)]
+    lanes.add(owned)
+    lanes.arrived(owned)
+    ahead = ReadAhead(topic, "g", lanes, Changes(), bytes_max=5_000, skips_trimmed=False, ends=None)
+    ahead.fetch(owned, 0.0)
+    topic.append([Append.encoded(number, records([b"x" * 1_000])) for number in range(1, 20)])
+    for _ in range(2):
+        for _ in range(20):
+            ahead.look(lanes.readable())
+        assert 5_000 <= ahead.bytes_ahead() < 5_000 + 1_100, "what may be read ahead, and the rest of a batch"
+        taken = ahead.take(owned[0])
+        assert taken is not None
+        owned[0].position = taken.next_offset
+    log.close()
 
 
 def test_what_was_read_before_a_seek_is_not_handed_out() -> None:

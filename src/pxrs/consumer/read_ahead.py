@@ -175,7 +175,8 @@ class ReadAhead:
         self._looks_at = now + LOOK_S
         with self._lanes.lock:
             idle = [lane for lane in lanes if lane not in self._ahead]
-            if len(idle) in (0, len(lanes)):  # of all: `fetch` follows
+            # Of all lanes: `fetch` follows. Without anything left of the bytes: as soon as some are handed out.
+            if len(idle) in (0, len(lanes)) or self._left() <= 0:
                 return
             has_latency = self._source.has_latency
             is_first = has_latency and not self._is_filling
@@ -199,7 +200,7 @@ class ReadAhead:
                 return  # `_fill` has finished since the last `take`
             positions = {number: lane.position for number, lane in wanted.items() if lane not in self._ahead}
             # Lanes that have nothing leave their shares to the others; what is read ahead in all stays bounded.
-            max_bytes = self._bounded(share * len(positions))
+            max_bytes = max(1, min(share * len(positions), self._left()))
             self._fetching = positions.keys()
         found: Mapping[int, Fetched] = {}
         try:
@@ -277,7 +278,7 @@ class ReadAhead:
                 for ahead in filled.values():
                     ahead.is_filling = True
                 positions = {lane.partition: ahead.next_offset for lane, ahead in filled.items()}
-                max_bytes = self._bounded(share // 2 * len(positions))
+                max_bytes = max(1, min(share // 2 * len(positions), self._left()))
             found: Mapping[int, Fetched] = {}
             try:
                 found = self._source.fetch(positions, max_bytes, 0.0)
@@ -325,10 +326,9 @@ class ReadAhead:
         """How many bytes may be read ahead of each lane. The caller holds the lock."""
         return max(1, self._bytes_max // max(1, len(self._lanes.all())))
 
-    def _bounded(self, wanted: int) -> int:
-        """This number of bytes, or less if that much is not left of what may be read ahead in all; at least 1. The
-        caller holds the lock."""
-        return max(1, min(wanted, self._bytes_max - sum(ahead.bytes for ahead in self._ahead.values())))
+    def _left(self) -> int:
+        """How many bytes may still be read ahead in all. The caller holds the lock."""
+        return self._bytes_max - sum(ahead.bytes for ahead in self._ahead.values())
 
     # Errors of one partition.
 
