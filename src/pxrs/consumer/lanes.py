@@ -87,8 +87,9 @@ class Lanes:
         with self.lock:
             if self._in_order is None:
                 self._in_order = sorted(self._owned.values(), key=_number)
-            lanes = [lane for lane in self._in_order if self.may_be_read(lane)]
-            last = self._last
+            # `may_be_read` in line: this is called for each batch.
+            last, arriving = self._last, self._arriving
+            lanes = [lane for lane in self._in_order if not lane.is_halted and lane not in arriving]
         if ends is not None:
             lanes = [lane for lane in lanes if lane.position < ends[lane.partition]]
         first = bisect_right(lanes, last, key=_number)
