@@ -23,7 +23,9 @@ from pxrs.errors import InvalidGroup, OutcomeLost, PartitionNotAssigned
 from pxrs.group.lane import Lane
 from pxrs.hub import Hub
 from pxrs.log.batch import Batch
-from pxrs.log.contract import Fetched
+from pxrs.log.contract import Append, Fetched
+from pxrs.log.memory import MemoryLog
+from pxrs.testing.log_contract import new_topic, records
 from pxrs.testing.waiting import aside, eventually
 from pxrs.waiting import Cancel
 
@@ -300,19 +302,48 @@ def test_two_announcements_at_once_exchange_different_changes(monkeypatch: pytes
     assert seen[0].is_set, "whoever has taken it would wait for ever"
 
 
-def test_readable_begins_with_another_lane_each_time_and_leaves_out_what_has_not_arrived() -> None:
+def test_readable_begins_behind_the_lane_served_last_and_leaves_out_what_has_not_arrived() -> None:
     lanes = Lanes("g")
     three = [Lane(number, 1, 0) for number in range(3)]
-    lanes.add(three)
+    lanes.add(three[2:])
+    lanes.add(three[:2])
     assert lanes.readable() == []
     lanes.arrived(three)
-    firsts = {lanes.readable()[0].partition for _ in range(3)}
-    assert firsts == {0, 1, 2}
+    assert lanes.readable() == lanes.readable() == three
+    for last in (1, 2, 0):
+        lanes.served(three[last])
+        assert lanes.readable() == three[last + 1 :] + three[: last + 1]
+    lanes.remove(three[0])
+    assert lanes.readable() == three[1:], "also if the lane that was served last is gone"
+    lanes.add(three[:1])
+    lanes.arrived(three[:1])
     three[1].is_paused = True
     assert {lane.partition for lane in lanes.readable({0: 0, 2: 5})} == {2}
     with pytest.raises(PartitionNotAssigned):
         lanes.set_paused([0, 7], True)
     assert not three[0].is_paused
+
+
+def test_x16_idle_lanes_are_looked_at_only_as_long_as_more_may_be_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pxrs.consumer.read_ahead.LOOK_S", 0.0)
+    log = MemoryLog()
+    topic = log.create_topic(new_topic("t", 20))
+    topic.append([Append.encoded(0, records([b"x" * 1_000])) for _ in range(10)])
+    lanes = Lanes("g")
+    owned = [Lane(number, 1, 0) for number in range(20)]
+    lanes.add(owned)
+    lanes.arrived(owned)
+    ahead = ReadAhead(topic, "g", lanes, Changes(), bytes_max=5_000, skips_trimmed=False, ends=None)
+    ahead.fetch(owned, 0.0)
+    topic.append([Append.encoded(number, records([b"x" * 1_000])) for number in range(1, 20)])
+    for _ in range(2):
+        for _ in range(20):
+            ahead.look(lanes.readable())
+        assert 5_000 <= ahead.bytes_ahead() < 5_000 + 1_100, "what may be read ahead, and the rest of a batch"
+        taken = ahead.take(owned[0])
+        assert taken is not None
+        owned[0].position = taken.next_offset
+    log.close()
 
 
 def test_what_was_read_before_a_seek_is_not_handed_out() -> None:

@@ -291,6 +291,8 @@ class TestProtocol:
         with pytest.raises(GroupActive):
             second.join()
         assert Joiner(registry, "c", REFUNDS if alone_first else ORDERS).join(), "it shares no topic with that one"
+        with pytest.raises(GroupActive):
+            Joiner(registry, "d", RETURNS, is_alone=not alone_first).join()
 
 
 def test_x4_whatever_topics_members_read_all_is_owned_in_the_end(registry: Registry) -> None:

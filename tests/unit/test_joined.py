@@ -189,3 +189,18 @@ def test_readable_names_the_partitions_that_have_something(log: MemoryLog) -> No
     returns.append([Append.encoded(1, records([b"x"]))])
     assert list(joined.readable(dict.fromkeys(range(4), 0))) == [3]
     assert list(joined.readable({3: 1})) == []
+
+
+def test_the_order_of_the_positions_decides_what_is_left_out_also_between_parts(log: MemoryLog) -> None:
+    """Otherwise two partitions of a busy topic, with batches that are large for `max_bytes`, would always come before
+    those of the next topic."""
+    orders, returns = topic(log, "orders", 2), topic(log, "returns", 1)
+    for part in (orders, returns):
+        part.append([Append.encoded(number, records([b"x" * 1_000])) for number in range(part.partitions)])
+    joined = JoinedSource([orders, returns])
+    for order in ([0, 1, 2], [1, 2, 0], [2, 0, 1]):
+        for max_bytes in (1, 800, 1_100, 1_600, 2_100, 2_900, READ_BYTES_DEFAULT):
+            found = list(joined.fetch(dict.fromkeys(order, 0), max_bytes))
+            assert found
+            assert found == order[: len(found)], max_bytes
+        assert found == order

@@ -149,6 +149,7 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"topic": None, "assign": '{"a": [-1]}'}, "assign", "JSON such as"),
         ({"topic": None, "assign": '{"a": ["0"]}'}, "assign", "JSON such as"),
         ({"topic": None, "assign": '{"a": [1, 1]}'}, "assign", "twice"),
+        ({"topic": None, "assign": '{"a": [0], "a": [1]}'}, "assign", '"a" is there twice'),
         ({"group": None}, "group", "name the group"),
         ({"xyz": "3"}, "xyz", "unknown; spark.readStream has url"),
         ({"startingofsets": "3"}, "startingofsets", r"unknown; did you mean startingOffsets\? spark.readStream has"),
@@ -164,6 +165,8 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"startingOffsets": '{"0": "x"}'}, "startingOffsets", "JSON such as"),
         ({"startingOffsets": '{"0": -3}'}, "startingOffsets", "JSON such as"),
         ({"startingOffsets": "{0: 1}"}, "startingOffsets", "JSON such as"),
+        ({"startingOffsets": '{"0": 1, "0": 2}'}, "startingOffsets", '"0" is there twice'),
+        ({"startingOffsets": '{"0": 1, "00": 2}'}, "startingOffsets", "JSON such as"),
         ({"startingOffsets": "earliest", "startingTimestamp": "1"}, "startingTimestamp", "takes the place"),
         (
             {"startingOffsetsByTimestamp": '{"orders": {"0": 1}}', "startingTimestamp": "1"},

@@ -84,6 +84,7 @@ class HandOut:
             if self.member.is_away:
                 self.member.come_back()
             lanes = self.readable()
+            self.read_ahead.look(lanes)
             for lane in lanes:
                 batch = self._take(lane)
                 if batch is not None:
@@ -109,6 +110,7 @@ class HandOut:
         # the old lane.
         numbers = {lane.partition for lane in busy}
         lanes = [lane for lane in self.readable() if lane.partition not in numbers] if count > 0 else []
+        self.read_ahead.look(lanes)
         found: list[tuple[Lane, Batch]] = []
         for lane in lanes:
             batch = self._take(lane) if len(found) < count else None

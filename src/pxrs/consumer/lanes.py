@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -39,14 +40,17 @@ class Lanes:
         it for each message. The caller holds the lock."""
         self._arriving: set[Lane] = set()
         """Lanes whose `on_assigned` callback has not returned yet; nothing of them may be handed out."""
-        self._rotation = 0
-        """Raised by each call of `readable`: with which lane it begins."""
+        self._in_order: list[Lane] | None = None
+        """The owned lanes by partition number; None if that changed since they were sorted."""
+        self._last = -1
+        """The partition of the lane that was last served: `readable` begins behind it."""
 
     # Called for the member, mostly on its thread. These take the lock.
 
     def add(self, lanes: Iterable[Lane]) -> None:
         """Add the lanes of partitions that were claimed. They become readable by `arrived`."""
         with self.lock:
+            self._in_order = None
             for lane in lanes:
                 self._owned[lane.partition] = lane
                 self._arriving.add(lane)
@@ -75,15 +79,20 @@ class Lanes:
             return sorted(self._owned.values(), key=lambda lane: lane.partition)
 
     def readable(self, ends: Mapping[int, int] | None = None) -> list[Lane]:
-        """The lanes of which messages may be handed out, beginning with another one each time.
+        """The lanes of which messages may be handed out, in the order of their numbers, beginning behind the one that
+        was last served. So each lane is the first one at some time, whatever the others have to read: a read that is
+        limited in bytes may leave out the last ones.
 
         ends: with until="end", the offset at which each partition ends; lanes that have reached it are left out."""
         with self.lock:
-            lanes = [lane for lane in self._owned.values() if not lane.is_halted and lane not in self._arriving]
-            self._rotation += 1
+            if self._in_order is None:
+                self._in_order = sorted(self._owned.values(), key=_number)
+            # `may_be_read` in line: this is called for each batch.
+            last, arriving = self._last, self._arriving
+            lanes = [lane for lane in self._in_order if not lane.is_halted and lane not in arriving]
         if ends is not None:
             lanes = [lane for lane in lanes if lane.position < ends[lane.partition]]
-        first = self._rotation % len(lanes) if lanes else 0
+        first = bisect_right(lanes, last, key=_number)
         return lanes[first:] + lanes[:first]
 
     def set_paused(self, partitions: Iterable[int], is_paused: bool) -> None:
@@ -112,6 +121,15 @@ class Lanes:
         """The partition was released or lost. If it was claimed again since, the newer lane stays."""
         if self.is_owned(lane):
             del self._owned[lane.partition]
+            self._in_order = None
+
+    def may_be_read(self, lane: Lane) -> bool:
+        """Whether messages of the lane may be handed out now."""
+        return not lane.is_halted and lane not in self._arriving
+
+    def served(self, lane: Lane) -> None:
+        """The thread that reads was given messages of the lane, or an error of it: it is the turn of the others."""
+        self._last = lane.partition
 
     def check_assigned(self, partitions: Iterable[int]) -> None:
         """Raise PartitionNotAssigned if one of the partitions is not owned."""
@@ -119,3 +137,7 @@ class Lanes:
         if missing:
             named = self.names.named
             raise PartitionNotAssigned(self._group, named(missing), named(sorted(self._owned)))
+
+
+def _number(lane: Lane) -> int:
+    return lane.partition

@@ -11,6 +11,10 @@ So reading happens in two places:
   waits for messages. A consumer that has reached the end of its partitions has no such thread. A local log is not read
   like that: decision 0031 has the figures.
 
+While much of one lane is read ahead, neither of the two would read the others. So `look` has those lanes read, about
+every LOOK_S, of which nothing is read ahead: by `fetch`, or by `_fill` if the source `has_latency`. A partition that is
+always behind does not keep back those of a quiet topic.
+
 Bounds: `prefetch_bytes` for all lanes together. Each lane's share is that bound divided by the number of lanes that are
 owned. A read returns at least one batch, however large it is.
 
@@ -19,20 +23,21 @@ Invariants:
   whoever changes `position` in another way than by a hand-out calls `discard`. `take` checks it again, because a `seek`
   may come between the two. `_fill` adds only to what was not discarded meanwhile.
 - A lane is read by one thread at a time: `fetch` leaves out the lanes that `_fill` reads (`_Ahead.is_filling`), and
-  `_fill` announces a change when it is through with them.
+  `_fill` those that `fetch` reads (`_fetching`). `_fill` announces a change when it is through with them.
 - An error of one partition is kept with its lane. `take` raises it on the thread that reads, when the lane is the next
   one to be read.
 
-Threads: the thread that reads calls `take`, `fetch` and `put_back`. `discard` may come from any thread. `Lanes.lock`
-guards all fields; it is not held during a read of the source.
+Threads: the thread that reads calls `look`, `take`, `fetch` and `put_back`. `discard` may come from any thread.
+`Lanes.lock` guards all fields; it is not held during a read of the source.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -49,6 +54,8 @@ _logger = logging.getLogger(__name__)
 
 FILL_SHARE_BYTES_MIN: Final = 256 << 10
 """Lanes with a smaller share are read by `fetch` alone: to start a thread costs more than to read so little."""
+LOOK_S: Final = 0.1
+"""About how often lanes are read of which nothing is read ahead, while something of others is."""
 _NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` would import pandas, if it is installed
 
 
@@ -110,6 +117,12 @@ class ReadAhead:
         """Lanes whose source will never have a message at this offset or behind it."""
         self._is_filling = False
         """The thread of `_fill` runs."""
+        self._fetching: Collection[int] = ()
+        """The partitions that `fetch` reads now."""
+        self._looks_at = 0.0
+        """When `look` does something again, on `time.monotonic`."""
+        self._is_look_due = False
+        """`_fill` is to read lanes of which nothing is read ahead."""
         self.skipped = 0
         """How many messages retention removed before they were read; counted with on_trimmed="skip"."""
 
@@ -134,6 +147,8 @@ class ReadAhead:
                 batch, size = ahead.batches.popleft()
                 ahead.bytes -= size
                 ahead.taken = batch.records.num_rows, size
+            if batch is not None or error is not None:
+                self._lanes.served(lane)
             position = lane.position
             if batch is not None and not batch.base_offset <= position < batch.next_offset:  # read before a `seek`
                 self.discard(lane)
@@ -149,7 +164,30 @@ class ReadAhead:
             return None
         return batch.within(position, self._ends[lane.partition] if self._ends is not None else None)
 
-    def fetch(self, lanes: Iterable[Lane], timeout: float | None, cancel: Cancel) -> None:
+    def look(self, lanes: Sequence[Lane]) -> None:
+        """Have the lanes read of which nothing is read ahead, if something of others is and LOOK_S have passed since
+        the last time. Never waits for messages.
+
+        lanes: those that may be handed out, as for `fetch`. Raises what the source raises."""
+        now = time.monotonic()
+        if now < self._looks_at:
+            return
+        self._looks_at = now + LOOK_S
+        with self._lanes.lock:
+            idle = [lane for lane in lanes if lane not in self._ahead]
+            # Of all lanes: `fetch` follows. Without anything left of the bytes: as soon as some are handed out.
+            if len(idle) in (0, len(lanes)) or self._left() <= 0:
+                return
+            has_latency = self._source.has_latency
+            is_first = has_latency and not self._is_filling
+            self._is_look_due |= has_latency
+            self._is_filling |= is_first
+        if not has_latency:
+            self.fetch(idle, 0.0)
+        elif is_first:
+            self._start_filling()
+
+    def fetch(self, lanes: Iterable[Lane], timeout: float | None, cancel: Cancel | None = None) -> None:
         """Wait until there are messages of one of these lanes, and read them ahead. Returns at once if some were read
         ahead meanwhile; otherwise when the time is up, or `cancel` is set.
 
@@ -162,19 +200,23 @@ class ReadAhead:
                 return  # `_fill` has finished since the last `take`
             positions = {number: lane.position for number, lane in wanted.items() if lane not in self._ahead}
             # Lanes that have nothing leave their shares to the others; what is read ahead in all stays bounded.
-            left = self._bytes_max - sum(ahead.bytes for ahead in self._ahead.values())
-            max_bytes = max(1, min(share * len(positions), left))
-        found = self._source.fetch(positions, max_bytes, timeout, cancel)
-        with self._lanes.lock:
-            for number, fetched in found.items():
-                lane = wanted[number]
-                if not self._lanes.is_owned(lane) or lane in self._ahead or lane.position != positions[number]:
-                    continue  # lost, or sought, while it was read
-                if fetched.is_ended:
-                    self._ended[lane] = lane.position
-                    continue
-                self._ahead[lane] = ahead = _Ahead(positions[number])
-                ahead.add(fetched, share)
+            max_bytes = max(1, min(share * len(positions), self._left()))
+            self._fetching = positions.keys()
+        found: Mapping[int, Fetched] = {}
+        try:
+            found = self._source.fetch(positions, max_bytes, timeout, cancel)
+        finally:
+            with self._lanes.lock:
+                self._fetching = ()
+                for number, fetched in found.items():
+                    lane = wanted[number]
+                    if not self._lanes.is_owned(lane) or lane in self._ahead or lane.position != positions[number]:
+                        continue  # lost, or sought, while it was read
+                    if fetched.is_ended:
+                        self._ended[lane] = lane.position
+                        continue
+                    self._ahead[lane] = ahead = _Ahead(positions[number])
+                    ahead.add(fetched, share)
 
     def put_back(self, lane: Lane, batch: Batch) -> None:
         """Keep the batch that `take` has returned last, of which only the first messages were handed out."""
@@ -227,26 +269,43 @@ class ReadAhead:
         while True:
             with self._lanes.lock:
                 share = self._share()
-                chosen = {lane.partition: lane for lane, ahead in self._ahead.items() if self._wants_more(lane, ahead)}
-                if not chosen:
+                idle = self._begin_look() if self._is_look_due else {}
+                full = {lane: ahead for lane, ahead in self._ahead.items() if self._wants_more(lane, ahead)}
+                filled = {**idle, **full}  # the idle ones first, if not all of them fit
+                if not filled:
                     self._is_filling = False
                     return
-                filled = {number: self._ahead[lane] for number, lane in chosen.items()}
                 for ahead in filled.values():
                     ahead.is_filling = True
-            positions = {number: ahead.next_offset for number, ahead in filled.items()}
+                positions = {lane.partition: ahead.next_offset for lane, ahead in filled.items()}
+                max_bytes = max(1, min(share // 2 * len(positions), self._left()))
             found: Mapping[int, Fetched] = {}
             try:
-                found = self._source.fetch(positions, share // 2 * len(positions), 0.0)
+                found = self._source.fetch(positions, max_bytes, 0.0)
             except Exception as error:  # the thread that reads gets it from its own `fetch`
                 _logger.debug("group %s: reading ahead failed: %s", self._group, error, exc_info=error)
             with self._lanes.lock:
-                for number, ahead in filled.items():
+                for lane, ahead in filled.items():
                     ahead.is_filling = ahead.is_full = False
                     # A lane that was sought or lost meanwhile has another `_Ahead`, or none: this one is garbage.
-                    if (fetched := found.get(number)) is not None and not fetched.is_ended:
+                    if (fetched := found.get(lane.partition)) is not None and not fetched.is_ended:
                         ahead.add(fetched, share)
+                    elif lane in idle and self._ahead.get(lane) is ahead:
+                        del self._ahead[lane]
             self._changes.announce()
+
+    def _begin_look(self) -> dict[Lane, _Ahead]:
+        """Let `_fill` read the lanes of which nothing is read ahead. The caller holds the lock."""
+        self._is_look_due = False
+        idle = {}
+        for lane in self._lanes.all():
+            is_at_end = self._ended.get(lane) == lane.position or (
+                self._ends is not None and lane.position >= self._ends[lane.partition]
+            )
+            is_read = lane in self._ahead or lane.partition in self._fetching
+            if self._lanes.may_be_read(lane) and not is_at_end and not is_read:
+                idle[lane] = self._ahead[lane] = _Ahead(lane.position)
+        return idle
 
     def _wants_more(self, lane: Lane, ahead: _Ahead) -> bool:
         """Whether `_fill` is to read more of the lane. The caller holds the lock."""
@@ -266,6 +325,10 @@ class ReadAhead:
     def _share(self) -> int:
         """How many bytes may be read ahead of each lane. The caller holds the lock."""
         return max(1, self._bytes_max // max(1, len(self._lanes.all())))
+
+    def _left(self) -> int:
+        """How many bytes may still be read ahead in all. The caller holds the lock."""
+        return self._bytes_max - sum(ahead.bytes for ahead in self._ahead.values())
 
     # Errors of one partition.
 

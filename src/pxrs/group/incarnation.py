@@ -72,6 +72,8 @@ class Incarnation:
     only when everything else is meant for others that are there."""
     held: dict[int, Holding] = field(default_factory=dict)
     """The partitions that this member owns, by number: see `numbering`."""
+    meets_alone: bool = False
+    """Whether a member that must be alone with its own topics (`Member.is_alone`) was there when this one joined."""
     pinned: set[str] = field(default_factory=set)
     """The ids of the topics of which every partition was found to have a checkpoint: see `Joining.pin`."""
     numbering: Numbering = field(init=False)

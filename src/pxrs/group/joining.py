@@ -60,7 +60,8 @@ class Joining(Incarnation):
                     put[self.keys.home] = self.home.dump()
             is_agreed, expect[self.keys.assignor] = yield from self._agree()
             if not is_agreed:
-                chosen = ChosenAssignor.of(self.member.assignor, is_agreed=not self.member.is_alone)
+                is_shared = not self.member.is_alone and not self.meets_alone
+                chosen = ChosenAssignor.of(self.member.assignor, is_agreed=is_shared)
                 put[self.keys.assignor] = chosen.dump()
             try:
                 yield Write(expect, put, ephemeral={key: self.member.dump()})
@@ -84,7 +85,8 @@ class Joining(Incarnation):
         agreed does not write it, so a join that only expects the old version of the key would not notice that member.
 
         A member that must be alone (`Member.is_alone`) does the same as one with another assignor, and does not leave
-        the key agreed, so that every other member reads all members before it joins."""
+        the key agreed, so that every other member reads all members before it joins. A member that reads other topics
+        than that one may join, and does not leave the key agreed either: the next member may read the same."""
         key, mine = self.keys.assignor, self.member.assignor
         for _ in range(ATTEMPTS_MAX):
             entry: Entry | None = yield Get(key)
@@ -110,11 +112,13 @@ class Joining(Incarnation):
         Raise GroupActive if a member is of another layout; or if it reads one of the same topics, and it or this one
         must be alone (K4)."""
         mine, others = self.member.assignor, {}
+        self.meets_alone = False
         for entry in (yield Scan(self.keys.members)):
             if entry.key.rpartition("/")[2] in self.former:
                 continue
             other = Member.load(entry.key, entry.value)
             self._check_company(other)
+            self.meets_alone |= other.is_alone
             if other.assignor not in ("", mine):
                 others[f"{other.name} on {other.host}"] = other.assignor
         if others and mine:

@@ -5,7 +5,9 @@ partitions, the partitions 4 and 5 of the joined source are the partitions 0 and
 `number_of` convert.
 
 Invariants:
-- A call of this source makes at most one call of each part for the same purpose, however many partitions it names.
+- A call of this source makes at most one call of each part for the same purpose, however many partitions it names. Only
+  `fetch` reads a part again if partitions of other parts are between its own in what it is given: that order decides
+  which partitions are left out if not all of them fit.
 - Waiting needs no thread: a wait subscribes to each part.
 - An error of one partition is that of its part, and names the part and the partition in it. An error that concerns a
   whole part, such as TopicDeleted, concerns the whole source.
@@ -16,6 +18,8 @@ The parts belong to whoever opened them: a joined source has nothing to close.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 from pxrs.errors import InvalidRecord, InvalidTopic
@@ -107,32 +111,37 @@ class JoinedSource(Source):
         timeout: float | None = 0.0,
         cancel: Cancel | None = None,
     ) -> dict[int, Fetched]:
-        split = self._positions(positions)
         return wait_for(
-            lambda: self._fetch_parts(split, max_bytes),
+            lambda: self._fetch_parts(positions, max_bytes),
             lambda callback: self.subscribe(positions, callback),
             timeout,
             cancel,
             lambda: self.look_again_s(positions),
         )
 
-    def _fetch_parts(self, split: Sequence[tuple[Source, Mapping[int, int]]], max_bytes: int) -> dict[int, Fetched]:
-        """What can be read now. Each part gets a share of the bytes for each of its partitions that can be read."""
-        # Also of parts without a position: this raises if one of them was closed or deleted.
-        chosen = [(part, {each: places[each] for each in part.readable(places)}) for part, places in split]
-        waiting = sum(len(places) for _, places in chosen)
-        left, found = max(1, max_bytes), dict[int, Fetched]()
-        for part, places in chosen:
-            if not places:
-                continue
+    def _fetch_parts(self, positions: Mapping[int, int], max_bytes: int) -> dict[int, Fetched]:
+        """What can be read now, in the order of `positions`. Each part gets a share of the bytes for each of its
+        partitions that can be read.
+
+        Nothing is read behind a partition that did not fit: a caller that begins behind the partitions that it was
+        given would never come to it."""
+        # Asks all parts, also those without a position: this raises if one of them was closed or deleted.
+        readable = set(self.readable(positions))
+        chosen = [(number, *self.place(number)) for number in positions if number in readable]
+        waiting, left, found = len(chosen), max(1, max_bytes), dict[int, Fetched]()
+        for part, run in groupby(chosen, key=itemgetter(1)):
             if left <= 0:
                 break
-            share = max(1, left * len(places) // waiting)
-            waiting -= len(places)
-            fetched = part.fetch(places, share)
-            found |= {self.number_of(part.id, each): got for each, got in fetched.items()}
+            numbers = {partition: number for number, _, partition in run}
+            share = max(1, left * len(numbers) // waiting)
+            waiting -= len(numbers)
+            fetched = part.fetch({each: positions[number] for each, number in numbers.items()}, share)
+            found |= {numbers[each]: got for each, got in fetched.items()}
             if waiting:
-                left -= sum(batch.records.nbytes for got in fetched.values() for batch in got.batches)
+                size = sum(batch.records.nbytes for got in fetched.values() for batch in got.batches)
+                left -= size
+                if size >= share and len(fetched) < len(numbers):
+                    break
         return found
 
     def readable(self, positions: Mapping[int, int]) -> Collection[int]:

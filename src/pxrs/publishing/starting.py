@@ -22,22 +22,25 @@ class FirstOffset(NamedTuple):
 def first_offsets(source: Source, registry: Registry, options: QueryOptions) -> list[FirstOffset]:
     """Where each partition begins that has no checkpoint. Raises InvalidOption.
 
-    `starting` counts for the topics with which the group begins. A group that has checkpoints of one of the topics has
-    begun: a topic of which it has none was added later, and is read from its first offset, so that none of its messages
-    is passed over (G6). So are partitions that the query owns and does not read."""
+    `starting` counts for the topics with which the group begins. A group that has all checkpoints of one of the topics
+    has begun: what it has no checkpoint of was added later, and is read from its first offset, so that none of its
+    messages is passed over (G6). So are partitions that the query owns and does not read.
+
+    The first checkpoints are written topic by topic, in several commits if they are many, so some of them may be
+    missing after a crash. If that was when a topic was added, the rest of them must not follow `starting` either. If it
+    was when the group began, and a topic is complete, the two cannot be told apart: then the others are read from their
+    first offsets too, which may be more than was asked for, and never less."""
     keys = Keys(options.group)
-    known = {part.id: len(registry.scan(keys.checkpoints_of(part.id))) for part in source.parts}
-    if not any(known.values()):
+    has_begun = any(len(registry.scan(keys.checkpoints_of(part.id))) >= part.partitions for part in source.parts)
+    if not has_begun:
         options.starting.check_topics([part.name for part in source.parts])
     found: list[FirstOffset] = []
     for part in source.parts:
         numbers = range(part.partitions)
         read = numbers if options.only is None else sorted(options.only[part.name])
         starts = boundary_offsets(part, FROM_START, numbers)
-        # Of a topic that the group reads already, `starting` is not even looked at. The group's first checkpoints are
-        # written in several commits if they are many, and some may be missing after a crash.
-        is_first = not any(known.values()) or 0 < known[part.id] < part.partitions
-        given = boundary_offsets(part, options.starting, read) if is_first else {}
+        # Once the group has begun, `starting` is not even looked at.
+        given = {} if has_begun else boundary_offsets(part, options.starting, read)
         for number in numbers:
             is_given = number in given and options.starting.is_offset_given(part.name, number)
             found.append(FirstOffset(given.get(number, starts[number]), is_given))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final
@@ -22,6 +23,7 @@ HEADERS: Final = "headers"
 with includeHeaders."""
 
 _COUNT_MAX: Final = 1 << 62
+_PARTITION: Final = re.compile("0|[1-9][0-9]*")
 _APP: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DURATION: Final = re.compile(r"([0-9]{1,15})\s*(us|ms|s|m|min|h|d)?")
 _UNIT_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -237,19 +239,28 @@ class Given:
         if topics.only is not None and not all(isinstance(each, dict) for each in found.values()):
             found = {topics.only: found}
         for topic, each in found.items():
-            if not isinstance(each, dict) or not each or not all(key.isdecimal() for key in each):
+            if not isinstance(each, dict) or not each or not all(map(_PARTITION.fullmatch, each)):
                 raise InvalidOption(name, f"{topic}: {json.dumps(each)}; give JSON such as {example}")
         return {topic: {int(key): value for key, value in each.items()} for topic, each in found.items()}
 
     def _json(self, name: str, example: str) -> dict[str, Any]:
         text = (self.text(name) or "").strip()
         try:
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=_unique)
         except ValueError as error:
             raise InvalidOption(name, f"{text!r}: {error}; give JSON such as {example}") from None
         if not isinstance(found, dict) or not found:
             raise InvalidOption(name, f"{text!r}; give JSON such as {example}")
         return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError if a name is there twice: Python would silently take the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        again, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{json.dumps(again)} is there twice")
+    return found
 
 
 def _is_partition(value: object) -> bool:

@@ -17,6 +17,7 @@ import pytest
 
 import pxrs
 from pxrs.errors import CheckpointsDiffer, InvalidOption, TopicDeleted
+from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
 from pxrs.publishing.planning import Delay
 from pxrs.publishing.selection import Topics
@@ -128,6 +129,26 @@ def test_a_stream_of_one_topic_is_widened_and_the_added_topic_begins_at_its_firs
         assert engine.read_all() == [("orders", 0, 20), ("orders", 1, 20)]
     with Engine(shop, location, subscribe=BOTH, startingOffsets="latest") as engine:
         assert engine.read_all() == places(shop, "returns")
+
+
+def test_g6_an_added_topic_begins_at_its_first_message_also_if_its_first_checkpoints_were_cut_short(shop: Hub) -> None:
+    location = Location()
+    with Engine(shop, location, topic="orders", includeTopic="true", startingOffsets="latest") as engine:
+        assert not engine.plan()
+    added = shop.create_topic("refunds", partitions=3)
+    fill(shop, "refunds", 9)
+    # A query that has added the topic has died between two commits of first checkpoints.
+    keys = Keys("g")
+    shop.registry.commit(put={keys.checkpoint(added.id, 0): Checkpoint(0, by="start").dump()})
+    with Engine(shop, location, subscribe="orders,refunds", startingOffsets="latest") as engine:
+        assert sorted(engine.read_all()) == places(shop, "refunds")
+
+
+def test_starting_offsets_count_for_all_topics_if_the_first_checkpoints_of_a_group_were_cut_short(shop: Hub) -> None:
+    first = shop.topic("orders")
+    shop.registry.commit(put={Keys("g").checkpoint(first.id, 0): Checkpoint(20, by="start").dump()})
+    with Engine(shop, Location(), subscribe=BOTH, startingOffsets="latest") as engine:
+        assert not engine.plan()
 
 
 def test_g6_a_new_topic_that_matches_joins_a_running_query_and_is_read_from_its_first_message(shop: Hub) -> None:

@@ -450,3 +450,42 @@ class TestTransactions:
             assert sorted(rows) == sorted(stored)
             assert hub.group("g").describe().lag == 0
             engine.dispose()
+
+
+class TestFairness:
+    """A topic that is always behind does not keep back the messages of another one."""
+
+    def test_x16_batches_larger_than_what_may_be_read_ahead_come_from_every_topic_in_turn(self, hub: pxrs.Hub) -> None:
+        topics = ["left", "right"]
+        for topic in topics:
+            hub.create_topic(topic, partitions=1)
+            with hub.producer(topic, linger_s=0) as out:
+                for _ in range(4):
+                    out.send(b"x" * 100).result()
+        with hub.consumer(topics, "g", prefetch_bytes=1) as inbox:
+            eventually(lambda: len(inbox.assignment) == 2)
+            found = [message.topic for message, _ in zip(inbox, range(4), strict=False)]
+        assert Counter(found) == {"left": 2, "right": 2}
+
+    @pytest.mark.parametrize("has_latency", [False, True])
+    def test_a_message_of_a_quiet_topic_comes_while_another_topic_is_read_ahead(
+        self, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, has_latency: bool
+    ) -> None:
+        """has_latency: as of a table, of which a thread reads ahead."""
+        monkeypatch.setattr("pxrs.consumer.read_ahead.LOOK_S", 0.0)
+        busy, quiet = hub.log.topic("orders"), hub.log.topic("returns")
+        monkeypatch.setattr(busy, "has_latency", has_latency, raising=False)
+        limit = 3_000 if has_latency else 40
+        with hub.producer("orders", linger_s=0) as out, hub.producer("returns", linger_s=0) as other:
+            for _ in range(60):
+                out.send(b"x" * 20_000, partition=0).result()
+            with hub.consumer([busy, quiet], "g", prefetch_bytes=4 << 20) as inbox:
+                eventually(lambda: len(inbox.assignment) == 5)
+                for count, message in enumerate(inbox):
+                    if message.topic == "returns" or count == limit:
+                        break
+                    if count == 1:
+                        other.send(b"new", partition=2).result()
+                    if has_latency:  # so that it is never read to its end
+                        out.send(b"x" * 20_000, partition=0).result()
+                assert message.topic == "returns", f"{count} messages of the busy topic came first"
