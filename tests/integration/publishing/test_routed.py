@@ -54,6 +54,8 @@ from tests.integration.publishing.driver import (
 
 NAMES = ("out", "more", "third")
 WRITER = routed_writer(QUERY)
+ALL_TOPICS = 0
+"""A seed of drivers with three tasks, whose first batch has rows for every topic."""
 
 
 class RoutedPlace(Place):
@@ -170,13 +172,14 @@ def test_k1_a_zombie_goes_on_when_its_successor_is_done(places: Places) -> None:
 
 def leave_behind(place: RoutedPlace, at: int = 1, only: str = "commit") -> Manifest:
     """A driver commits its first batch, and dies after this step. Returns its manifest."""
-    driver = place.driver(Steps(at, crash, only), tasks=3)
+    driver = place.driver(Steps(at, crash, only), tasks=3, seed=ALL_TOPICS)
     driver.claim()
     with pytest.raises(Crash):
         batch_of(driver, 0, (0, 10), (0, 10))
     found = place.manifest()
     assert found is not None
     assert not found.is_published
+    assert {part.name for part in found.parts} == set(NAMES)
     return found
 
 
@@ -258,7 +261,7 @@ def test_a_topic_that_is_deleted_while_it_is_appended_to_stops_no_other_one(plac
         assert found is not None
         place.hub.delete_topic(found.parts[0].name)
 
-    driver = place.driver(Steps(1, delete, "append"), tasks=3)
+    driver = place.driver(Steps(1, delete, "append"), tasks=3, seed=ALL_TOPICS)
     driver.claim()
     batch_of(driver, 0, (0, 20), (0, 20))
     found = place.manifest()
@@ -271,7 +274,7 @@ def test_a_topic_that_is_deleted_while_it_is_appended_to_stops_no_other_one(plac
 def test_a_topic_of_the_last_batch_that_is_deleted_while_the_next_one_is_committed_does_no_harm(
     place: RoutedPlace,
 ) -> None:
-    driver = place.driver(tasks=3)
+    driver = place.driver(tasks=3, seed=ALL_TOPICS)
     driver.claim()
     batch_of(driver, 0, (0, 5), (0, 5))
     last = place.manifest()
