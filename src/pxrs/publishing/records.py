@@ -33,6 +33,9 @@ MANIFESTS: Final = "spark/"
 ROUTED: Final = f"{MANIFESTS}routed/"
 """The prefix of the manifests of queries whose rows name their topics. No topic has this id."""
 
+APP: Final = "app-"
+"""Prefix of the ids of writers to which the user has given a name (`txnAppId`)."""
+
 Ranges = dict[str, dict[str, list[int]]]
 """What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
 
@@ -213,6 +216,12 @@ def step_for(query: str, last: Manifest | None, ours: Manifest) -> Step:
     step = ON_ARRIVAL[state, _order(last, ours)]
     if step is Step.REFUSE:
         assert last is not None
+        if query.startswith(APP):
+            raise BatchRefused(
+                f"txnAppId {query.removeprefix(APP)} has written version {last.batch} and comes with {ours.batch}. If "
+                "another query has this name, or this one has a new checkpoint location, give it another txnAppId; "
+                "else an old checkpoint location was restored"
+            )
         raise BatchRefused(
             f"query {query} has published batch {last.batch} and comes with batch {ours.batch}: an old checkpoint "
             "location was restored. Start with a new one"
