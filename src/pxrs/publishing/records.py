@@ -1,7 +1,8 @@
 """What publishing keeps in the registry: the manifest of each query, and the states that it goes through.
 
     spark/<topic id>/<query>    the last batch of the query: its staged files, what it has read, whether it is published
-    spark/routed/<query>        the same of a query whose rows name their topics: the staged files of all topics
+    spark/routed/<hub id>.<query>
+                                the same of a query whose rows name their topics: the staged files of all topics
 
 There is one manifest for each query and topic, or one for a query whose rows name their topics (decision 0038); it is
 that of the query's last batch alone. A query that has written in both ways has both kinds. `TRANSITIONS` lists how a
@@ -45,9 +46,15 @@ def manifests_of(topic: str) -> str:
     return f"{MANIFESTS}{topic}/"
 
 
+def routed_prefix(hub: str) -> str:
+    """What the keys of the manifests of all queries begin with whose rows name topics of the hub with this id."""
+    return f"{ROUTED}{hub}."
+
+
 def query_of(key: str) -> str:
     """The query that the manifest with this key belongs to."""
-    return key.rpartition("/")[2]
+    name = key.rpartition("/")[2]
+    return name.partition(".")[2] if key.startswith(ROUTED) else name
 
 
 def writer_of(key: str) -> str:
@@ -179,17 +186,6 @@ class Manifest:
             return cls(**{name: found[name] for name in cls.__dataclass_fields__ if name in found})
         except (ValueError, TypeError) as error:
             raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
-
-
-def load_own(entry: Entry) -> Manifest:
-    """The manifest of the query that asks. Raises BatchRefused, with advice, if it is damaged."""
-    try:
-        return Manifest.load(entry)
-    except RegistryCorrupt as error:
-        raise BatchRefused(
-            f"what the query has published last is not known: {error}. Restore the key from a copy; or look at the end "
-            "of the topic, delete the key, and start with a new checkpoint location"
-        ) from error
 
 
 def parts_of(key: str, manifest: Manifest) -> list[Part]:
