@@ -38,7 +38,6 @@ from pxrs.errors import (
     InvalidRecord,
     LogError,
     PartitionLost,
-    PxrsError,
     RegistryCorrupt,
     RegistryError,
     SequenceGap,
@@ -46,7 +45,7 @@ from pxrs.errors import (
     UnknownProducer,
     ValueTooLarge,
 )
-from pxrs.group.checkpoints import CheckpointWrite, FencedWrite, Outcome
+from pxrs.group.checkpoints import CheckpointWrite, FencedWrite
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.appends import append_pieces
@@ -62,14 +61,15 @@ from pxrs.publishing.records import (
     has_same_plan,
     have_common_partitions,
     is_stripped,
-    load_own,
     manifests_of,
     parts_of,
     query_of,
     ranges_of,
+    routed_prefix,
     step_for,
     writer_of,
 )
+from pxrs.publishing.refusals import load_own, refusal
 from pxrs.publishing.staging.contract import Staging
 from pxrs.publishing.staging.files import query_of_writer
 from pxrs.registry.contract import ABSENT, Entry, Registry
@@ -97,15 +97,18 @@ class Publisher:
     """Publishes batches to one topic, or to the topics that their rows name. A query has one driver at a time; a second
     driver that publishes the same batch does no harm."""
 
-    def __init__(self, registry: Registry, topic: TopicLog | None, staging: Staging, find: Find | None = None) -> None:
+    def __init__(
+        self, registry: Registry, topic: TopicLog | None, staging: Staging, find: Find | None = None, hub: str = ""
+    ) -> None:
         """
         topic: the topic of all batches, for `publish`; None for `publish_routed`.
         find:  opens other topics. Without it, the manifests of routed batches are left to other publishers.
+        hub:   the id of the hub that has the topics. Other hubs may share the registry.
         """
         self._registry, self._topic, self._staging, self._find = registry, topic, staging, find
         self._calls = PatientCalls(registry, PATIENCE_S)
         self.topic_id = "" if topic is None else topic.id
-        self._prefix = ROUTED if topic is None else manifests_of(topic.id)
+        self._prefix = routed_prefix(hub) if topic is None else manifests_of(topic.id)
         self._registry_id = ""
         self._strangers: set[str] = set()
         """Groups in other registries for which a warning was logged."""
@@ -332,7 +335,7 @@ class Publisher:
                 return None  # written by a try whose reply was lost, or by another driver
             if entry is not None and key.startswith(ROUTED) and conflict.keys == (key,):
                 return None  # the deletion of a topic has changed the manifest of the last batch (`forget_topic`)
-            raise _refusal(query_of(key), manifest, conflict, checkpoints) from conflict
+            raise refusal(query_of(key), manifest, conflict, checkpoints) from conflict
         except (CommitTooLarge, ValueTooLarge) as error:
             raise BatchRefused(
                 f"batch {manifest.batch} of query {query_of(key)} does not fit into one commit of this registry: "
@@ -439,12 +442,3 @@ class Publisher:
         if log is None:
             raise BatchRefused(f"the topic {part.name} was deleted while rows for it were staged. Nothing was written")
         return log.ends()
-
-
-def _refusal(query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite) -> PxrsError:
-    # STALE: somebody has written the checkpoint since this publisher read it.
-    lost = [each for each, settled in checkpoints.settle(conflict) if settled.outcome in (Outcome.LOST, Outcome.STALE)]
-    if lost:
-        group = lost[0].keys.group
-        return PartitionLost(group, [e.partition[1] for e in lost if e.keys.group == group], advice=RESTART)
-    return BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}")

@@ -1,7 +1,8 @@
 """What publishing keeps in the registry: the manifest of each query, and the states that it goes through.
 
     spark/<topic id>/<query>    the last batch of the query: its staged files, what it has read, whether it is published
-    spark/routed/<query>        the same of a query whose rows name their topics: the staged files of all topics
+    spark/routed/<hub id>.<query>
+                                the same of a query whose rows name their topics: the staged files of all topics
 
 There is one manifest for each query and topic, or one for a query whose rows name their topics (decision 0038); it is
 that of the query's last batch alone. A query that has written in both ways has both kinds. `TRANSITIONS` lists how a
@@ -33,6 +34,9 @@ MANIFESTS: Final = "spark/"
 ROUTED: Final = f"{MANIFESTS}routed/"
 """The prefix of the manifests of queries whose rows name their topics. No topic has this id."""
 
+APP: Final = "app-"
+"""Prefix of the ids of writers to which the user has given a name (`txnAppId`)."""
+
 Ranges = dict[str, dict[str, list[int]]]
 """What was read: by "<group>/<topic id>" and partition, the first offset and the one behind the last."""
 
@@ -42,9 +46,15 @@ def manifests_of(topic: str) -> str:
     return f"{MANIFESTS}{topic}/"
 
 
+def routed_prefix(hub: str) -> str:
+    """What the keys of the manifests of all queries begin with whose rows name topics of the hub with this id."""
+    return f"{ROUTED}{hub}."
+
+
 def query_of(key: str) -> str:
     """The query that the manifest with this key belongs to."""
-    return key.rpartition("/")[2]
+    name = key.rpartition("/")[2]
+    return name.partition(".")[2] if key.startswith(ROUTED) else name
 
 
 def writer_of(key: str) -> str:
@@ -178,17 +188,6 @@ class Manifest:
             raise RegistryCorrupt(entry.key, f"it is no manifest: {error}") from error
 
 
-def load_own(entry: Entry) -> Manifest:
-    """The manifest of the query that asks. Raises BatchRefused, with advice, if it is damaged."""
-    try:
-        return Manifest.load(entry)
-    except RegistryCorrupt as error:
-        raise BatchRefused(
-            f"what the query has published last is not known: {error}. Restore the key from a copy; or look at the end "
-            "of the topic, delete the key, and start with a new checkpoint location"
-        ) from error
-
-
 def parts_of(key: str, manifest: Manifest) -> list[Part]:
     """What the manifest with this key names for each topic."""
     if key.startswith(ROUTED):
@@ -213,6 +212,12 @@ def step_for(query: str, last: Manifest | None, ours: Manifest) -> Step:
     step = ON_ARRIVAL[state, _order(last, ours)]
     if step is Step.REFUSE:
         assert last is not None
+        if query.startswith(APP):
+            raise BatchRefused(
+                f"txnAppId {query.removeprefix(APP)} has written version {last.batch} and comes with {ours.batch}. If "
+                "another query has this name, or this one has a new checkpoint location, give it another txnAppId; "
+                "else an old checkpoint location was restored"
+            )
         raise BatchRefused(
             f"query {query} has published batch {last.batch} and comes with batch {ours.batch}: an old checkpoint "
             "location was restored. Start with a new one"

@@ -15,6 +15,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter
 from pyspark.sql.types import StructType
 
 from pxrs.errors import InvalidOption
+from pxrs.publishing.records import APP
 from pxrs.spark.options import WriteOptions
 from pxrs.spark.writer import (
     DriversWriter,
@@ -38,7 +39,7 @@ class NumberedTask(DataSourceArrowWriter):  # type: ignore[misc]
 
     def _query(self) -> str:
         if self.app is not None:
-            return f"app-{self.app}"
+            return f"{APP}{self.app}"
         query: str | None = TaskContext.get().getLocalProperty("sql.streaming.queryId")
         if query is None:
             raise InvalidOption(

@@ -148,9 +148,9 @@ def _first_publisher(hub: Hub, options: WriteOptions, topic: TopicLog | None) ->
     WrongRegistry: another registry does not have the manifests of this hub. If the hub has no registry on record, this
     one is recorded: a process with another registry would take the staged files of a batch for abandoned ones, and
     remove them."""
-    hub.join_registry()
+    home = hub.join_registry()
     staging = DirectoryStaging(options.url)
-    publisher = Publisher(hub.registry, topic, staging, _finder(hub))
+    publisher = Publisher(hub.registry, topic, staging, _finder(hub), "" if home is None else home.hub)
     try:
         damaged = hub.damaged_topics()
         topics = {each.id for each in hub.topics()} | {each.id for each in damaged if each.id is not None}

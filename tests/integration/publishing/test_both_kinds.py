@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from pxrs.errors import BatchRefused
 from pxrs.log.contract import TopicLog
 from pxrs.publishing.forgetting import needed_batches
 from pxrs.publishing.manifest import Publisher
@@ -108,6 +109,16 @@ def test_k1_a_batch_that_is_repeated_after_its_sink_was_changed_counts_once(
     assert not place.staged()
     changed.write(6, b"two", planned="plan of 6")
     assert arrived(place) == Counter([b"one", b"two"])
+
+
+@both_ways
+def test_k2_a_smaller_version_of_a_name_is_refused_with_advice_that_helps(place: Place, is_routed: bool) -> None:
+    """A new checkpoint location, which is the advice for a query's own id, would not help."""
+    writer = Writer(place, is_routed=is_routed)
+    writer.write(5, b"one")
+    with pytest.raises(BatchRefused, match=r"audit has written version 5 and comes with 4\. .*another txnAppId"):
+        writer.write(4, b"other")
+    assert arrived(place) == Counter([b"one"])
 
 
 def test_the_staged_files_of_both_manifests_are_kept(place: Place) -> None:

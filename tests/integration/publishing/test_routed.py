@@ -23,7 +23,7 @@ from pxrs.publishing.feed import Feed
 from pxrs.publishing.forgetting import forget_topic, needed_batches
 from pxrs.publishing.manifest import Publisher
 from pxrs.publishing.planning import Span
-from pxrs.publishing.records import ROUTED, Manifest, Part, published_spans
+from pxrs.publishing.records import Manifest, Part, published_spans, routed_prefix
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column
@@ -82,7 +82,7 @@ class RoutedPlace(Place):
         return None
 
     def manifest(self) -> Manifest | None:
-        entry = self.hub.registry.get(f"{ROUTED}{QUERY}")
+        entry = self.hub.registry.get(routed_prefix("") + QUERY)
         return None if entry is None else Manifest.load(entry)
 
     def arrived(self) -> int:
@@ -443,7 +443,7 @@ class KeyByTopics(Publisher):
     def publish_routed(
         self, query: str, batch: int, parts: Sequence[Part], feeds: Sequence[Feed] = (), *more: Any
     ) -> None:
-        self._prefix = f"{ROUTED}{'-'.join(part.name for part in parts)}/"
+        self._prefix = routed_prefix("-".join(part.name for part in parts))
         super().publish_routed(query, batch, parts, feeds)
 
 

@@ -1,0 +1,30 @@
+"""Why a query may not publish a batch: errors with advice."""
+
+from __future__ import annotations
+
+from pxrs.errors import BatchRefused, Conflict, PartitionLost, PxrsError, RegistryCorrupt
+from pxrs.group.checkpoints import FencedWrite, Outcome
+from pxrs.publishing.planning import RESTART
+from pxrs.publishing.records import Manifest
+from pxrs.registry.contract import Entry
+
+
+def load_own(entry: Entry) -> Manifest:
+    """The manifest of the query that asks. Raises BatchRefused, with advice, if it is damaged."""
+    try:
+        return Manifest.load(entry)
+    except RegistryCorrupt as error:
+        raise BatchRefused(
+            f"what the query has published last is not known: {error}. Restore the key from a copy; or look at the end "
+            "of the topic, delete the key, and start with a new checkpoint location"
+        ) from error
+
+
+def refusal(query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite) -> PxrsError:
+    """Why the commit of a manifest and these checkpoints has failed, if the manifest is as it was."""
+    # STALE: somebody has written the checkpoint since this publisher read it.
+    lost = [each for each, settled in checkpoints.settle(conflict) if settled.outcome in (Outcome.LOST, Outcome.STALE)]
+    if lost:
+        group = lost[0].keys.group
+        return PartitionLost(group, [e.partition[1] for e in lost if e.keys.group == group], advice=RESTART)
+    return BatchRefused(f"query {query}: another driver publishes beside batch {manifest.batch}")
