@@ -33,6 +33,7 @@ from pxrs.publishing.staging.contract import TaskStaging
 from pxrs.publishing.staging.directory import DirectoryStaging
 from pxrs.publishing.staging.files import routed_writer
 from pxrs.publishing.staging.routing import by_column
+from pxrs.spark.collecting import freeze_imports
 from pxrs.spark.names import topic_to_write
 from pxrs.spark.options import WriteOptions
 from pxrs.spark.publishers import Publishers, made_again
@@ -92,6 +93,7 @@ class Stager:
 
     def stage(self, query: str, batch: int, rows: Iterator[pa.RecordBatch]) -> StagedMessage:
         check_machine(self.machine)
+        freeze_imports()
         context = TaskContext.get()
         task = context.partitionId()
         if self.ignored:
