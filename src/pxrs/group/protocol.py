@@ -5,6 +5,9 @@ writes grows with what the member gains and loses. Only the leader reads the who
 
 Rules, each with a mutation of the simulator that fails without it:
 - The leader writes targets and fences only by commits that expect the leader key as it was read, under its lease (G2).
+- A leader that gets no reply to a commit of targets writes the leader key before it does anything else. The commit
+  expects that key, so it cannot be applied any more (R5). Otherwise it could be applied after the leader has found the
+  targets as it wants them: a partition would be in no target, and nothing would wake the leader, which watches members.
 - A claim expects the member's own target as it was read. So once the leader has replaced the target of a member, that
   member cannot claim what the new target does not name, and the leader, which reads the owners after that, sees all
   that it has to ask back.
@@ -26,12 +29,13 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from pxrs.errors import Conflict, GroupActive
+from pxrs.errors import Conflict, GroupActive, OutcomeUnknown
 from pxrs.group.checkpoints import Holding
 from pxrs.group.committing import Committing, in_parts
 from pxrs.group.incarnation import LEASE_ENDED
 from pxrs.group.joining import Joining
 from pxrs.group.reconcile import (
+    Action,
     AskedSince,
     Assign,
     Claim,
@@ -73,6 +77,8 @@ class MemberProtocol(Joining, Committing):
     """What the last `look` has read."""
     taken: int = 0
     """`Target.taken` of this member when it last read all its owner keys."""
+    is_in_doubt: bool = False
+    """As the leader: whether a commit of targets got no reply, and may still be applied."""
     has_migrated: bool = False
     """As the leader: whether the key of layout 1 was looked for, and deleted."""
 
@@ -185,7 +191,12 @@ class MemberProtocol(Joining, Committing):
         state = yield from self._read()
         self.snapshot = state
         self.asked = asked_since(state, self.asked, now) if self.is_leading else {}
-        actions = reconcile(state, self._me(), self.asked, now, self.handover_s)
+        self.is_in_doubt &= self.is_leading
+        actions: list[Action]
+        if self.is_in_doubt and state.leader is not None:
+            actions = [Lead(state.leader[1], state.leader[0].term + 1, None)]
+        else:
+            actions = reconcile(state, self._me(), self.asked, now, self.handover_s)
         has_changed = False
         claims: list[Claim] = []
         releases: list[int] = []
@@ -234,8 +245,16 @@ class MemberProtocol(Joining, Committing):
         absent = {keys.member(action.gone): ABSENT} if action.gone else {}
         leader = Leader(self.incarnation, action.term)
         yield Write({keys.leader: action.version, **absent}, {keys.leader: leader.dump()})
+        self.is_in_doubt = False
 
     def _assign(self, action: Assign) -> Steps[None]:
+        try:
+            yield from self._write_targets(action)
+        except OutcomeUnknown:
+            self.is_in_doubt = True
+            raise
+
+    def _write_targets(self, action: Assign) -> Steps[None]:
         """Write the targets in as few commits as can hold them, then delete those of former members."""
         keys, leads = self.keys, {self.keys.leader: action.leader_version}
         legacy: Entry | None = None
