@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from pxrs.errors import GroupActive, RegistryCorrupt
+from pxrs.errors import Conflict, GroupActive, OutcomeUnknown, RegistryCorrupt
 from pxrs.group.assign import shared_out
 from pxrs.group.lane import Lane
 from pxrs.group.protocol import MemberProtocol
@@ -21,7 +21,7 @@ from pxrs.group.snapshot import GroupState
 from pxrs.log.numbering import Numbering, TopicPartition
 from pxrs.registry.contract import Registry
 from pxrs.registry.memory import MemoryRegistry, MemoryStore
-from pxrs.registry.steps import drive
+from pxrs.registry.steps import Write, drive, perform
 
 ORDERS, RETURNS, REFUNDS = (
     ReadTopic(f"{name}-id", name, count) for name, count in (("orders", 4), ("returns", 2), ("refunds", 1))
@@ -293,6 +293,43 @@ class TestProtocol:
         assert Joiner(registry, "c", REFUNDS if alone_first else ORDERS).join(), "it shares no topic with that one"
         with pytest.raises(GroupActive):
             Joiner(registry, "d", RETURNS, is_alone=not alone_first).join()
+
+
+class TestLateTargets:
+    """A commit of the leader's whose reply was lost may be applied long after the leader has decided anew (R5)."""
+
+    @pytest.mark.parametrize("losses", [1, 2, 3])
+    def test_r5_targets_that_are_applied_late_leave_no_partition_without_an_owner(
+        self, registry: Registry, losses: int
+    ) -> None:
+        """The leader takes a partition from a member for a new one, in two commits. The first one gets no reply, the
+        new member goes, and the leader finds the targets as it wants them. If the first commit were applied then, the
+        member would release a partition that is in nobody's target, and nothing would wake the leader."""
+        leader = Joiner(registry, "z", RETURNS, keys_max=2)
+        one, new = Joiner(registry, "a", ORDERS), Joiner(registry, "b", ORDERS)
+        for each in (leader, one):
+            assert each.join()
+            leader.settle()
+        one.settle()
+        assert one.started.keys() == {0, 1, 2, 3}
+        assert new.join()
+        lost: list[Write] = []
+
+        def lose(write: Write) -> dict[str, int]:
+            lost.append(write)
+            raise OutcomeUnknown("no reply")
+
+        for _ in range(losses):
+            with pytest.raises(OutcomeUnknown):
+                drive(leader.protocol.look(0.0), registry, leader.lease, commit=lose)
+        assert [list(each.put) for each in lost] == [[KEYS.target("a-1")], *[[KEYS.leader]] * (losses - 1)]
+        new.lease.close()
+        leader.settle()
+        for late in lost:
+            with pytest.raises(Conflict):
+                perform(late, registry, leader.lease)
+        one.settle()
+        assert one.started.keys() == {0, 1, 2, 3}
 
 
 def test_x4_whatever_topics_members_read_all_is_owned_in_the_end(registry: Registry) -> None:
