@@ -76,6 +76,8 @@ class QueryWatch:
         self._changed = threading.Condition()
         self._reports: dict[str, QueryReport] = {}
         """By run id, in the order of their starts. Guarded by `_changed`."""
+        self._telling: set[str] = set()
+        """The runs that have ended, and of whose end `on_report` is being told. Guarded by `_changed`."""
 
     def start(self) -> QueryWatch:
         if self._listener is None:
@@ -103,14 +105,16 @@ class QueryWatch:
             return None if found is None else _copied(found)
 
     def ended(self, run_id: object, timeout_s: float = 30.0) -> QueryReport:
-        """What was reported of a run, when its end is reported. Raises TimeoutError."""
+        """What was reported of a run, when its end is reported and `on_report` has been called for it. Raises
+        TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_ended(str(run_id)), timeout_s):
                 raise TimeoutError(f"Spark has not reported the end of the run {run_id} within {timeout_s:g} s")
             return _copied(self._reports[str(run_id)])
 
     def _is_ended(self, run_id: str) -> bool:
-        return (found := self._reports.get(run_id)) is not None and found.is_ended
+        found = self._reports.get(run_id)
+        return found is not None and found.is_ended and run_id not in self._telling
 
     # Called on threads of Spark.
 
@@ -144,13 +148,16 @@ class QueryWatch:
             found = self._found(run_id, None)
             found.is_ended, found.error = True, error
             told = _copied(found)
-            self._changed.notify_all()
+            self._telling.add(run_id)
         fields = {"query": told.name or run_id, "rows": told.rows, "error": error}
         if error is None:
             _logger.info("query %(query)s: ended after %(rows)s rows", fields, extra=fields)
         else:
             _logger.error("query %(query)s: failed after %(rows)s rows: %(error)s", fields, extra=fields)
         self._tell(told)
+        with self._changed:
+            self._telling.discard(run_id)
+            self._changed.notify_all()
 
     def _found(self, run_id: str, name: str | None) -> QueryReport:
         """The report of a run; a new one if the query was started before this watch."""
