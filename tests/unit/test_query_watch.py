@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pxrs.spark import QueryReport, QueryWatch
+import pxrs
+from pxrs.spark import HubAddress, QueryReport, QueryWatch
 from pxrs.spark.progress import BatchReport, TopicProgress, batch_of
+from pxrs.spark.run import QueryRun, Run
+from pxrs.spark.sinks import Sink
+from pxrs.spark.watch import BATCHES_MAX
 
 
 def one(partitions: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +160,20 @@ def test_what_a_callback_raises_is_logged_and_the_report_kept(caplog: pytest.Log
     found = watch.report("run")
     assert found is not None
     assert found.rows == 1, "also of a query that was started before the watch"
+
+
+def test_a_run_counts_the_rows_of_more_batches_than_a_watch_keeps() -> None:
+    """`look` may come late, because it waits for a registry."""
+    each = QueryRun("copies", "g", "in", Sink("pxrs", topic="out"), None, "append", None, Path("c"))  # type: ignore[arg-type]
+    each.query = SimpleNamespace(runId="run", isActive=True, recentProgress=[])
+    with pxrs.open("memory:") as hub:
+        run = Run(None, hub, [], HubAddress("memory:"), Path("c"))  # type: ignore[arg-type]
+        run.queries = [each]
+        for number in range(BATCHES_MAX + 50):
+            run._watch.on_progress(progress(number))
+        run.look()
+    assert each.rows_done == sum(min(9, rows) for rows in range(1, BATCHES_MAX + 51)), "Spark counts 9 at most here"
+    assert [batch.number for batch in each.batches] == list(range(50, BATCHES_MAX + 50))
 
 
 def test_ended_returns_when_the_callback_was_told_of_the_end() -> None:

@@ -155,7 +155,9 @@ class Run:
             if each.query is None or each.is_over:
                 continue
             report = self._watch.report(each.query.runId)
-            self._count(each, () if report is None else report.batches)
+            if report is not None:
+                self._count(each, report.batches)
+                each.rows_done = report.rows  # of all batches, also if there were more than the watch keeps
             if not each.query.isActive:
                 self._end(each)
             elif self._stops_at is not None and self._may_stop(each):
