@@ -81,6 +81,7 @@ def test_name_and_group_are_those_of_the_function() -> None:
         ({"dead_letters": "orders", "parse": JSON}, "dead_letters is the source"),
         ({"source": ["orders", "returns"], "sink": "returns"}, "sink is the source, returns"),
         ({"source": topics_matching("t.*")}, "sink is the source, totals"),
+        ({"source": topics_matching(" orders|totals ")}, "sink is the source, totals"),
         ({"options": {"subscribePattern": "x"}}, "options: subscribePattern cannot"),
         ({"options": {"Topic": "x", "maxRowsPerTrigger": 1}}, "options: Topic cannot"),
         ({"options": {"minPartitions": 1, "MINpartitions": 2}}, "minPartitions and MINpartitions are one option"),

@@ -11,13 +11,13 @@ from pxrs.publishing.selection import Topics
 def topics_matching(pattern: str) -> Topics:
     """For `@pipeline(source=topics_matching("orders-.*"))`: all topics whose whole names match this regular expression,
     also those that are created while the pipeline runs. Raises InvalidPipeline."""
-    if not isinstance(pattern, str) or not pattern:
+    if not isinstance(pattern, str) or not pattern.strip():
         raise InvalidPipeline(f"topics_matching: pattern is {pattern!r}; give a regular expression such as 'orders-.*'")
     try:
         re.compile(pattern)
     except re.error as error:
         raise InvalidPipeline(f"topics_matching: {pattern!r} is no regular expression: {error}") from error
-    return Topics(pattern=pattern)
+    return Topics(pattern=pattern.strip())  # as the option `subscribePattern` is read
 
 
 def topics_of(source: object) -> Topics:
