@@ -122,7 +122,8 @@ def fence_without_telling(operation: Operation, member: SimulatedMember, store: 
 
 
 def target_of_the_gone(operation: Operation, member: SimulatedMember, store: SimulatedStore) -> Operation:
-    """A target is made although its member is gone: it stays until the leader looks for another reason."""
+    """Together with `ForgetsLateTargets`: a target is made although its member is gone, and stays until the leader
+    looks for another reason."""
     if isinstance(operation, Write) and any("/targets/" in key for key in operation.put):
         return operation._replace(expect=_without(dict(operation.expect), "/members/"))
     return operation
@@ -216,6 +217,13 @@ class WatchesNoTarget(MemberProtocol):
         return super().watched_keys() - {self.keys.target(self.incarnation)}
 
 
+class ForgetsLateTargets(MemberProtocol):
+    """A leader that got no reply to a commit of targets goes on as if the commit could not be applied any more."""
+
+    def _assign(self, action: reconcile.Assign) -> Steps[None]:
+        yield from self._write_targets(action)
+
+
 class IgnoresWhatIsTaken(MemberProtocol):
     """A member reads the owner keys of what it gains and loses, also when `taken` has risen."""
 
@@ -299,7 +307,17 @@ MUTATIONS = [
     Mutation("claim without its target", Defects(alter=claim_without_target), ("G2 claims by its target",)),
     Mutation("fence that does not tell the owner", Defects(alter=fence_without_telling), ("X8 the owner is told",)),
     Mutation(
-        "target made for one who is gone", Defects(alter=target_of_the_gone), ("X5 never periodic",), first_seed=10
+        "targets applied late",
+        Defects(protocol=ForgetsLateTargets),
+        ("X5 never periodic", "X4 every partition owned"),
+        seeds_max=7_702_439,
+        first_seed=7_702_438,
+    ),
+    Mutation(
+        "target made for one who is gone",
+        Defects(alter=target_of_the_gone, protocol=ForgetsLateTargets),
+        ("X5 never periodic",),
+        first_seed=10,
     ),
     Mutation("owners not watched", Defects(protocol=WatchesNoOwners), NOT_WOKEN),
     Mutation("those waited for not watched", Defects(protocol=WatchesNoOtherMembers), NOT_WOKEN),

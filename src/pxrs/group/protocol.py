@@ -77,7 +77,7 @@ class MemberProtocol(Joining, Committing):
     """What the last `look` has read."""
     taken: int = 0
     """`Target.taken` of this member when it last read all its owner keys."""
-    is_in_doubt: bool = False
+    has_late_targets: bool = False
     """As the leader: whether a commit of targets got no reply, and may still be applied."""
     has_migrated: bool = False
     """As the leader: whether the key of layout 1 was looked for, and deleted."""
@@ -191,9 +191,9 @@ class MemberProtocol(Joining, Committing):
         state = yield from self._read()
         self.snapshot = state
         self.asked = asked_since(state, self.asked, now) if self.is_leading else {}
-        self.is_in_doubt &= self.is_leading
+        self.has_late_targets &= self.is_leading
         actions: list[Action]
-        if self.is_in_doubt and state.leader is not None:
+        if self.has_late_targets and state.leader is not None:
             actions = [Lead(state.leader[1], state.leader[0].term + 1, None)]
         else:
             actions = reconcile(state, self._me(), self.asked, now, self.handover_s)
@@ -245,13 +245,13 @@ class MemberProtocol(Joining, Committing):
         absent = {keys.member(action.gone): ABSENT} if action.gone else {}
         leader = Leader(self.incarnation, action.term)
         yield Write({keys.leader: action.version, **absent}, {keys.leader: leader.dump()})
-        self.is_in_doubt = False
+        self.has_late_targets = False
 
     def _assign(self, action: Assign) -> Steps[None]:
         try:
             yield from self._write_targets(action)
         except OutcomeUnknown:
-            self.is_in_doubt = True
+            self.has_late_targets = True
             raise
 
     def _write_targets(self, action: Assign) -> Steps[None]:
