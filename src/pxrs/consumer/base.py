@@ -1,4 +1,4 @@
-"""`BaseConsumer`: what users read topics with, as a member of a group. `Consumer` and `TopicsConsumer` are made of it.
+"""`BaseConsumer`: reads topics as a member of a group. The base class of `Consumer` and `TopicsConsumer`.
 
     for message in inbox:       # a message is done when the next one is asked for
         handle(message)
@@ -47,7 +47,8 @@ PREFETCH_BYTES_DEFAULT: Final = 8 << 20
 
 
 class BaseConsumer(ABC, Generic[P]):
-    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any.
+    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any
+    thread.
 
     A second thread that asks for messages meanwhile gets ConsumerBusy: see docs/groups.md, "Threads".
 
@@ -62,7 +63,8 @@ class BaseConsumer(ABC, Generic[P]):
     @classmethod
     @abstractmethod
     def _names_of(cls, source: Source) -> PartitionNames[P]:
-        """How the partitions of the source are named. Raises InvalidGroup if the source is for another class."""
+        """Converts between the source's partition numbers and the names that this class shows. Raises InvalidGroup if
+        the source is for the other class."""
 
     def __init__(
         self,
@@ -292,7 +294,7 @@ class BaseConsumer(ABC, Generic[P]):
         return self._names.named(lane.partition for lane in self._lanes.owned() if not lane.is_stopping)
 
     def _by_partition(self, found: Mapping[int, int]) -> dict[P, int]:
-        """By the user's name of the partition, what is given by the number of the source."""
+        """The same values, keyed by the user's names of the partitions instead of the source's numbers."""
         return dict(zip(self._names.named(found), found.values(), strict=True))
 
     @property
@@ -365,7 +367,7 @@ class BaseConsumer(ABC, Generic[P]):
         self._lifetime.check_process()
         number = self._names.checked(partition)
         offset = arguments.whole(InvalidGroup, "offset", offset, 0)
-        self._lanes.check_assigned([number])  # before its bounds are asked for, which may take a while
+        self._lanes.check_assigned([number])  # before the call of `bounds`, which may be slow
         part, place = self._source.place(number)
         if not part.has_gaps:
             start, end = part.bounds((place,))[place]
