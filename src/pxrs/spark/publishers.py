@@ -1,4 +1,4 @@
-"""The hubs that the process which commits has open, each with its publishers. It keeps them between batches."""
+"""The open hubs and publishers of the process that commits batches. They stay open between batches."""
 
 from __future__ import annotations
 
