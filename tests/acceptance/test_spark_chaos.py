@@ -124,7 +124,7 @@ class Chaos(ExitStack):
     def _prepare(self, home: Path) -> None:
         (self.folder / "local").mkdir()
         home.mkdir()
-        assert link_home(home)  # so that the cluster works in a folder of the test's
+        assert link_home(home)  # the daemons write their files into the folder of the test
         if self.master == "standalone":
             spark = self.enter_context(SparkMaster(home, self.variables))
             self.worker = self.enter_context(SparkWorker(spark, home, self.variables))

@@ -1,4 +1,4 @@
-"""What becomes of the rows of a pipeline in a real Spark: rejected rows, and what Spark reports of its queries."""
+"""Pipelines in a real Spark: where rejected rows go, and which rows and lag are reported."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class BaseConsumer(ABC, Generic[P]):
                           `committed` still have them.
         on_lost:          called with the partitions that were taken away, or given up with messages in hand, when that
                           is known. All three are called on another thread, and should be quick.
-        topic_names:      gives the names of topics by their ids, to be shown; a hub knows those of its own.
+        topic_names:      gives the names of topics by their ids, to be shown; a hub passes those of its own topics.
         home:             gives the identity of the hub that the source belongs to, None if it belongs to none; raises
                           if this process may not join groups there. A hub gives its own.
         """
@@ -323,9 +323,10 @@ class BaseConsumer(ABC, Generic[P]):
         """How many messages are not done yet, by partition: those in hand, and those up to the end of the topic. It has
         the partitions of `position`. What `describe` shows is larger by what is done and not committed yet.
 
-        Asks the log for its end, which is cheap; for a table in a database it is two queries. Of a source with gaps,
-        such as a table, it is an upper bound: ids that are not there, and those of other partitions, are counted too,
-        and so are rows that can be seen and are not final yet. Raises what the source raises, such as TopicDeleted."""
+        Reads the ends of the partitions, which is cheap for a topic; for a table in a database it takes two queries. Of
+        a source with gaps, such as a table, it is an upper bound: ids that are not there, and those of other
+        partitions, are counted too, and so are rows that can be seen and are not final yet. Raises what the source
+        raises, such as TopicDeleted."""
         self._lifetime.check_process()
         done = [(lane.partition, lane.done) for lane in self._lanes.owned()]
         extents = self._source.extents() if done else []

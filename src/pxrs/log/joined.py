@@ -1,18 +1,18 @@
-"""Several sources as one: what a member of a group that reads several topics reads from.
+"""`JoinedSource`: several sources as one. A member of a group that reads several topics reads from it.
 
 The partitions of all parts are numbered consecutively, in the order of the parts (`Numbering`): with topics of 4 and 2
 partitions, the partitions 4 and 5 of the joined source are the partitions 0 and 1 of the second topic. `place` and
 `number_of` convert.
 
 Invariants:
-- A call of this source makes at most one call of each part for the same purpose, however many partitions it names. Only
-  `fetch` reads a part again if partitions of other parts are between its own in what it is given: that order decides
-  which partitions are left out if not all of them fit.
+- A call makes at most one such call of each part, however many partitions it names. `fetch` is the exception: if the
+  positions that it is given alternate between parts, it reads a part several times, in the order of the positions. That
+  order decides which partitions are left out if not all of them fit.
 - Waiting needs no thread: a wait subscribes to each part.
-- An error of one partition is that of its part, and names the part and the partition in it. An error that concerns a
+- An error of one partition is raised as its part raises it, and names the part and the partition in it. An error that concerns a
   whole part, such as TopicDeleted, concerns the whole source.
 
-The parts belong to whoever opened them: a joined source has nothing to close.
+The caller that opened the parts closes them: a joined source has nothing to close.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def published_spans(
 
 
 def is_any_reached(registry: Registry, group: str, ends: Mapping[TopicPartition, int]) -> bool:
-    """Whether the group has a checkpoint at one of these offsets or behind it."""
+    """Whether the group's checkpoint of one of these partitions is at or after the given offset."""
     for topic in {topic for topic, _ in ends}:
         for entry in registry.scan(Keys(group).checkpoints_of(topic)):
             end = ends.get(partition_of(entry.key))

@@ -148,7 +148,7 @@ class Run:
 
     def look(self) -> None:
         """Update `queries`, and stop those that are to be stopped and have finished their batch. After the end of the
-        last one, Spark's reports are no longer listened to."""
+        last query, the listener of Spark's reports is removed."""
         for each in self.queries:
             each.batches = []
             if each.query is None or each.is_over:
