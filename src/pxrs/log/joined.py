@@ -9,8 +9,8 @@ Invariants:
   positions that it is given alternate between parts, it reads a part several times, in the order of the positions. That
   order decides which partitions are left out if not all of them fit.
 - Waiting needs no thread: a wait subscribes to each part.
-- An error of one partition is raised as its part raises it, and names the part and the partition in it. An error that concerns a
-  whole part, such as TopicDeleted, concerns the whole source.
+- An error of one partition is raised as its part raises it, and names the part and the partition in it. An error that
+  concerns a whole part, such as TopicDeleted, concerns the whole source.
 
 The caller that opened the parts closes them: a joined source has nothing to close.
 """
