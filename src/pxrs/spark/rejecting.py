@@ -1,4 +1,4 @@
-"""`reject`: a pipeline's function sends rows to the dead letters, with a reason.
+"""`reject`: lets a pipeline's function send rows to the dead letters, with a reason.
 
     def totals(orders):
         orders = reject(orders, F.col("amount") <= 0, "amount is not positive")
@@ -122,7 +122,7 @@ def reject(rows: DataFrame, condition: Column | str, reason: Column | str) -> Da
 
 
 def _refuse_undecidable(rejected: DataFrame) -> None:
-    """Raise InvalidPipeline if the two queries of a pipeline could decide differently which rows these are."""
+    """Raise InvalidPipeline if these rows could differ between the two queries of a pipeline."""
     if found := undecidable_operators(rejected):
         raise InvalidPipeline(
             f"reject is called on rows that depend on {', '.join(found)}: the query of the rows and the query of the "
@@ -131,7 +131,7 @@ def _refuse_undecidable(rejected: DataFrame) -> None:
 
 
 def same_conditions(one: FunctionCall, other: FunctionCall) -> None:
-    """Raise InvalidPipeline if the function gave other conditions in another call."""
+    """Raise InvalidPipeline if two calls of the function passed different conditions to `reject`."""
     if one.conditions != other.conditions:
         changed = [pair for pair in zip(one.conditions, other.conditions, strict=False) if pair[0] != pair[1]]
         what: Any = " and then ".join(changed[0]) if changed else "another number of them"

@@ -6,9 +6,9 @@
         for batch in watch.ended(query.runId).batches:
             print(batch.number, batch.rows, batch.lag, batch.duration_ms)
 
-Spark reports on a thread of its own, and after the fact: when `awaitTermination` returns, the report of the end may
-still be on its way, and `ended` waits for it. Spark drops reports if its listeners are too slow: to be sure whether a
-query runs or has failed, ask the query itself.
+Spark reports asynchronously, on a thread of its own: when `awaitTermination` returns, the end may not be reported yet,
+and `ended` waits for it. Spark drops reports if its listeners are too slow. To be sure whether a query runs or has
+failed, use `query.isActive` and `query.exception()`.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class QueryWatch:
         self.close()
 
     def report(self, run_id: object) -> QueryReport | None:
-        """What was reported of a run so far, as a copy. run_id: `query.runId`. None if nothing was."""
+        """A copy of what was reported of a run so far; None if nothing was. run_id: `query.runId`."""
         with self._changed:
             found = self._reports.get(str(run_id))
             return None if found is None else _copied(found)
 
     def ended(self, run_id: object, timeout_s: float = 30.0) -> QueryReport:
-        """What was reported of a run, when its end is reported. Raises TimeoutError."""
+        """Wait until the end of a run is reported, and return a copy of its report. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_ended(str(run_id)), timeout_s):
                 raise TimeoutError(f"Spark has not reported the end of the run {run_id} within {timeout_s:g} s")
