@@ -83,9 +83,34 @@ def test_the_lag_is_unknown_where_the_report_does_not_say_how_far_the_query_is()
     assert (found.topics["id-1"].lag, found.lag) == (None, None)
 
 
-@pytest.mark.parametrize("offset", ["7", 7, None, "not json", "[1]", {"logOffset": 3}, {"topics": [1]}, {"topic": 1}])
+FOREIGN = [
+    *["7", 7, None, "not json", "[1]", {"logOffset": 3}, {"topics": [1]}, {"topic": 1}],
+    *[one({"0": 5}), one({"0": None}), one({"0": ["a", "b"]}), several(orders={"0": {"offset": 5}})],
+]
+
+
+@pytest.mark.parametrize("offset", FOREIGN)
 def test_the_offsets_of_other_sources_are_left_out(offset: Any) -> None:
     assert topics(offset, offset, offset) == {}
+
+
+def test_the_latest_offset_need_not_be_numbers() -> None:
+    assert topics(None, one({"0": [1, 5, 9]}), one({"0": None})) == {"id-1": TopicProgress(rows=4, lag=None)}
+
+
+def test_topics_with_the_same_name_in_two_sources_are_added_up() -> None:
+    """A join of two hubs, or of a topic with itself in two groups."""
+    sources = [
+        {"numInputRows": rows, "endOffset": several(orders={"0": [1, 0, rows]}), "latestOffset": latest}
+        for rows, latest in ((2, several(orders={"0": 7})), (3, several(orders={"0": 4})))
+    ]
+    found = batch_of(report(None, None, None, sources=sources))
+    assert found is not None
+    assert (found.rows, found.topics, found.lag) == (5, {"orders": TopicProgress(rows=5, lag=6)}, 6)
+    sources[0]["latestOffset"] = None
+    found = batch_of(report(None, None, None, sources=sources))
+    assert found is not None
+    assert found.topics == {"orders": TopicProgress(rows=5, lag=None)}
 
 
 def progress(number: int, **more: Any) -> str:
@@ -137,5 +162,8 @@ def test_a_watch_forgets_the_oldest_queries_and_refuses_to_keep_no_batch(monkeyp
     for run in "abc":
         watch.on_started(run, None)
     assert [watch.report(run) is None for run in "abc"] == [True, False, False]
+    watch.on_terminated("c", None)
+    watch.on_started("d", None)
+    assert [watch.report(run) is None for run in "bcd"] == [False, True, False], "one that runs is kept"
     with pytest.raises(ValueError, match="batches_max is 0"):
         QueryWatch(None, batches_max=0)  # type: ignore[arg-type]

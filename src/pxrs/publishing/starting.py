@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pxrs.group.records import Keys
@@ -30,8 +31,7 @@ def first_offsets(source: Source, registry: Registry, options: QueryOptions) -> 
     them missing. A group that crashed while it began, after the checkpoints of one topic were complete, cannot be told
     from a group to which topics were added. Its other topics then start at their first offsets too: the query may read
     more than `starting` says, but never less."""
-    keys = Keys(options.group)
-    has_begun = any(len(registry.scan(keys.checkpoints_of(part.id))) >= part.partitions for part in source.parts)
+    has_begun = group_has_begun(registry, options.group, source.parts)
     if not has_begun:
         options.starting.check_topics([part.name for part in source.parts])
     found: list[FirstOffset] = []
@@ -45,3 +45,9 @@ def first_offsets(source: Source, registry: Registry, options: QueryOptions) -> 
             is_given = number in given and options.starting.is_offset_given(part.name, number)
             found.append(FirstOffset(given.get(number, starts[number]), is_given))
     return found
+
+
+def group_has_begun(registry: Registry, group: str, topics: Iterable[Source]) -> bool:
+    """Whether a group has all checkpoints of one of these topics: see `first_offsets`."""
+    keys = Keys(group)
+    return any(len(registry.scan(keys.checkpoints_of(topic.id))) >= topic.partitions for topic in topics)

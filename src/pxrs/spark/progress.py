@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -79,9 +79,19 @@ def batch_of(report: Report) -> BatchReport | None:
         durations.get("triggerExecution", durations["addBatch"]),
         report.get("processedRowsPerSecond") or 0.0,
         sum(operator.get("numRowsTotal", 0) for operator in report.get("stateOperators") or []),
-        {name: each for source in sources for name, each in _topics_of(source)},
+        _merged(found for source in sources for found in _topics_of(source)),
         dict(durations),
     )
+
+
+def _merged(topics: Iterable[tuple[str, TopicProgress]]) -> dict[str, TopicProgress]:
+    """By name; what two sources report of topics with the same name is added up."""
+    found: dict[str, TopicProgress] = {}
+    for name, each in topics:
+        before = found.get(name, TopicProgress(0, 0))
+        lag = None if before.lag is None or each.lag is None else before.lag + each.lag
+        found[name] = TopicProgress(before.rows + each.rows, lag)
+    return found
 
 
 def _rows_of(source: Report) -> int:
@@ -96,16 +106,24 @@ def _topics_of(source: Report) -> Iterator[tuple[str, TopicProgress]]:
     before = {topic: partitions for topic, _, partitions in _by_topic(source.get("startOffset"))}
     latest = {topic: partitions for topic, _, partitions in _by_topic(source.get("latestOffset"))}
     for topic, name, partitions in _by_topic(source.get("endOffset")):
-        began, ends = before.get(topic, {}), latest.get(topic)
-        spans = [span for number, span in partitions.items() if span != began.get(number) and isinstance(span, list)]
-        yield name, TopicProgress(sum(span[-1] - span[-2] for span in spans), _lag(partitions, ends))
+        if not all(map(_is_span, partitions.values())):
+            continue  # the offset of another format, which has fields of the same names
+        began = before.get(topic, {})
+        spans = [span for number, span in partitions.items() if span != began.get(number)]
+        yield name, TopicProgress(sum(span[-1] - span[-2] for span in spans), _lag(partitions, latest.get(topic)))
 
 
 def _lag(partitions: Mapping[str, Any], ends: Mapping[str, Any] | None) -> int | None:
-    if ends is None or any(end and number not in partitions for number, end in ends.items()):
+    if ends is None or not all(isinstance(end, int) for end in ends.values()):
+        return None
+    if any(end and number not in partitions for number, end in ends.items()):
         return None
     lags: list[int] = [max(0, end - partitions[number][-1]) for number, end in ends.items() if number in partitions]
     return sum(lags)
+
+
+def _is_span(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(each, int) for each in value)
 
 
 def _by_topic(offset: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

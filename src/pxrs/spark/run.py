@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pxrs.errors import Conflict, InvalidPipeline, PipelineFailed, PxrsError, RegistryError, SharedState, UnknownGroup
 from pxrs.group.records import Checkpoint, Keys
 from pxrs.hub import Hub
-from pxrs.publishing.selection import boundary_offsets
+from pxrs.publishing.selection import FROM_START, boundary_offsets
+from pxrs.publishing.starting import group_has_begun
 from pxrs.registry.contract import ABSENT
 from pxrs.spark.names import find_source, no_stream
 from pxrs.spark.options import stream_options
@@ -319,13 +320,23 @@ def _last(names: Iterable[str]) -> int:
 
 def pin_starts(hub: Hub, each: Pipeline, address: HubAddress) -> None:
     """Write the first checkpoints of both queries of a pipeline, so that rows and dead letters begin at the same
-    messages: by itself, each query would find another "latest". Where only the query of the rows has a checkpoint, the
-    dead letters begin no later than that."""
+    messages: by itself, each query would find another "latest". Dead letters that are added to a pipeline begin no
+    later than its rows. A topic that was added to a group that has begun is read from its first message on, whatever
+    `startingOffsets` says (G6)."""
     given = {name: str(value) for name, value in each.options.items() if name.lower().startswith("starting")}
     options = stream_options({**address.options(each.source), "group": each.group, **given})
-    for name in each.source.among(topic.name for topic in hub.topics()):
-        topic = hub.topic(name)
-        for number, start in boundary_offsets(topic.log, options.starting).items():
+    topics = [hub.topic(name) for name in each.source.among(topic.name for topic in hub.topics())]
+    for_rows, for_dead = (
+        FROM_START if group_has_begun(hub.registry, group, [topic.log for topic in topics]) else options.starting
+        for group in each.groups()
+    )
+    for topic in topics:
+        are_rows_pinned, are_dead_pinned = (
+            len(hub.registry.scan(Keys(group).checkpoints_of(topic.id))) >= topic.partitions for group in each.groups()
+        )
+        if are_rows_pinned and are_dead_pinned:
+            continue
+        for number, start in boundary_offsets(topic.log, for_dead if are_rows_pinned else for_rows).items():
             _pin_start(hub, each, topic.id, number, start)
 
 

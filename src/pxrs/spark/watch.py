@@ -57,7 +57,8 @@ class QueryWatch:
 
     on_report: called with the report of the query after each batch, and once more after its end. It runs on a thread of
               Spark, which reports nothing else meanwhile; what it raises is logged.
-    batches_max: how many batches of each query are kept. Of queries, the last 1,000 that have started are kept.
+    batches_max: how many batches of each query are kept. Of more than 1,000 queries, those that ended are forgotten
+              first, in the order of their starts.
 
     Each batch and each end is logged under `pxrs.spark.watch`, with fields.
     """
@@ -117,7 +118,8 @@ class QueryWatch:
         with self._changed:
             self._reports[run_id] = QueryReport(run_id, name, deque(maxlen=self._batches_max))
             while len(self._reports) > QUERIES_MAX:
-                del self._reports[next(iter(self._reports))]
+                ended = (run for run, found in self._reports.items() if found.is_ended)
+                del self._reports[next(ended, next(iter(self._reports)))]
 
     def on_progress(self, progress: str) -> None:
         plain = json.loads(progress)
