@@ -35,7 +35,8 @@ DRIVERS_DEATHS = ("driver", "java", "python")
 """Of the driver: all of it, its Java, or its Python process."""
 BATCH_ROWS = 200
 MESSAGES_MIN = 3000 if SOAK else 800
-LEASE_TTL_S = 2.0
+LEASE_TTL_S = 6.0
+"""Long enough for a machine with much else to do: a query whose lease expires during a batch ends, as it should."""
 PATIENCE_S = 180.0
 """For one thing to happen: a driver's start takes most of it where the machine has much else to do."""
 STRIDE_S_MAX = 2.0

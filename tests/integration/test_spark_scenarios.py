@@ -260,8 +260,7 @@ def test_s3_totals_that_change_are_sent_once_each(streams: Streams) -> None:
         rows_count = or_fail(is_cut, "key = 'k2' AND `count(1)` > 16", "`count(1)`")
         value = f"to_json(named_struct('rows', {rows_count}, 'sum', `sum(n)`))"
         totals = sums.selectExpr("key", f"{value} AS value")
-        options = {"url": streams.hub.url, "topic": "out"}
-        return streams.start(stream_updates(totals, options).outputMode("update"))
+        return streams.start(stream_updates(totals, url=streams.hub.url, topic="out"))
 
     streams.send("in", range(HALF))
     streams.through_deaths(start, lambda: streams.send("in", range(HALF, ALL)))

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pxrs.spark.progress import BatchReport, batch_of, short_reason
@@ -142,15 +142,17 @@ class QueryWatch:
     def on_terminated(self, run_id: str, error: str | None) -> None:
         with self._changed:
             found = self._found(run_id, None)
-            found.is_ended, found.error = True, error
-            told = _copied(found)
-            self._changed.notify_all()
+            told = replace(_copied(found), is_ended=True, error=error)
         fields = {"query": told.name or run_id, "rows": told.rows, "error": error}
         if error is None:
             _logger.info("query %(query)s: ended after %(rows)s rows", fields, extra=fields)
         else:
             _logger.error("query %(query)s: failed after %(rows)s rows: %(error)s", fields, extra=fields)
         self._tell(told)
+        # After the callback, so that `on_report` has been called for the end when `ended` returns.
+        with self._changed:
+            found.is_ended, found.error = True, error
+            self._changed.notify_all()
 
     def _found(self, run_id: str, name: str | None) -> QueryReport:
         """The report of a run; a new one if the query was started before this watch."""
