@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ pytest.importorskip("pyspark")
 
 PATIENCE_S = 240.0
 ORDER = "account STRING NOT NULL, amount INT"
+COUNTER = count()
 Function = Callable[[Any], Any]
 
 
@@ -147,6 +149,11 @@ def test_a_function_is_tested_with_rows_of_any_kind(spark: Any) -> None:
         (lambda rows, F: reject(rows.sample(0.5), "amount < 0", "x"), "depend on a sample"),
         (lambda rows, F: reject(rows, F.col("timestamp") > F.now(), "x"), "depend on the current time"),
         (lambda rows, F: reject(rows, F.lit(datetime.now()) > F.col("timestamp"), "x"), "differ between two calls"),
+        (
+            lambda rows, F: reject(rows.withColumn("n", F.lit(next(COUNTER))), "amount > n", "x"),
+            "differ between two calls",
+        ),
+        (lambda rows, F: (reject(rows, "amount < 0", "x"), rows)[1], "does not use what reject returns"),
         (lambda rows, F: reject(rows, F.col("amount"), "x"), "is a int, and neither true nor false"),
         (lambda rows, F: reject(rows, True, "x"), "condition is True"),
         (lambda rows, F: reject(rows, "amount < 0", ""), "reason is ''"),
@@ -162,6 +169,55 @@ def test_a_reject_that_could_lose_or_double_rows_is_refused(
     each = pipeline("orders", "totals", **options)(lambda rows: function(rows, F))
     with pytest.raises(InvalidPipeline, match=words):
         Run(spark, hub, [each], HubAddress(hub.url), tmp_path)
+
+
+def test_a_reject_among_steps_that_spark_numbers_anew_each_time_is_accepted(
+    spark: Any, hub: Hub, tmp_path: Path
+) -> None:
+    """Spark gives other numbers to columns, watermarks and variables when the function is called again."""
+    from pyspark.sql import functions as F
+
+    def checked_in_sql(rows: Any) -> Any:
+        table = spark.createDataFrame([("ann", 7)], "account STRING, most INT")
+        same = F.udf(lambda number: number, "int")
+        rows = rows.withWatermark("timestamp", "1 minute").alias("o").withColumn("items", F.array("amount"))
+        rows = rows.join(F.broadcast(table), "account", "left").select("*", F.explode("items").alias("item"))
+        is_bad = F.exists("items", lambda item: item < 0) | F.col("item").isin(*range(60)) | (same("amount") > 5)
+        rows = reject(rows, is_bad, "x")
+        reject(rows, "amount = most", "y").createOrReplaceTempView("kept")
+        kept = rows.sparkSession.sql("SELECT account, timestamp FROM kept WHERE amount IS NOT NULL")
+        return kept.groupBy(F.window("timestamp", "1 hour"), "account").count()
+
+    def joined(rows: Any) -> Any:
+        late = rows.withWatermark("timestamp", "1 minute")
+        kept = reject(late, "amount < 0", "x")
+        return (
+            late.alias("a")
+            .join(kept.alias("b"), F.expr("a.offset = b.offset AND a.timestamp = b.timestamp"))
+            .select("a.account")
+        )
+
+    shape: Any = {"parse": parse_json(ORDER), "dead_letters": "bad"}
+    pipelines = [pipeline("orders", "totals", **shape)(function) for function in (checked_in_sql, joined)]
+    assert len(Run(spark, hub, pipelines, HubAddress(hub.url), tmp_path).queries) == 4
+
+
+def test_history_is_written_once_by_a_function_that_rejects_rows_which_are_no_messages_any_more(
+    spark: Any, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There are no dead letters, so it need not have the messages. The count of what was left out used to fail after
+    the rows were written, and who repeated the command wrote them twice."""
+
+    @pipeline(source="orders", sink="totals", parse=parse_json(ORDER, on_bad="drop"))
+    def sums(rows: Any) -> Any:
+        return reject(rows.groupBy("account").agg({"amount": "sum"}), "`sum(amount)` < 0", "x").selectExpr(
+            "account AS value"
+        )
+
+    send(hub, order("ann", 1), order("bob", -1), order("bob", -2), "no json")
+    run_history(spark, [sums], HubAddress(hub.url), {}, 20, is_written=True, as_json=True)
+    assert values(hub, "totals") == ["ann"]
+    assert "sums: left out 2 messages" in capsys.readouterr().err
 
 
 def test_dead_letters_without_a_parse_step_are_those_that_the_function_rejects(

@@ -83,6 +83,7 @@ def test_name_and_group_are_those_of_the_function() -> None:
         ({"source": topics_matching("t.*")}, "sink is the source, totals"),
         ({"options": {"subscribePattern": "x"}}, "options: subscribePattern cannot"),
         ({"options": {"Topic": "x", "maxRowsPerTrigger": 1}}, "options: Topic cannot"),
+        ({"options": {"minPartitions": 1, "MINpartitions": 2}}, "minPartitions and MINpartitions are one option"),
         ({"options": {"Columns": "value"}, "parse": JSON}, "columns is for functions without a parse step"),
     ],
 )
@@ -94,6 +95,8 @@ def test_a_definition_that_cannot_be_is_refused(more: dict[str, Any], words: str
 def test_a_sink_that_is_a_topic_is_given_by_its_name_and_on_bad_by_its_words() -> None:
     with pytest.raises(InvalidPipeline, match="by its name"):
         to("pxrs", topic="t")
+    with pytest.raises(InvalidPipeline, match="given by its name"):
+        to("PXRS", topic="t")
     with pytest.raises(InvalidPipeline, match="choose fail or drop"):
         parse_json("a INT", on_bad="ignore")  # type: ignore[arg-type]
     with pytest.raises(InvalidPipeline, match="before a function"):

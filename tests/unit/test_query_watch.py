@@ -156,6 +156,27 @@ def test_what_a_callback_raises_is_logged_and_the_report_kept(caplog: pytest.Log
     assert found.rows == 1, "also of a query that was started before the watch"
 
 
+def test_ended_returns_when_the_callback_was_told_of_the_end() -> None:
+    told: list[QueryReport] = []
+    is_told, may_go = threading.Event(), threading.Event()
+
+    def slow(report: QueryReport) -> None:
+        is_told.set()
+        may_go.wait(30)
+        told.append(report)
+
+    watch = QueryWatch(None, slow)  # type: ignore[arg-type]
+    spark = threading.Thread(target=watch.on_terminated, args=("run", None))
+    spark.start()
+    assert is_told.wait(30)
+    with pytest.raises(TimeoutError):
+        watch.ended("run", timeout_s=0)
+    may_go.set()
+    assert watch.ended("run").is_ended
+    assert [report.is_ended for report in told] == [True]
+    spark.join()
+
+
 def test_a_watch_forgets_the_oldest_queries_and_refuses_to_keep_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pxrs.spark.watch.QUERIES_MAX", 2)
     watch = QueryWatch(None)  # type: ignore[arg-type]

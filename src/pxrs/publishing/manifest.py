@@ -340,7 +340,8 @@ class Publisher:
                 return None  # written by a try whose reply was lost, or by another driver
             if entry is not None and key.startswith(ROUTED) and conflict.keys == (key,):
                 return None  # the deletion of a topic has changed the manifest of the last batch (`forget_topic`)
-            raise refusal(query_of(key), manifest, conflict, checkpoints) from conflict
+            names = {feed.topic: feed.name for feed in feeds}
+            raise refusal(query_of(key), manifest, conflict, checkpoints, names) from conflict
         except (CommitTooLarge, ValueTooLarge) as error:
             raise BatchRefused(
                 f"batch {manifest.batch} of query {query_of(key)} does not fit into one commit of this registry: "
@@ -363,10 +364,10 @@ class Publisher:
             if entry is None or offset != span.start:
                 is_done = "the batch was published before the topic that it went to was deleted and made again, "
                 raise BatchRefused(
-                    f"the batch reads {feed.group}'s partition {number} from offset {span.start}, and the group's "
-                    f"checkpoint is {offset}: {is_done if offset == span.end else ''}somebody else went on, or the "
-                    "group was reset while the batch was on its way. To follow the group, start with a new checkpoint "
-                    f"location; to follow Spark, reset the group to offset {span.start}"
+                    f"the batch reads {feed.group}'s partition {feed.name}/{number} from offset {span.start}, and the "
+                    f"group's checkpoint is {offset}: {is_done if offset == span.end else ''}somebody else went on, or "
+                    "the group was reset while the batch was on its way. To follow the group, start with a new "
+                    f"checkpoint location; to follow Spark, reset the group to offset {span.start}"
                 )
             checkpoint = Checkpoint(span.end, time.time(), "spark", span.epoch)
             parts[key] = CheckpointWrite(keys, (feed.topic, number), feed.fences[number], entry.version, checkpoint)

@@ -164,7 +164,7 @@ class Query:
     def feeds(self, spans: Spans, fences: dict[int, int]) -> list[Feed]:
         """The feeds of a batch that reads what `ranges` has returned, for the sink: one for each topic that the batch
         reads. A batch that reads nothing has one feed without spans, because the sink needs the name of the group."""
-        member = self.membership
+        member, names = self.membership, {part.id: part.name for part in self.source.parts}
         found: dict[str, tuple[Spans, dict[int, int]]] = {}
         for number, span in spans.items():
             part, partition = self.source.place(number)
@@ -179,6 +179,7 @@ class Query:
                 *of_part,
                 self._options.is_shared,
                 member.lease_s,
+                names[topic],
             )
             for topic, of_part in (found or {self.source.parts[0].id: ({}, {})}).items()
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pxrs.errors import BatchRefused, Conflict, PartitionLost, PxrsError, RegistryCorrupt
 from pxrs.group.checkpoints import FencedWrite, Outcome
 from pxrs.publishing.planning import RESTART
@@ -20,14 +22,20 @@ def load_own(entry: Entry) -> Manifest:
         ) from error
 
 
-def refusal(query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite) -> PxrsError:
+def refusal(
+    query: str, manifest: Manifest, conflict: Conflict, checkpoints: FencedWrite, names: Mapping[str, str]
+) -> PxrsError:
     """The error for a commit of a manifest and checkpoints that has conflicted, although the manifest is unchanged:
-    PartitionLost if a checkpoint or owner key has changed."""
+    PartitionLost if a checkpoint or owner key has changed.
+
+    names: by their ids, the names of the topics that the batch reads"""
     # STALE: somebody has written the checkpoint since this publisher read it.
     lost = [each for each, settled in checkpoints.settle(conflict) if settled.outcome in (Outcome.LOST, Outcome.STALE)]
     if lost:
         group = lost[0].keys.group
-        return PartitionLost(group, [e.partition[1] for e in lost if e.keys.group == group], advice=RESTART)
+        places = [each.partition for each in lost if each.keys.group == group]
+        partitions = [(names[topic], number) if len(names) > 1 else number for topic, number in places]
+        return PartitionLost(group, partitions, advice=RESTART)
     return BatchRefused(
         f"another driver has changed the manifest of query {query} while this one was committing batch "
         f"{manifest.batch}. Run one driver for each checkpoint location, and start the query again"

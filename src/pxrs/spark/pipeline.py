@@ -24,7 +24,7 @@ from pxrs.handler import fault_of
 from pxrs.publishing.selection import Topics
 from pxrs.spark.letters import MESSAGE, REASON, dead_letters, with_message
 from pxrs.spark.parsing import ParseJson
-from pxrs.spark.rejecting import FunctionCall, same_conditions
+from pxrs.spark.rejecting import FunctionCall, same_decisions
 from pxrs.spark.sinks import HubAddress, OutputMode, Sink, SparkOption
 from pxrs.spark.subscription import reads, topics_of
 
@@ -101,14 +101,16 @@ class Pipeline:
                 f"{self.name}: dead_letters is given, but no message can become a dead letter: give "
                 "parse=parse_json(...), or call reject in the function"
             )
-        same_conditions(kept, collecting)
+        same_decisions(kept, collecting)
         return rows, bad
 
     def left_out(self, messages: DataFrame) -> int:
         """How many of these messages `over` leaves out, because they do not parse or because the function rejects
         them."""
-        bad = self._bad(messages, messages.columns, self._call("collect"))
-        return 0 if bad is None else bad.count()
+        from pyspark.sql import functions as F
+
+        found = self._found(messages, messages.columns, self._call("count"))
+        return _united([each.select(F.lit(1)) for each in found]).count() if found else 0
 
     def _rows(self, messages: DataFrame, call: FunctionCall) -> DataFrame:
         rows = messages
@@ -121,25 +123,30 @@ class Pipeline:
 
     def _bad(self, messages: DataFrame, columns: Sequence[str], call: FunctionCall) -> DataFrame | None:
         """The dead letters; None if there can be none. columns: those that the function gets."""
+        found = self._found(messages, columns, call)
+        return dead_letters(_united(found)) if found else None
+
+    def _found(self, messages: DataFrame, columns: Sequence[str], call: FunctionCall) -> list[DataFrame]:
+        """The messages that do not parse, and those that each `reject` of the function collects."""
         whole = with_message(messages, str(self.source), columns)
         rows, found = whole, []
         if self.parse is not None:
             rows = self.parse.good(whole, str(self.source), True)
             found = [self.parse.bad(whole)]
         self._called(rows, call)
-        found += call.collected
-        return dead_letters(_united(found)) if found else None
+        return found + call.collected
 
     def _called(self, rows: DataFrame, call: FunctionCall) -> DataFrame:
         from pyspark.sql import DataFrame
 
-        with call.running():
+        with call.running(rows):
             result = self.function(rows)
         if not isinstance(result, DataFrame):
             raise InvalidPipeline(f"{self.name} returned {type(result).__name__}, and not a DataFrame")
+        call.check_use(result)
         return result
 
-    def _call(self, does: Literal["collect"] | None = None) -> FunctionCall:
+    def _call(self, does: Literal["collect", "count"] | None = None) -> FunctionCall:
         are_dropped = self.dead_letters is not None or (self.parse is not None and self.parse.on_bad == "drop")
         taken = () if self.parse is None else (name.lower() for name in self.parse.struct().fieldNames())
         return FunctionCall(does or ("leave out" if are_dropped else "fail"), str(self.source), frozenset(taken))
@@ -210,8 +217,7 @@ def pipeline(
             output_mode,
             every,
             share_group,
-            # A function of several topics needs their names, also if the list that it is given has only one of them.
-            {**({} if isinstance(source, str) else {"includeTopic": "true"}), **(options or {})},
+            _with_topic(source, options or {}),
         )
         _check(made)
         if (collected := _collected.get()) is not None:
@@ -219,6 +225,12 @@ def pipeline(
         return made
 
     return decorate
+
+
+def _with_topic(source: object, options: Mapping[str, SparkOption]) -> Mapping[str, SparkOption]:
+    """A function of several topics needs their names, also if the list that it is given has only one of them."""
+    is_given = "includetopic" in (str(name).lower() for name in options)
+    return options if isinstance(source, str) or is_given else {"includeTopic": "true", **options}
 
 
 def _topics(name: str, source: object) -> Topics:
@@ -272,6 +284,10 @@ def _check(made: Pipeline) -> None:
     for topic, what in ((made.sink.topic, "sink"), (made.dead_letters, "dead_letters")):
         if topic is not None and reads(made.source, topic):
             raise InvalidPipeline(f"{name}: {what} is the source, {topic}: it would feed itself for ever")
+    spelled: dict[str, str] = {}
+    for option in made.options:
+        if (other := spelled.setdefault(option.lower(), option)) != option:
+            raise InvalidPipeline(f"{name}: options: {other} and {option} are one option, because Spark ignores case")
     if given := [option for option in made.options if option.lower() in _OURS]:
         raise InvalidPipeline(f"{name}: options: {', '.join(given)} cannot be given here")
     if made.parse is not None and "columns" in map(str.lower, made.options):

@@ -12,7 +12,8 @@ in both, as long as both decide in the same way. Therefore these are refused whe
 - rows that depend on more than the message: after an operator that keeps state (an aggregation, deduplication, a join
   of streams), after a sample, a random number or the current time,
 - rows that no longer have the message to send, because the function has selected other columns,
-- a function that gives other conditions when it is called a second time.
+- a function that gives other conditions, or other columns for them, when it is called a second time,
+- a function that does not use what `reject` returns: the rejected rows would go to the sink too.
 
 A table with which the rows are joined before, and a UDF, are not checked: they must give the same results to both.
 """
@@ -23,11 +24,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Final, Literal
 
 from pxrs.errors import InvalidPipeline
 from pxrs.spark.letters import MESSAGE, REASON, origin
-from pxrs.spark.state import undecidable_operators
+from pxrs.spark.state import is_part_of, steps_between, undecidable_operators
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -41,30 +43,50 @@ _current: ContextVar[FunctionCall | None] = ContextVar("_current", default=None)
 class FunctionCall:
     """One call of a pipeline's function, and what `reject` does during it."""
 
-    does: Literal["leave out", "collect", "fail"]
-    """"leave out": drops rejected rows. "collect": keeps them in `collected`. "fail": the query fails on the first one,
-    because the pipeline has no dead letters."""
+    does: Literal["leave out", "collect", "count", "fail"]
+    """"leave out": drops rejected rows. "collect": keeps them in `collected`, as dead letters. "count": the same, only
+    to be counted. "fail": the query fails on the first one, because the pipeline has no dead letters."""
     topic: str = ""
     """The source, for the error of "fail"."""
     taken: frozenset[str] = frozenset()
     """Columns, in lower case, that the fields of the JSON values have replaced: they do not name a message's origin."""
-    conditions: list[str] = field(default_factory=list)
-    """The conditions of all calls of `reject`, as text."""
     collected: list[DataFrame] = field(default_factory=list)
-    """For each call of `reject`, the rejected rows, with the columns `MESSAGE` and `REASON`."""
+    """For each call of `reject`, the rejected rows; to collect, with the columns `MESSAGE` and `REASON`."""
+    given: DataFrame | None = None
+    """What the function was called with."""
+    returned: list[DataFrame] = field(default_factory=list)
+    """Of a stream, what each call of `reject` has returned."""
+    decisions: list[list[str]] = field(default_factory=list)
+    """Of a stream, how each call of `reject` has chosen the rejected rows (`steps_between`)."""
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, rows: DataFrame) -> Iterator[None]:
+        """While the function runs that is called with these rows."""
+        self.given = rows
         token = _current.set(self)
         try:
             yield
         finally:
             _current.reset(token)
 
+    def check_use(self, result: DataFrame) -> None:
+        """Raise InvalidPipeline if the function has rejected rows of a stream, and what it returns may still have
+        them."""
+        if self.does in ("leave out", "fail") and not all(is_part_of(each, result) for each in self.returned):
+            raise InvalidPipeline(
+                "the function does not use what reject returns, so the rows that it rejects would go to the sink: "
+                "write rows = reject(rows, ...), and continue with these rows"
+            )
+
     def reject(self, rows: DataFrame, is_rejected: Column, reason: Column) -> DataFrame:
+        kept = self._kept(rows, is_rejected, reason)
+        if rows.isStreaming:
+            self.returned.append(kept)
+        return kept
+
+    def _kept(self, rows: DataFrame, is_rejected: Column, reason: Column) -> DataFrame:
         from pyspark.sql import functions as F
 
-        self.conditions.append(str(is_rejected))
         if self.does == "fail":
             where = [name for name in rows.columns if name.lower() not in self.taken]
             has_origin = {"partition", "offset"} <= set(where)
@@ -74,6 +96,8 @@ class FunctionCall:
         rejected = rows.filter(is_rejected)
         if rows.isStreaming:
             _refuse_undecidable(rejected)
+            if self.given is not None:
+                self.decisions.append(steps_between(self.given, rejected))
         if self.does == "collect":
             if MESSAGE not in rows.columns:
                 raise InvalidPipeline(
@@ -82,6 +106,8 @@ class FunctionCall:
                     "columns by withColumn"
                 )
             self.collected.append(rejected.select(MESSAGE, reason.alias(REASON)))
+        if self.does == "count":
+            self.collected.append(rejected)
         return rows.filter(~is_rejected)
 
 
@@ -130,12 +156,15 @@ def _refuse_undecidable(rejected: DataFrame) -> None:
         )
 
 
-def same_conditions(one: FunctionCall, other: FunctionCall) -> None:
-    """Raise InvalidPipeline if two calls of the function passed different conditions to `reject`."""
-    if one.conditions != other.conditions:
-        changed = [pair for pair in zip(one.conditions, other.conditions, strict=False) if pair[0] != pair[1]]
-        what: Any = " and then ".join(changed[0]) if changed else "another number of them"
+def same_decisions(one: FunctionCall, other: FunctionCall) -> None:
+    """Raise InvalidPipeline if the function chose the rejected rows in another way in another call."""
+    if one.decisions != other.decisions:
+        terms = zip(chain(*one.decisions), chain(*other.decisions), strict=False)
+        what = next(
+            (f"{before} and then {after}" for before, after in terms if before != after), "more or less of them"
+        )
         raise InvalidPipeline(
             f"the conditions of reject differ between two calls of the function ({what}): rows and dead letters would "
-            "be decided differently. Let a condition depend on the row alone, not on the time at which it is written"
+            "be decided differently. Let a condition, and the columns that it uses, depend on the row alone, and not "
+            "on the time at which the function is called"
         )

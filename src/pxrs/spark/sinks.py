@@ -88,10 +88,10 @@ def parquet(path: str, partition_by: str | Sequence[str] = ()) -> Sink:
 
 def to(format: str, partition_by: str | Sequence[str] = (), **options: SparkOption) -> Sink:
     """Any format that Spark can write a stream to, and its options: to("console"), to("delta", path="...")."""
-    if format == "pxrs":
-        raise InvalidPipeline("a sink that is a topic is given by its name, sink='totals'")
     if not isinstance(format, str) or not format:
         raise InvalidPipeline(f"to: format is {format!r}; give the name of one of Spark's, such as 'console'")
+    if format.lower() == "pxrs":  # Spark ignores the case
+        raise InvalidPipeline("a sink that is a topic is given by its name, sink='totals'")
     columns = (partition_by,) if isinstance(partition_by, str) else partition_by
     if not isinstance(columns, Sequence) or not all(isinstance(column, str) for column in columns):
         raise InvalidPipeline(f"to: partition_by is {partition_by!r}; give the name of a column, or several")

@@ -103,7 +103,8 @@ class QueryWatch:
             return None if found is None else _copied(found)
 
     def ended(self, run_id: object, timeout_s: float = 30.0) -> QueryReport:
-        """Wait until the end of a run is reported, and return a copy of its report. Raises TimeoutError."""
+        """Wait until the end of a run is reported and `on_report` has been called for it, and return a copy of its
+        report. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_ended(str(run_id)), timeout_s):
                 raise TimeoutError(f"Spark has not reported the end of the run {run_id} within {timeout_s:g} s")

@@ -46,12 +46,14 @@ def run_history(
         try:
             messages = each.messages(spark, address, **times)
             rows = each.over(messages)
+            # Counted first: after an error the command is repeated, and what was written would be written again.
+            bad = each.left_out(messages)
             if is_written:
                 each.sink.write(each.sink.shaped(rows), address)
                 _tell_written(each, as_json)
             else:
                 show_rows(each, rows, rows_max, as_json)
-            if bad := each.left_out(messages):
+            if bad:
                 those = "that does not parse or is rejected" if bad == 1 else "that do not parse or are rejected"
                 tell_error(f"{each.name}: left out {counted(bad, 'message')} {those}")
         except Exception as error:
