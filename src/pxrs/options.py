@@ -20,7 +20,7 @@ from pxrs.model import TopicPartition
 
 
 class _AnyConsumerOptions(TypedDict, total=False):
-    """What does not depend on how partitions are named."""
+    """The options whose types are the same for `Consumer` and `TopicsConsumer`: all but the callbacks."""
 
     name: str | None
     ack: Literal["auto", "manual"]
@@ -55,7 +55,8 @@ class TopicsConsumerOptions(_AnyConsumerOptions, total=False):
 
 
 class EitherConsumerOptions(_AnyConsumerOptions, total=False):
-    """What `Hub.consumer` accepts; its two signatures say which of the types go together."""
+    """The options that the implementation of `Hub.consumer` accepts. Its two overloads are stricter: callbacks for
+    `int` with one topic, callbacks for `TopicPartition` with several."""
 
     on_assigned: OnAssigned[int] | OnAssigned[TopicPartition] | None
     on_revoked: Callback[int] | Callback[TopicPartition] | None

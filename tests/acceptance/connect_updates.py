@@ -1,4 +1,5 @@
-"""Output mode `update` over Spark Connect, in a process of its own: a process has a session of one kind.
+"""Output mode `update` over Spark Connect, in a process of its own, because a process cannot have both a classic and a
+Connect session.
 
     python connect_updates.py HUB CHECKPOINT
 

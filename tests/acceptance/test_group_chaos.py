@@ -180,7 +180,7 @@ class Chaos(ExitStack):
 
 
 def checkpoints(hub: Hub, group: str, *topic_ids: str) -> list[int]:
-    """Those of the partitions of these topics, topic after topic."""
+    """The checkpoints of all partitions of these topics, topic after topic."""
     entries = [entry for id in topic_ids for entry in hub.registry.scan(f"{Keys(group).checkpoints}{id}/")]
     return [Checkpoint.load(entry.key, entry.value).offset for entry in entries]
 

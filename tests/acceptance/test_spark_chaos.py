@@ -35,7 +35,8 @@ DRIVERS_DEATHS = ("driver", "java", "python")
 """Of the driver: all of it, its Java, or its Python process."""
 BATCH_ROWS = 200
 MESSAGES_MIN = 3000 if SOAK else 800
-LEASE_TTL_S = 2.0
+LEASE_TTL_S = 6.0
+"""Long enough for a machine with much else to do: a query whose lease expires during a batch ends, as it should."""
 PATIENCE_S = 180.0
 """For one thing to happen: a driver's start takes most of it where the machine has much else to do."""
 STRIDE_S_MAX = 2.0
@@ -88,7 +89,7 @@ class Driver:
 
 
 def running(processes: Iterable[psutil.Process], name: str) -> list[psutil.Process]:
-    """Those of them that run this Java class."""
+    """The processes among these that run this Java class."""
     found = []
     for process in processes:
         with suppress(psutil.Error):
@@ -124,7 +125,7 @@ class Chaos(ExitStack):
     def _prepare(self, home: Path) -> None:
         (self.folder / "local").mkdir()
         home.mkdir()
-        assert link_home(home)  # so that the cluster works in a folder of the test's
+        assert link_home(home)  # the daemons write their files into the folder of the test
         if self.master == "standalone":
             spark = self.enter_context(SparkMaster(home, self.variables))
             self.worker = self.enter_context(SparkWorker(spark, home, self.variables))
@@ -243,7 +244,7 @@ class Chaos(ExitStack):
             time.sleep(0.05)
 
     def check(self) -> None:
-        """Every message arrived once, in the order of its key."""
+        """Assert that every message is in the topic `out` once, and that the messages of a key are in order."""
         found = transfer(rows_of(self.source), self.target)
         assert found.messages == self.sent >= MESSAGES_MIN
         assert found.is_exact, self.tell(f"{found}")
@@ -269,7 +270,7 @@ def run(chaos: Chaos, kills: Sequence[str]) -> None:
 
 
 def kills_of(chaos: Chaos, executors: int, drivers: int) -> list[str]:
-    """So many of each, in any order."""
+    """This number of kills of each kind, in random order."""
     found = ["executor"] * executors + [chaos.random.choice(DRIVERS_DEATHS) for _ in range(drivers)]
     chaos.random.shuffle(found)
     return found

@@ -32,6 +32,10 @@ import pxrs
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CONTINUES = "Each program of this page continues the one before"
+"""In a document whose snippets are parts of one program."""
+WITHOUT_STUBS = 'Library stubs not installed for "pandas"  [import-untyped]'
+"""What mypy says to a user of pandas who has not installed stubs for it."""
 TESTING = ("fixtures", "waiting", "accounting", "registry_contract")
 MODULES = ("pxrs", "pxrs.registry", "pxrs.sources", "pxrs.spark", *(f"pxrs.testing.{name}" for name in TESTING))
 DUNDERS = ("__init__", "__call__", "__iter__", "__next__", "__len__", "__enter__", "__exit__", "__getitem__")
@@ -264,10 +268,15 @@ def snippets() -> Iterator[tuple[str, str, str]]:
     """The document, a module's name, and its text: each line as far down as it stands in the document."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = path.read_text()
-        for number, match in enumerate(BLOCK.finditer(text)):
-            above = text[: match.start(1)].count("\n")
-            module = re.sub(r"\W", "_", path.stem.lower())
-            yield str(path.relative_to(ROOT)), f"snippet_{module}_{number}.py", "\n" * above + match[1]
+        module = re.sub(r"\W", "_", path.stem.lower())
+        found = [(text[: match.start(1)].count("\n"), match[1]) for match in BLOCK.finditer(text)]
+        if CONTINUES in text:  # one program
+            whole = ""
+            for above, block in found:
+                whole += "\n" * (above - whole.count("\n")) + block
+            found = [(0, whole)]
+        for number, (above, block) in enumerate(found):
+            yield str(path.relative_to(ROOT)), f"snippet_{module}_{number}.py", "\n" * above + block
 
 
 def questions() -> Iterator[tuple[str, str]]:
@@ -328,7 +337,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
 
 def test_every_snippet_and_example_passes_mypy_strict(told: list[Told]) -> None:
     ours = ("mistakes.py", "members.py")
-    assert "\n".join(str(each) for each in told if each.kind == "error" and each.file not in ours) == ""
+    errors = [each for each in told if each.kind == "error" and each.text != WITHOUT_STUBS]
+    assert "\n".join(str(each) for each in errors if each.file not in ours) == ""
 
 
 def test_mypy_refuses_what_is_no_name_or_option_of_pxrs(told: list[Told]) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of the rows of a pipeline in a real Spark: rejected rows, and what Spark reports of its queries."""
+"""Pipelines in a real Spark: where rejected rows go, and which rows and lag are reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def values(hub: Hub, topic: str) -> list[str]:
 
 
 def dead(hub: Hub) -> dict[str, list[str]]:
-    """The reasons, by the value of the dead letter."""
+    """The reasons of the dead letters in a topic, by the value of the message."""
     found: dict[str, list[str]] = {}
     for number in range(2):
         for message in hub.topic("bad").messages(number):
@@ -238,7 +238,7 @@ def test_dead_letters_without_a_parse_step_are_those_that_the_function_rejects(
     def nothing(rows: Any) -> Any:
         return rows
 
-    with pytest.raises(InvalidPipeline, match="nothing: dead_letters, but nothing makes any: give parse="):
+    with pytest.raises(InvalidPipeline, match="nothing: dead_letters is given, but no message can become"):
         Run(spark, hub, [pipeline("orders", "totals", **shape)(nothing)], HubAddress(hub.url), tmp_path)
     messages = checked.messages(spark, HubAddress(hub.url))
     with pytest.raises(InvalidPipeline, match="has no parse step, and its function calls no reject"):

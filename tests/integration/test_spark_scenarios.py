@@ -48,7 +48,7 @@ class Streams:
             self.hub.create_topic(topic, partitions=3)
 
     def send(self, topic: str, numbers: Iterable[int], delay_ms: int = 0) -> None:
-        """A row for each number, at its time; every tenth comes too late by some rows."""
+        """Send a row for each number, with its event time. Every tenth row is sent some rows later than its time."""
         rows = sorted(numbers, key=lambda number: number + 15 * (number % 10 == 3))
         times = [1000 * (BEGIN_MS + number * STEP_MS + delay_ms) for number in rows]
         self._send(topic, [(b"k%d" % (number % KEYS), b"%d" % number) for number in rows], times)
@@ -182,14 +182,14 @@ def test_s2_a_join_of_two_streams_has_every_pair_once_and_every_row_without_one(
 
 
 def test_s2_of_repeated_rows_one_is_kept(streams: Streams) -> None:
-    """They come again in the same batch, in later ones, and after a restart."""
+    """The repeated rows are in the same batch, in later batches, and after a restart."""
 
     def start(is_cut: bool) -> Any:
         rows = streams.read("in").withWatermark("time", "1 hour").dropDuplicatesWithinWatermark(["n"])
         return streams.write(rows, n=or_fail(is_cut, "n = 190", "n"))
 
     def send_more() -> None:
-        """Those of the batch that has failed do not come again, so that they would be missed."""
+        """Rows of the batch that has failed are not sent again: the test fails if the query has lost them."""
         streams.send("in", [*range(HALF // 4), *range(HALF, ALL)])
 
     streams.send("in", [*range(HALF // 2), *range(HALF // 2)])
@@ -260,8 +260,7 @@ def test_s3_totals_that_change_are_sent_once_each(streams: Streams) -> None:
         rows_count = or_fail(is_cut, "key = 'k2' AND `count(1)` > 16", "`count(1)`")
         value = f"to_json(named_struct('rows', {rows_count}, 'sum', `sum(n)`))"
         totals = sums.selectExpr("key", f"{value} AS value")
-        options = {"url": streams.hub.url, "topic": "out"}
-        return streams.start(stream_updates(totals, options).outputMode("update"))
+        return streams.start(stream_updates(totals, url=streams.hub.url, topic="out"))
 
     streams.send("in", range(HALF))
     streams.through_deaths(start, lambda: streams.send("in", range(HALF, ALL)))

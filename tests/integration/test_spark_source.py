@@ -155,7 +155,7 @@ def test_s1_a_batch_and_a_stream_bring_the_columns_that_are_asked_for(spark: Any
             "option startingOffsets: it lacks partitions 1 to 3 of in: name",
         ),
         ({"topic": "missing"}, "no topic 'missing'; there are in, out"),
-        ({"columns": "key,values"}, "option columns: 'values' is none; give some of key, value, topic, partition"),
+        ({"columns": "key,values"}, "option columns: 'values' is no column; give some of key, value, topic, partition"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(spark: Any, hub: Hub, options: dict[str, str], says: str) -> None:

@@ -218,7 +218,7 @@ def test_g7_a_stream_under_which_a_topic_was_made_again_says_so_and_what_to_do(
 def test_a_task_reads_hardly_more_of_the_log_than_its_range(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, first: int, end: int, most: int
 ) -> None:
-    """A batch of a stream may be a few rows of a long partition: what lies behind them is not read and checked."""
+    """A batch of a stream may be a few rows of a long partition. The rows after them are neither read nor checked."""
     with hub.producer("t", batch_rows=100) as out:
         out.send_batch(pa.table({"value": [bytes(1000)] * 6000}))
     (part,) = slices(hub)

@@ -83,7 +83,7 @@ def test_topics_by_pattern_and_partitions_by_number(hub: Hub) -> None:
     assert offsets(hub, subscribePattern="or.*|ret.*") == whole(*ORDERS, *RETURNS)
     assert offsets(hub, subscribePattern="orders") == whole(*ORDERS)
     assert offsets(hub, assign='{"orders": [2, 0], "returns": [1]}') == whole(ORDERS[0], ORDERS[2], RETURNS[1])
-    with pytest.raises(InvalidOption, match=r"option subscribePattern: no topic of the hub matches ord$"):
+    with pytest.raises(InvalidOption, match=r"option subscribePattern: no topic of the hub matches ord: create one"):
         slices(hub, subscribePattern="ord")
     with pytest.raises(UnknownTopic, match="nowhere"):
         slices(hub, subscribe="orders,nowhere")
@@ -119,7 +119,7 @@ def test_offsets_and_times_are_given_by_topic_as_for_kafkas_source(hub: Hub) -> 
         slices(hub, subscribe=BOTH, startingOffsets='{"orders": {"0": 0, "1": 0, "2": 0}}')
     with pytest.raises(InvalidOption, match="option endingOffsets: it lacks partitions 0, 1 of orders: name"):
         slices(hub, subscribe="orders", endingOffsets='{"2": 0}')
-    with pytest.raises(InvalidOption, match="it names partition 1 of orders, of which partitions 0, 2 is read"):
+    with pytest.raises(InvalidOption, match="it names partition 1 of orders: name only partitions 0, 2"):
         slices(hub, assign='{"orders": [0, 2]}', startingOffsets='{"orders": {"0": 0, "1": 0, "2": 0}}')
     with pytest.raises(InvalidOption, match="option startingTimestamp: orders has no message of that time or later in"):
         slices(hub, topic="orders", startingTimestamp="1000", startingOffsetsByTimestampStrategy="error")

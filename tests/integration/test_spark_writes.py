@@ -168,7 +168,7 @@ def test_k1_changed_rows_are_sent_in_mode_update_each_change_once(spark: Any, hu
         write(spark.range(3).selectExpr("id AS value"), hub, topic="out")
 
 
-# Without a session.
+# Tests that need no Spark session.
 
 
 def schema(**columns: Any) -> StructType:

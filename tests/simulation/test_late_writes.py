@@ -88,7 +88,7 @@ class Group:
             self._events.pop(0)[1]()
 
     def look(self, *protocols: MemberProtocol) -> None:
-        """Everybody looks until there is nothing more to do."""
+        """All members look until no look changes anything."""
         while True:
             has_changed = [self.drive(protocol, protocol.look(0.0)) for protocol in protocols]
             if not any(has_changed):
@@ -145,7 +145,7 @@ def test_x8_a_fence_that_lands_after_the_partition_was_resumed_takes_nothing() -
     group = Group(2)
     a = group.join("a")
     group.look(a)
-    a.held[1].lane.position += 1  # in hand: it cannot be released
+    a.held[1].lane.position += 1  # a message is in hand: not released
     b = group.join("b")
     group.look(a)
     with pytest.raises(OutcomeUnknown):
@@ -200,7 +200,7 @@ class Led:
         self.look(0.0)
         leader = self.members["a"]
         if kind == "fence":
-            leader.held[2].lane.position += 1  # in hand: it cannot be released
+            leader.held[2].lane.position += 1  # a message is in hand: not released
         self.join("b")
         self.look(0.0)
         if kind != "fence":
@@ -220,12 +220,12 @@ class Led:
         self.group.leave(self.members.pop(name))
 
     def look(self, now: float) -> None:
-        """Everybody looks until there is nothing more to do."""
+        """All members look until no look changes anything."""
         has_changed = True
         while has_changed:
             has_changed = False
             for protocol in list(self.members.values()):
-                with suppress(LeaseExpired):  # it has left in the middle of its look
+                with suppress(LeaseExpired):  # the member has left in the middle of its look
                     has_changed = self.group.drive(protocol, protocol.look(now)) or has_changed
 
 

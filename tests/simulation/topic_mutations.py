@@ -19,7 +19,8 @@ from pxrs.registry.steps import Steps
 
 
 class TakesTheFirstTopic(MemberProtocol):
-    """A partition of any topic is taken for that of the first one, while `is_mistaken`."""
+    """While `is_mistaken`, a partition of any topic is replaced by the partition of the same number of the first
+    topic."""
 
     is_mistaken = False
 
@@ -116,7 +117,7 @@ def assign_each_topic(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_what_was_before(patch: pytest.MonkeyPatch) -> None:
-    """What a member of several topics has is not considered when topics are shared out together."""
+    """Topics that are shared out together are assigned without regard to the present owners."""
     sound = assign.targets_of
     patch.setattr(
         assign, "targets_of", lambda name, members, count, before: sound(name, members, count, [None] * len(before))

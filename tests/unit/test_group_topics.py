@@ -175,7 +175,7 @@ class TestActions:
 
 
 class Joiner:
-    """A member, moved by hand, on a registry in memory."""
+    """A member on a registry in memory. The test runs its steps one by one."""
 
     def __init__(
         self,

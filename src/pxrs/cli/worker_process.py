@@ -59,7 +59,7 @@ class Settings:
     handler: str
     """MODULE:HANDLER."""
     topics: list[str]
-    """What the group reads: one name, or several that each member reads. Empty with a queue."""
+    """The topics or sources that each member of the group reads. Empty if the worker handles a queue."""
     group: str | None
     at: str | None
     """The hub's directory; None if a queue or a registered source needs none, and then `registry` is given."""

@@ -1,4 +1,4 @@
-"""`BaseConsumer`: what users read topics with, as a member of a group. `Consumer` and `TopicsConsumer` are made of it.
+"""`BaseConsumer`: reads topics as a member of a group. The base class of `Consumer` and `TopicsConsumer`.
 
     for message in inbox:       # a message is done when the next one is asked for
         handle(message)
@@ -47,7 +47,8 @@ PREFETCH_BYTES_DEFAULT: Final = 8 << 20
 
 
 class BaseConsumer(ABC, Generic[P]):
-    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any.
+    """A member of a group. One thread iterates or polls; `ack`, `commit`, `pause` and the rest may come from any
+    thread.
 
     A second thread that asks for messages meanwhile gets ConsumerBusy: see docs/groups.md, "Threads".
 
@@ -62,7 +63,8 @@ class BaseConsumer(ABC, Generic[P]):
     @classmethod
     @abstractmethod
     def _names_of(cls, source: Source) -> PartitionNames[P]:
-        """How the partitions of the source are named. Raises InvalidGroup if the source is for another class."""
+        """Converts between the source's partition numbers and the names that this class shows. Raises InvalidGroup if
+        the source is for the other class."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class BaseConsumer(ABC, Generic[P]):
                           `committed` still have them.
         on_lost:          called with the partitions that were taken away, or given up with messages in hand, when that
                           is known. All three are called on another thread, and should be quick.
-        topic_names:      gives the names of topics by their ids, to be shown; a hub knows those of its own.
+        topic_names:      gives the names of topics by their ids, to be shown; a hub passes those of its own topics.
         home:             gives the identity of the hub that the source belongs to, None if it belongs to none; raises
                           if this process may not join groups there. A hub gives its own.
         """
@@ -292,7 +294,7 @@ class BaseConsumer(ABC, Generic[P]):
         return self._names.named(lane.partition for lane in self._lanes.owned() if not lane.is_stopping)
 
     def _by_partition(self, found: Mapping[int, int]) -> dict[P, int]:
-        """By the user's name of the partition, what is given by the number of the source."""
+        """The same values, keyed by the user's names of the partitions instead of the source's numbers."""
         return dict(zip(self._names.named(found), found.values(), strict=True))
 
     @property
@@ -321,9 +323,10 @@ class BaseConsumer(ABC, Generic[P]):
         """How many messages are not done yet, by partition: those in hand, and those up to the end of the topic. It has
         the partitions of `position`. What `describe` shows is larger by what is done and not committed yet.
 
-        Asks the log for its end, which is cheap; for a table in a database it is two queries. Of a source with gaps,
-        such as a table, it is an upper bound: ids that are not there, and those of other partitions, are counted too,
-        and so are rows that can be seen and are not final yet. Raises what the source raises, such as TopicDeleted."""
+        Reads the ends of the partitions, which is cheap for a topic; for a table in a database it takes two queries. Of
+        a source with gaps, such as a table, it is an upper bound: ids that are not there, and those of other
+        partitions, are counted too, and so are rows that can be seen and are not final yet. Raises what the source
+        raises, such as TopicDeleted."""
         self._lifetime.check_process()
         done = [(lane.partition, lane.done) for lane in self._lanes.owned()]
         extents = self._source.extents() if done else []
@@ -365,7 +368,7 @@ class BaseConsumer(ABC, Generic[P]):
         self._lifetime.check_process()
         number = self._names.checked(partition)
         offset = arguments.whole(InvalidGroup, "offset", offset, 0)
-        self._lanes.check_assigned([number])  # before its bounds are asked for, which may take a while
+        self._lanes.check_assigned([number])  # before the call of `bounds`, which may be slow
         part, place = self._source.place(number)
         if not part.has_gaps:
             start, end = part.bounds((place,))[place]

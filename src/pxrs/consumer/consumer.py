@@ -1,4 +1,5 @@
-"""`Consumer` and `TopicsConsumer`: the two classes that `Hub.consumer` makes. `base.py` has what they do."""
+"""`Consumer` and `TopicsConsumer`: the two classes that `Hub.consumer` makes. They differ in how they name
+partitions; everything else is in `base.py`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ TIMEOUT_S: Final = 60.0
 
 
 class Read(Protocol):
-    """A topic or source that is read."""
+    """The name and id of a topic or source that the consumer reads."""
 
     @property
     def name(self) -> str: ...

@@ -79,9 +79,9 @@ class Lanes:
             return sorted(self._owned.values(), key=lambda lane: lane.partition)
 
     def readable(self, ends: Mapping[int, int] | None = None) -> list[Lane]:
-        """The lanes of which messages may be handed out, in the order of their numbers, beginning behind the one that
-        was last served. So each lane is the first one at some time, whatever the others have to read: a read that is
-        limited in bytes may leave out the last ones.
+        """The lanes of which messages may be handed out, in the order of their partition numbers, starting after the
+        lane that was last served (`served`). A read that is limited in bytes may leave out the last lanes of the list,
+        so every lane must come first at some time.
 
         ends: with until="end", the offset at which each partition ends; lanes that have reached it are left out."""
         with self.lock:
@@ -128,7 +128,8 @@ class Lanes:
         return not lane.is_halted and lane not in self._arriving
 
     def served(self, lane: Lane) -> None:
-        """The thread that reads was given messages of the lane, or an error of it: it is the turn of the others."""
+        """Called by the thread that reads when it gets messages of the lane, or an error of it. The next list of
+        `readable` starts after this lane."""
         self._last = lane.partition
 
     def check_assigned(self, partitions: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""How a consumer's partitions are named for its user, and in its messages.
+"""The names of partitions that a consumer shows to its user and puts into messages.
 
 Inside a consumer a partition is the number that its source has for it. A consumer of one topic shows the same number. A
 consumer of several topics reads them through a `JoinedSource`, which numbers the partitions of all topics
@@ -17,34 +17,34 @@ from pxrs.log.joined import JoinedSource
 from pxrs.model import TopicPartition
 
 P = TypeVar("P", int, TopicPartition)
-"""What a user calls a partition: its number, or its topic and number."""
+"""The type of a partition's name: its number, or its topic and number."""
 
 
 class PartitionNames(ABC, Generic[P]):
-    """The names of the partitions of one consumer. Immutable."""
+    """Converts between the source's numbers of a consumer's partitions and the names that the user sees. Immutable."""
 
     numbers: Mapping[tuple[str, int], int] | None = None
     """The source's number of each partition, by topic name and number in the topic; None if these are the same."""
 
     @abstractmethod
     def named(self, numbers: Iterable[int]) -> list[P]:
-        """These numbers of the source as the user names them."""
+        """The names of the partitions with these numbers."""
 
     @abstractmethod
     def number(self, partition: int | tuple[str, int]) -> int:
-        """The source's number of a partition that an error names as `named` does."""
+        """The number of a partition whose name comes from `named`, such as those in the `partitions` of an error."""
 
     @abstractmethod
     def checked(self, given: object) -> int:
-        """The source's number of what a user gave for a partition. Raises InvalidGroup if there is none."""
+        """The number of a partition that a user has named. Raises InvalidGroup if it is no name of a partition."""
 
     @abstractmethod
     def place(self, number: int) -> tuple[str, int]:
-        """The topic's name and the partition's number in it, as messages have them."""
+        """The topic's name and the partition's number in that topic: `Message.topic` and `Message.partition`."""
 
 
 class Numbers(PartitionNames[int]):
-    """The partitions of one topic or source."""
+    """For one topic or source: the name of a partition is its number."""
 
     def __init__(self, topic: str, partitions: int) -> None:
         self._topic, self._partitions = topic, partitions
@@ -64,7 +64,7 @@ class Numbers(PartitionNames[int]):
 
 
 class TopicPartitions(PartitionNames[TopicPartition]):
-    """The partitions of several topics."""
+    """For several topics: the name of a partition is a `TopicPartition`."""
 
     def __init__(self, source: JoinedSource) -> None:
         self._partitions = {part.name: part.partitions for part in source.parts}

@@ -11,7 +11,7 @@ So reading happens in two places:
   waits for messages. A consumer that has reached the end of its partitions has no such thread. A local log is not read
   like that: decision 0031 has the figures.
 
-While much of one lane is read ahead, neither of the two would read the others. So `look` has those lanes read, about
+While much of one lane is read ahead, neither of the two would read the others. So `look` lets the lanes be read, about
 every LOOK_S, of which nothing is read ahead: by `fetch`, or by `_fill` if the source `has_latency`. A partition that is
 always behind does not keep back those of a quiet topic.
 
@@ -118,11 +118,12 @@ class ReadAhead:
         self._is_filling = False
         """The thread of `_fill` runs."""
         self._fetching: Collection[int] = ()
-        """The partitions that `fetch` reads now."""
+        """The partitions that `fetch` is reading; empty between two calls."""
         self._looks_at = 0.0
-        """When `look` does something again, on `time.monotonic`."""
+        """The time, on `time.monotonic`, before which `look` does nothing. Set by each call that is not before it."""
         self._is_look_due = False
-        """`_fill` is to read lanes of which nothing is read ahead."""
+        """Whether `_fill` must also read the lanes of which nothing is read ahead. Set by `look`, cleared by
+        `_fill`."""
         self.skipped = 0
         """How many messages retention removed before they were read; counted with on_trimmed="skip"."""
 
@@ -165,8 +166,9 @@ class ReadAhead:
         return batch.within(position, self._ends[lane.partition] if self._ends is not None else None)
 
     def look(self, lanes: Sequence[Lane]) -> None:
-        """Have the lanes read of which nothing is read ahead, if something of others is and LOOK_S have passed since
-        the last time. Never waits for messages.
+        """Read the lanes of which nothing is read ahead, if other lanes have something and LOOK_S have passed since the
+        last time. Without this call, they would be read only after everything that is read ahead was handed out. Never
+        waits for messages.
 
         lanes: those that may be handed out, as for `fetch`. Raises what the source raises."""
         now = time.monotonic()
@@ -175,7 +177,8 @@ class ReadAhead:
         self._looks_at = now + LOOK_S
         with self._lanes.lock:
             idle = [lane for lane in lanes if lane not in self._ahead]
-            # Of all lanes: `fetch` follows. Without anything left of the bytes: as soon as some are handed out.
+            # If no lane has anything, the caller calls `fetch` next. If `prefetch_bytes` are used up, a later call
+            # reads.
             if len(idle) in (0, len(lanes)) or self._left() <= 0:
                 return
             has_latency = self._source.has_latency
@@ -211,7 +214,7 @@ class ReadAhead:
                 for number, fetched in found.items():
                     lane = wanted[number]
                     if not self._lanes.is_owned(lane) or lane in self._ahead or lane.position != positions[number]:
-                        continue  # lost, or sought, while it was read
+                        continue  # the lane was lost, or its position was changed by `seek`, during the read
                     if fetched.is_ended:
                         self._ended[lane] = lane.position
                         continue
@@ -271,7 +274,7 @@ class ReadAhead:
                 share = self._share()
                 idle = self._begin_look() if self._is_look_due else {}
                 full = {lane: ahead for lane, ahead in self._ahead.items() if self._wants_more(lane, ahead)}
-                filled = {**idle, **full}  # the idle ones first, if not all of them fit
+                filled = {**idle, **full}  # `idle` first: the source leaves out the last ones if they do not fit
                 if not filled:
                     self._is_filling = False
                     return
@@ -295,7 +298,8 @@ class ReadAhead:
             self._changes.announce()
 
     def _begin_look(self) -> dict[Lane, _Ahead]:
-        """Let `_fill` read the lanes of which nothing is read ahead. The caller holds the lock."""
+        """The lanes of which nothing is read ahead, for `_fill` to read. Clears `_is_look_due`. The caller holds
+        the lock."""
         self._is_look_due = False
         idle = {}
         for lane in self._lanes.all():

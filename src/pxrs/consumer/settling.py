@@ -72,7 +72,7 @@ class Settling:
     ) -> None:
         """is_manual: ack="manual"."""
         self._group, self._lanes, self._read_ahead, self._member = group, lanes, read_ahead, member
-        # For `ack`, which is called for each message.
+        # Kept as attributes because `ack`, which is called for each message, uses them.
         self._lock, self._lane_of, self._numbers = lanes.lock, lanes.get, lanes.names.numbers
         self.mode = Mode.MANUAL if is_manual else Mode.AUTO
         self._readings = Readings(group)

@@ -3,13 +3,13 @@
 An assignor is given the incarnations of the members, the oldest first; the number of partitions; and for each partition
 the incarnation that it was meant for before, or None. It returns a list with the incarnation of one of these members
 for each partition. It must be deterministic, and must return `before` unchanged if that is its own result for the same
-members: the leader asks it whenever it looks at the group, and each difference is a hand-over. The assignors of pxrs
+members: the leader calls it whenever it reads the group, and each difference is a hand-over. The assignors of pxrs
 give `P // C` partitions to each member and one more to `P % C` of them.
 
 Members that read the same topics share out all partitions of these topics (`shared_out`). "sticky" and "round-robin"
 are given them as one list, so that the shares are fair over everything that the members read. "range", and every
-assignor of an installed package, is asked for each topic by itself, so that partitions of the same number in topics
-with the same number of partitions go to the same member.
+assignor of an installed package, is called once for each topic, so that partitions of the same number in topics with
+the same number of partitions go to the same member.
 
 An installed package may bring other assignors. What any assignor returns is checked (`targets_of`): a partition that
 is assigned to no member, or to one that is not there, would never be read, and nothing else would report that.

@@ -54,7 +54,7 @@ def foreign_of(keys: Keys, source: Source) -> Foreign | None:
 
 
 def foreign_parts(keys: Keys, source: Source) -> dict[str, Foreign]:
-    """How the group keeps each part of this source on record, by the id of the part; topics are left out."""
+    """The record that the group stores of each part of this source, by the id of the part. Topics have none."""
     found = {part.id: foreign_of(keys, part) for part in source.parts}
     return {id: foreign for id, foreign in found.items() if foreign is not None}
 

@@ -83,10 +83,10 @@ class Incarnation:
         self.numbering = self.member.numbering
 
     def place(self, number: int) -> TopicPartition:
-        """The topic and partition of one of this member's numbers, as keys and records name it."""
+        """The topic id and partition that one of this member's numbers stands for. Keys and records contain these."""
         return self.numbering.place(number)
 
     def numbers_of(self, places: Iterable[TopicPartition]) -> set[int]:
-        """The numbers of these partitions, of those that this member reads."""
+        """The numbers of these partitions. Partitions that this member does not read are left out."""
         found = (self.numbering.number_of(*place) for place in places)
         return {number for number in found if number is not None}

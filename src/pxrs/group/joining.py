@@ -86,7 +86,8 @@ class Joining(Incarnation):
 
         A member that must be alone (`Member.is_alone`) does the same as one with another assignor, and does not leave
         the key agreed, so that every other member reads all members before it joins. A member that reads other topics
-        than that one may join, and does not leave the key agreed either: the next member may read the same."""
+        than that one may join, and does not leave the key agreed either: the next member may read the same
+        topics as the member that must be alone."""
         key, mine = self.keys.assignor, self.member.assignor
         for _ in range(ATTEMPTS_MAX):
             entry: Entry | None = yield Get(key)

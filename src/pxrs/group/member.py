@@ -158,7 +158,7 @@ class GroupMember:
 
     @property
     def has_due(self) -> bool:
-        """Whether there is a checkpoint to write, or something to be told of: `commit` does nothing otherwise."""
+        """Whether `commit` has something to do: there are checkpoints to write, or the member is not in the group."""
         protocol = self.session.protocol
         return protocol is None or bool(protocol.due())
 

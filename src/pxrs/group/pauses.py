@@ -97,7 +97,7 @@ class Pauses:
             self._events.lanes_assigned([])
 
     def _read(self, protocol: MemberProtocol, lanes: Iterable[Lane]) -> dict[int, Entry]:
-        """The pauses of the topics that these lanes are of, by the member's number of the partition."""
+        """The pauses of the partitions of these lanes' topics, by the member's number of the partition."""
         found: dict[int, Entry] = {}
         for topic in protocol.numbering.by_topic(lane.partition for lane in lanes):
             for entry in self._session.registry.scan(protocol.keys.pauses_of(topic)):

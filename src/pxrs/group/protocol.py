@@ -1,15 +1,16 @@
-"""What a member says to the registry after it has joined, step by step: read, decide, act.
+"""The registry operations of a member after it has joined, step by step: read, decide, act.
 
-`look` reads what concerns the member, asks `reconcile` what follows from it, and performs that. What it reads and
-writes grows with what the member gains and loses. Only the leader reads the whole group.
+`look` reads the keys that concern the member, calls `reconcile`, and performs the actions that it returns. The number
+of keys read and written grows with the partitions that the member gains and loses. Only the leader reads the whole
+group.
 
 Rules, each with a mutation of the simulator that fails without it:
 - The leader writes targets and fences only by commits that expect the leader key as it was read, under its lease (G2).
-- After targets were sent without an answer, the leader begins another term before it writes others, so that they are
-  refused if they arrive late (R5).
+- If the reply to a commit of targets was lost, the leader writes the leader key with the next term before it writes
+  other targets. The first commit is then refused if it arrives late (R5).
 - A claim expects the member's own target as it was read. So once the leader has replaced the target of a member, that
-  member cannot claim what the new target does not name, and the leader, which reads the owners after that, sees all
-  that it has to ask back.
+  member cannot claim what the new target does not name, and the leader, which reads the owners after that, sees every
+  partition that the member has to release.
 - Whoever takes a partition from a member that is there raises `taken` in that member's target, in the same commit. The
   member watches its target, and then reads all its owner keys; otherwise it does not read the owner keys of partitions
   that it keeps.
@@ -19,7 +20,7 @@ Rules, each with a mutation of the simulator that fails without it:
 
 The targets of many members are written in several commits. A leader that dies in between leaves targets of two
 generations: a partition is then in two targets, or in none. Both are safe, as only a claim makes an owner. The next
-leader finds them different from what it wants, and writes them anew; that may cost a move.
+leader finds them different from what it wants, and writes them anew; that may move a partition once more.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class MemberProtocol(Joining, Committing):
     has_migrated: bool = False
     """As the leader: whether the key of layout 1 was looked for, and deleted."""
     has_late_targets: bool = False
-    """As the leader: whether targets were sent in this term without an answer, so that they may still be written."""
+    """Set on the leader when the reply to a commit of targets was lost, so that it may still be applied. Cleared when
+    the leader has begun another term."""
 
     @property
     def is_leading(self) -> bool:
@@ -266,7 +268,7 @@ class MemberProtocol(Joining, Committing):
         self.has_migrated = True
 
     def _commits_of(self, targets: Mapping[str, tuple[Target, int]]) -> Iterator[list[str]]:
-        """The incarnations in parts, each as large as one commit can write the targets of."""
+        """The incarnations in groups. The targets of each group fit into one commit."""
         some: list[str] = []
         size = 0
         for name, (target, _) in sorted(targets.items()):

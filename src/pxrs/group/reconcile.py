@@ -43,8 +43,8 @@ from pxrs.registry.contract import ABSENT
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Take the lead, or begin another term: the leader key must still have this version, and the member that it names
-    be gone, or be this one."""
+    """Become the leader, or begin another term as the leader. The commit expects this version of the leader key, and
+    that the former leader is gone, unless this member is the leader."""
 
     version: int
     term: int
@@ -134,7 +134,7 @@ class Me:
     drained: Collection[int] = ()
     """The partitions of `revoking` with nothing in hand."""
     has_late_targets: bool = False
-    """Whether this member, as the leader, has sent targets without an answer, which may still be written."""
+    """Whether this member leads, and a commit of targets whose reply was lost may still be applied."""
 
 
 AskedSince = Mapping[tuple[TopicPartition, int], float]
@@ -148,7 +148,8 @@ def moving(target: Target, me: Me) -> set[int]:
 
 
 def _meant(target: Target, me: Me) -> set[int]:
-    """The partitions that the target names, of those that the member reads."""
+    """The numbers of the partitions that the target names. Partitions of topics that the member does not read are left
+    out."""
     found = {me.numbering.number_of(topic, each) for topic, numbers in target.partitions.items() for each in numbers}
     return {number for number in found if number is not None}
 
@@ -185,9 +186,9 @@ def _lead(state: GroupState, me: Me) -> list[Action]:
             return []
         return [Lead(version, leader.term + 1, leader.incarnation or None)]
     if me.has_late_targets:
-        # A new term, so that they are refused from then on (R5), and what they have written until then is read next.
-        # Otherwise they could be written after others that differ from them: a partition would be in two targets, or a
-        # member that is gone would get one, until the leader looks for another reason.
+        # The late commit expects the leader key as it was, so a new term refuses it from then on (R5). If it was
+        # applied before, the next look reads its targets. Without a new term it could be applied after newer targets: a
+        # partition would be in two targets, or a member that is gone would have one, until the leader looks again.
         return [Lead(version, leader.term + 1, None)]
     wanted = assign_all(state)
     generation = state.generation + 1

@@ -145,8 +145,7 @@ class Source(ABC):
         return self, number
 
     def named(self, numbers: Iterable[int]) -> list[int] | list[TopicPartition]:
-        """These partitions as errors and users name them: by number, or by topic and number if the source was made to
-        join several."""
+        """These partitions as errors and users name them: by number; a `JoinedSource` by topic name and number."""
         return list(numbers)
 
     @abstractmethod
@@ -265,9 +264,9 @@ class Source(ABC):
         """The first offset whose message is of that time or later, in microseconds since 1970; the end if none is."""
 
     def end_before(self, partition: int, timestamp: int) -> int:
-        """An offset behind every message that is earlier than that time. It need not be the smallest one: it is the end
-        of the partition if a source cannot tell without reading its messages. Messages need not be in the order of
-        their times, so it may be greater than `offset_at`."""
+        """An offset after every message whose time is earlier. It need not be the smallest such offset: a source that
+        would have to read its messages to find it returns the end of the partition. Messages need not be in the order
+        of their times, so it may be greater than `offset_at`."""
         return self.end(partition)
 
 

@@ -1,18 +1,18 @@
-"""Several sources as one: what a member of a group that reads several topics reads from.
+"""`JoinedSource`: several sources as one. A member of a group that reads several topics reads from it.
 
 The partitions of all parts are numbered consecutively, in the order of the parts (`Numbering`): with topics of 4 and 2
 partitions, the partitions 4 and 5 of the joined source are the partitions 0 and 1 of the second topic. `place` and
 `number_of` convert.
 
 Invariants:
-- A call of this source makes at most one call of each part for the same purpose, however many partitions it names. Only
-  `fetch` reads a part again if partitions of other parts are between its own in what it is given: that order decides
-  which partitions are left out if not all of them fit.
+- A call makes at most one such call of each part, however many partitions it names. `fetch` is the exception: if the
+  positions that it is given alternate between parts, it reads a part several times, in the order of the positions. That
+  order decides which partitions are left out if not all of them fit.
 - Waiting needs no thread: a wait subscribes to each part.
-- An error of one partition is that of its part, and names the part and the partition in it. An error that concerns a
-  whole part, such as TopicDeleted, concerns the whole source.
+- An error of one partition is raised as its part raises it, and names the part and the partition in it. An error that
+  concerns a whole part, such as TopicDeleted, concerns the whole source.
 
-The parts belong to whoever opened them: a joined source has nothing to close.
+The caller that opened the parts closes them: a joined source has nothing to close.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class JoinedSource(Source):
     def named(self, numbers: Iterable[int]) -> list[TopicPartition]:
         return [TopicPartition(part.name, partition) for part, partition in map(self.place, numbers)]
 
-    # One call for each part.
+    # Calls for several partitions: each part is called once, with its own partitions.
 
     def _split(self, numbers: Iterable[int]) -> dict[str, dict[int, int]]:
-        """The numbers by the id of the part: for each partition of the part, its number here. Parts come in the order
-        in which their first partition is given."""
+        """By part id: the partition numbers in the part, each with its number in this source. The parts are in the
+        order in which `numbers` first names one of their partitions."""
         found: dict[str, dict[int, int]] = {}
         for number in numbers:
             part, partition = self.place(number)
@@ -125,7 +125,7 @@ class JoinedSource(Source):
 
         Nothing is read behind a partition that did not fit: a caller that begins behind the partitions that it was
         given would never come to it."""
-        # Asks all parts, also those without a position: this raises if one of them was closed or deleted.
+        # All parts, also those without a position: a part that was closed or deleted raises.
         readable = set(self.readable(positions))
         chosen = [(number, *self.place(number)) for number in positions if number in readable]
         waiting, left, found = len(chosen), max(1, max_bytes), dict[int, Fetched]()
@@ -181,7 +181,7 @@ class JoinedSource(Source):
         problems = [f"{part.name}: {problem}" for part in self._parts if (problem := part.ends_problem()) is not None]
         return "; ".join(problems) or None
 
-    # One partition.
+    # Calls for one partition: passed on to its part.
 
     def read(self, partition: int, offset: int, max_bytes: int = READ_BYTES_DEFAULT) -> list[Batch]:
         part, number = self.place(partition)

@@ -2,15 +2,17 @@
 
 A streaming query reads a topic as a member of a group and writes to another topic. Its work is cut into batches, and
 each batch into tasks that run in other processes, fail, and are repeated. This package makes each batch count exactly
-once (K1 to K3). It knows nothing of Spark, whose source and sink (`pxrs.spark`) are its first users, and it is given
-what it works on: a log, a registry, a staging place.
+once (K1 to K3). It does not import Spark, whose source and sink (`pxrs.spark`) are its first users. Its callers pass
+the log, the registry and the staging place.
 
 The reading side:
 
-    selection.py    which topics are read, and where the reading begins and ends, as the user has said it
+    selection.py    which topics are read, and where the reading begins and ends, as the user has given it
     planning.py     pure functions: which offsets a batch reads, and whose checkpoint counts after a restart
+    starting.py     the offset at which a partition without a checkpoint begins
+    offsets.py      pure: the offset of a query as the engine stores it
     membership.py   the query as a member of its group: lease, lanes, checkpoints
-    query.py        the two questions of a streaming engine: how far to read, and what a batch reads
+    query.py        what a streaming engine calls: how far the next batch reads, and which ranges a batch has
 
 The writing side:
 

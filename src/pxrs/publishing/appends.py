@@ -1,6 +1,7 @@
-"""Appending what a manifest names to the log of its topic, each piece once, however often this is done (K1).
+"""Appends the staged pieces that a manifest names to the logs of its topics. It may be repeated: each piece is stored
+once (K1).
 
-The producer is the query's own: one for rows that name their topics, another one for rows that do not. Its epoch is the
+Each query has its own producer: one for rows that name their topics, another one for rows that do not. Its epoch is the
 number of the batch, and its sequence in each partition counts the pieces there. The pieces have the same order in every
 process, so two drivers that append the same batch give each piece the same origin, and the log stores it once.
 """
@@ -19,10 +20,10 @@ from pxrs.publishing.staging.frames import Piece
 
 NAMESPACE: Final = uuid.UUID("9d1d6c56-2f0c-5a6e-8a35-3b9f1f0a7c11")
 _CALL_BYTES_MAX: Final = 256 << 20
-"""How many bytes of pieces go into one call of `TopicLog.append`. They are slices of mapped files, so they are no
-memory of this process. Fewer calls are fewer syncs, and longer ones, which the partitions wait for at the same time."""
+"""How many bytes of pieces go into one call of `TopicLog.append`. The pieces are slices of mapped files, so they do not
+add to the memory of this process. Fewer calls mean fewer syncs, and all partitions of a call sync at the same time."""
 _APPEND_BYTES_MAX: Final = 32 << 20
-"""How many bytes of one partition go into one call: other producers wait for it."""
+"""How many bytes of one partition go into one call. Other producers of the partition wait until the call ends."""
 _TOGETHER_MAX: Final = 64
 """How many pieces of one partition go into one call."""
 
@@ -55,7 +56,7 @@ def append_pieces(topic: TopicLog, writer: str, batch: int, pieces: Iterable[Pie
 
 
 def _append(topic: TopicLog, waiting: Mapping[int, list[Append]]) -> None:
-    """Append to all partitions in one call, because they then write and sync at the same time."""
+    """Append to all partitions in one call, so that they write and sync in parallel."""
     while together := [append for appends in waiting.values() for append in appends]:
         refused: dict[int, list[Append]] = {}
         for append, outcome in zip(together, topic.append(together), strict=True):

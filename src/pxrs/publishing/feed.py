@@ -35,6 +35,8 @@ class Feed:
     lease_s: float = 0.0
     """How long the member's lease lives without a renewal. The sink retries an unreachable registry for at least this
     long."""
+    name: str = ""
+    """The topic's name, to be shown in errors. Empty in feeds that an earlier version has stored."""
 
     def dump(self) -> str:
         parts = {number: [*span, self.fences[number]] for number, span in self.spans.items()}

@@ -1,4 +1,4 @@
-"""Removing what publishing has left of deleted topics, and finding out which staged files are still needed."""
+"""Removes the manifests and staged files of deleted topics, and finds the staged files that are still needed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ that was created after the topics were listed."""
 def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
     """Remove the manifests of a deleted topic, and what was staged for it. topic: its id.
 
-    The manifest of a routed batch loses what it names for this topic, and stays: it has the number of the last batch of
-    its query (K2)."""
+    A routed manifest only loses its part for this topic. The manifest itself stays, because it has the number of the
+    last batch of its query (K2)."""
     for entry in registry.scan(manifests_of(topic)):
         registry.commit(delete=[entry.key])
     for entry in registry.scan(ROUTED):
-        with contextlib.suppress(RegistryCorrupt, Conflict):  # whoever changed it finds that the topic is gone
+        # After a conflict, the driver that has changed the manifest drops the part itself.
+        with contextlib.suppress(RegistryCorrupt, Conflict):
             manifest = Manifest.load(entry)
             left = [part for part in manifest.parts if part.topic != topic]
             if len(left) < len(manifest.parts):
@@ -35,8 +36,8 @@ def forget_topic(registry: Registry, staging: Staging, topic: str) -> None:
 
 
 def forget_deleted_topics(registry: Registry, staging: Staging, topics: Collection[str]) -> None:
-    """Remove what tasks and drivers have staged or committed for topics after their deletion, which they may notice
-    late. What is younger than a day stays.
+    """Remove what was staged or committed for deleted topics. A task or a driver that has not noticed the deletion may
+    still write for such a topic. Files and manifests that are younger than a day stay.
 
     topics: the ids of the topics that exist. Deleted topics are found in the staging place only: a manifest of an
     unknown topic may belong to another log that shares the registry."""

@@ -94,8 +94,8 @@ Find = Callable[[str, str], TopicLog | None]
 
 
 class Publisher:
-    """Publishes batches to one topic, or to the topics that their rows name. A query has one driver at a time; a second
-    driver that publishes the same batch does no harm."""
+    """Publishes batches to one topic, or to the topics that their rows name. A query should have one driver at a time.
+    If a second driver publishes the same batch, the batch is still stored once."""
 
     def __init__(
         self, registry: Registry, topic: TopicLog | None, staging: Staging, find: Find | None = None, hub: str = ""
@@ -146,7 +146,7 @@ class Publisher:
         planned: str = "",
         has_state: bool | None = None,
     ) -> None:
-        """Make the batch part of several topics, in one commit. As `publish`.
+        """Make the batch part of several topics, in one commit. Other arguments and errors: see `publish`.
 
         parts: what was staged for each topic that the batch has rows for, without the ends."""
         ours = Manifest(batch, [], ranges_of(feeds), planned=planned, has_state=has_state, parts=list(parts))
@@ -190,13 +190,16 @@ class Publisher:
                 self._finish_own(key, ours, version)
                 return
         raise BatchRefused(
-            f"query {query}: other drivers have changed its manifest {_LOOKS_MAX} times while this one came with batch "
-            f"{ours.batch}. Run one driver for each checkpoint location"
+            f"other drivers have changed the manifest of query {query} {_LOOKS_MAX} times while this one was "
+            f"publishing batch {ours.batch}. Run one driver for each checkpoint location"
         )
 
     def finish_others(self, topic: str = "") -> None:
         """Finish the manifests of queries that died between their commit and their last append, and remove staged files
-        that no manifest names. topic: the id of the topic that this is done for; by default the publisher's own."""
+        that no manifest names.
+
+        topic: the id of the topic whose manifests are finished and whose folder is swept; by default the publisher's
+        own topic."""
         topic = topic or self.topic_id
         self._own = {topic}
         needed: dict[str, int | None] = {}
@@ -216,11 +219,12 @@ class Publisher:
 
     def _finish_before(self, key: str, ours: Manifest) -> bool:
         """Finish the manifests of other queries that have read of the same partitions as this batch: their rows precede
-        those of this batch. A manifest that concerns other partitions is left to its own driver first, and is finished
-        here if it is still unfinished at the next batch.
+        those of this batch. A manifest that concerns other partitions is left to its own driver at first, and is
+        finished here if it is still unfinished at the next batch.
 
-        A query has another manifest of its own if its sink was changed: from the option `topic` to a column, or back.
-        Returns whether that one has this batch already, which Spark then repeats for the new sink."""
+        If the sink of a query was changed from the option `topic` to a column, or back, the query has a second
+        manifest under another key. Returns whether that manifest names this batch: then the batch is committed
+        already, and Spark repeats it for the new sink."""
         unfinished, is_repeated = {}, False
         for entry in self._manifests_of(*self._own):
             manifest = None if entry.key == key else self._load_other(entry)
@@ -269,7 +273,8 @@ class Publisher:
             _logger.error(what, manifest.batch, query_of(key), error)
 
     def _finish_own(self, key: str, manifest: Manifest, version: int) -> None:
-        # These topics are its own, whatever a repeated batch has rows for: their errors are raised as they are.
+        # The topics of the manifest count as own, even if the repeated batch has no rows for some of them: `_append`
+        # raises the errors of own topics unchanged.
         self._own = self._own | {part.topic for part in parts_of(key, manifest)}
         try:
             self._finish(key, manifest, version)
@@ -283,7 +288,7 @@ class Publisher:
             ) from error
 
     def _topics_named(self, key: str, manifest: Manifest) -> str:
-        """The topics of a manifest, for messages."""
+        """The names of a manifest's topics, for errors."""
         own = "" if self._topic is None else self._topic.name
         names = [part.name or own or part.topic for part in parts_of(key, manifest)]
         return f"the topic{'' if len(names) == 1 else 's'} {', '.join(names)}"
@@ -320,8 +325,8 @@ class Publisher:
     # The manifest.
 
     def _write(self, key: str, manifest: Manifest, version: int, feeds: Sequence[Feed]) -> int | None:
-        """The version of the manifest as written; None if the registry has another manifest than was expected, so that
-        the caller must look at it."""
+        """Commit the manifest and the checkpoints. Returns the new version of the manifest's key; None if the key has
+        changed meanwhile, so that the caller must read the manifest again."""
         parts: dict[str, CheckpointWrite] = {}
         for feed in feeds:
             self._add_checkpoints(feed, parts)
@@ -335,7 +340,8 @@ class Publisher:
                 return None  # written by a try whose reply was lost, or by another driver
             if entry is not None and key.startswith(ROUTED) and conflict.keys == (key,):
                 return None  # the deletion of a topic has changed the manifest of the last batch (`forget_topic`)
-            raise refusal(query_of(key), manifest, conflict, checkpoints) from conflict
+            names = {feed.topic: feed.name for feed in feeds}
+            raise refusal(query_of(key), manifest, conflict, checkpoints, names) from conflict
         except (CommitTooLarge, ValueTooLarge) as error:
             raise BatchRefused(
                 f"batch {manifest.batch} of query {query_of(key)} does not fit into one commit of this registry: "
@@ -358,10 +364,10 @@ class Publisher:
             if entry is None or offset != span.start:
                 is_done = "the batch was published before the topic that it went to was deleted and made again, "
                 raise BatchRefused(
-                    f"the batch reads {feed.group}'s partition {number} from offset {span.start}, and the group's "
-                    f"checkpoint is {offset}: {is_done if offset == span.end else ''}somebody else went on, or the "
-                    "group was reset while the batch was on its way. To follow the group, start with a new checkpoint "
-                    f"location; to follow Spark, reset the group to offset {span.start}"
+                    f"the batch reads {feed.group}'s partition {feed.name}/{number} from offset {span.start}, and the "
+                    f"group's checkpoint is {offset}: {is_done if offset == span.end else ''}somebody else went on, or "
+                    "the group was reset while the batch was on its way. To follow the group, start with a new "
+                    f"checkpoint location; to follow Spark, reset the group to offset {span.start}"
                 )
             checkpoint = Checkpoint(span.end, time.time(), "spark", span.epoch)
             parts[key] = CheckpointWrite(keys, (feed.topic, number), feed.fences[number], entry.version, checkpoint)
@@ -431,7 +437,7 @@ class Publisher:
         _logger.warning(what, batch, query_of_writer(writer), part.name)
 
     def _log_of(self, part: Part) -> TopicLog | None:
-        """None if the topic was deleted."""
+        """The log of the part's topic; None if the topic was deleted."""
         if self._topic is not None and part.topic == self._topic.id:
             return self._topic
         assert self._find is not None, "without it, this publisher does not look at the manifests of other topics"

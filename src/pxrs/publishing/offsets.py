@@ -34,12 +34,13 @@ class OffsetForm:
 
     @classmethod
     def of(cls, topics: Iterable[Source]) -> OffsetForm:
-        """The form for a query that reads these topics."""
+        """Make the converter for a query that reads these topics."""
         chosen = list(topics)
         return cls({each.id: each.name for each in chosen}, Numbering((each.id, each.partitions) for each in chosen))
 
     def dump(self, spans: Mapping[int, Span]) -> dict[str, Any]:
-        """The text's content. Equal spans of the same topics give equal texts, because Spark compares the texts."""
+        """The offset as JSON values. Equal spans of the same topics give equal texts: Spark compares offsets as
+        text."""
         return self._by_topic({number: list(spans[number]) for number in sorted(spans)})
 
     def dump_ends(self, ends: Sequence[int]) -> dict[str, Any]:
@@ -70,13 +71,13 @@ class OffsetForm:
         return not _topics(offset).keys() & self.names.keys()
 
     def missing(self, offset: Mapping[str, Any]) -> dict[str, str]:
-        """The topics that an offset names and that are not read now: their names by id. The name is empty in offsets of
-        the form before."""
+        """The topics that an offset names and that are not read now: their names by id. The name is empty in offsets
+        that name one `topic`, as earlier versions wrote them."""
         return {topic: found.get("name", "") for topic, found in _topics(offset).items() if topic not in self.names}
 
 
 def _topics(offset: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """What the offset holds, by topic id."""
+    """The name and partitions in the offset, by topic id, whichever of the two forms the offset has."""
     if "topic" in offset:
         return {offset["topic"]: {"partitions": offset["partitions"]}}
     topics: Mapping[str, Mapping[str, Any]] = offset["topics"]

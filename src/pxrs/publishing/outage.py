@@ -79,7 +79,7 @@ class PatientCalls:
             except RegistryUnavailable as error:
                 if unknown is None:
                     raise
-                raise unknown from error  # this try had no effect, but an earlier one may have had, or may still have
+                raise unknown from error  # this try was not applied, but an earlier one may have been, or may still be
             time.sleep(pause)
             pause = min(2 * pause, pause_max)
         assert unknown is not None

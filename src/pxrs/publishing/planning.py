@@ -177,7 +177,7 @@ def first_of(available: Iterable[int], after: int, count_max: int) -> list[int]:
 
 
 class HasRows(Protocol):
-    """A part of what a task reads."""
+    """An input of a task, such as a range of a partition, whose number of rows is known."""
 
     @property
     def rows(self) -> int: ...
@@ -187,8 +187,8 @@ R = TypeVar("R", bound=HasRows)
 
 
 def gather(parts: Sequence[R], rows_min: int) -> list[list[R]]:
-    """The parts of each task, such as ranges of partitions. A task has one part, or several short ones until it has
-    `rows_min` rows, because a task has a fixed cost."""
+    """Group these parts, such as ranges of partitions, into the inputs of tasks. Short parts are combined until a task
+    has `rows_min` rows, because each task has a fixed cost."""
     tasks: list[list[R]] = []
     rows = rows_min
     for each in parts:

@@ -119,7 +119,8 @@ class Query:
         """What the engine will have finished with the next batch; `start` itself if there is nothing to read, or if the
         batch is delayed.
 
-        An idle query is asked many times a second. `_is_idle` makes that cost the same for any number of partitions."""
+        The engine calls this many times a second while the query is idle. `_is_idle` keeps the cost of such a call
+        independent of the number of partitions."""
         if self._is_idle(start):
             return start
         changes = self.membership.changes
@@ -161,9 +162,9 @@ class Query:
         return self._answer[2:]
 
     def feeds(self, spans: Spans, fences: dict[int, int]) -> list[Feed]:
-        """What the sink needs of a batch that reads what `ranges` has returned: a feed for each topic that the batch
-        reads. A batch that reads nothing has one too, without spans: by it the sink knows the group."""
-        member = self.membership
+        """The feeds of a batch that reads what `ranges` has returned, for the sink: one for each topic that the batch
+        reads. A batch that reads nothing has one feed without spans, because the sink needs the name of the group."""
+        member, names = self.membership, {part.id: part.name for part in self.source.parts}
         found: dict[str, tuple[Spans, dict[int, int]]] = {}
         for number, span in spans.items():
             part, partition = self.source.place(number)
@@ -178,6 +179,7 @@ class Query:
                 *of_part,
                 self._options.is_shared,
                 member.lease_s,
+                names[topic],
             )
             for topic, of_part in (found or {self.source.parts[0].id: ({}, {})}).items()
         ]
@@ -225,7 +227,8 @@ class Query:
         ends = self.source.ends()
         available = {number: self._available(lane, ends[number]) for number, lane in lanes.items()}
         available = {number: count for number, count in available.items() if count > 0}
-        if delay is not None and self.targets is None:  # a query that reads up to an end waits for no more rows
+        # With `targets` (AvailableNow) a batch is not delayed, because no further rows will be read.
+        if delay is not None and self.targets is None:
             available = available if delay.is_due(sum(available.values()), self._registry.clock.now()) else {}
         # The sink's commit is one commit. It names two keys for each partition, and the manifest's key. Each chosen
         # partition has at least one row.
@@ -296,7 +299,7 @@ class Query:
         return end - lane.position
 
     def _within_target(self, number: int, end: int) -> int:
-        """Up to where a partition with this end is read."""
+        """The offset up to which a partition with this end is read: `targets` limits it."""
         if self.targets is None:
             return end
         return min(end, self.targets.get(topic_partition(self.source, number), 0))
@@ -428,12 +431,12 @@ def _numbers(source: Source, only: Mapping[str, Collection[int]]) -> frozenset[i
 
 
 def topic_partition(source: Source, number: int) -> TopicPartition:
-    """The id of the topic and the number in it: as keys and manifests name a partition."""
+    """The topic id and the partition's number in that topic, as registry keys and manifests have them."""
     part, partition = source.place(number)
     return part.id, partition
 
 
 def place_name(source: Source, number: int) -> str:
-    """As messages name a partition."""
+    """The partition as `<topic name>/<number>`, for errors and log lines."""
     part, partition = source.place(number)
     return f"{part.name}/{partition}"

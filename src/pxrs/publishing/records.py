@@ -47,7 +47,7 @@ def manifests_of(topic: str) -> str:
 
 
 def routed_prefix(hub: str) -> str:
-    """What the keys of the manifests of all queries begin with whose rows name topics of the hub with this id."""
+    """The key prefix of the manifests of all queries whose rows name topics of the hub with this id."""
     return f"{ROUTED}{hub}."
 
 
@@ -189,20 +189,20 @@ class Manifest:
 
 
 def parts_of(key: str, manifest: Manifest) -> list[Part]:
-    """What the manifest with this key names for each topic."""
+    """The parts of the manifest with this key: one for a single topic, or those that a routed manifest lists."""
     if key.startswith(ROUTED):
         return manifest.parts
     return [Part(key.removeprefix(MANIFESTS).partition("/")[0], "", manifest.files, manifest.ends)]
 
 
 def is_stripped(now: Manifest, manifest: Manifest) -> bool:
-    """Whether a manifest is the same one, without the part of a topic that was deleted meanwhile (`forget_topic`)."""
+    """Whether `now` is `manifest` without the part of a topic that was deleted meanwhile (`forget_topic`)."""
     return now.batch == manifest.batch and not now.is_published and len(now.parts) < len(manifest.parts)
 
 
 def has_same_plan(one: Manifest, other: Manifest) -> bool:
-    """Whether both are of one batch as Spark has planned it. False if Spark's plan is not known: several writes of a
-    batch then have the same number."""
+    """Whether both manifests are of the same batch, with the same hash of Spark's plan. False if the hash is not known:
+    then several different writes of a batch may have the same number."""
     return one.batch == other.batch and one.planned != "" and one.planned == other.planned
 
 
@@ -298,7 +298,7 @@ def published_spans(
 
 
 def is_any_reached(registry: Registry, group: str, ends: Mapping[TopicPartition, int]) -> bool:
-    """Whether the group has a checkpoint at one of these offsets or behind it."""
+    """Whether the group's checkpoint of one of these partitions is at or after the given offset."""
     for topic in {topic for topic, _ in ends}:
         for entry in registry.scan(Keys(group).checkpoints_of(topic)):
             end = ends.get(partition_of(entry.key))

@@ -1,8 +1,8 @@
-"""Which topics and partitions are read, and where the reading begins and ends: what a user has asked for, as values.
+"""Which topics and partitions are read, and where the reading begins and ends: the choices of a user, as values.
 
 `Topics` says which topics. `Boundary` says at which offset of each partition the reading begins or ends: by a word, by
-offsets, or by times. `resolve` turns a boundary into offsets of one topic; it is pure and is given what it needs of the
-topic. `boundary_offsets` asks a source for that.
+offsets, or by times. `resolve`, which is pure, turns a boundary into offsets of one topic.
+`boundary_offsets` reads from a source what `resolve` needs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Boundary:
     if none is, `word` counts."""
 
     option: str
-    """The option that gave it; errors name it."""
+    """The option by which the user gave the boundary, for errors."""
     word: str
     """One of "earliest", "latest" and "committed"."""
     offsets: ByPartition | None = None
@@ -160,12 +160,13 @@ def _at_times(
 
 
 def _complete(boundary: Boundary, topic: str, given: ByPartition, numbers: Collection[int]) -> dict[int, int]:
-    """What was given for these partitions of a topic, in the order of their numbers."""
+    """The value given for each of these partitions, in the order of their numbers. Raises InvalidOption if one is
+    missing or another one is named."""
     found, expected = given.get(topic, {}), _partitions(numbers)
     if missing := sorted(set(numbers) - found.keys()):
         raise InvalidOption(boundary.option, f"it lacks {_partitions(missing)} of {topic}: name {expected}")
     if unknown := sorted(found.keys() - set(numbers)):
-        raise InvalidOption(boundary.option, f"it names {_partitions(unknown)} of {topic}, of which {expected} is read")
+        raise InvalidOption(boundary.option, f"it names {_partitions(unknown)} of {topic}: name only {expected}")
     return {number: found[number] for number in sorted(found)}
 
 

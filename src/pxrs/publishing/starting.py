@@ -13,7 +13,7 @@ from pxrs.registry.contract import Registry
 
 
 class FirstOffset(NamedTuple):
-    """Where a partition begins that has no checkpoint."""
+    """The offset at which a partition without a checkpoint is read first."""
 
     offset: int
     is_given: bool
@@ -21,16 +21,16 @@ class FirstOffset(NamedTuple):
 
 
 def first_offsets(source: Source, registry: Registry, options: QueryOptions) -> list[FirstOffset]:
-    """Where each partition begins that has no checkpoint. Raises InvalidOption.
+    """For each partition, the offset that its first checkpoint gets if it has none. Raises InvalidOption.
 
-    `starting` counts for the topics with which the group begins. A group that has all checkpoints of one of the topics
-    has begun: what it has no checkpoint of was added later, and is read from its first offset, so that none of its
-    messages is passed over (G6). So are partitions that the query owns and does not read.
+    `starting` applies only to a new group. A group counts as begun if it has the checkpoints of all partitions of at
+    least one topic. Partitions without a checkpoint then belong to topics that were added later. They start at their
+    first offset, so that no message is skipped (G6). Partitions that the query owns and does not read start there too.
 
-    The first checkpoints are written topic by topic, in several commits if they are many, so some of them may be
-    missing after a crash. If that was when a topic was added, the rest of them must not follow `starting` either. If it
-    was when the group began, and a topic is complete, the two cannot be told apart: then the others are read from their
-    first offsets too, which may be more than was asked for, and never less."""
+    First checkpoints are written topic by topic, in several commits if there are many, so a crash may leave some of
+    them missing. A group that crashed while it began, after the checkpoints of one topic were complete, cannot be told
+    from a group to which topics were added. Its other topics then start at their first offsets too: the query may read
+    more than `starting` says, but never less."""
     has_begun = group_has_begun(registry, options.group, source.parts)
     if not has_begun:
         options.starting.check_topics([part.name for part in source.parts])
@@ -39,7 +39,7 @@ def first_offsets(source: Source, registry: Registry, options: QueryOptions) -> 
         numbers = range(part.partitions)
         read = numbers if options.only is None else sorted(options.only[part.name])
         starts = boundary_offsets(part, FROM_START, numbers)
-        # Once the group has begun, `starting` is not even looked at.
+        # `starting` is not resolved for a group that has begun: its offsets and times may no longer be valid.
         given = {} if has_begun else boundary_offsets(part, options.starting, read)
         for number in numbers:
             is_given = number in given and options.starting.is_offset_given(part.name, number)

@@ -19,13 +19,14 @@ _REUSED: Final = "SPARK_REUSE_WORKER"
 @functools.cache
 def freeze_imports() -> bool:
     """Exempt what this worker has imported from garbage collections, once in each process. Call it in a task, after the
-    imports of the task's code. Returns whether it was done: a worker that ends after one task has no use for it.
+    imports of the task's code. Returns False in a worker that ends after one task: there it would have no
+    effect.
 
     Only once, because a frozen object that is part of a reference cycle is never freed: each further call could keep
     such objects of the task that is running. For the same reason the garbage of earlier tasks is collected first."""
     if not os.environ.get(_REUSED):
         return False
-    # Imported by the first batch that has offsets, and then here to stay.
+    # Tasks import this module when they read their first rows. It is imported now, so that it is frozen too.
     import pyarrow.compute  # noqa: F401
 
     gc.collect()

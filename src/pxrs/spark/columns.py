@@ -48,8 +48,8 @@ def row_schema(columns: Sequence[str]) -> StructType:
 
 
 def check_schema(given: StructType, columns: Sequence[str]) -> None:
-    """Raise InvalidOption if the schema that Spark will read with is not that of these columns: then the user has given
-    another one, and every task would fail."""
+    """Raise InvalidOption if the schema that Spark will use is not that of these columns. It differs if the user has
+    called `.schema(...)` with another one; every task would then fail."""
     ours = row_schema(columns)
     if [(f.name, f.dataType, f.nullable) for f in given] != [(f.name, f.dataType, f.nullable) for f in ours]:
         raise InvalidOption(
@@ -65,6 +65,6 @@ def arrow_schema(columns: Sequence[str]) -> pa.Schema:
 
 
 def _ddl(schema: StructType) -> str:
-    """The columns as SQL has them, such as "key BINARY, partition INT NOT NULL"."""
+    """The columns in SQL, such as "key BINARY, partition INT NOT NULL"."""
     types = {field.name: field.dataType.simpleString().upper() for field in schema}
     return ", ".join(f"{field.name} {types[field.name]}{'' if field.nullable else ' NOT NULL'}" for field in schema)

@@ -55,7 +55,7 @@ class Times(NamedTuple):
     end_us: int
 
     def may_be_in(self, records: pa.RecordBatch) -> bool:
-        """Whether one of these messages may be of such a time. False only if none is."""
+        """Whether the stored batch may have a message within these times. False only if it has none."""
         # Imported here because the process that plans a stream does not need it, and every query waits for its imports.
         import pyarrow.compute as pc
 
@@ -65,12 +65,13 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a query needs at most of the topics that it reads."""
+    """The bounds that the filters of a query set. A message outside of them cannot pass the filters; a message within
+    them may or may not pass."""
 
     topics: frozenset[str] | None = None
-    """None for all."""
+    """The names of topics; None: no filter names topics."""
     partitions: frozenset[int] | None = None
-    """None for all that are in `partition_range`."""
+    """Numbers of partitions; None: only `partition_range` bounds them."""
     partition_range: Interval = ANY
     offsets: Interval = ANY
     times: Interval = ANY
@@ -83,7 +84,7 @@ class Wanted:
 
     @property
     def task_times(self) -> Times | None:
-        """What tasks need to skip stored batches; None if every time is wanted."""
+        """The bounds of times, by which a task skips stored batches; None if the filters set none."""
         return None if self.times == ANY else Times(*self.times)
 
 
@@ -91,7 +92,7 @@ ALL: Final = Wanted()
 
 
 def wanted_by(filters: Iterable[Filter]) -> Wanted:
-    """What a query needs that has all these filters."""
+    """The bounds of a query that has all these filters, joined by AND."""
     topics: frozenset[str] | None = None
     partitions: frozenset[int] | None = None
     ranges = {"partition": ANY, "offset": ANY, "timestamp": ANY}
@@ -113,7 +114,7 @@ def _column(each: Filter) -> str | None:
 
 
 def _values(each: Filter, convert: Callable[[Any], Any]) -> frozenset[Any] | None:
-    """The values that the filter lets pass, None if that is not said by naming them."""
+    """The values that an equality or IN filter lets pass; None for other filters, and for values of another type."""
     if isinstance(each, EqualTo | EqualNullSafe):
         found = [convert(each.value)]
     elif isinstance(each, In):
@@ -125,7 +126,7 @@ def _values(each: Filter, convert: Callable[[Any], Any]) -> frozenset[Any] | Non
 
 
 def _interval(each: Filter, convert: Callable[[Any], int | None]) -> Interval:
-    """Numbers that contain all that the filter lets pass."""
+    """The smallest interval that has all numbers which the filter lets pass; ANY if the filter sets no bound."""
     values = _values(each, convert)
     if values is not None:
         return Interval(min(values), max(values) + 1) if values else Interval(0, 0)
@@ -148,5 +149,5 @@ def _text(value: object) -> str | None:
 
 
 def _time_us(value: object) -> int | None:
-    """A time without a zone is not one of the column's type: it says nothing."""
+    """The time in microseconds. None for a time without a zone, which cannot be compared with the column."""
     return microseconds_of(value) if isinstance(value, datetime) and value.tzinfo is not None else None

@@ -1,12 +1,12 @@
-"""The topics that a stream reads, and how the query follows when they change.
+"""The topics that a stream reads, and what the query does when they change.
 
 A stream reads the topics that the user has named, or all topics whose names match a pattern. The query reads them as
 one member of its group, under one lease. A change of the topics is a new membership: at a batch boundary, when Spark
 has finished everything that was planned, the query writes its checkpoints, leaves the group, and joins it again with
 the topics that are there. Spark's offsets name the topics by their ids, so they mean the same before and after.
 
-- A topic that begins to match the pattern is read from its first offset on (G6). It is looked for once in
-  `LOOK_S` at most.
+- A new topic that matches the pattern is read from its first offset on (G6). The query looks for new topics at most
+  once every `LOOK_S`.
 - A topic that was deleted ends the query with TopicDeleted. With failOnDataLoss=false the query logs a warning and goes
   on with the others, if there are others.
 - A query that reads up to an end (Trigger.AvailableNow) reads nothing of topics that were created after it began.
@@ -51,7 +51,7 @@ _GONE: Final = (
 
 
 class Followed:
-    """A query that has joined its group, of the topics that the options name. Called from one thread."""
+    """A streaming query that has joined its group, and its present topics. Its methods are called from one thread."""
 
     def __init__(self, hub: Hub, options: ReadOptions) -> None:
         """Join the group. Raises UnknownTopic, InvalidOption, GroupActive, and what `Hub.join_registry` raises."""
@@ -97,7 +97,7 @@ class Followed:
             self._ignored |= missing.keys()
 
     def follow(self, start: Mapping[str, Any]) -> None:
-        """Join again if there are new topics. start: what Spark has finished; nothing else is in hand."""
+        """Join again if there are new topics. start: the offset up to which Spark has finished; no batch is running."""
         if self._options.where.topics.pattern is None or self.query.targets is not None:
             return
         now = time.monotonic()
@@ -111,7 +111,7 @@ class Followed:
             return
         try:
             topics = topics_to_stream(self._hub, self._options.where.topics)
-        except UnknownTopic:  # deleted meanwhile: the next look finds what is left
+        except UnknownTopic:  # one of them was deleted meanwhile: the next look lists the topics again
             return
         _logger.info("new topics match the pattern: %s", ", ".join(topic.name for topic in new))
         self._join_again(start, topics)
@@ -123,7 +123,8 @@ class Followed:
             try:
                 step()
             except (PartitionLost, CommitUnknown, GroupUnavailable) as error:
-                # As after a crash: what Spark has finished counts, and the group's checkpoint follows it.
+                # The new member continues as after a crash: at Spark's offset, to which it moves the group's
+                # checkpoints.
                 _logger.warning("the last checkpoints before the topics changed may not be written: %s", error)
         self._join(topics)
         if targets is not None:
@@ -131,7 +132,7 @@ class Followed:
 
     @contextlib.contextmanager
     def topics_there(self) -> Iterator[None]:
-        """Say what to do if a topic was deleted: UnknownTopic becomes TopicDeleted, with advice."""
+        """Replace UnknownTopic by TopicDeleted, with advice, if a topic of the query was deleted."""
         try:
             yield
         except UnknownTopic as error:

@@ -1,5 +1,5 @@
-"""The texts that a user has given as options, as values of Python. Every mistake is an InvalidOption that names the
-option and its choices."""
+"""Parses the texts of options into Python values. Every mistake is an InvalidOption that names the option and its
+choices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Given:
     def __init__(
         self, options: Mapping[str, str], known: tuple[str, ...], of: str, elsewhere: Iterable[str] = ()
     ) -> None:
-        """As `known_values`."""
+        """Raises InvalidOption for unknown options. The arguments are those of `known_values`."""
         self._values = known_values(options, known, of, elsewhere)
 
     def text(self, name: str) -> str | None:
@@ -50,7 +50,7 @@ class Given:
     def required(self, name: str, what: str) -> str:
         value = self.text(name)
         if value is None:
-            # A program that gives no option at all is less likely than a table.
+            # Without any option, the source was most likely used by CREATE TABLE, for which Spark passes none.
             raise InvalidOption(name, f"missing; {what}" if self._values else f"missing; {what}. {NO_TABLE}")
         return value
 
@@ -155,7 +155,7 @@ class Given:
             if not name:
                 raise InvalidOption(given[0], "a name between its commas is empty")
             if name in names[:place]:
-                raise InvalidOption(given[0], f"{name} is there twice")
+                raise InvalidOption(given[0], f"{name} is given twice")
         return names
 
     def _assigned(self) -> dict[str, tuple[int, ...]]:
@@ -164,7 +164,7 @@ class Given:
             if not isinstance(numbers, list) or not numbers or not all(map(_is_partition, numbers)):
                 raise InvalidOption("assign", f"{topic}: {json.dumps(numbers)}; give JSON such as {_ASSIGN}")
             if len(set(numbers)) < len(numbers):
-                raise InvalidOption("assign", f"{topic}: a partition is there twice")
+                raise InvalidOption("assign", f"{topic}: a partition is given twice")
         return {topic: tuple(sorted(numbers)) for topic, numbers in found.items()}
 
     def columns(self) -> tuple[str, ...]:
@@ -181,20 +181,21 @@ class Given:
             if name == HEADERS and not has_headers:
                 raise InvalidOption("columns", f"headers are only there with includeHeaders=true; else {advice}")
             if name not in choices:
-                raise InvalidOption("columns", f"{name!r} is none; {advice}")
+                raise InvalidOption("columns", f"{name!r} is no column; {advice}")
             if name in names[:place]:
-                raise InvalidOption("columns", f"{name!r} is there twice; {advice}")
+                raise InvalidOption("columns", f"{name!r} is given twice; {advice}")
         return names
 
     def _may_be_several(self) -> bool:
-        """Whether the options may stand for several topics, as far as they can be told without the checks of `topics`:
-        Spark asks for the columns of a source that is written to as well."""
+        """Whether the options may name several topics. This does not raise for wrong options, as `topics` does: Spark
+        also calls the source for its columns when the options are those of a write."""
         if "subscribePattern" in self._values or "assign" in self._values:
             return True
         return "," in self._values.get("topic", self._values.get("subscribe", ""))
 
     def starting(self, topics: Topics, words: tuple[str, ...]) -> Boundary:
-        """Where the reading begins, by one of four options; the first word by default."""
+        """Where the reading begins: one of startingOffsets, startingTimestamp and startingOffsetsByTimestamp. Without
+        any of them, the first of `words`."""
         must_match = self.word("startingOffsetsByTimestampStrategy", ("latest", "error")) == "error"
         boundary = self._boundary("starting", topics, words, must_match)
         if "startingOffsetsByTimestampStrategy" in self._values and boundary.option.endswith("Offsets"):
@@ -212,7 +213,7 @@ class Given:
         names = (f"{end}Offsets", f"{end}OffsetsByTimestamp", f"{end}Timestamp")
         given = [name for name in names if self.text(name) is not None]
         if len(given) > 1:
-            raise InvalidOption(given[-1], f"it takes the place of {given[0]}: give one of them")
+            raise InvalidOption(given[-1], f"{given[0]} is given as well: give one of them")
         option = given[0] if given else names[0]
         value = self._values.get(option, words[0]).strip()
         if option == names[2]:
@@ -255,11 +256,11 @@ class Given:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError if a name is there twice: Python would silently take the last value."""
+    """An object of JSON. Raises ValueError if a name is given twice: Python would silently take the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         again, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{json.dumps(again)} is there twice")
+        raise ValueError(f"{json.dumps(again)} is given twice")
     return found
 
 

@@ -1,7 +1,8 @@
 """Dead letters: messages as they were stored, with two more headers, for the reason and the origin.
 
-The parse step and a pipeline's own function both make them. So that a row can become a dead letter after its columns
-have changed, the query of the dead letters gives each row one more column, `MESSAGE`, a struct of the whole message.
+Messages that do not parse and messages that a pipeline's function rejects become dead letters. So that a row can become
+a dead letter after its columns have changed, the query of the dead letters gives each row one more column, `MESSAGE`, a
+struct of the whole message.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _TYPES: Final = {"key": "BINARY", "value": "BINARY", "timestamp": "TIMESTAMP", "
 
 
 def with_message(messages: DataFrame, topic: str, columns: Sequence[str]) -> DataFrame:
-    """The messages with these of their columns, and with the column `MESSAGE`. topic: the source, for messages without
-    a column `topic`."""
+    """These columns of the messages, and the column `MESSAGE`. topic: the name of the topic, for messages without a
+    column `topic`."""
     from pyspark.sql import functions as F
 
     there = messages.columns
@@ -45,8 +46,9 @@ def dead_letters(bad: DataFrame) -> DataFrame:
 
 
 def origin(columns: Sequence[str], topic: str) -> Column:
-    """Where a message is stored, such as `orders/3 offset 17`. columns: those of the row; what is missing is unknown.
-    topic: that of rows without a column `topic`."""
+    """Where a message is stored, such as `orders/3 offset 17`. A missing partition or offset is shown as `?`.
+
+    columns: the columns that the row has. topic: the name of the topic, for rows without a column `topic`."""
     from pyspark.sql import functions as F
 
     name = F.col("topic") if "topic" in columns else F.lit(topic)

@@ -1,7 +1,7 @@
-"""What the options name: topics of the hub, or else a registered source.
+"""Finds what the options name: topics of the hub, or a registered source.
 
-Spark reads both as batches, a registered source only by itself. Streams, pipelines and writes take only topics; for a
-registered source they raise InvalidOption, which says what to use instead.
+Spark reads both as batches; a registered source cannot be read together with others. Streams, pipelines and writes take
+only topics; for a registered source they raise InvalidOption, which says what to use instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def topics_to_read(hub: Hub, topics: Topics) -> list[TopicLog]:
     several names is that of a registered source."""
     names = topics.among(topic.name for topic in hub.topics())
     if not names:
-        raise InvalidOption("subscribePattern", f"no topic of the hub matches {topics.pattern}")
+        raise InvalidOption("subscribePattern", f"no topic of the hub matches {topics.pattern}: create one first")
     return [_topic(hub, name, f"{name} is a registered source, which is read by itself").log for name in names]
 
 

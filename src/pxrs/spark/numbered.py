@@ -28,8 +28,8 @@ from pxrs.spark.writer import (
 
 
 class NumberedTask(DataSourceArrowWriter):  # type: ignore[misc]
-    """Stages rows as the writer of a stream does. It is given the number of the batch, because for Spark this is a
-    write without one."""
+    """Stages rows as the writer of a stream does. The number of the batch is a field, because Spark passes none to a
+    task of `df.write`."""
 
     def __init__(self, stager: Stager, app: str | None, version: int) -> None:
         self.stager, self.app, self.version = stager, app, version
@@ -44,7 +44,7 @@ class NumberedTask(DataSourceArrowWriter):  # type: ignore[misc]
         if query is None:
             raise InvalidOption(
                 "txnAppId",
-                "missing: the tasks of this write do not know which streaming query they belong to, as over Spark "
+                "missing: Spark did not pass the id of a streaming query to the tasks of this write, as over Spark "
                 "Connect, or in a thread that foreachBatch has started. Give a name that stays the same when the query "
                 "is started again, and that no other query has",
             )

@@ -1,4 +1,4 @@
-"""The names of the options of `format("pxrs")`, and what is said about a name that is none of them.
+"""The names of the options of `format("pxrs")`, and the errors for unknown names.
 
 Spark passes the names of options to a Python source in lower case. So an error can show an unknown name only in lower
 case, whatever the user has written; it suggests the nearest known option in its proper spelling.
@@ -59,7 +59,8 @@ def known_values(
 ) -> dict[str, str]:
     """The options by their proper names. Raises InvalidOption for a name that is not known.
 
-    of: what the options are given to, for errors. elsewhere: options that exist, and are not for that."""
+    of:        the call that the options are given to, such as spark.read, for errors.
+    elsewhere: options that exist for another call."""
     names = {name.lower(): name for name in known}
     others = {name.lower(): name for name in elsewhere}
     found: dict[str, str] = {}
@@ -71,7 +72,7 @@ def known_values(
             raise InvalidOption("path", "a topic has none: leave it out of load, save or start; url names the hub")
         elif name in others:
             raise InvalidOption(others[name], f"not for {of}; it has {', '.join(known)}")
-        elif name == "provider":  # one of the properties that Spark passes in place of options, to make a table
+        elif name == "provider":  # CREATE TABLE: Spark passes properties of the table instead of its options
             raise InvalidOption("url", f"missing: {NO_TABLE}")
         elif name not in _SPARKS_OWN:
             raise _unknown(key, names, of)

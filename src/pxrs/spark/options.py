@@ -18,7 +18,7 @@ from pxrs.spark.given import COLUMNS, Given
 from pxrs.spark.option_names import BATCH, STREAM, WRITE, WRITE_STREAM
 
 TRIGGER_DELAY_S: Final = 15 * 60.0
-"""How long a stream waits at most for `minOffsetsPerTrigger` rows, unless maxTriggerDelay says it."""
+"""How long a stream waits at most for `minOffsetsPerTrigger` rows, unless maxTriggerDelay is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class WriteOptions:
     topic: str | None = None
     """None: each row's column `topic` names its topic."""
     app: str | None = None
-    """Who makes this write, for a write that is done once for each `version`. None in a streaming query's own writes
-    (`writeStream`, `stream_updates`): the query's id is then known to its tasks."""
+    """The option txnAppId: the writer of a write that is done once for each `version`. None in a streaming query's own
+    writes (`writeStream`, `stream_updates`), whose tasks read the query's id from Spark."""
     version: int | None = None
     """The number of a write that may be repeated. None: the write is never repeated, or Spark numbers it."""
 

@@ -101,9 +101,9 @@ def parse_json(schema: str | StructType, on_bad: OnBad = "fail") -> ParseJson:
     """A parse step: values are JSON objects, and the function gets their fields as columns.
 
     schema: as Spark has it, "account STRING NOT NULL, amount DECIMAL(12, 2)" or a StructType. A field that is NOT NULL
-            must be there, also in a struct in a struct, but not in an array or a map, where it is not looked for.
+            must be there, also in nested structs. Fields within arrays and maps are not checked.
     on_bad: what becomes of a message that does not fit, in a pipeline without `dead_letters`: "fail" ends the pipeline,
-            "drop" leaves it out, because another pipeline cares for it.
+            "drop" leaves it out: use it if another pipeline handles such messages.
 
     Columns that the schema does not name: key, partition, offset, timestamp, and headers and topic if the source has
     them.

@@ -90,15 +90,16 @@ class Pipeline:
         return _united(call.collected).select(f"{MESSAGE}.*", F.col(REASON).alias("reason"))
 
     def rows_and_dead_letters(self, messages: DataFrame, whole: DataFrame) -> tuple[DataFrame, DataFrame]:
-        """What goes to the sink and what goes to the dead-letter topic, as two queries. whole: the same messages with
-        all columns, headers too."""
+        """The rows for the sink and the dead letters, as two DataFrames for two queries.
+
+        whole: the same messages with all columns, also headers."""
         kept, collecting = self._call(), self._call("collect")
         rows = self._rows(messages, kept)
         bad = self._bad(whole, messages.columns, collecting)
         if bad is None:
             raise InvalidPipeline(
-                f"{self.name}: dead_letters, but nothing makes any: give parse=parse_json(...), or call reject in the "
-                "function"
+                f"{self.name}: dead_letters is given, but no message can become a dead letter: give "
+                "parse=parse_json(...), or call reject in the function"
             )
         same_decisions(kept, collecting)
         return rows, bad
@@ -158,7 +159,8 @@ class Pipeline:
         return reader.options(**address.options(self.source)).load()
 
     def topics(self) -> list[str]:
-        """The topics that the pipeline names: those it writes, and those it reads unless a pattern gives them."""
+        """The names of the topics that the pipeline writes, and of those that it reads, unless a pattern selects
+        them."""
         named = (*self.source.names, self.sink.topic, self.dead_letters)
         return list(dict.fromkeys(topic for topic in named if topic is not None))
 

@@ -7,8 +7,8 @@ one. For topics these are, by topic and partition, the last range that the query
     {"topics": {"<id>": {"name": "orders", "partitions": {"0": [epoch, start, end]}}}}      startOffset, endOffset
     {"topics": {"<id>": {"name": "orders", "partitions": {"0": end}}}}                      latestOffset
 
-Version 0.1 and queries of one topic have {"topic": "<id>", "partitions": {...}} instead. Sources of other formats have
-offsets of their own, which are left out.
+Offsets that earlier versions have stored are {"topic": "<id>", "partitions": {...}} instead. Offsets of other formats
+are left out.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _merged(topics: Iterable[tuple[str, TopicProgress]]) -> dict[str, TopicProgr
 
 
 def _rows_of(source: Report) -> int:
-    """The rows of one source, as Spark counts them; of topics not more than there were messages to read."""
+    """The rows of one source, as Spark counts them. For topics at most the number of messages that the batch planned to
+    read: Spark counts a message twice if the query has the source in two places."""
     counted = source.get("numInputRows") or 0
     planned = [each.rows for _, each in _topics_of(source)]
     return min(counted, sum(planned)) if planned else counted
@@ -126,8 +127,8 @@ def _is_span(value: Any) -> bool:
 
 
 def _by_topic(offset: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Id, name and partitions of each topic in an offset; nothing for the offsets of other formats. Spark reports an
-    offset as text or as the JSON in it, depending on where it is asked."""
+    """Id, name and partitions of each topic in an offset; nothing for the offsets of other formats. Some
+    of Spark's reports have an offset as text, others as parsed JSON."""
     if isinstance(offset, str):
         try:
             offset = json.loads(offset)

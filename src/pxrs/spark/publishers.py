@@ -1,4 +1,4 @@
-"""The hubs that the process which commits has open, each with its publishers. It keeps them between batches."""
+"""The open hubs and publishers of the process that commits batches. They stay open between batches."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class Publishers:
 
 def made_again(name: str) -> BatchRefused:
     return BatchRefused(
-        f"the topic {name} was deleted and made again while rows for it were staged. Nothing of them was written. "
-        "Start the query again: it goes on with this batch, in the new topic"
+        f"the topic {name} was deleted and made again while rows for it were staged. None of these rows was "
+        "written. Start the query again: it writes this batch to the new topic"
     )
 
 

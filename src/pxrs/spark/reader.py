@@ -1,4 +1,4 @@
-"""Planning in the driver what Spark reads of topics, as a batch or as a stream. A batch may also read a registered
+"""Plans, in the driver, what Spark reads from topics, as a batch or as a stream. A batch may also read a registered
 source: see `table.py`. The tasks that read are in `tasks.py`.
 """
 
@@ -43,8 +43,8 @@ _TASK_ROWS_MIN: Final = 20_000
 """Short ranges of several partitions are read by one task until it has this number of rows, unless minPartitions is
 given."""
 _FILTERED_TASK_ROWS_MIN: Final = 200_000
-"""The same for a batch with filters, of which a task often yields fewer rows than it has offsets. Reading so many takes
-a tenth of a second, and every task costs about half as much before it reads."""
+"""The same for a batch with filters, whose tasks often yield fewer rows than they have offsets. Reading this number of
+rows takes a tenth of a second, and a task has a fixed cost of about half of that."""
 
 
 class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
@@ -70,7 +70,7 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
             return _slices(options, found, wanted=self._wanted)
 
     def _ranges(self, hub: Hub, topic: TopicLog) -> list[Range]:
-        """What is read of a topic."""
+        """The ranges of offsets that are read of a topic."""
         options = self._options
         numbers = options.where.topics.partitions_of(topic.name, topic.partitions)
         if options.starting.word == "committed":
@@ -90,9 +90,9 @@ class BatchReader(TaskReader, DataSourceReader):  # type: ignore[misc]
 
 
 class FilteredBatchReader(BatchReader):
-    """`spark.read` with pushFilters: the messages that the filters of the query need. A class of its own, because Spark
-    refuses a reader that defines `pushFilters` in a session in which `spark.sql.python.filterPushdown.enabled` is
-    false."""
+    """`spark.read` with pushFilters: reads only messages that may pass the filters of the query. A class of its own,
+    because Spark refuses a reader that defines `pushFilters` in a session in which
+    `spark.sql.python.filterPushdown.enabled` is false."""
 
     def pushFilters(self, filters: list[Filter]) -> list[Filter]:
         """Remember the filters for `partitions`. Returns all of them: Spark applies them to the rows that are read."""
@@ -136,7 +136,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         followed = self._joined()
         followed.follow(start)
-        while True:  # each time round, there are fewer topics
+        while True:  # ends, because each failed try leaves fewer topics
             try:
                 with followed.topics_there():
                     return self._latest(followed, start, is_all=isinstance(limit, ReadAllAvailable))
@@ -157,7 +157,7 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
         try:
             with followed.topics_there():
                 return followed.form.dump_ends(followed.query.source.ends())
-        except UnknownTopic:  # `latestOffset` decides whether the query goes on without it
+        except UnknownTopic:  # `latestOffset` decides whether the query continues without the topic
             if self._options.fails_on_loss:
                 raise
             return None
@@ -229,7 +229,7 @@ def _table(hub: Hub, name: str) -> RegisteredSource | None:
 
 
 def _narrowed(topic: TopicLog, ranges: Sequence[Range], wanted: Wanted) -> list[Range]:
-    """The parts of the ranges that have all the messages that are wanted."""
+    """The ranges without offsets at which no message can pass the filters."""
     if not wanted.has_topic(topic.name):
         return []
     narrowed = []

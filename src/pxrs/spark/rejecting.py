@@ -1,4 +1,4 @@
-"""`reject`: a pipeline's function sends rows to the dead letters, with a reason.
+"""`reject`: lets a pipeline's function send rows to the dead letters, with a reason.
 
     def totals(orders):
         orders = reject(orders, F.col("amount") <= 0, "amount is not positive")
@@ -148,7 +148,7 @@ def reject(rows: DataFrame, condition: Column | str, reason: Column | str) -> Da
 
 
 def _refuse_undecidable(rejected: DataFrame) -> None:
-    """Raise InvalidPipeline if the two queries of a pipeline could decide differently which rows these are."""
+    """Raise InvalidPipeline if these rows could differ between the two queries of a pipeline."""
     if found := undecidable_operators(rejected):
         raise InvalidPipeline(
             f"reject is called on rows that depend on {', '.join(found)}: the query of the rows and the query of the "

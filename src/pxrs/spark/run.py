@@ -1,8 +1,8 @@
 """Running pipelines: their streaming queries are started together, observed, and stopped between two batches.
 
 Each pipeline is one streaming query, or two if it has dead letters. What can be checked is checked before the first
-query starts: missing topics, a function that raises, state in a shared group, a folder of files that has batches of
-which the checkpoint location knows nothing.
+query starts: missing topics, a function that raises, state in a shared group, a folder of files that has batches
+which the checkpoint location does not have.
 
     run = Run(spark, hub, pipelines, address, checkpoints)
     run.start()
@@ -149,7 +149,7 @@ class Run:
 
     def look(self) -> None:
         """Update `queries`, and stop those that are to be stopped and have finished their batch. After the end of the
-        last one, Spark's reports are no longer listened to."""
+        last query, the listener of Spark's reports is removed."""
         for each in self.queries:
             each.batches = []
             if each.query is None or each.is_over:
@@ -192,7 +192,7 @@ class Run:
             each.rows_done += batch.rows
 
     def _count_last(self, each: QueryRun) -> None:
-        """Count what the listener has not reported when a query has ended: its reports may come later."""
+        """When a query has ended, add the batches that Spark has not reported to the listener yet."""
         self._count(each, (batch_of(json.loads(progress.json)) for progress in each.query.recentProgress))
 
     def _end(self, each: QueryRun) -> None:
@@ -349,7 +349,7 @@ def _pin_start(hub: Hub, each: Pipeline, topic_id: str, number: int, start: int)
         start = min(start, Checkpoint.load(rows, begun.value).offset)
     value = Checkpoint(start, time.time(), "start").dump()
     put = dict.fromkeys([dead] if begun is not None else [rows, dead], value)
-    with suppress(Conflict):  # the query has a checkpoint by now
+    with suppress(Conflict):  # the query has written its first checkpoint meanwhile
         hub.registry.commit(dict.fromkeys(put, ABSENT), put)
 
 

@@ -33,7 +33,7 @@ class HubAddress:
     registry: str | None = field(default=None, repr=False)
 
     def options(self, topics: str | Topics) -> dict[str, str]:
-        """The options that name a topic of this hub, or for a reader several."""
+        """The options of a reader or writer for this hub and this topic; for a reader, also several topics."""
         named = {"topic": topics} if isinstance(topics, str) else reader_options(topics)
         options = {"url": self.url, **named}
         return options if self.registry is None else {**options, "registry": self.registry}

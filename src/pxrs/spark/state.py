@@ -42,8 +42,9 @@ def stateful_operators(rows: DataFrame) -> list[str]:
 
 
 def undecidable_operators(rows: DataFrame) -> list[str]:
-    """What makes it uncertain that two streaming queries, which read the same messages in other batches, both have
-    these rows: operators that keep state or take a sample, and expressions that are not functions of a row."""
+    """The operators and expressions because of which two streaming queries that read the same messages, in batches of
+    different sizes, may have different rows: operators that keep state or take a sample, and expressions that depend on
+    more than a row."""
     plan = _plan(rows)
     found = set(_found(plan, {**_OPERATORS, **_SAMPLES}))
     patterns = rows.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern

@@ -21,7 +21,7 @@ def topics_matching(pattern: str) -> Topics:
 
 
 def topics_of(source: object) -> Topics:
-    """What is given to `@pipeline(source=...)`. Raises InvalidPipeline."""
+    """The argument of `@pipeline(source=...)` as `Topics`. Raises InvalidPipeline."""
     if isinstance(source, Topics):
         if source.assigned is not None:
             raise InvalidPipeline("source names partitions; a pipeline reads whole topics")
@@ -42,5 +42,5 @@ def reader_options(topics: Topics) -> dict[str, str]:
 
 
 def reads(topics: Topics, name: str) -> bool:
-    """Whether a topic of this name is, or would be, one of these."""
+    """Whether a topic of this name is read; for a pattern, also a topic that does not exist yet."""
     return name in topics.among([name]) if topics.pattern is not None else name in topics.names

@@ -66,7 +66,7 @@ class Slice(InputPartition):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        """How many rows it has at most."""
+        """How many rows the task reads at most: its number of offsets."""
         return sum(each.rows for each in self.ranges)
 
 
@@ -104,7 +104,7 @@ def run_of(context: TaskContext) -> str:
     the query's job group by it.
 
     A function of the user's own (`foreachBatch`) may set another job group, which may be the same at every start. Then
-    it is the tag of the session that the task belongs to: each start of a query has a session of its own."""
+    the id is the tag of the session that the task belongs to: each start of a query has a session of its own."""
     group = context.getLocalProperty("spark.jobGroup.id") or ""
     if _RUN.fullmatch(group):
         return group
@@ -139,12 +139,12 @@ def read_slice(part: Slice) -> Iterator[pa.RecordBatch]:
             for batch in _gathered(_batches(topic, each, stored, part.fails_on_loss, part.times)):
                 yield from _rows(batch, part.topic, each.partition, part.columns)
     except HubMoved:
-        _forget_topics()  # the next attempt of the task opens what is there now
+        _forget_topics()  # the next attempt of the task opens the topic again
         raise
     except UnknownTopic as error:
         if isinstance(error, TopicDeleted) and error.advice:
             raise
-        _forget_topics()  # the cached handle is of a deleted topic; there may be a new topic of its name
+        _forget_topics()  # the cached handle belongs to a deleted topic; a new topic may have the same name
         _topic_of(part)
         raise
 

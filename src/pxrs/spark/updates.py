@@ -3,7 +3,8 @@
 Spark lets a sink in Python only append. So a query in this mode gives each of its batches to a function
 (`foreachBatch`), which writes it as a batch of that query (`numbered.py`). A repeated batch finds that it is published.
 
-Over Spark Connect, the tasks of such a write do not know the query. Then the caller names the writer (`app_id`).
+Over Spark Connect, Spark does not pass the query's id to the tasks of such a write, so the caller must give an id
+(`app_id`).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def stream_updates(
     if app_id is None and type(rows).__module__.startswith("pyspark.sql.connect"):
         raise InvalidOption(
             "app_id",
-            "missing: over Spark Connect a batch does not know the id of its query. Give a name that stays the same "
-            "when the query is started again with its checkpoint location, and that no other query has",
+            "missing: over Spark Connect, Spark does not pass the id of the query to a batch. Give a name that stays "
+            "the same when the query is started again with its checkpoint location, and that no other query has",
         )
     given = {"url": url, "topic": topic, "registry": registry, "txnAppId": app_id}
     options = {name: value for name, value in given.items() if value is not None}

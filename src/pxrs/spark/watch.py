@@ -6,9 +6,9 @@
         for batch in watch.ended(query.runId).batches:
             print(batch.number, batch.rows, batch.lag, batch.duration_ms)
 
-Spark reports on a thread of its own, and after the fact: when `awaitTermination` returns, the report of the end may
-still be on its way, and `ended` waits for it. Spark drops reports if its listeners are too slow: to be sure whether a
-query runs or has failed, ask the query itself.
+Spark reports asynchronously, on a thread of its own: when `awaitTermination` returns, the end may not be reported yet,
+and `ended` waits for it. Spark drops reports if its listeners are too slow. To be sure whether a query runs or has
+failed, use `query.isActive` and `query.exception()`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pxrs.spark.progress import BatchReport, batch_of, short_reason
@@ -76,8 +76,6 @@ class QueryWatch:
         self._changed = threading.Condition()
         self._reports: dict[str, QueryReport] = {}
         """By run id, in the order of their starts. Guarded by `_changed`."""
-        self._telling: set[str] = set()
-        """The runs that have ended, and of whose end `on_report` is being told. Guarded by `_changed`."""
 
     def start(self) -> QueryWatch:
         if self._listener is None:
@@ -99,22 +97,21 @@ class QueryWatch:
         self.close()
 
     def report(self, run_id: object) -> QueryReport | None:
-        """What was reported of a run so far, as a copy. run_id: `query.runId`. None if nothing was."""
+        """A copy of what was reported of a run so far; None if nothing was. run_id: `query.runId`."""
         with self._changed:
             found = self._reports.get(str(run_id))
             return None if found is None else _copied(found)
 
     def ended(self, run_id: object, timeout_s: float = 30.0) -> QueryReport:
-        """What was reported of a run, when its end is reported and `on_report` has been called for it. Raises
-        TimeoutError."""
+        """Wait until the end of a run is reported and `on_report` has been called for it, and return a copy of its
+        report. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_ended(str(run_id)), timeout_s):
                 raise TimeoutError(f"Spark has not reported the end of the run {run_id} within {timeout_s:g} s")
             return _copied(self._reports[str(run_id)])
 
     def _is_ended(self, run_id: str) -> bool:
-        found = self._reports.get(run_id)
-        return found is not None and found.is_ended and run_id not in self._telling
+        return (found := self._reports.get(run_id)) is not None and found.is_ended
 
     # Called on threads of Spark.
 
@@ -146,17 +143,16 @@ class QueryWatch:
     def on_terminated(self, run_id: str, error: str | None) -> None:
         with self._changed:
             found = self._found(run_id, None)
-            found.is_ended, found.error = True, error
-            told = _copied(found)
-            self._telling.add(run_id)
+            told = replace(_copied(found), is_ended=True, error=error)
         fields = {"query": told.name or run_id, "rows": told.rows, "error": error}
         if error is None:
             _logger.info("query %(query)s: ended after %(rows)s rows", fields, extra=fields)
         else:
             _logger.error("query %(query)s: failed after %(rows)s rows: %(error)s", fields, extra=fields)
         self._tell(told)
+        # After the callback, so that `on_report` has been called for the end when `ended` returns.
         with self._changed:
-            self._telling.discard(run_id)
+            found.is_ended, found.error = True, error
             self._changed.notify_all()
 
     def _found(self, run_id: str, name: str | None) -> QueryReport:

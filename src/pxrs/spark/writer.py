@@ -83,7 +83,7 @@ class Stager:
         staging = DirectoryStaging(options.url)
         with pxrs.open(options.url, registry=options.registry) as hub:
             topic = None
-            # In the driver, so that one error is raised and not one for each task.
+            # Checked in the driver, so that one error is raised and not one for each task.
             if options.topic is not None:
                 handle = topic_to_write(hub, options.topic)
                 handle.log.check_writable()
@@ -221,7 +221,8 @@ def publish_batch(
     if len(queries) != 1:
         raise BatchRefused(f"batch {batch} is of {len(queries)} queries")
     ((query, run),) = queries
-    # The feeds of a query move its group's checkpoints once. A write with an id of its own may be one of several.
+    # A write with `txnAppId` moves no checkpoints: a batch may make several such writes, and its feeds can move the
+    # checkpoints only once.
     feeds = DirectoryStaging(options.url).feeds(query, batch, run) if options.app is None else []
     location = find_location(query, checkpoints, reported[0].locations)
     _refuse_shared_state(feeds, location)

@@ -1,7 +1,7 @@
 """Batches whose rows name their topics: one commit over all topics, and each row is published once (decision 0038).
 
-Each driver routes the rows in another way, as a query with a UDF that is not deterministic does when it repeats a
-batch."""
+Each driver sends the rows to other topics than the one before, as a query with a non-deterministic UDF does when Spark
+repeats a batch."""
 
 from __future__ import annotations
 
@@ -203,12 +203,13 @@ def test_k1_a_batch_whose_driver_died_between_two_topics_is_finished_by_a_query_
 
 
 def test_k1_a_query_at_work_finishes_what_a_routed_one_has_left(place: RoutedPlace) -> None:
-    """It has read the same partitions before: its rows precede those that follow."""
+    """The routed query has read the same partitions earlier, so its rows must be stored before those of the other
+    one."""
     staging = DirectoryStaging(place.url)
     other = Publisher(place.hub.registry, place.hub.topic("out").log, staging, place.find)
     found = leave_behind(place)
     assert any(part.name == "out" for part in found.parts)
-    for batch in (0, 1):  # it is left to its driver first
+    for batch in (0, 1):  # at batch 0 the manifest is left to its own driver, at batch 1 it is finished
         name = staging.stage(place.target.topic, "other", batch, 0, [table_of([(b"k", b"v")])]).name
         other.publish("other", batch, [name or ""])
     assert place.arrived() == 22
@@ -243,7 +244,7 @@ def test_a_topic_that_is_deleted_after_the_commit_loses_its_rows_and_no_others(
     """is_forgotten: whether the deletion has removed what was staged for the topic, too."""
     gone, *others = leave_behind(place).parts
     (place.hub.delete_topic if is_forgotten else place.hub.log.delete_topic)(gone.name)
-    place.hub.create_topic(gone.name, partitions=2)  # another topic of the same name
+    place.hub.create_topic(gone.name, partitions=2)  # a new topic with the same name and another id
     place.driver().clean_up()
     found = place.manifest()
     assert found is not None
@@ -367,7 +368,7 @@ def test_a_row_that_names_no_topic_leaves_nothing_staged(place: RoutedPlace, nam
     driver = place.driver()
     tables = [table_of([(b"k", b"v")] * 6000).append_column("topic", pa.array(["out"] * 6000))]
     tables.append(table_of([(b"k", b"v")] * len(names)).append_column("topic", pa.array(names, pa.string())))
-    with pytest.raises((UnknownTopic, ValueError), match=r"nowhere.*create it|topic is null"):
+    with pytest.raises((UnknownTopic, ValueError), match=r"nowhere.*create it|null in the column topic"):
         driver.staging.stage_routed(by_column(driver._topic), QUERY, 0, 0, tables)
     assert not place.staged()
 

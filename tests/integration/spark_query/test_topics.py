@@ -171,7 +171,7 @@ def test_g6_a_new_topic_that_matches_joins_a_running_query_and_is_read_from_its_
 
 
 def test_a_batch_in_flight_is_finished_with_the_topics_it_was_planned_with(shop: Hub) -> None:
-    """Spark asks for the next offset only after it has finished a batch: until then the query stays as it is."""
+    """Spark calls `latestOffset` only after it has finished a batch. Until then the query keeps its topics."""
     with Engine(shop, Location(), subscribePattern=".*") as engine:
         assert engine.plan()
         shop.create_topic("a-orders", partitions=1)
@@ -308,7 +308,7 @@ def test_a_delayed_batch_is_not_planned_again_before_it_is_due(hub: Hub) -> None
         assert len(query.latest({}, None, None, delay)) == 4
 
 
-# Without a directory: the group's checkpoints and the sink's commit.
+# Tests on a hub in memory: the group's checkpoints and the sink's commit.
 
 
 @pytest.fixture

@@ -471,7 +471,7 @@ class TestFairness:
     def test_a_message_of_a_quiet_topic_comes_while_another_topic_is_read_ahead(
         self, hub: pxrs.Hub, monkeypatch: pytest.MonkeyPatch, has_latency: bool
     ) -> None:
-        """has_latency: as of a table, of which a thread reads ahead."""
+        """has_latency: whether the busy topic is read ahead in a background thread, as a table is."""
         monkeypatch.setattr("pxrs.consumer.read_ahead.LOOK_S", 0.0)
         busy, quiet = hub.log.topic("orders"), hub.log.topic("returns")
         monkeypatch.setattr(busy, "has_latency", has_latency, raising=False)
@@ -486,6 +486,6 @@ class TestFairness:
                         break
                     if count == 1:
                         other.send(b"new", partition=2).result()
-                    if has_latency:  # so that it is never read to its end
+                    if has_latency:  # so that the busy topic always has more to read
                         out.send(b"x" * 20_000, partition=0).result()
                 assert message.topic == "returns", f"{count} messages of the busy topic came first"

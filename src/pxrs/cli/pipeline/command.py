@@ -199,7 +199,7 @@ def _spark(file: Path, master: str | None, settings: dict[str, str], log_folder:
         raise PipelineFailed(f"Spark did not start: {short_reason(str(error))}{where}") from error
     if log is not None:
         spark.sparkContext.setLogLevel("ERROR")
-        # An error is shown once, by this command.
+        # This command prints the error of a query itself. Without this, these loggers would print it again.
         for name in ("DataFrameQueryContextLogger", "pxrs.spark.watch"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

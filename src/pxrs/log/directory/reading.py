@@ -32,7 +32,8 @@ from pxrs.log.directory.start import missing_before, read_start
 MAPPED_MAX: Final = 16
 TAIL_READ_BYTES: Final = 256 << 10
 LOOKED_AT_MAX: Final = 4_096
-"""At how many frames `Reader.end_before` looks at most: some milliseconds, and gigabytes of large frames."""
+"""How many frame headers `Reader.end_before` reads at most. That takes some milliseconds, and covers gigabytes if the
+frames are large."""
 _NO_OFFSETS: Final = pa.nulls(0, pa.int64())  # `pa.array` of a list would import pandas where that is installed
 
 
@@ -229,7 +230,7 @@ class Reader:
 
     def end_before(self, timestamp: int) -> int:
         """As `Source.end_before`: the end of the last frame that has an earlier message. The end of the partition if
-        there are too many frames to look at, or at damage, which a read raises."""
+        more than LOOKED_AT_MAX frames would have to be read, or if a frame is damaged: reading it raises the error."""
         found = offset = self.offset_at(timestamp)
         published = self._published()
         left = LOOKED_AT_MAX

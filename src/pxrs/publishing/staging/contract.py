@@ -45,18 +45,18 @@ class TaskStaging(ABC):
     def stage_routed(
         self, route: Route, query: str, batch: int, task: int, tables: Iterable[pa.RecordBatch]
     ) -> list[tuple[Topic, Staged]]:
-        """Write a task's rows for the topics to which `route` sends them: each topic that got rows, and its file. If
-        this raises, nothing is left that was staged.
+        """Write a task's rows into one file for each topic to which `route` sends rows. Returns these topics with their
+        files. If this raises, the files are removed.
 
-        query: for rows that name their topics, what `routed_writer` returns."""
-        from pxrs.publishing.staging.routing import stage_rows  # only tasks that write need it
+        query: the id of the query; if the rows name their topics, what `routed_writer` returns for it."""
+        from pxrs.publishing.staging.routing import stage_rows  # imported here because only tasks that write need it
 
         return stage_rows(lambda topic: self.create(topic, query, batch, task), route, task + batch, tables)
 
 
 class Staging(TaskStaging):
-    """The part that the driver uses as well. Where a topic is a text, it is the topic's id. Where rows that name their
-    topics are meant, `query` is what `routed_writer` returns, except for feeds."""
+    """Adds what the driver uses. A `topic` of type `str` is a topic's id. For rows that name their topics, `query` is
+    what `routed_writer` returns; in the methods for feeds it is always the query's id."""
 
     @abstractmethod
     def check_writable(self) -> None:
@@ -81,8 +81,8 @@ class Staging(TaskStaging):
 
     @abstractmethod
     def clear(self, topic: str, query: str, batch: int) -> None:
-        """Remove what was staged and announced for this batch and for earlier batches of the query. What the query has
-        staged for rows that name their topics is removed if `query` stands for these, and else stays."""
+        """Remove what was staged and announced for this batch and for earlier batches of the query. Files of
+        rows that name their topics are removed only if `query` is what `routed_writer` returns."""
 
     @abstractmethod
     def forget_query(self, topic: str, query: str) -> None:

@@ -14,7 +14,8 @@ all tasks. The pieces of a file are in the order in which they are to be appende
 
 The folder of a query stays between its batches, so that the folders above it are synced only once.
 
-The folder of a topic stays as long as the topic exists: `topics` knows by it which ids were topics of this hub.
+The folder of a topic stays as long as the topic exists: `topics` lists these folders to find the ids of all topics,
+also of deleted ones, that rows were staged for.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _OLD_FEED_S: Final = 30 * 86_400.0
 checkpoints if its feed were removed."""
 _TRIES_MAX: Final = 10
 _SYNCED_MAX: Final = 64
-"""Of how many queries a process remembers that the entry of their folder is durable: each is an open descriptor."""
+"""How many folders of queries `_synced` holds. Each one costs an open descriptor."""
 
 
 class _OpenFolder:
@@ -79,7 +80,7 @@ class DirectoryFile(NewFile):
     def finish(self) -> Staged:
         self._writer.finish()
         self._file.close()
-        with contextlib.suppress(FileNotFoundError):  # another driver has published the batch, and cleared it
+        with contextlib.suppress(FileNotFoundError):  # another driver has published the batch, and removed the folder
             _sync(self._path)
         return Staged(self._path.name, self._writer.rows)
 

@@ -51,4 +51,4 @@ class NewFile(ABC):
 
 
 Route = Callable[[pa.RecordBatch], Iterable[tuple[Topic, pa.RecordBatch]]]
-"""Says which of these rows go to which topic: `pxrs.publishing.staging.routing`."""
+"""Splits rows by topic: see `pxrs.publishing.staging.routing`."""

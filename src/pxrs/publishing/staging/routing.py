@@ -1,8 +1,9 @@
 """Staging the rows of one task: for one topic, or for the topics that the rows name.
 
-A task has one staged file for each topic that it has rows for, and makes it at the first such row. All rows that wait
-in memory, for all topics together, are bounded by BUFFER_BYTES_MAX. They are slices of the tables that they came in;
-before these tables are three times as much, the rows that wait are copied.
+A task has one staged file for each topic that it has rows for, and makes it at the first such row. Rows wait
+in memory until they make a whole piece; BUFFER_BYTES_MAX bounds them, for all topics together. They are slices of the
+tables that they came in, and keep these tables in memory. When the tables exceed three times BUFFER_BYTES_MAX, rows
+that wait are copied, so that the tables can be freed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Create = Callable[[Topic], NewFile]
 
 
 def stage_rows(create: Create, route: Route, turn: int, tables: Iterable[pa.RecordBatch]) -> list[tuple[Topic, Staged]]:
-    """Stage the rows of a task. Each topic that got rows, and what was staged for it. After an error, nothing that was
-    staged is left.
+    """Stage the rows of a task. Returns each topic that has rows, and what was staged for it. After an error, all files
+    of the task are removed.
 
     create: makes a new staged file for a topic.
     turn:   as for `Cutter`."""
@@ -39,7 +40,10 @@ def stage_rows(create: Create, route: Route, turn: int, tables: Iterable[pa.Reco
             for topic, rows in route(table) if table.num_rows else ():
                 if topic.id not in files:
                     if len(files) == TOPICS_MAX:
-                        raise InvalidRecord(f"the rows of one task name more than {TOPICS_MAX} topics")
+                        raise InvalidRecord(
+                            f"the rows of one task name more than {TOPICS_MAX} topics, and each has an open file. Use "
+                            "repartition('topic'), so that each task has rows of fewer topics"
+                        )
                     files[topic.id] = Cutter(topic, turn), create(topic)
                 cutter, file = files[topic.id]
                 for piece in cutter.add(rows):
@@ -70,10 +74,10 @@ def by_column(find: Callable[[str], Topic]) -> Route:
 
         names = table.column(TOPIC)
         if names.null_count:
-            raise InvalidRecord("a row whose topic is null: give each row the name of a topic")
+            raise InvalidRecord("a row has null in the column topic: give each row the name of a topic")
         encoded = names if pa.types.is_dictionary(names.type) else names.dictionary_encode()
         distinct = encoded.dictionary.to_pylist()
-        for name in distinct:  # all of them before a row is staged
+        for name in distinct:  # all topics of the table are found before one of its rows is staged
             if name not in known:
                 known[name] = find(name)
         rows = table.select([column for column in table.schema.names if column != TOPIC])

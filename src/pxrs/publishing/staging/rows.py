@@ -38,8 +38,8 @@ class _Waiting:
         return self.parts[0] if len(self.parts) == 1 else pa.concat_batches(self.parts)
 
     def copy(self) -> None:
-        """Give up the memory of which the rows are slices."""
-        # With an empty part, so that a single part is copied too.
+        """Copy the rows, so that the tables of which they are slices can be freed."""
+        # The empty part makes `concat_batches` copy also if there is only one other part.
         self.parts = [pa.concat_batches([*self.parts, self.parts[0].slice(0, 0)])]
 
 

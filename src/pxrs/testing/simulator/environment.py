@@ -62,7 +62,7 @@ class Environment:
         # A generator of its own, so that the schedules in which all members have the same assignor stay as they are.
         self._assignor_rng = random.Random(f"{seed} assignors")
         self._assignors = self._assignor_rng.choice((("sticky",), ("sticky",), ("sticky", "range")))
-        # Likewise, so that the schedules of one topic stay as they are.
+        # A generator of its own too, so that drawing topics does not change the schedules of seeds with one topic.
         self._topics_rng = random.Random(f"{seed} topics")
         self.topic_settings = TopicSettings.draw(self._topics_rng)
         self.topics: list[ReadTopic] = [
@@ -100,15 +100,15 @@ class Environment:
         return self._assignor_rng.choice(self._assignors)
 
     def topics_of_new_member(self) -> tuple[int, ...]:
-        """The topics that a member is started with: their places in `topics`."""
+        """The topics that a new member reads: indexes into `topics`."""
         return self.topic_settings.draw_read(self._topics_rng)
 
     def places(self) -> list[TopicPartition]:
-        """All partitions of the topics as they are now."""
+        """All partitions of the topics that exist now."""
         return [(topic.id, number) for topic in self.topics for number in range(topic.partitions)]
 
     def any_place(self) -> TopicPartition:
-        """One of them, drawn at random."""
+        """A partition of one of the topics, drawn at random."""
         places = self.places()
         return places[self.rng.randrange(len(places))]
 
