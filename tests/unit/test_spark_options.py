@@ -167,7 +167,11 @@ def test_columns_are_those_that_are_asked_for_in_their_order(more: dict[str, str
         ({"startingOffsets": "{0: 1}"}, "startingOffsets", "JSON such as"),
         ({"startingOffsets": '{"0": 1, "0": 2}'}, "startingOffsets", '"0" is given twice'),
         ({"startingOffsets": '{"0": 1, "00": 2}'}, "startingOffsets", "JSON such as"),
-        ({"startingOffsets": "earliest", "startingTimestamp": "1"}, "startingTimestamp", "startingOffsets is given as well"),
+        (
+            {"startingOffsets": "earliest", "startingTimestamp": "1"},
+            "startingTimestamp",
+            "startingOffsets is given as well",
+        ),
         (
             {"startingOffsetsByTimestamp": '{"orders": {"0": 1}}', "startingTimestamp": "1"},
             "startingTimestamp",
