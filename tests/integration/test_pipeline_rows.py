@@ -154,6 +154,8 @@ def test_a_function_is_tested_with_rows_of_any_kind(spark: Any) -> None:
             "differ between two calls",
         ),
         (lambda rows, F: (reject(rows, "amount < 0", "x"), rows)[1], "does not use what reject returns"),
+        (lambda rows, F: reject(rows, F.hash("*") % 2 == 0, "x"), "reject depends on all columns"),
+        (lambda rows, F: reject(rows.na.drop("all"), "amount < 0", "x"), "reject depends on all columns"),
         (lambda rows, F: reject(rows, F.col("amount"), "x"), "is a int, and neither true nor false"),
         (lambda rows, F: reject(rows, True, "x"), "condition is True"),
         (lambda rows, F: reject(rows, "amount < 0", ""), "reason is ''"),
@@ -197,9 +199,13 @@ def test_a_reject_among_steps_that_spark_numbers_anew_each_time_is_accepted(
             .select("a.account")
         )
 
+    def doubled(rows: Any) -> Any:
+        rows = rows.union(rows.filter("amount > 1")).na.drop(subset=["amount"])
+        return reject(rows.fillna({"amount": 0}), "amount < 0", "x").select("account")
+
     shape: Any = {"parse": parse_json(ORDER), "dead_letters": "bad"}
-    pipelines = [pipeline("orders", "totals", **shape)(function) for function in (checked_in_sql, joined)]
-    assert len(Run(spark, hub, pipelines, HubAddress(hub.url), tmp_path).queries) == 4
+    pipelines = [pipeline("orders", "totals", **shape)(function) for function in (checked_in_sql, joined, doubled)]
+    assert len(Run(spark, hub, pipelines, HubAddress(hub.url), tmp_path).queries) == 6
 
 
 def test_history_is_written_once_by_a_function_that_rejects_rows_which_are_no_messages_any_more(

@@ -158,6 +158,11 @@ def _refuse_undecidable(rejected: DataFrame) -> None:
 
 def same_decisions(one: FunctionCall, other: FunctionCall) -> None:
     """Raise InvalidPipeline if the function chose the rejected rows in another way in another call."""
+    if MESSAGE in chain(*other.decisions):
+        raise InvalidPipeline(
+            f"reject depends on all columns, and the query of the dead letters has one column more, {MESSAGE}: the two "
+            "queries would decide differently. Name the columns, in place of * or of na.drop() without subset"
+        )
     if one.decisions != other.decisions:
         terms = zip(chain(*one.decisions), chain(*other.decisions), strict=False)
         what = next(
