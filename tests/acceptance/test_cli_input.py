@@ -191,16 +191,16 @@ def test_after_a_second_ctrl_c_items_are_counted_that_are_put_for_certain(
 
 
 SEND_AND_TELL = """
-import sys
+import os
 from pxrs.cli import app, input
 from pxrs.producer.producer import Producer
 send, note = Producer.send, input.Interrupts._note
 def send_and_tell(self, *given, **named):
     send(self, *given, **named)
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")
 Producer.send = send_and_tell
 def told(self, number, frame):
-    print("noted", flush=True)
+    os.write(1, b"noted\\n")  # `print` raises an error if the signal has interrupted another `print`
     note(self, number, frame)
 input.Interrupts._note = told
 app.main()

@@ -204,8 +204,13 @@ class StreamReader(TaskReader, DataSourceStreamReader, SupportsTriggerAvailableN
     def _joined(self) -> Followed:
         if self._followed is None:
             _stop_on_sigterm()
-            self._hub = open_hub(self._options.where)
-            self._followed = Followed(self._hub, self._options)
+            hub = open_hub(self._options.where)
+            try:
+                self._followed = Followed(hub, self._options)
+            except BaseException:
+                hub.close()
+                raise
+            self._hub = hub
             # This process lives as long as the query, and may be the only one that does: without it, nobody would apply
             # the retention of the topics, or remove what earlier runs of queries have left in the staging folder.
             self._hub.start_upkeep()
