@@ -54,7 +54,7 @@ class ParseJson:
         return judged.filter(is_good).select(*parsed, *kept)
 
     def bad(self, messages: DataFrame) -> DataFrame:
-        """Of messages with the column `MESSAGE`, the bad ones: this column, and the reason."""
+        """The bad ones of these messages, which have the column `MESSAGE`: this column, and why each one is bad."""
         from pyspark.sql import functions as F
 
         judged = self._judged(messages, self.struct())

@@ -18,7 +18,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -87,8 +86,10 @@ class QueryWatch:
         """Stop listening. What was reported stays readable."""
         listener, self._listener = self._listener, None
         if listener is not None:
-            with suppress(Exception):  # Spark's process may have ended before, and the listener with it
+            try:
                 self._spark.streams.removeListener(listener)
+            except Exception as error:  # noqa: BLE001 - Spark's process may have ended before, and the listener with it
+                _logger.info("the listener was not removed from Spark: %s", error)
 
     def __enter__(self) -> QueryWatch:
         return self.start()
