@@ -52,6 +52,7 @@ lint: $(READY) ## Ruff
 
 types: $(READY) ## Strict mypy
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks
 
 unit: $(READY) ## The tests that need no server
 	$(PYTEST) tests/unit tests/simulation

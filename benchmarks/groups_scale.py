@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +44,10 @@ SERVERS: dict[str, Callable[[], Any]] = {
     "etcd": EtcdServer,
     "postgresql": lambda: PostgresServer(settings={"max_connections": str(CONNECTIONS_MAX)}),
 }
+
+
+def _ready(connections: list[Connection], timeout: float | None = None) -> list[Connection]:
+    return cast(list[Connection], wait(connections, timeout))
 
 
 def topic_of(partitions: int) -> TopicLog:
@@ -132,17 +136,17 @@ class Crew:
     def _listen(self, is_over: Callable[[], bool]) -> None:
         until = time.monotonic() + PATIENCE_S
         while not is_over():
-            ready = wait(list(self._owned), max(0.0, until - time.monotonic()))
+            ready = _ready(list(self._owned), max(0.0, until - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"{self._url}: {sorted(self._owned.values())} after {PATIENCE_S:g} s")
             for connection in ready:
                 try:
-                    count = connection.recv()  # type: ignore[union-attr]
+                    count = connection.recv()
                 except EOFError:
                     count = None
                 if count is None:
                     raise RuntimeError(f"{self._url}: a member has failed")
-                self._owned[connection] = count  # type: ignore[index]
+                self._owned[connection] = count
 
     def close(self) -> None:
         """End all members at once; those that have not ended soon are killed."""
@@ -157,11 +161,11 @@ class Crew:
     def _drain(self) -> None:
         connections = list(self._owned)
         while connections:
-            for connection in wait(connections):
+            for connection in _ready(connections):
                 try:
-                    connection.recv()  # type: ignore[union-attr]
+                    connection.recv()
                 except (EOFError, OSError):
-                    connections.remove(connection)  # type: ignore[arg-type]
+                    connections.remove(connection)
 
 
 def counted(members: int, partitions: int) -> Table:

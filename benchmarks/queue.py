@@ -196,7 +196,7 @@ def procrastinating(url: str) -> Iterator[Drain]:
                 connector=procrastinate.PsycopgConnector(conninfo=url, min_size=workers, max_size=workers + 4)
             )
 
-            @app.task(name="nothing")
+            @app.task(name="nothing")  # type: ignore[untyped-decorator]
             async def nothing(value: str) -> None: ...
 
             async with app.open_async():
@@ -322,7 +322,7 @@ def _wake_delays(hub: Hub, queue: QueueHandle, other: Hub) -> list[float]:
 
     delays = []
     with pxrs.QueueListener(other.queue(queue.name), handle) as listener:
-        head = other._queue_store().head(queue.settings)
+        head = other.parts.queue_store().head(queue.settings)
         for number in range(WAKES):
             while head._waiters == 0 or listener.committed < number:
                 time.sleep(0.001)

@@ -110,7 +110,7 @@ def _run(spark: Any, folder: Path, rows: int, rounds: int) -> None:
             noop(frame)
         for frame in (topic, needed, files, ready_needed):
             aggregate(frame)
-    both = {"times": 1, "rounds": rounds}
+    both: dict[str, Any] = {"times": 1, "rounds": rounds}
 
     def show_batch(what: str, ours: Any, reference: Any, wanted: str, work: Any = noop) -> None:
         show(what, compare(lambda: work(ours), lambda: work(reference), **both).times(rows), wanted)
@@ -165,7 +165,8 @@ def _run(spark: Any, folder: Path, rows: int, rounds: int) -> None:
 
     spark.dataSource.register(ArrowFiles)
     for _ in range(WARM // 2):
-        write_topic(), write_arrow(), write_parquet()
+        for write in (write_topic, write_arrow, write_parquet):
+            write()
     for what, reference, wanted in (
         ("a Python Arrow writer to synced files", write_arrow, "0.8x"),
         ("Parquet's writer", write_parquet, "reported"),
@@ -217,7 +218,7 @@ def _fixed_cost(spark: Any, hub: str, folder: Path, show: Any) -> None:
             time.sleep(0.05)
         query.stop()
         times = [p.batchDuration for p in query.recentProgress if p.batchId >= 15 and p.numInputRows]
-        return statistics.median(times) / 1000
+        return float(statistics.median(times)) / 1000
 
     ratios = []
     for number in range(4):

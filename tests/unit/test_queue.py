@@ -223,6 +223,17 @@ def test_r5_a_hub_leaves_no_outcomes_behind_and_uses_few(place: SharedStore) -> 
     assert observer.registry.scan(OUTCOMES) == observer.registry.scan(TAKERS) == []
 
 
+def test_r5_a_hub_whose_lease_has_ended_leaves_no_outcomes_behind(place: SharedStore) -> None:
+    observer, hub = place.open(), place.open()
+    hub.create_queue("q")
+    with hub.transaction() as tx:
+        tx.put("q", "x")
+    die(place, hub)
+    assert len(observer.registry.scan(OUTCOMES)) == 1
+    hub.close()
+    assert observer.registry.scan(OUTCOMES) == []
+
+
 def test_z2_a_rollback_succeeds_when_the_store_is_away_and_leaves_no_lock(place: SharedStore) -> None:
     class Away(MemoryRegistry):
         is_away = False

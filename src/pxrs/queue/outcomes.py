@@ -128,11 +128,13 @@ class OutcomeSweep:
 
 
 def delete_slots(slots: Collection[Slot]) -> Steps[None]:
-    """A taker leaves: delete the keys of its slots. Those that are doubted, or that were never written, are left."""
+    """A taker leaves: delete the keys of its slots. Those that are doubted, or that were never written, are left.
+
+    Without its lease, which may have ended: nobody else writes these keys, and the outcomes in them are known."""
     used = [slot for slot in slots if slot.version != ABSENT and not slot.is_doubted]
     for at in range(0, len(used), SWEEP_KEYS_MAX):
         expect = {slot.key: slot.version for slot in used[at : at + SWEEP_KEYS_MAX]}
-        yield Write(expect, delete=list(expect), is_quiet=True)
+        yield Write(expect, delete=list(expect), is_leased=False, is_quiet=True)
 
 
 def _versioned(entry: Entry) -> tuple[str, int]:

@@ -54,7 +54,7 @@ class Round:
         begun = time.monotonic()
         try:
             for topic in topics:
-                self._step(f"retention of {topic.name}", functools.partial(self._retain, topic))
+                self._step(_retention_of(topic), functools.partial(self._retain, topic))
             if with_others:
                 self._step("removing deleted topics", self._parts.log.finish_deletions)
                 if self._with_registry:
@@ -64,6 +64,11 @@ class Round:
         except Stopped:
             pass  # the next janitor does what was not done
         return self._report(time.monotonic() - begun, by)
+
+    def has_tried(self, topic: Topic) -> bool:
+        """Whether `run` has applied the retention of the topic, or failed to."""
+        subject = _retention_of(topic)
+        return subject in self.errors or subject in self.done
 
     def _step(self, subject: str, act: Callable[[], None]) -> None:
         if self._should_stop():
@@ -163,3 +168,7 @@ def _is_ours(registry: Registry, home_key: str, belonging: Belonging) -> bool:
 
     entry, ours = registry.get(home_key), belonging.check()
     return entry is None or (ours is not None and Home.load(entry.key, entry.value).hub in ("", ours.hub))
+
+
+def _retention_of(topic: Topic) -> str:
+    return f"retention of {topic.name}"

@@ -77,7 +77,8 @@ class Janitor:
         self._last: RoundReport | None = None
         """The last round of this process."""
         self._sent: dict[str, Topic] = {}
-        """By id, the topics with a retention for which this hub has made producers."""
+        """By id, the topics with a retention for which this hub has made producers, and whose retention no round of
+        this process has applied since."""
         self._round = threading.Lock()
         """Held during a look: by the thread, by `run_round`, and by the round of `close`."""
         self._election = Election(parts)
@@ -167,8 +168,9 @@ class Janitor:
         return UpkeepStatus(role, reason, f"{known.claim.host}:{known.claim.pid}", known.claim.since, report)
 
     def close(self) -> None:
-        """End the thread and give up the claim. Before that, do one round if this hub has sent messages and there is no
-        janitor. Errors of that round are logged. May be called again."""
+        """End the thread and give up the claim. Before that, if there is no janitor, apply the retention of the topics
+        to which this hub has sent and whose retention its thread has not applied. Errors of that round are logged. May
+        be called again."""
         with self._guard:
             self._is_closing = True
             thread = self._thread
@@ -189,8 +191,7 @@ class Janitor:
         """One round when the hub is closed, for a process that ends before its thread has done one."""
         with self._guard:
             topics, self._sent = list(self._sent.values()), {}
-            is_needed = bool(topics) and self._last is None and self._parts.log.folder is not None
-        if not is_needed:
+        if not topics or self._parts.log.folder is None:
             return
         standing = Standing(Role.APART)
         # A process that has not used the registry so far does not open it now, because the server may not answer;
@@ -281,6 +282,10 @@ class Janitor:
         with self._guard:
             has_changed = self._last is None or self._last.errors != report.errors
             self._last = report
+            # Not all of `topics`: a round that `close` cuts short leaves some of them to the round of `close`.
+            for topic in topics:
+                if work.has_tried(topic):
+                    self._sent.pop(topic.id, None)
         now = self._clock.now()
         if self._election.incarnation and (has_changed or now >= self._reported_at + REPORT_S):
             try:

@@ -21,6 +21,7 @@ from pxrs.registry.memory import MemoryStore
 from pxrs.testing.command import run_here
 from pxrs.testing.hooked import HookedRegistry
 from pxrs.testing.waiting import eventually
+from pxrs.upkeep import janitor as janitor_module
 from pxrs.upkeep.duties import Round
 from pxrs.upkeep.election import Role
 from pxrs.upkeep.records import RoundReport
@@ -121,12 +122,31 @@ def test_a_short_lived_process_retains_on_close_if_there_is_no_janitor(place: Pl
     janitor.resign()
 
 
-def test_a_process_whose_thread_has_made_a_round_makes_none_on_close(place: Place) -> None:
+def test_a_process_whose_thread_has_made_a_round_makes_none_on_close(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[object] = []
     with place.hub(upkeep=True) as hub:
-        hub.start_upkeep()
-        eventually(lambda: hub.upkeep().last_round, 30)
         send_old(hub)
-    assert place.hub().topic("t").start(0) == 0, "the next janitor does it"
+        place.clock.advance(LOOK_S)
+        eventually(lambda: hub.topic("t").start(0) == 3, 30)
+        eventually(lambda: hub.upkeep().last_round, 30)
+        monkeypatch.setattr(janitor_module, "Round", lambda *_, **__: rounds.append("made"))
+    assert rounds == []
+
+
+def test_a_process_whose_round_was_cut_short_retains_on_close(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread begins its first round just when the hub is closed, and so does none of its duties."""
+    with place.hub(upkeep=True) as hub:
+        _ = hub.registry
+        send_old(hub)
+        cut_short = Round(hub.parts, lambda: True, with_registry=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(janitor_module, "Round", lambda *_, **__: cut_short)
+            hub.run_upkeep()
+        assert hub.upkeep().last_round is not None
+        assert hub.topic("t").start(0) == 0
+    assert place.hub().topic("t").start(0) == 3
 
 
 def test_a_short_lived_process_that_needs_no_registry_opens_none(tmp_path: Path) -> None:
