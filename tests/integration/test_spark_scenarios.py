@@ -9,7 +9,10 @@ left. `test_spark_chaos.py` kills drivers and executors.
 from __future__ import annotations
 
 import json
+import os
+import random
 import sqlite3
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -155,7 +158,7 @@ def test_s2_windows_with_a_watermark_hold_every_row_once(streams: Streams) -> No
     }
 
 
-def test_s2_a_join_of_two_streams_has_every_pair_once_and_every_row_without_one(streams: Streams) -> None:
+def join_of_two_streams_has_every_pair_once_and_every_row_without_one(streams: Streams) -> None:
     streams.create("payments")
 
     def send(numbers: range) -> None:
@@ -181,7 +184,7 @@ def test_s2_a_join_of_two_streams_has_every_pair_once_and_every_row_without_one(
     assert sorted(found) == [(n, bool(n % 3)) for n in range(ALL)]
 
 
-def test_s2_of_repeated_rows_one_is_kept(streams: Streams) -> None:
+def of_repeated_rows_one_is_kept(streams: Streams) -> None:
     """The repeated rows are in the same batch, in later batches, and after a restart."""
 
     def start(is_cut: bool) -> Any:
@@ -198,7 +201,7 @@ def test_s2_of_repeated_rows_one_is_kept(streams: Streams) -> None:
     assert sorted(row["n"] for row in streams.found()) == list(range(ALL))
 
 
-def test_s2_state_in_pandas_counts_every_row_once(streams: Streams) -> None:
+def state_in_pandas_counts_every_row_once(streams: Streams) -> None:
     pytest.importorskip("pandas")
     from pyspark.sql.streaming.state import GroupStateTimeout
 
@@ -225,6 +228,28 @@ def test_s2_state_in_pandas_counts_every_row_once(streams: Streams) -> None:
     assert sum(row["added"] for row in found) == ALL
     last = {row["key"]: (row["rows"], row["sum"]) for row in found}
     assert last == {key: (len(each), sum(each)) for key, each in numbers.items()}
+
+
+STATEFUL = {
+    each.__name__: each
+    for each in (
+        join_of_two_streams_has_every_pair_once_and_every_row_without_one,
+        of_repeated_rows_one_is_kept,
+        state_in_pandas_counts_every_row_once,
+    )
+}
+
+
+@pytest.mark.parametrize("scenario", STATEFUL if os.environ.get("PXRS_SOAK") else ["any"])
+def test_s2_state_survives_a_failure(
+    scenario: str, streams: Streams, record_property: Callable[[str, object], None]
+) -> None:
+    """`make test` runs the one that the seed chooses; test_recipes.py runs each kind once without a failure."""
+    seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
+    if scenario == "any":
+        scenario = random.Random(seed).choice(list(STATEFUL))
+    record_property("chosen", f"{scenario} by SEED={seed}")
+    STATEFUL[scenario](streams)
 
 
 def test_s2_foreach_batch_into_a_database_has_every_row_once(streams: Streams, tmp_path: Path) -> None:
