@@ -12,8 +12,8 @@ from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
-from pxrs.remote.server.given import Given
-from pxrs.remote.server.grants import Grants, seconds_left
+from pxrs.server.given import Given
+from pxrs.server.grants import Grants, seconds_left
 
 SCAN_BYTES_MAX: Final = 4 << 20
 """About how many bytes one answer to a scan has; the client asks for the rest."""

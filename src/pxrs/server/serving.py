@@ -20,11 +20,11 @@ import grpc
 from pxrs.errors import InvalidArgument, PxrsError
 from pxrs.hub import Hub
 from pxrs.remote import wire
-from pxrs.remote.server.calls import Served
-from pxrs.remote.server.grants import Grants
-from pxrs.remote.server.pools import Pools
-from pxrs.remote.server.service import Service
-from pxrs.remote.server.settings import ServerLimits
+from pxrs.server.calls import Served
+from pxrs.server.grants import Grants
+from pxrs.server.pools import Pools
+from pxrs.server.service import Service
+from pxrs.server.settings import ServerLimits
 
 _logger = logging.getLogger(__name__)
 

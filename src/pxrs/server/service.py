@@ -29,14 +29,14 @@ from pxrs.errors import (
 )
 from pxrs.log.batch import SCHEMA
 from pxrs.remote import flight, wire
-from pxrs.remote.server import calls
-from pxrs.remote.server.appends import Budget, appends
-from pxrs.remote.server.calls import Served
-from pxrs.remote.server.control import ControlStream
-from pxrs.remote.server.given import Given
-from pxrs.remote.server.pools import Pools, run
-from pxrs.remote.server.reads import read
-from pxrs.remote.server.settings import ServerLimits
+from pxrs.server import calls
+from pxrs.server.appends import Budget, appends
+from pxrs.server.calls import Served
+from pxrs.server.control import ControlStream
+from pxrs.server.given import Given
+from pxrs.server.pools import Pools, run
+from pxrs.server.reads import read
+from pxrs.server.settings import ServerLimits
 
 _logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from pxrs.log.contract import Append
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.model import CODECS
 from pxrs.remote import flight, wire
-from pxrs.remote.server.calls import Served
-from pxrs.remote.server.given import Given
-from pxrs.remote.server.pools import Pools, run
-from pxrs.remote.server.settings import ServerLimits
+from pxrs.server.calls import Served
+from pxrs.server.given import Given
+from pxrs.server.pools import Pools, run
+from pxrs.server.settings import ServerLimits
 
 MORE_S_MAX: Final = 30.0
 """How long a stream that holds the beginning of an append waits for room for the rest of it."""

@@ -16,10 +16,10 @@ from pxrs.errors import OffsetOutOfRange, OffsetTrimmed
 from pxrs.log.batch import SCHEMA, Batch
 from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
-from pxrs.remote.server.calls import Served
-from pxrs.remote.server.given import Given
-from pxrs.remote.server.pools import Pools, run
-from pxrs.remote.server.settings import ServerLimits
+from pxrs.server.calls import Served
+from pxrs.server.given import Given
+from pxrs.server.pools import Pools, run
+from pxrs.server.settings import ServerLimits
 
 _SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
 SCHEMA_MESSAGE: Final = flight.flight_data(flight.FlightData(header=_SCHEMA_HEADER))

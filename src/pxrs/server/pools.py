@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from pxrs.remote.server.settings import ServerLimits
+from pxrs.server.settings import ServerLimits
 
 T = TypeVar("T")
 

@@ -24,11 +24,11 @@ from pxrs import __version__
 from pxrs.errors import InvalidArgument, PxrsError, ServerBusy, WireMismatch
 from pxrs.registry.watch import Watch
 from pxrs.remote import flight, wire
-from pxrs.remote.server import calls
-from pxrs.remote.server.calls import Served
-from pxrs.remote.server.given import Given
-from pxrs.remote.server.pools import Pools, run
-from pxrs.remote.server.settings import ServerLimits
+from pxrs.server import calls
+from pxrs.server.calls import Served
+from pxrs.server.given import Given
+from pxrs.server.pools import Pools, run
+from pxrs.server.settings import ServerLimits
 from pxrs.waiting import Subscription
 
 _logger = logging.getLogger(__name__)
