@@ -59,6 +59,7 @@ _TAKER: Final[Rights] = {"describe": "r", "put": "rc"}
 _OUTCOME: Final[Rights] = {"put": "rcpd"}
 _TOPIC: Final[Rights] = {"read": "r"}
 _GATE: Final[Rights] = {"read": "rcp"}
+"""For members of groups only: who gives a group a checkpoint writes the gate (O10)."""
 _MANIFEST: Final[Rights] = {"write": "rcpd"}
 _SOURCE: Final[Rights] = {"describe": "r", "admin": "rcpd"}
 _INTERNAL: Final[Rights] = {"read": "r"}
@@ -120,7 +121,7 @@ def letters_of(grants: Grants, names: Names, key: str) -> str:
         found += "r" if is_internal else "rcpd"
     elif grants.may("registry", key, "read"):
         found += "r"
-    subject = _subject(names, key)
+    subject = _subject(grants, names, key)
     if subject is not None:
         for action, letters in subject.rights.items():
             if subject.is_any:
@@ -136,7 +137,7 @@ def _is_internal(key: str) -> bool:
     return is_start or key == "spark/registry" or key.startswith(INTERNAL)
 
 
-def _subject(names: Names, key: str) -> _Subject | None:
+def _subject(grants: Grants, names: Names, key: str) -> _Subject | None:
     """None if the key belongs to nothing that is known here."""
     match key.split("/"):
         case ["groups", group, *rest]:
@@ -158,7 +159,8 @@ def _subject(names: Names, key: str) -> _Subject | None:
         case ["outcomes", *_]:
             return _Subject("queue", _OUTCOME, None, is_any=True)
         case ["topics", id, *rest]:
-            return _Subject("topic", _GATE if rest == ["gate"] else _TOPIC, _name_of(names.topic, id))
+            is_gate = rest == ["gate"] and grants.may_any("group", "member")
+            return _Subject("topic", _GATE if is_gate else _TOPIC, _name_of(names.topic, id))
         case ["spark", "registry"]:
             return None
         case ["spark", "routed", *_]:
