@@ -363,3 +363,18 @@ def test_names_come_from_the_log_and_the_registry_and_new_ones_count_at_once(tmp
         assert HubNames(hub.topics, hub.registry.get).topic(created.id) is None
         hub.registry.commit(put={f"deleted/{NEW_QUEUE}": b"gone"})
         assert names.queue(NEW_QUEUE) == "gone", "what is left of it can be removed by its takers"
+
+
+def test_a_taker_may_do_what_looking_after_its_queues_needs() -> None:
+    for prefix in ("deleted/", "outcomes/", "takers/", "queues/", f"items/{MAIL}/inflight/", f"items/{MAIL}/"):
+        assert may(WORKER, "registry.scan", prefix=prefix), prefix
+    assert may(WORKER, "registry.watch", prefixes=["takers/", f"items/{MAIL}/delayed/", f"items/{MAIL}/sweeper"])
+    returned = f"items/{MAIL}/inflight/5000.aa.1~x~gone", f"items/{MAIL}/ready/5000.aa.2"
+    assert may_commit(
+        WORKER,
+        expect={"takers/gone": ABSENT, returned[0]: 4, returned[1]: ABSENT},
+        put={returned[1]: b""},
+        delete=[returned[0]],
+    )
+    assert may_commit(WORKER, expect={"outcomes/gone-1": 3}, delete=["outcomes/gone-1"])
+    assert may_commit(WORKER, expect={f"deleted/{MAIL}": 3}, delete=[f"deleted/{MAIL}", f"items/{MAIL}/turn"])
