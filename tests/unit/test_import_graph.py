@@ -35,6 +35,7 @@ HUB = ("hub", "hub_sources", "topics", "options", "__init__")
 ROWS: tuple[tuple[str, ...], ...] = (
     BASE,
     ("registry", "log"),
+    ("remote",),
     ("address",),
     ("group", "queue", "sources"),
     ("producer",),
@@ -42,6 +43,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     HOME,
     ("upkeep",),
     HUB,
+    ("server",),
     ("spark",),
     ("cli",),
     ("testing",),

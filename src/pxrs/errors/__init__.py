@@ -8,7 +8,7 @@ pickling, and the wire as a plain dictionary (`pxrs.errors.wire`), with its text
 cause. Of an error with a code that this version does not know, the receiver gets the nearest base that it knows.
 
 By subject: `general.py` (the base; arguments, closing, permissions), `registry.py`, `log.py`, `group.py`, `queue.py`,
-`spark.py`. Import them from here.
+`spark.py`, `remote.py`. Import them from here.
 """
 
 from __future__ import annotations
@@ -103,6 +103,13 @@ from pxrs.errors.registry import (
     StorageFull,
     ValueTooLarge,
 )
+from pxrs.errors.remote import (
+    NotPermitted,
+    RemoteError,
+    ServerBusy,
+    Unauthenticated,
+    WireMismatch,
+)
 from pxrs.errors.spark import (
     BatchRefused,
     CheckpointsDiffer,
@@ -159,6 +166,7 @@ __all__ = [
     "MissingDependency",
     "NoDirectory",
     "NoWritePermission",
+    "NotPermitted",
     "OffsetOutOfRange",
     "OffsetTrimmed",
     "OutcomeLost",
@@ -179,9 +187,11 @@ __all__ = [
     "RegistryReplaced",
     "RegistryUnavailable",
     "RemoteCause",
+    "RemoteError",
     "RetentionPostponed",
     "SchemaMissing",
     "SequenceGap",
+    "ServerBusy",
     "SharedState",
     "SourceChanged",
     "SourceExists",
@@ -193,6 +203,7 @@ __all__ = [
     "TransactionEnded",
     "TransactionLost",
     "TransactionTooLarge",
+    "Unauthenticated",
     "UnknownGroup",
     "UnknownProducer",
     "UnknownQueue",
@@ -201,6 +212,7 @@ __all__ = [
     "UnsupportedPlatform",
     "UsedAfterFork",
     "ValueTooLarge",
+    "WireMismatch",
     "WrongMachine",
     "WrongRegistry",
     "WrongSource",

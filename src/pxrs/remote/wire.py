@@ -15,6 +15,8 @@ from pxrs.registry.values import Entry
 
 VERSION: Final = 1
 """The version of the protocol that this version of pxrs speaks."""
+VERSION_MIN: Final = 1
+"""The oldest version that it speaks."""
 CONTROL: Final = b"pxrs.control"
 """The command in the descriptor of a control stream."""
 ERROR_METADATA: Final = "pxrs-error-bin"
@@ -77,6 +79,11 @@ def topic_of(found: Mapping[str, Any]) -> Topic:
 
 def error_to_dict(error: PxrsError) -> dict[str, Any]:
     return errors_wire.to_dict(error)
+
+
+def any_error_to_dict(error: Exception) -> dict[str, Any]:
+    """As `error_to_dict`. An error that is not of pxrs is sent as a PxrsError with its text."""
+    return error_to_dict(error if isinstance(error, PxrsError) else PxrsError(f"{type(error).__name__}: {error}"))
 
 
 def error_of(found: Mapping[str, Any]) -> PxrsError:
