@@ -200,6 +200,16 @@ class Hub:
         create = self._topics.create_or_open if exist_ok else self._topics.create
         return self._handle(create(topic))
 
+    def create_described(self, topic: Topic) -> TopicHandle:
+        """Make a topic from its description, which has its id: for a server, whose client has chosen the id. Raises
+        TopicExists, InvalidTopic."""
+        from pxrs.hashing import hash_named
+
+        self.parts.check_usable()
+        self.log.check_topics()
+        hash_named(topic.partitioner)
+        return self._handle(self._topics.create(topic))
+
     def _handle(self, log: TopicLog) -> TopicHandle:
         return TopicHandle(log, self.parts, self)
 
@@ -349,11 +359,11 @@ class Hub:
             raise InvalidUrl("a hub in memory always has the registry that it was opened with")
         return self.parts.belonging.adopt(topic.id for topic in self.log.topics())
 
-    def delete_topic(self, name: str) -> None:
-        """Remove a topic and its messages, also one that is damaged. Raises UnknownTopic."""
+    def delete_topic(self, name: str) -> str:
+        """Remove a topic and its messages, also one that is damaged. Returns its id. Raises UnknownTopic."""
         self.parts.check_usable()
         _check_topic_name(name)
-        self._topics.delete(name)
+        return self._topics.delete(name)
 
     def producer(self, topic: str, **options: Unpack[ProducerOptions]) -> Producer:
         """A producer of the topic; `options` are those of `Producer`. Raises UnknownTopic, NoWritePermission."""

@@ -187,8 +187,8 @@ class Topics:
         damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
         return damaged | {topic.id: topic.name for topic in log.topics()}
 
-    def delete(self, name: str) -> None:
-        """Remove the topic, its messages, and what the registry and the staging folder hold of it."""
+    def delete(self, name: str) -> str:
+        """Remove the topic, its messages, and what the registry and the staging folder hold of it. Returns its id."""
         log = self._parts.log
         # A damaged topic may have had `keep_unread`: its description cannot be read.
         damaged = {topic.id: topic.name for topic in log.damaged_topics() if topic.id is not None}
@@ -200,6 +200,7 @@ class Topics:
         if identity in keeping:
             deleted_topics.forget(self._parts, identity)
         deleted_topics.forget_published(self._parts, identity)
+        return identity
 
 
 def _with_place(records: pa.RecordBatch, partition: int, offset: int) -> pa.RecordBatch:

@@ -11,6 +11,7 @@ import pxrs
 from pxrs.cli import group, queue, registry, source, topic, upkeep, worker
 from pxrs.cli.demo.command import demo
 from pxrs.cli.pipeline.command import app as pipelines
+from pxrs.cli.serve import serve
 from pxrs.cli.terminal import error_text, tell_error
 from pxrs.errors import PxrsError
 
@@ -38,6 +39,7 @@ app.command("send")(topic.send)
 app.command("tail")(topic.tail)
 app.command("check")(topic.check)
 app.command("worker")(worker.worker)
+app.command("serve")(serve)
 app.command("demo")(demo)
 
 

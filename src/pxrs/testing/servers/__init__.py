@@ -1,4 +1,4 @@
-"""Real etcd, PostgreSQL and ZooKeeper servers for tests, each a context manager.
+"""Real etcd, PostgreSQL, ZooKeeper and `pxrs serve` servers for tests, each a context manager.
 
 A test of coordination is worth what its server is worth, so these are the real programs, out of
 Python packages, with durable writes on. Each has ports on 127.0.0.1 and a temporary folder of its
@@ -17,6 +17,7 @@ that is killed outright leaves its servers running.
 from pxrs.testing.servers.certificates import Certificates, certificates
 from pxrs.testing.servers.cluster import Cluster, QuorumServer
 from pxrs.testing.servers.etcd import EtcdCluster, EtcdServer
+from pxrs.testing.servers.hub import HubServer
 from pxrs.testing.servers.postgres import PostgresServer, installed_postgres
 from pxrs.testing.servers.process import Server, ServerFailed, free_ports
 from pxrs.testing.servers.zookeeper import ZooKeeperCluster, ZooKeeperServer
@@ -26,6 +27,7 @@ __all__ = [
     "Cluster",
     "EtcdCluster",
     "EtcdServer",
+    "HubServer",
     "PostgresServer",
     "QuorumServer",
     "Server",

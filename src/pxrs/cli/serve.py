@@ -1,0 +1,143 @@
+"""`pxrs serve`: a server in front of a hub, so that other hosts can use it (docs/serve.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from pxrs.cli.options import RegistryUrl, open_hub
+from pxrs.cli.terminal import echo
+from pxrs.errors import InvalidArgument, MissingDependency
+from pxrs.hub import Hub
+
+LISTEN_DEFAULT: Final = "127.0.0.1:7077"
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_BYTES: Final = 1 << 20
+
+
+def serve(
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The hub's directory, or memory:.")],
+    registry: RegistryUrl = None,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where to listen; port 0 chooses a free one.")
+    ] = LISTEN_DEFAULT,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Listen on other addresses than loopback although everybody may do everything."
+        ),
+    ] = False,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option("--tls-cert", metavar="FILE", help="The server's certificate, in PEM; with --tls-key."),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", metavar="FILE", help="The private key of the certificate, in PEM.")
+    ] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option("--tls-client-ca", metavar="FILE", help="Refuse clients without a certificate of this authority."),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, max=1_000, help="How many calls of the hub may run at a time.")
+    ] = 16,
+    streams_max: Annotated[
+        int, typer.Option("--streams-max", min=1, help="How many streams of all clients may be open at a time.")
+    ] = 4_000,
+    calls_max: Annotated[
+        int, typer.Option("--calls-max", min=1, help="How many calls of one client may be unanswered.")
+    ] = 256,
+    watches_max: Annotated[
+        int, typer.Option("--watches-max", min=1, help="How many watches of the registry one client may have.")
+    ] = 1_000,
+    subscriptions_max: Annotated[
+        int, typer.Option("--subscriptions-max", min=1, help="How many waiting reads of topics one client may have.")
+    ] = 10_000,
+    append_mb_max: Annotated[
+        int, typer.Option("--append-mb-max", min=1, help="How much of all clients may be received and not stored yet.")
+    ] = 256,
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", min=0.0, help="How long SIGTERM waits for answers that are under way.")
+    ] = 10.0,
+) -> None:
+    """Serve a hub to other processes and hosts until Ctrl-C or SIGTERM: pxrs.open("pxrs://HOST:PORT").
+
+    The server alone needs the directory and the registry. It also does the upkeep of the hub. A server that is killed
+    and started again at the same address is found again by its clients; nothing that it acknowledged is lost.
+    """
+    # Over the limit: each option of the command is a parameter with its help text.
+    try:
+        from pxrs.server.serving import ServerSettings
+        from pxrs.server.settings import ServerLimits
+    except ImportError as error:
+        raise MissingDependency(
+            f"pxrs serve needs {error.name}: pip install 'pxrs[remote]'", name=error.name
+        ) from error
+    check_listen(listen, insecure=insecure)
+    limits = ServerLimits(
+        streams_max=streams_max,
+        calls_max=calls_max,
+        watches_max=watches_max,
+        subscriptions_max=subscriptions_max,
+        append_bytes_max=append_mb_max * _BYTES,
+        threads=threads,
+        drain_s=drain_s,
+    )
+    settings = ServerSettings(listen, limits, _credentials(tls_cert, tls_key, tls_client_ca))
+    with open_hub(directory, registry, makes_registry=True) as hub:
+        asyncio.run(_run(hub, settings, is_tls=tls_cert is not None))
+
+
+def check_listen(listen: str, *, insecure: bool) -> None:
+    """Raise InvalidArgument if the address is none, or not of this machine alone although nobody has to show a
+    token."""
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        raise InvalidArgument(f"--listen is {listen!r}: give HOST:PORT, such as {LISTEN_DEFAULT}")
+    if insecure or host == "localhost":
+        return
+    try:
+        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise InvalidArgument(
+            f"--listen {listen} can be reached from other hosts, and without --auth everybody may do everything: give "
+            "--auth FILE, or --insecure if the network is trusted"
+        )
+
+
+def _credentials(cert: Path | None, key: Path | None, client_ca: Path | None) -> object:
+    import grpc
+
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise InvalidArgument("TLS needs both --tls-cert and --tls-key")
+    pair = (key.read_bytes(), cert.read_bytes())
+    root = None if client_ca is None else client_ca.read_bytes()
+    return grpc.ssl_server_credentials([pair], root, require_client_auth=client_ca is not None)
+
+
+async def _run(hub: Hub, settings: object, *, is_tls: bool) -> None:
+    from pxrs.server.serving import Server, ServerSettings
+
+    assert isinstance(settings, ServerSettings)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    server = Server(hub, settings)
+    await server.start()
+    hub.start_upkeep()
+    echo(f"serving {hub.url} at pxrs://{server.address}{'?tls=true' if is_tls else ''}")
+    await stop.wait()
+    for number in _SIGNALS:
+        loop.remove_signal_handler(number)  # a second signal ends the process at once
+    echo("stopping: no new calls; waiting for those that are under way")
+    await server.stop()

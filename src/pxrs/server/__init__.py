@@ -1,0 +1,18 @@
+"""The server: one process, one gRPC port, in front of one open hub.
+
+| module | what it does |
+|---|---|
+| `settings` | the bounds of all that clients can make the server hold (W5) |
+| `serving` | starts and stops the server; drains it |
+| `service` | maps the methods of Arrow Flight to the modules below; errors become gRPC statuses |
+| `control` | one control stream: calls, watches, subscriptions |
+| `calls` | what each call does with the hub |
+| `given` | reads and checks the arguments of calls |
+| `grants` | the leases that clients have named, for commits and renewals |
+| `reads`, `appends` | streams of batches out of the hub and into it |
+| `pools` | threads for what blocks, so that nothing blocks the event loop |
+
+The event loop of one thread owns all streams. What may block (files, registries) runs on bounded pools, and renewals of
+leases have a pool of their own, so that they never wait behind other calls (W6). The server keeps nothing that its
+death would lose: leases are in the registry, positions are the clients' (W2).
+"""

@@ -1,0 +1,220 @@
+"""What each call of docs/wire.md does with the hub. The functions here may block: they run on threads of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pxrs import __version__
+from pxrs.errors import InvalidArgument, TopicDeleted, UnknownTopic
+from pxrs.hub import Hub
+from pxrs.log.contract import TopicLog
+from pxrs.registry.values import Entry
+from pxrs.remote import wire
+from pxrs.server.given import Given
+from pxrs.server.grants import Grants, seconds_left
+
+SCAN_BYTES_MAX: Final = 4 << 20
+"""About how many bytes one answer to a scan has; the client asks for the rest."""
+SCAN_PAGE: Final = 1_000
+"""How many entries are read from the registry at a time."""
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the server stands in front of."""
+
+    hub: Hub
+    grants: Grants
+    instance: str
+    """New with each start of the server."""
+
+    def topic(self, given: Given) -> TopicLog:
+        """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""
+        name, wanted = given.text("topic"), given.text_or_none("topic_id")
+        try:
+            found = self.hub.topic(name).log
+        except UnknownTopic:
+            if wanted is None:
+                raise
+            raise TopicDeleted(name, wanted, is_made_again=False) from None
+        if wanted is not None and found.id != wanted:
+            raise TopicDeleted(name, wanted, is_made_again=True)
+        return found
+
+
+def _ping(served: Served, given: Given, at: float) -> Result:
+    return {"server": f"pxrs {__version__}", "instance": served.instance, "wire": wire.VERSION}
+
+
+def _identity(served: Served, given: Given, at: float) -> Result:
+    home = served.hub.join_registry() if given.flag("joins") else served.hub.check_registry()
+    return {"hub": None, "place": ""} if home is None else {"hub": home.hub, "place": home.place}
+
+
+# The log.
+
+
+def _topics(served: Served, given: Given, at: float) -> Result:
+    return {"topics": [wire.topic_to_dict(topic) for topic in served.hub.topics()]}
+
+
+def _damaged_topics(served: Served, given: Given, at: float) -> Result:
+    found = served.hub.damaged_topics()
+    return {"topics": [{"name": each.name, "id": each.id, "error": wire.error_to_dict(each.error)} for each in found]}
+
+
+def _topic(served: Served, given: Given, at: float) -> Result:
+    return {"topic": wire.topic_to_dict(served.topic(given).topic)}
+
+
+def _create_topic(served: Served, given: Given, at: float) -> Result:
+    try:
+        asked = wire.topic_of(given.mapping("settings"))
+    except TypeError as error:
+        raise InvalidArgument(f"{given.call}: settings do not describe a topic: {error}") from error
+    return {"topic": wire.topic_to_dict(served.hub.create_described(asked).topic)}
+
+
+def _delete_topic(served: Served, given: Given, at: float) -> Result:
+    return {"id": served.hub.delete_topic(given.text("topic"))}
+
+
+def _bounds(served: Served, given: Given, at: float) -> Result:
+    found = served.topic(given).bounds(given.wholes("partitions"))
+    return {"bounds": [[partition, *bounds] for partition, bounds in found.items()]}
+
+
+def _offset_at(served: Served, given: Given, at: float) -> Result:
+    return {"offset": served.topic(given).offset_at(given.whole("partition"), given.whole("timestamp"))}
+
+
+def _end_before(served: Served, given: Given, at: float) -> Result:
+    return {"offset": served.topic(given).end_before(given.whole("partition"), given.whole("timestamp"))}
+
+
+def _plan_retention(served: Served, given: Given, at: float) -> Result:
+    plan = served.topic(given).plan_retention(given.whole("now"), given.pairs("unread"))
+    return {
+        "starts": [list(each) for each in plan.starts.items()],
+        "errors": [wire.error_to_dict(each) for each in plan.errors],
+    }
+
+
+def _trim(served: Served, given: Given, at: float) -> Result:
+    moved = served.topic(given).trim(given.pairs("starts") or {})
+    return {"moved": [list(each) for each in moved.items()]}
+
+
+def _check_writable(served: Served, given: Given, at: float) -> Result:
+    served.topic(given).check_writable()
+    return {}
+
+
+def _retention_problem(served: Served, given: Given, at: float) -> Result:
+    return {"problem": served.hub.topic(served.topic(given).name).retention_problem()}
+
+
+# The registry.
+
+
+def _get(served: Served, given: Given, at: float) -> Result:
+    entry = served.hub.registry.get(given.text("key"))
+    return {"entry": None if entry is None else wire.entry_to_list(entry)}
+
+
+def _scan(served: Served, given: Given, at: float) -> Result:
+    """In pages, so that no answer is too long for a message. Each page is a scan of its own, which R1 allows: a value
+    is the one of some moment during the call."""
+    prefix, after, limit = given.text("prefix"), given.text_or_none("after"), given.whole_or_none("limit")
+    found: list[Entry] = []
+    size = 0
+    while True:
+        wanted = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - len(found))
+        page = served.hub.registry.scan(prefix, after, wanted)
+        found += page
+        size += sum(len(entry.key) + len(entry.value) for entry in page)
+        is_whole = len(page) < wanted or len(found) == limit
+        if is_whole or size > SCAN_BYTES_MAX:
+            return {"entries": [wire.entry_to_list(entry) for entry in found], "more": not is_whole}
+        after = page[-1].key
+
+
+def _commit(served: Served, given: Given, at: float) -> Result:
+    secret = given.text_or_none("lease")
+    lease = None if secret is None else served.grants.find(secret)
+    versions = served.hub.registry.commit(
+        given.versions("expect"),
+        given.values("put"),
+        given.values("ephemeral"),
+        lease,
+        given.texts("delete"),
+        given.flag("quiet"),
+    )
+    return {"versions": versions}
+
+
+def _lease(served: Served, given: Given, at: float) -> Result:
+    lease = served.grants.take(given.number("ttl"))
+    return {"id": lease.id, "secret": lease.secret, "ttl": lease.ttl, "left_s": seconds_left(lease, at)}
+
+
+def _attach(served: Served, given: Given, at: float) -> Result:
+    lease = served.grants.attach(given.text("secret"))
+    return {"id": lease.id, "secret": lease.secret, "ttl": lease.ttl, "left_s": seconds_left(lease, at)}
+
+
+def _renew(served: Served, given: Given, at: float) -> Result:
+    return {"left_s": seconds_left(served.grants.renew(given.text("secret")), at)}
+
+
+def _end(served: Served, given: Given, at: float) -> Result:
+    served.grants.end(given.text("secret"))
+    return {}
+
+
+Function = Callable[[Served, Given, float], Result]
+"""Given the hub, the arguments, and when the request arrived on the registry's clock."""
+
+CALLS: Final[dict[str, Function]] = {
+    "server.ping": _ping,
+    "hub.identity": _identity,
+    "log.topics": _topics,
+    "log.damaged_topics": _damaged_topics,
+    "log.topic": _topic,
+    "log.create_topic": _create_topic,
+    "log.delete_topic": _delete_topic,
+    "topic.bounds": _bounds,
+    "topic.offset_at": _offset_at,
+    "topic.end_before": _end_before,
+    "topic.plan_retention": _plan_retention,
+    "topic.trim": _trim,
+    "topic.check_writable": _check_writable,
+    "topic.retention_problem": _retention_problem,
+    "registry.get": _get,
+    "registry.scan": _scan,
+    "registry.commit": _commit,
+    "registry.lease": _lease,
+    "registry.attach": _attach,
+    "registry.renew": _renew,
+    "registry.end": _end,
+}
+RENEWALS: Final = frozenset({"registry.renew"})
+"""Calls that run on the pool of renewals."""
+WATCHING: Final = ("topic.subscribe", "topic.unsubscribe", "registry.watch", "registry.unwatch")
+"""Calls that belong to a control stream: see `control`."""
+
+
+def call(served: Served, name: str, arguments: dict[str, Any], arrived_at: float) -> Result:
+    """Make one call. Raises PxrsError."""
+    function = CALLS.get(name)
+    if function is None:
+        raise unknown_call(name)
+    return function(served, Given(name, arguments), arrived_at)
+
+
+def unknown_call(name: str) -> InvalidArgument:
+    return InvalidArgument(f"there is no call {name[:100]!r}; docs/wire.md lists them. Is the client newer?")

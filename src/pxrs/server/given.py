@@ -1,0 +1,90 @@
+"""The arguments of a call, as a client sent them: each is checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pxrs.errors import InvalidArgument
+from pxrs.remote import wire
+
+_MISSING: Any = object()
+
+
+class Given:
+    """Reads the arguments of one call. Each method raises InvalidArgument if what was sent is of another type."""
+
+    def __init__(self, call: str, found: Mapping[str, Any]) -> None:
+        self.call, self.found = call, found
+
+    def _get(self, name: str, kind: type | tuple[type, ...], what: str, default: Any = _MISSING) -> Any:
+        value = self.found.get(name, default)
+        if value is _MISSING:
+            raise InvalidArgument(f"{self.call}: {name} is missing: send {what}")
+        if value is default:
+            return value
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise InvalidArgument(f"{self.call}: {name} is not {what}")
+        return value
+
+    def text(self, name: str) -> str:
+        value: str = self._get(name, str, "text")
+        return value
+
+    def text_or_none(self, name: str) -> str | None:
+        value: str | None = self._get(name, (str, type(None)), "text or null", None)
+        return value
+
+    def flag(self, name: str) -> bool:
+        value: bool = self._get(name, bool, "true or false", False)
+        return value
+
+    def whole(self, name: str) -> int:
+        value: int = self._get(name, int, "an integer")
+        return value
+
+    def whole_or_none(self, name: str) -> int | None:
+        value: int | None = self._get(name, (int, type(None)), "an integer or null", None)
+        return value
+
+    def number(self, name: str) -> float:
+        value: float = self._get(name, (int, float), "a number")
+        return value
+
+    def wholes(self, name: str) -> list[int]:
+        found = self._get(name, list, "a list of integers")
+        if not all(type(each) is int for each in found):
+            raise InvalidArgument(f"{self.call}: {name} is not a list of integers")
+        return list(found)
+
+    def texts(self, name: str) -> list[str]:
+        found = self._get(name, list, "a list of texts", [])
+        if not all(isinstance(each, str) for each in found):
+            raise InvalidArgument(f"{self.call}: {name} is not a list of texts")
+        return list(found)
+
+    def pairs(self, name: str) -> dict[int, int] | None:
+        """A list of pairs of integers, as a dictionary; None if it was not sent, or is null."""
+        found = self._get(name, (list, type(None)), "a list of pairs of integers, or null", None)
+        if found is None:
+            return None
+        for each in found:
+            if not isinstance(each, list) or len(each) != 2 or not all(type(number) is int for number in each):
+                raise InvalidArgument(f"{self.call}: {name} is not a list of pairs of integers")
+        return dict(found)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._get(name, dict, "an object", {})
+        return found
+
+    def versions(self, name: str) -> dict[str, int]:
+        found = self.mapping(name)
+        if not all(type(each) is int for each in found.values()):
+            raise InvalidArgument(f"{self.call}: {name} has a version that is no integer")
+        return found
+
+    def values(self, name: str) -> dict[str, bytes]:
+        try:
+            return {key: wire.bytes_of(value) for key, value in self.mapping(name).items()}
+        except ValueError as error:
+            raise InvalidArgument(f"{self.call}: {name} has a value that is not base64 text") from error

@@ -1,0 +1,32 @@
+"""Threads for calls that may block. The event loop must never wait for a file or a registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from pxrs.server.settings import ServerLimits
+
+T = TypeVar("T")
+
+
+class Pools:
+    """`calls` for small calls, `data` for reads and appends, `renewals` for renewals of leases alone: a renewal must
+    not wait behind a slow commit (R6, W6)."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self.calls = ThreadPoolExecutor(limits.threads, "pxrs-serve-call")
+        self.data = ThreadPoolExecutor(limits.threads, "pxrs-serve-data")
+        self.renewals = ThreadPoolExecutor(limits.renewal_threads, "pxrs-serve-renewal")
+
+    def close(self) -> None:
+        """Start nothing more, and wait for what runs: the hub may be closed afterwards."""
+        for pool in (self.calls, self.data, self.renewals):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+async def run(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    """Run the function on a thread of the pool; its result."""
+    return await asyncio.get_running_loop().run_in_executor(pool, work)

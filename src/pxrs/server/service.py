@@ -1,0 +1,201 @@
+"""The methods of Arrow Flight's service, and of gRPC's health checking, on `grpc.aio`.
+
+Each method identifies its caller first, by the metadata of the call, and checks what the call touches before it has any
+effect (W4). A PxrsError becomes a status of gRPC with the error as trailing metadata.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+
+from pxrs.errors import (
+    AccessDenied,
+    Closed,
+    InvalidArgument,
+    NotPermitted,
+    OffsetOutOfRange,
+    OffsetTrimmed,
+    PxrsError,
+    RegistryUnavailable,
+    TopicExists,
+    Unauthenticated,
+    UnknownTopic,
+)
+from pxrs.log.batch import SCHEMA
+from pxrs.remote import flight, wire
+from pxrs.server import calls
+from pxrs.server.appends import Budget, appends
+from pxrs.server.calls import Served
+from pxrs.server.control import ControlStream
+from pxrs.server.given import Given
+from pxrs.server.pools import Pools, run
+from pxrs.server.reads import read
+from pxrs.server.settings import ServerLimits
+
+_logger = logging.getLogger(__name__)
+
+HEALTH: Final = "grpc.health.v1.Health"
+_SERVING: Final = b"\x08\x01"
+_NOT_SERVING: Final = b"\x08\x02"
+_STATUSES: Final = (
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
+    (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (UnknownTopic, grpc.StatusCode.NOT_FOUND),
+    (TopicExists, grpc.StatusCode.ALREADY_EXISTS),
+    (OffsetTrimmed, grpc.StatusCode.OUT_OF_RANGE),
+    (OffsetOutOfRange, grpc.StatusCode.OUT_OF_RANGE),
+    (InvalidArgument, grpc.StatusCode.INVALID_ARGUMENT),
+    (RegistryUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (Closed, grpc.StatusCode.UNAVAILABLE),
+)
+
+
+class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """All methods of the port."""
+
+    def __init__(self, served: Served, pools: Pools, limits: ServerLimits) -> None:
+        self._served, self._pools, self._limits = served, pools, limits
+        self._budget = Budget(limits.append_bytes_max)
+        self._readers = asyncio.Semaphore(limits.readers_max)
+        self.streams: set[ControlStream] = set()
+        self.is_draining = False
+        stream = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
+        stream["ListFlights"] = self._list_flights
+        both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
+        single = {"GetFlightInfo": self._get_flight_info, "GetSchema": self._get_schema}
+        self._handlers = {
+            **{
+                f"/{flight.SERVICE}/{name}": grpc.unary_stream_rpc_method_handler(_told(each))
+                for name, each in stream.items()
+            },
+            **{
+                f"/{flight.SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(_told(each))
+                for name, each in both.items()
+            },
+            **{
+                f"/{flight.SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(_answered(each))
+                for name, each in single.items()
+            },
+            f"/{HEALTH}/Check": grpc.unary_unary_rpc_method_handler(self._check_health),
+        }
+
+    def service(self, handler_call_details: Any) -> Any:
+        return self._handlers.get(handler_call_details.method)
+
+    async def _do_get(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        given = Given("DoGet", _json(flight.read_ticket(request), "the ticket"))
+        async with self._readers:
+            async for message in read(self._served, self._pools, self._limits, given):
+                yield message
+
+    async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        def check(about: dict[str, Any]) -> None:
+            """Whether the caller may append."""
+
+        async for answer in appends(self._served, self._pools, self._limits, self._budget, messages, check):
+            yield answer
+
+    async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        stream = ControlStream(self._served, self._pools, self._limits, lambda name, arguments: None)
+        self.streams.add(stream)
+        try:
+            await stream.serve(messages, context.write)
+        finally:
+            self.streams.discard(stream)
+        return
+        yield b""  # makes this an asynchronous generator, as the other methods are
+
+    async def _do_action(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        arrived_at = self._served.hub.registry.clock.now()
+        name, body = flight.read_action(request)
+        if name in calls.WATCHING:
+            raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
+        arguments = _json(body or b"{}", "the body")
+        pool = self._pools.renewals if name in calls.RENEWALS else self._pools.calls
+        found = await run(pool, functools.partial(calls.call, self._served, name, arguments, arrived_at))
+        yield flight.result(wire.dumps(found))
+
+    async def _list_actions(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for name in calls.CALLS:
+            yield flight.action_type(name, "see docs/wire.md")
+
+    async def _list_flights(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for topic in await run(self._pools.calls, self._served.hub.topics):
+            yield _info(topic.name, topic.partitions, topic.id)
+
+    async def _get_flight_info(self, request: bytes, context: Any) -> bytes:
+        given = Given("GetFlightInfo", {"topic": "/".join(flight.read_descriptor(request).path)})
+        topic = await run(self._pools.calls, functools.partial(self._served.topic, given))
+        return _info(topic.name, topic.partitions, topic.id)
+
+    async def _get_schema(self, request: bytes, context: Any) -> bytes:
+        return flight.result(SCHEMA.serialize())
+
+    async def _check_health(self, request: bytes, context: Any) -> bytes:
+        return _NOT_SERVING if self.is_draining else _SERVING
+
+
+def _info(name: str, partitions: int, identity: str) -> bytes:
+    tickets = (
+        wire.dumps({"topic": name, "topic_id": identity, "positions": [[partition, 0]]})
+        for partition in range(partitions)
+    )
+    return flight.flight_info(SCHEMA, flight.Descriptor(path=(name,)), tickets)
+
+
+def _json(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        return wire.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{what} is not one JSON object: {error}") from error
+
+
+def _told(method: Callable[[Any, Any], AsyncIterator[bytes]]) -> Callable[[Any, Any], AsyncIterator[bytes]]:
+    """The method; an error that it raises ends the call with a status."""
+
+    async def tell(request: Any, context: Any) -> AsyncIterator[bytes]:
+        try:
+            async for message in method(request, context):
+                yield message
+        except (PxrsError, flight.MalformedMessage) as error:
+            await _abort(context, error)
+        except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
+            raise
+        except Exception:  # noqa: BLE001 - logged; the client gets a status
+            await _fail(context)
+
+    return tell
+
+
+def _answered(method: Callable[[Any, Any], Awaitable[bytes]]) -> Callable[[Any, Any], Awaitable[bytes]]:
+    async def answer(request: Any, context: Any) -> bytes:
+        try:
+            return await method(request, context)
+        except (PxrsError, flight.MalformedMessage) as error:
+            await _abort(context, error)
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:  # noqa: BLE001 - logged; the client gets a status
+            await _fail(context)
+        return b""
+
+    return answer
+
+
+async def _abort(context: Any, error: Exception) -> None:
+    told = error if isinstance(error, PxrsError) else InvalidArgument(f"a message cannot be read: {error}")
+    code = next((code for kind, code in _STATUSES if isinstance(told, kind)), grpc.StatusCode.UNKNOWN)
+    metadata = ((wire.ERROR_METADATA, wire.error_to_metadata(told)),)
+    await context.abort(code, str(told)[: wire.ERROR_TEXT_MAX], metadata)
+
+
+async def _fail(context: Any) -> None:
+    _logger.exception("a call of a client failed")
+    await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
