@@ -77,7 +77,9 @@ def test_a_log_without_a_registry_of_its_own_needs_one_to_be_given() -> None:
 
 @pytest.mark.usefixtures("package")
 def test_errors_name_the_added_schemes_and_no_package_replaces_one_of_pxrs() -> None:
-    with pytest.raises(InvalidUrl, match=r"unknown scheme 'kafka'; give a directory or memory:, lone:, shelf:"):
+    with pytest.raises(
+        InvalidUrl, match=r"unknown scheme 'kafka'; give a directory, pxrs://HOST:PORT or memory:, lone:, shelf:"
+    ):
         pxrs.open("kafka://h")
     with pytest.raises(InvalidUrl, match=r"registry: unknown scheme 'kafka'; choose from memory, .*, cupboard"):
         pxrs.open("memory:", "kafka://h")

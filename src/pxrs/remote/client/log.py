@@ -136,8 +136,8 @@ class RemoteLog(Log):
         return self._connection
 
     def ask(self, call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Make a call that may be repeated; waits for a server that is away. Raises what the server answers, ReadFailed,
-        Closed, UsedAfterFork."""
+        """Make a call that may be repeated; waits for a server that is away. Raises what the server answers;
+        ReadFailed, Closed, UsedAfterFork."""
         connection = self.usable()
         try:
             return connection.ask(call, arguments, connection.patience_s)
