@@ -1,5 +1,5 @@
-"""The contracts of logs, sources and registries over `pxrs serve`, unchanged: a client cannot tell a hub behind a server
-from one in its own process."""
+"""The contracts of logs, sources and registries over `pxrs serve`, unchanged: a client cannot tell a hub behind a
+server from one in its own process."""
 
 from __future__ import annotations
 

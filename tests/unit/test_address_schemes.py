@@ -86,7 +86,7 @@ def test_errors_name_the_added_schemes_and_no_package_replaces_one_of_pxrs() -> 
     with pytest.raises(InvalidUrl, match=r"cupboard: keeps no messages"):
         pxrs.open("cupboard:")
     assert type(open_log("memory:")) is MemoryLog
-    assert address.log_schemes() == ["memory", "file", "lone", "shelf"]
+    assert address.log_schemes() == ["memory", "file", "pxrs", "lone", "shelf"]
     assert registry.schemes()[-1] == "cupboard"
 
 
