@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import pyarrow as pa
@@ -22,7 +22,7 @@ import xxhash
 
 from pxrs.errors import InvalidRecord, ServerBusy
 from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin, Payload
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.model import CODECS
 from pxrs.remote import flight, wire
@@ -131,20 +131,17 @@ async def appends(
     limits: ServerLimits,
     budget: Budget,
     messages: AsyncIterator[bytes],
-    check: Callable[[dict[str, Any]], None],
 ) -> AsyncIterator[bytes]:
-    """The answers to one stream. check: raises an error if the caller may not append to the topic that the arguments
-    name. Raises PxrsError."""
+    """The answers to one stream. Raises PxrsError."""
     messages = aiter(messages)
     first = flight.read_flight_data(await anext(messages, b""))
     try:
         about = wire.loads(first.command or b"")
     except (ValueError, RecursionError) as error:
         raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
-    check(about)
     _check_schema(first)
     given = Given("DoPut", about)
-    await run(pools.data, functools.partial(served.topic, given))
+    await run(pools.data, functools.partial(_topic, served, given))
     group: list[Append] = []
     taken = 0
     try:
@@ -157,7 +154,6 @@ async def appends(
                 raise InvalidRecord(f"an append may have {limits.append_batches_max:,} batches; send fewer with `more`")
             if has_more:
                 continue
-            check(about)  # again: the token may have been revoked
             outcomes = await run(pools.data, functools.partial(_store, served, given, group))
             for outcome in outcomes:
                 yield encode_outcome(outcome)
@@ -176,7 +172,13 @@ async def _read(pools: Pools, message: bytes) -> tuple[Append, bool]:
 
 
 def _store(served: Served, given: Given, group: list[Append]) -> list[Outcome]:
-    return served.topic(given).append(group)
+    return _topic(served, given).append(group)
+
+
+def _topic(served: Served, given: Given) -> TopicLog:
+    """For each append anew: the token may have been revoked, or the topic deleted."""
+    served.check(given.call, given.found)
+    return served.topic(given)
 
 
 def _check_schema(first: flight.FlightData) -> None:

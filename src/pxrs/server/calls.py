@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pxrs import __version__
-from pxrs.errors import InvalidArgument, TopicDeleted, UnknownTopic
+from pxrs.errors import InvalidArgument, PxrsError, TopicDeleted, UnknownTopic
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
+from pxrs.server.auth.gate import ANYONE, Caller, Gate
 from pxrs.server.given import Given
 from pxrs.server.grants import Grants, seconds_left
 
@@ -25,12 +26,18 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the server stands in front of."""
+    """What the server stands in front of, for one caller."""
 
     hub: Hub
     grants: Grants
     instance: str
     """New with each start of the server."""
+    gate: Gate
+    caller: Caller = ANYONE
+
+    def check(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """Raise an error if the caller may not make this call with these arguments (W4). May block."""
+        self.gate.check(self.caller, call, arguments)
 
     def topic(self, given: Given) -> TopicLog:
         """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""
@@ -59,11 +66,12 @@ def _identity(served: Served, given: Given, at: float) -> Result:
 
 
 def _topics(served: Served, given: Given, at: float) -> Result:
-    return {"topics": [wire.topic_to_dict(topic) for topic in served.hub.topics()]}
+    visible = served.gate.topics(served.caller, served.hub.topics(), lambda topic: topic.name)
+    return {"topics": [wire.topic_to_dict(topic) for topic in visible]}
 
 
 def _damaged_topics(served: Served, given: Given, at: float) -> Result:
-    found = served.hub.damaged_topics()
+    found = served.gate.topics(served.caller, served.hub.damaged_topics(), lambda topic: topic.name)
     return {"topics": [{"name": each.name, "id": each.id, "error": wire.error_to_dict(each.error)} for each in found]}
 
 
@@ -134,7 +142,7 @@ def _scan(served: Served, given: Given, at: float) -> Result:
     size = 0
     while True:
         wanted = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - len(found))
-        page = served.hub.registry.scan(prefix, after, wanted)
+        page = served.gate.scan(served.caller, served.hub.registry.scan, prefix, after, wanted)
         found += page
         size += sum(len(entry.key) + len(entry.value) for entry in page)
         is_whole = len(page) < wanted or len(found) == limit
@@ -209,11 +217,18 @@ WATCHING: Final = ("topic.subscribe", "topic.unsubscribe", "registry.watch", "re
 
 
 def call(served: Served, name: str, arguments: dict[str, Any], arrived_at: float) -> Result:
-    """Make one call. Raises PxrsError."""
+    """Make one call, if the caller may. Raises PxrsError, without names and keys that the caller may not see."""
     function = CALLS.get(name)
     if function is None:
         raise unknown_call(name)
-    return function(served, Given(name, arguments), arrived_at)
+    served.check(name, arguments)
+    try:
+        return function(served, Given(name, arguments), arrived_at)
+    except PxrsError as error:
+        shown = served.gate.shown(served.caller, error)
+        if shown is error:
+            raise
+        raise shown from None
 
 
 def unknown_call(name: str) -> InvalidArgument:

@@ -20,6 +20,8 @@ import grpc
 from pxrs.errors import InvalidArgument, PxrsError
 from pxrs.hub import Hub
 from pxrs.remote import wire
+from pxrs.server.auth.gate import Gate
+from pxrs.server.auth.names import HubNames
 from pxrs.server.calls import Served
 from pxrs.server.grants import Grants
 from pxrs.server.pools import Pools
@@ -28,6 +30,8 @@ from pxrs.server.settings import ServerLimits
 
 _logger = logging.getLogger(__name__)
 
+REFRESH_S: Final = 1.0
+"""How often the server looks whether the tokens file has changed."""
 _LOOK_S: Final = 0.05
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -44,6 +48,8 @@ class ServerSettings:
     listen: str = "127.0.0.1:0"
     """Host and port; port 0 chooses a free one."""
     limits: ServerLimits = field(default_factory=ServerLimits)
+    auth: str | None = None
+    """The path of the tokens file; None: everything is permitted to everybody."""
     credentials: Any = None
     """What `grpc.ssl_server_credentials` returns; None for a port without TLS."""
 
@@ -54,7 +60,9 @@ class Server:
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         self._settings = settings
         self._pools = Pools(settings.limits)
-        served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex)
+        names = HubNames(hub.topics, hub.registry.get)
+        gate = Gate(settings.auth, names)
+        served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex, gate)
         self._service = Service(served, self._pools, settings.limits)
         self._grpc = grpc.aio.server(
             options=[
@@ -66,6 +74,7 @@ class Server:
             maximum_concurrent_rpcs=settings.limits.streams_max,
         )
         self._grpc.add_generic_rpc_handlers((self._service,))
+        self._refreshing: asyncio.Task[None] | None = None
         self.address = ""
         """Host and port, once it listens."""
 
@@ -83,9 +92,18 @@ class Server:
             raise InvalidArgument(f"cannot listen on {listen}: is the port in use?")
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._grpc.start()
+        if self._settings.auth is not None:
+            self._refreshing = asyncio.create_task(self._refresh())
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            await self._service.refresh()
 
     async def stop(self) -> None:
         """Drain, then close the port."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
         self._service.is_draining = True
         for stream in list(self._service.streams):
             stream.say_goodbye("the server is stopping")
