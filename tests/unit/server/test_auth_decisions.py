@@ -152,7 +152,7 @@ def test_r4_a_member_does_not_delete_what_guards_other_writes() -> None:
     assert may_commit(MEMBER, delete=["groups/billing/targets/i1"])
 
 
-@pytest.mark.parametrize("key", ["upkeep/h/janitor", "cluster/brokers/1", f"topics/{ORDERS}/start", "spark/registry"])
+@pytest.mark.parametrize("key", ["upkeep/h/janitor", "cluster/brokers/1", f"topics/{ORDERS}/start"])
 def test_w4_c6_no_token_writes_what_only_the_server_writes(key: str) -> None:
     for grants in (
         ["hub=admin"],
@@ -162,6 +162,17 @@ def test_w4_c6_no_token_writes_what_only_the_server_writes(key: str) -> None:
         assert not may_commit(grants, expect={key: ABSENT}, ephemeral={key: b""})
         assert not may_commit(grants, delete=[key])
     assert may(["hub=admin"], "registry.get", key=key)
+
+
+def test_the_id_of_the_registry_is_created_once_in_its_form_and_never_changed() -> None:
+    key, id = "spark/registry", ORDERS.encode()
+    for grants in (MEMBER, ["hub=admin"]):
+        assert may_commit(grants, expect={key: ABSENT}, put={key: id})
+        assert not may_commit(grants, expect={key: ABSENT}, put={key: b"\xff not an id"})
+        assert not may_commit(grants, put={key: id})
+        assert not may_commit(grants, expect={key: 3}, put={key: id})
+        assert not may_commit(grants, delete=[key])
+    assert not may_commit(["hub=read"], expect={key: ABSENT}, put={key: id})
 
 
 def test_no_token_reads_the_secrets_of_the_server() -> None:

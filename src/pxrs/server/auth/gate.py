@@ -121,7 +121,7 @@ class Gate:
             is_bearer = scheme.lower() == "bearer" and len(token) <= TOKEN_CHARACTERS_MAX
             found = known.find(token.strip()) if is_bearer else None
         if found is None or found.is_expired(self._wall_time()):
-            raise _unauthenticated()
+            raise unauthenticated()
         return Caller(found.grants, found)
 
     def is_valid(self, caller: Caller) -> bool:
@@ -136,7 +136,7 @@ class Gate:
         """Raises NotPermitted; Unauthenticated if the token is not valid any more; InvalidArgument if what the decision
         needs is not there."""
         if not self.is_valid(caller):
-            raise _unauthenticated()
+            raise unauthenticated()
         if not is_permitted(caller.grants, self._names, call, arguments):
             raise NotPermitted(
                 f"the token does not permit {call[:100]!r} with these arguments; nothing was done. Ask the operator of "
@@ -179,7 +179,7 @@ def _by_certificate(known: Tokens, identities: Identities) -> Token | None:
     return None
 
 
-def _unauthenticated() -> Unauthenticated:
+def unauthenticated() -> Unauthenticated:
     """The same error whether a token is missing, wrong, revoked or expired."""
     return Unauthenticated(
         "the server did not accept the token or certificate of this client, or got none; nothing was done. Give a "
