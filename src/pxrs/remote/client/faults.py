@@ -8,6 +8,7 @@ registry or the log.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import grpc
@@ -30,6 +31,12 @@ _REFUSALS: Final = frozenset(
     }
 )
 """Statuses without an error of pxrs that will be the same if the call is made again."""
+
+
+_WORDS_OF_GRPC: Final = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (ipv[46]:\S+: )?(Failed to connect to remote host: )?"
+)
+"""What gRPC writes before the reason of a failed connection; the address is told otherwise."""
 
 
 class Unanswered(Exception):
@@ -62,7 +69,8 @@ def error_in(failure: Any) -> PxrsError | None:
 def text_of(failure: Any) -> str:
     """What gRPC says about a failed call."""
     code = failure.code()
-    return f"{failure.details() or 'no details'} ({'unknown' if code is None else code.name})"
+    details = _WORDS_OF_GRPC.sub("", failure.details() or "no details")
+    return f"{details} ({'unknown' if code is None else code.name})"
 
 
 def is_lasting(failure: Any) -> bool:
