@@ -99,32 +99,34 @@ def test_a_consumer(data: str) -> None:
 
 
 def test_a_consumer_goes_on_when_its_token_gets_other_grants(data: str) -> None:
-    with hub_with(data, "topic:orders=read,write", "group:billing=member") as hub:
-        with hub.consumer("orders", "billing") as consumer:
-            assert eventually(lambda: consumer.poll(timeout=0.1))
-            path = Path(f"{data}.tokens")
-            disk.replace_file(str(path), path.read_text().replace("billing=member", "bill*=admin").encode())
+    with (
+        hub_with(data, "topic:orders=read,write", "group:billing=member") as hub,
+        hub.consumer("orders", "billing") as consumer,
+    ):
+        assert eventually(lambda: consumer.poll(timeout=0.1))
+        path = Path(f"{data}.tokens")
+        disk.replace_file(str(path), path.read_text().replace("billing=member", "bill*=admin").encode())
 
-            def is_read_again() -> bool:
-                try:
-                    hub.registry.get("groups/billed/leader")
-                except NotPermitted:
-                    return False
-                return True
+        def is_read_again() -> bool:
+            try:
+                hub.registry.get("groups/billed/leader")
+            except NotPermitted:
+                return False
+            return True
 
-            assert eventually(is_read_again)
-            with hub.producer("orders") as out:
-                for number in range(10):
-                    out.send(b"new", key=b"%d" % number)
-            count = 0
+        assert eventually(is_read_again)
+        with hub.producer("orders") as out:
+            for number in range(10):
+                out.send(b"new", key=b"%d" % number)
+        count = 0
 
-            def all_are_read() -> bool:
-                nonlocal count
-                count += sum(message.value == b"new" for message in consumer.poll(timeout=0.1))
-                return count == 10
+        def all_are_read() -> bool:
+            nonlocal count
+            count += sum(message.value == b"new" for message in consumer.poll(timeout=0.1))
+            return count == 10
 
-            assert eventually(all_are_read)
-            consumer.commit()
+        assert eventually(all_are_read)
+        consumer.commit()
 
 
 def test_a_program_that_puts(data: str) -> None:
