@@ -8,6 +8,7 @@ registry or the log.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import grpc
@@ -29,6 +30,9 @@ _REFUSALS: Final = frozenset(
     }
 )
 """Statuses without an error of pxrs that will be the same if the call is made again."""
+
+
+_REPEATED: Final = re.compile(r"^failed to connect to all addresses; last error: (?:[A-Z]+: )?(?:ipv[46]:\S+ )?")
 
 
 class Unanswered(Exception):
@@ -59,9 +63,9 @@ def error_in(failure: Any) -> PxrsError | None:
 
 
 def text_of(failure: Any) -> str:
-    """What gRPC says about a failed call."""
-    code = failure.code()
-    return f"{failure.details() or 'no details'} ({'unknown' if code is None else code.name})"
+    """What gRPC says about a failed call, without what it repeats."""
+    code, text = failure.code(), failure.details() or "no details"
+    return f"{_REPEATED.sub('', text)} ({'unknown' if code is None else code.name})"
 
 
 def is_lasting(failure: Any) -> bool:
