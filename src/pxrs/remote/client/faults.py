@@ -26,7 +26,6 @@ _REFUSALS: Final = frozenset(
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.OUT_OF_RANGE,
     }
 )
@@ -75,7 +74,10 @@ def text_of(failure: Any) -> str:
 
 def is_lasting(failure: Any) -> bool:
     """Whether a call that has failed without an error of pxrs will fail again."""
-    return failure.code() in _REFUSALS
+    is_too_long = failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (
+        failure.details() or ""
+    )
+    return is_too_long or failure.code() in _REFUSALS
 
 
 def lasting_refusal(failure: Any, where: str) -> Exception | None:
