@@ -260,7 +260,7 @@ class QueueChaos(ExitStack):
         assert not any(codes[worker.name] for worker in alive), self.tell(f"{codes}")
 
     def check_nothing_is_held(self) -> None:
-        """No lease, no sweeper, no turn; and outcomes of those alone who could not remove them."""
+        """No lease, no sweeper, no turn."""
         registry = self.hub.registry
         queues = [queue.settings for queue in self.hub.queues()]
         self.eventually(
@@ -270,9 +270,12 @@ class QueueChaos(ExitStack):
         for queue in queues:
             turn = registry.get(queue.turn)
             assert turn is None or not Turn.load(turn.key, turn.value).holder, self.tell(f"{turn}")
+
+    def check_outcomes_are_removed(self) -> None:
+        """Outcomes are left of those alone who could not remove them."""
         # By those who left: a taker whose lease ends before the worker has written its id down is in no journal.
         left = {taker for worker in self.workers for taker in worker.read().left}
-        outcomes = [entry.key.removeprefix(OUTCOMES) for entry in registry.scan(OUTCOMES)]
+        outcomes = [entry.key.removeprefix(OUTCOMES) for entry in self.hub.registry.scan(OUTCOMES)]
         assert not {outcome.rpartition("-")[0] for outcome in outcomes} & left, self.tell(f"{outcomes} of {left}")
 
     def check_fence(self) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +18,10 @@ import pytest
 
 pytest.importorskip("grpc")
 
+import pxrs
+from pxrs.group.records import Keys
 from pxrs.hashing import hash_named
+from pxrs.registry import Entry
 from pxrs.testing.accounting import (
     Account,
     Worker,
@@ -34,13 +39,14 @@ from tests.acceptance.queue_chaos import Load, QueueChaos, check_jobs, check_log
 
 IS_SOAK = bool(os.environ.get("PXRS_SOAK"))
 KILLS = 100 if IS_SOAK else 10
+DRAINS = 30 if IS_SOAK else 4
 PARTITIONS = 8
 PAUSE_S = 0.05
 """Of a producer between two appends: so that the group keeps up."""
 TTL_S = 2.0
-"""The lease of the members behind the proxy, which lose it when the network is away for longer."""
+"""A lease that is lost when the network is away for a while."""
 LONG_TTL_S = 60.0
-"""The lease of the members that are connected directly: no kill of the server lasts as long."""
+"""A lease that no restart of the server outlasts."""
 PATIENCE_S = 30.0
 KILLS_A_LOSS = 5
 """One of so many kills comes while the network is away for longer than TTL_S."""
@@ -67,8 +73,10 @@ class ServedChaos(ExitStack):
     """A server, a proxy in front of it, and clients: of each kind, the even ones are connected to the server, and the
     odd ones to the proxy. What was started is ended with it."""
 
-    def __init__(self, folder: Path, registry: str) -> None:
+    def __init__(self, folder: Path, registry: str, ttl: float) -> None:
+        """ttl: the lease of the members behind the proxy and of the queue workers."""
         super().__init__()
+        self.ttl = ttl
         self.seed = int(os.environ.get("SEED", time.time_ns() % 1_000_000))
         self.random = random.Random(self.seed)
         given = None if registry == "-" else registry
@@ -77,7 +85,7 @@ class ServedChaos(ExitStack):
         self.folder = folder
         self.urls = [self.server.url, f"pxrs://{self.proxy.host}:{self.proxy.port}"]
         self.queues = self.enter_context(
-            QueueChaos(folder, registry, ["coins", "jobs", "numbers"], TTL_S, urls=self.urls)
+            QueueChaos(folder, registry, ["coins", "jobs", "numbers"], ttl, urls=self.urls)
         )
         self.queues.seed, self.queues.random = self.seed, self.random
         self.hub = self.queues.hub
@@ -99,7 +107,7 @@ class ServedChaos(ExitStack):
 
     def _worker(self, number: int) -> Worker:
         is_direct = number % 2 == 0
-        url, ttl = self.urls[number % 2], LONG_TTL_S if is_direct else TTL_S
+        url, ttl = self.urls[number % 2], LONG_TTL_S if is_direct else self.ttl
         return self.enter_context(Worker(url, "-", "t", "g", f"member{number}", self.folder, ttl))
 
     def _members(self) -> set[str]:
@@ -158,6 +166,14 @@ class ServedChaos(ExitStack):
         self.server.kill()
         if self.random.random() < 0.3:
             time.sleep(self.random.uniform(0.0, 0.5))  # how long it is away
+        self.server.start(wait=False)
+
+    def drain(self) -> None:
+        """Stop the server in its orderly way, and start it again."""
+        process = self.server._running()
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(PATIENCE_S)
+        assert code == 0, self.tell(f"the server ended with {code}")
         self.server.start(wait=False)
 
     # The end.
@@ -248,7 +264,7 @@ class ServedChaos(ExitStack):
 def test_w1_w2_kills_of_the_server_and_faults_of_the_network_leave_exact_accounts(
     registry: str, tmp_path: Path
 ) -> None:
-    with ServedChaos(tmp_path, registry) as chaos:
+    with ServedChaos(tmp_path, registry, TTL_S) as chaos:
         began = time.monotonic()
         chaos.start_clients()
         started = time.monotonic()
@@ -267,3 +283,51 @@ def test_w1_w2_kills_of_the_server_and_faults_of_the_network_leave_exact_account
             f"{started - began:.1f} s, {went_on - started:.1f} s, {finished - went_on:.1f} s, "
             f"{time.monotonic() - finished:.1f} s"
         )
+
+
+def move_items(url: str, stop: threading.Event) -> int:
+    """Move an item between two queues, again and again, with no handling of errors; how often."""
+    count = 0
+    with pxrs.open(url, lease_ttl=LONG_TTL_S) as hub:
+        while not stop.is_set():
+            for source, target in (("here", "there"), ("there", "here")):
+                with hub.transaction() as transaction:
+                    item = transaction.take(source)
+                    assert item is not None
+                    transaction.put(target, item.value)
+                    count += 1
+    return count
+
+
+def test_w1_a_drained_server_answers_what_is_under_way_and_its_clients_come_back_by_themselves(tmp_path: Path) -> None:
+    """Producers, members and a program that moves items handle no error; any error ends them."""
+    with ServedChaos(tmp_path, "-", LONG_TTL_S) as chaos, ThreadPoolExecutor(1) as pool:
+        for name in ("here", "there"):
+            chaos.hub.create_queue(name)
+        chaos.hub.queue("here").put("item")
+        chaos.start_clients()
+        stop = threading.Event()
+        chaos.callback(stop.set)
+        moving = pool.submit(move_items, chaos.server.url, stop)
+        before = owners(chaos)
+        for _ in range(DRAINS):
+            chaos.go_on()
+            assert not moving.done(), moving.result()
+            chaos.drain()
+        chaos.go_on()
+        assert owners(chaos) == before, chaos.tell("partitions were lost")
+        stop.set()
+        moved = moving.result(PATIENCE_S)
+        depths = [chaos.hub.queue(name).depth().ready for name in ("here", "there")]
+        assert sum(depths) == 1, chaos.tell(f"the item is there {depths} times")
+        chaos.finish()
+        found = chaos.check_group(chaos.check_topic())
+        assert found.redone == 0, chaos.tell(f"{found}")
+        chaos.check_queues()
+        assert "Traceback" not in (chaos.server.directory / "log").read_text(), chaos.tell("the server has failed")
+        print(f"drain SEED={chaos.seed}: {DRAINS} restarts, {found}, {moved} items moved")  # noqa: T201
+
+
+def owners(chaos: ServedChaos) -> list[Entry]:
+    """The keys that say who owns which partition, with their versions: a claim or release changes them."""
+    return chaos.hub.registry.scan(Keys("g").owners)
