@@ -2,6 +2,9 @@
 
 Each method identifies its caller first, by the metadata of the call, and checks what the call touches before it has any
 effect (W4). A PxrsError becomes a status of gRPC with the error as trailing metadata.
+
+The methods are coroutines that send by `context.write`, not asynchronous generators: `grpc.aio` does not close a
+generator whose call was cancelled, so its `finally` blocks would run at some later time.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 
@@ -23,6 +26,7 @@ from pxrs.errors import (
     OffsetTrimmed,
     PxrsError,
     RegistryUnavailable,
+    ServerBusy,
     TopicExists,
     Unauthenticated,
     UnknownTopic,
@@ -30,19 +34,19 @@ from pxrs.errors import (
 from pxrs.log.batch import SCHEMA
 from pxrs.remote import flight, wire
 from pxrs.server import calls
-from pxrs.server.appends import Budget, appends
+from pxrs.server.appends import AppendStream
+from pxrs.server.budget import Budget
 from pxrs.server.calls import Served
 from pxrs.server.control import ControlStream
 from pxrs.server.given import Given
 from pxrs.server.pools import Pools, run
-from pxrs.server.reads import read
+from pxrs.server.reads import ReadStream, Room
 from pxrs.server.settings import ServerLimits
 
 _logger = logging.getLogger(__name__)
 
-HEALTH: Final = "grpc.health.v1.Health"
-_SERVING: Final = b"\x08\x01"
-_NOT_SERVING: Final = b"\x08\x02"
+DETAILS_MAX: Final = 500
+"""How many bytes of an error's text are in the status. With the metadata they must fit into 8 kB."""
 _STATUSES: Final = (
     (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (NotPermitted, grpc.StatusCode.PERMISSION_DENIED),
@@ -56,90 +60,143 @@ _STATUSES: Final = (
     (Closed, grpc.StatusCode.UNAVAILABLE),
 )
 
+Method = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Stream(Protocol):
+    """A stream that is open."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the server, when it stops, need not wait for the stream any longer."""
+
+    def leave(self) -> None:
+        """The server will stop: end as soon as what is under way is answered."""
+
+    def finish(self) -> None:
+        """End now, in an orderly way."""
+
 
 class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """All methods of the port."""
+    """All methods of Arrow Flight. Belongs to the event loop."""
 
     def __init__(self, served: Served, pools: Pools, limits: ServerLimits) -> None:
         self._served, self._pools, self._limits = served, pools, limits
-        self._budget = Budget(limits.append_bytes_max)
-        self._readers = asyncio.Semaphore(limits.readers_max)
-        self.streams: set[ControlStream] = set()
-        self.is_draining = False
-        stream = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
-        stream["ListFlights"] = self._list_flights
+        self.appending = Budget(limits.append_bytes_max, "appends that are not stored yet")
+        self.reading = Room(limits)
+        self.streams: set[Stream] = set()
+        self._open = 0
+        """How many calls are open."""
+        self._is_draining = False
+        several = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
+        several["ListFlights"] = self._list_flights
         both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
         single = {"GetFlightInfo": self._get_flight_info, "GetSchema": self._get_schema}
         self._handlers = {
-            **{
-                f"/{flight.SERVICE}/{name}": grpc.unary_stream_rpc_method_handler(_told(each))
-                for name, each in stream.items()
-            },
-            **{
-                f"/{flight.SERVICE}/{name}": grpc.stream_stream_rpc_method_handler(_told(each))
-                for name, each in both.items()
-            },
-            **{
-                f"/{flight.SERVICE}/{name}": grpc.unary_unary_rpc_method_handler(_answered(each))
-                for name, each in single.items()
-            },
-            f"/{HEALTH}/Check": grpc.unary_unary_rpc_method_handler(self._check_health),
+            f"/{flight.SERVICE}/{name}": handler(self._guarded(method))
+            for handler, methods in (
+                (grpc.unary_stream_rpc_method_handler, several),
+                (grpc.stream_stream_rpc_method_handler, both),
+                (grpc.unary_unary_rpc_method_handler, single),
+            )
+            for name, method in methods.items()
         }
 
     def service(self, handler_call_details: Any) -> Any:
         return self._handlers.get(handler_call_details.method)
 
-    async def _do_get(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
-        given = Given("DoGet", _json(flight.read_ticket(request), "the ticket"))
-        async with self._readers:
-            async for message in read(self._served, self._pools, self._limits, given):
-                yield message
+    def leave(self) -> None:
+        """Take no further calls, and tell the open streams that the server will end."""
+        self._is_draining = True
+        for stream in list(self.streams):
+            stream.leave()
 
-    async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    # The methods.
+
+    async def _do_get(self, request: bytes, context: Any) -> None:
+        given = Given("DoGet", self._json(flight.read_ticket(request), "the ticket"))
+        stream = ReadStream(self._served, self._pools, self._limits, self.reading)
+        await self._serve(stream, stream.serve(given, context.write))
+
+    async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> None:
         def check(about: dict[str, Any]) -> None:
             """Whether the caller may append."""
 
-        async for answer in appends(self._served, self._pools, self._limits, self._budget, messages, check):
-            yield answer
+        stream = AppendStream(self._served, self._pools, self._limits, self.appending, check)
+        await self._serve(stream, stream.serve(messages, context.write))
 
-    async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> None:
         stream = ControlStream(self._served, self._pools, self._limits, lambda name, arguments: None)
+        await self._serve(stream, stream.serve(messages, context.write))
+
+    async def _serve(self, stream: Stream, serving: Awaitable[None]) -> None:
         self.streams.add(stream)
         try:
-            await stream.serve(messages, context.write)
+            await serving
         finally:
             self.streams.discard(stream)
-        return
-        yield b""  # makes this an asynchronous generator, as the other methods are
 
-    async def _do_action(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def _do_action(self, request: bytes, context: Any) -> None:
         arrived_at = self._served.hub.registry.clock.now()
         name, body = flight.read_action(request)
         if name in calls.WATCHING:
             raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
-        arguments = _json(body or b"{}", "the body")
+        arguments = self._json(body or b"{}", "the body")
         pool = self._pools.renewals if name in calls.RENEWALS else self._pools.calls
         found = await run(pool, functools.partial(calls.call, self._served, name, arguments, arrived_at))
-        yield flight.result(wire.dumps(found))
+        await context.write(flight.result(wire.dumps(found)))
 
-    async def _list_actions(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def _list_actions(self, request: bytes, context: Any) -> None:
         for name in calls.CALLS:
-            yield flight.action_type(name, "see docs/wire.md")
+            await context.write(flight.action_type(name, "see docs/wire.md"))
 
-    async def _list_flights(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def _list_flights(self, request: bytes, context: Any) -> None:
         for topic in await run(self._pools.calls, self._served.hub.topics):
-            yield _info(topic.name, topic.partitions, topic.id)
+            await context.write(_info(topic.name, topic.partitions, topic.id))
 
     async def _get_flight_info(self, request: bytes, context: Any) -> bytes:
-        given = Given("GetFlightInfo", {"topic": "/".join(flight.read_descriptor(request).path)})
+        path = flight.read_descriptor(request).path
+        if len(path) != 1:
+            raise InvalidArgument("GetFlightInfo: the descriptor's path must be the name of one topic")
+        given = Given("GetFlightInfo", {"topic": path[0]})
         topic = await run(self._pools.calls, functools.partial(self._served.topic, given))
         return _info(topic.name, topic.partitions, topic.id)
 
     async def _get_schema(self, request: bytes, context: Any) -> bytes:
         return flight.result(SCHEMA.serialize())
 
-    async def _check_health(self, request: bytes, context: Any) -> bytes:
-        return _NOT_SERVING if self.is_draining else _SERVING
+    def _json(self, data: bytes, what: str) -> dict[str, Any]:
+        if len(data) > self._limits.request_bytes_max:
+            raise InvalidArgument(f"{what} has {len(data):,} bytes, and {self._limits.request_bytes_max:,} is the most")
+        try:
+            return wire.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(f"{what} is not one JSON object: {str(error)[:200]}") from error
+
+    def _guarded(self, method: Method) -> Method:
+        """The method; an error that it raises ends the call with a status."""
+
+        async def call(request: Any, context: Any) -> Any:
+            self._open += 1
+            try:
+                if self._is_draining:
+                    raise Closed("the server is stopping: connect again")
+                if self._open > self._limits.streams_max:
+                    raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
+                return await method(request, context)
+            except (PxrsError, flight.MalformedMessage) as error:
+                await _abort(context, error)
+            except (asyncio.CancelledError, grpc.aio.AbortError):
+                raise
+            except Exception:
+                if context.cancelled() or context.done():  # the client is gone, so nothing could be sent to it
+                    raise asyncio.CancelledError from None
+                _logger.exception("a call of a client failed")
+                await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
+            finally:
+                self._open -= 1
+
+        return call
 
 
 def _info(name: str, partitions: int, identity: str) -> bytes:
@@ -150,52 +207,9 @@ def _info(name: str, partitions: int, identity: str) -> bytes:
     return flight.flight_info(SCHEMA, flight.Descriptor(path=(name,)), tickets)
 
 
-def _json(data: bytes, what: str) -> dict[str, Any]:
-    try:
-        return wire.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{what} is not one JSON object: {error}") from error
-
-
-def _told(method: Callable[[Any, Any], AsyncIterator[bytes]]) -> Callable[[Any, Any], AsyncIterator[bytes]]:
-    """The method; an error that it raises ends the call with a status."""
-
-    async def tell(request: Any, context: Any) -> AsyncIterator[bytes]:
-        try:
-            async for message in method(request, context):
-                yield message
-        except (PxrsError, flight.MalformedMessage) as error:
-            await _abort(context, error)
-        except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
-            raise
-        except Exception:  # noqa: BLE001 - logged; the client gets a status
-            await _fail(context)
-
-    return tell
-
-
-def _answered(method: Callable[[Any, Any], Awaitable[bytes]]) -> Callable[[Any, Any], Awaitable[bytes]]:
-    async def answer(request: Any, context: Any) -> bytes:
-        try:
-            return await method(request, context)
-        except (PxrsError, flight.MalformedMessage) as error:
-            await _abort(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception:  # noqa: BLE001 - logged; the client gets a status
-            await _fail(context)
-        return b""
-
-    return answer
-
-
 async def _abort(context: Any, error: Exception) -> None:
     told = error if isinstance(error, PxrsError) else InvalidArgument(f"a message cannot be read: {error}")
     code = next((code for kind, code in _STATUSES if isinstance(told, kind)), grpc.StatusCode.UNKNOWN)
-    metadata = ((wire.ERROR_METADATA, wire.error_to_metadata(told)),)
-    await context.abort(code, str(told)[: wire.ERROR_TEXT_MAX], metadata)
-
-
-async def _fail(context: Any) -> None:
-    _logger.exception("a call of a client failed")
-    await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
+    # ASCII: gRPC writes each other byte as three, and does not take every text of Python.
+    details = str(told).encode("ascii", "backslashreplace")[:DETAILS_MAX].decode()
+    await context.abort(code, details, ((wire.ERROR_METADATA, wire.error_to_metadata(told)),))
