@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +24,10 @@ SCAN_PAGE: Final = 1_000
 """How many entries are read from the registry at a time at most."""
 SCAN_PAGE_FIRST: Final = 64
 """How many entries are read first, while it is not known how large they are."""
+
+SETTINGS_BYTES_MAX: Final = 16 << 10
+"""How long the description of a new topic may be."""
+_TOPIC_ID: Final = re.compile("[0-9a-f]{32}")
 
 Result = dict[str, Any]
 
@@ -76,8 +81,15 @@ def _topic(served: Served, given: Given, at: float) -> Result:
 
 
 def _create_topic(served: Served, given: Given, at: float) -> Result:
+    settings = given.mapping("settings")
+    identity = settings.get("id")
+    # The id is the name of a folder on the server.
+    if not isinstance(identity, str) or _TOPIC_ID.fullmatch(identity) is None:
+        raise InvalidArgument(f"{given.call}: the id of a topic is a new UUID, as 32 lower-case hexadecimal digits")
+    if len(wire.dumps(settings)) > SETTINGS_BYTES_MAX:
+        raise InvalidArgument(f"{given.call}: the settings are longer than {SETTINGS_BYTES_MAX:,} bytes")
     try:
-        asked = wire.topic_of(given.mapping("settings"))
+        asked = wire.topic_of(settings)
     except TypeError as error:
         raise InvalidArgument(f"{given.call}: settings do not describe a topic: {error}") from error
     return {"topic": wire.topic_to_dict(served.hub.create_described(asked).topic)}

@@ -85,7 +85,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.appending = Budget(limits.append_bytes_max, "appends that are not stored yet")
         self.reading = Room(limits)
         self.streams: set[Stream] = set()
-        self._open = 0
+        self.open = 0
         """How many calls are open."""
         self._is_draining = False
         several = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
@@ -93,7 +93,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
         single = {"GetFlightInfo": self._get_flight_info, "GetSchema": self._get_schema}
         self._handlers = {
-            f"/{flight.SERVICE}/{name}": handler(self._guarded(method))
+            f"/{flight.SERVICE}/{name}": handler(self._guarded(method, is_stream=methods is not single))
             for handler, methods in (
                 (grpc.unary_stream_rpc_method_handler, several),
                 (grpc.stream_stream_rpc_method_handler, both),
@@ -173,15 +173,19 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"{what} is not one JSON object: {str(error)[:200]}") from error
 
-    def _guarded(self, method: Method) -> Method:
+    def _guarded(self, method: Method, *, is_stream: bool) -> Method:
         """The method; an error that it raises ends the call with a status."""
 
         async def call(request: Any, context: Any) -> Any:
-            self._open += 1
+            self.open += 1
             try:
+                if is_stream:
+                    # Otherwise the first message brings it. If that is cancelled while it is sent, `grpc.aio` does not
+                    # know that the metadata is sent, and can send no status any more: the call would never end.
+                    await context.send_initial_metadata(())
                 if self._is_draining:
                     raise Closed("the server is stopping: connect again")
-                if self._open > self._limits.streams_max:
+                if self.open > self._limits.streams_max:
                     raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
                 return await method(request, context)
             except (PxrsError, flight.MalformedMessage) as error:
@@ -194,7 +198,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 _logger.exception("a call of a client failed")
                 await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
             finally:
-                self._open -= 1
+                self.open -= 1
 
         return call
 

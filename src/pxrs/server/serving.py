@@ -58,12 +58,12 @@ class Server:
         self._pools = Pools(settings.limits)
         served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex)
         self._grants = served.grants
-        self._service = Service(served, self._pools, settings.limits)
+        self.service = Service(served, self._pools, settings.limits)
         self._health = Health()
         self._grpc = grpc.aio.server(
             options=_options(settings.limits), maximum_concurrent_rpcs=settings.limits.streams_max + _EXTRA_CALLS
         )
-        self._grpc.add_generic_rpc_handlers((self._service, self._health))
+        self._grpc.add_generic_rpc_handlers((self.service, self._health))
         self.address = ""
         """Host and port, once it listens."""
 
@@ -87,8 +87,8 @@ class Server:
         loop = asyncio.get_running_loop()
         began, drain_s = loop.time(), self._settings.limits.drain_s
         self._health.leave()
-        self._service.leave()
-        streams = self._service.streams
+        self.service.leave()
+        streams = self.service.streams
         while not all(stream.may_end for stream in streams) and loop.time() < began + drain_s:
             if loop.time() > began + _READS_S and all(stream.may_end or _is_read(stream) for stream in streams):
                 break

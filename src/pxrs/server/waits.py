@@ -66,7 +66,12 @@ class Waits:
         wait = self._by_number.get(number)
         if wait is not None:
             self._forget(number)
-            await run(self._pools.calls, functools.partial(self._close, wait))
+            try:
+                await run(self._pools.calls, functools.partial(self._close, wait))
+            except BaseException:
+                # If this task was cancelled, no thread may have begun.
+                self._pools.releases.submit(self._close_all, [wait])
+                raise
 
     def release(self) -> None:
         """End all waits, on another thread, which may take its time."""
