@@ -49,8 +49,6 @@ Check = Callable[[str, dict[str, Any]], None]
 Send = Callable[[bytes], Awaitable[None]]
 ANSWER_BYTES: Final = 512 << 10
 """What the answer to a call is counted as while the call runs."""
-LARGE_BYTES: Final = 64 << 10
-"""From this length on a message is parsed on a thread: the event loop has other streams."""
 FAREWELL_S: Final = 0.5
 """How long a stream that was told goodbye must be without a call before the server ends it."""
 
@@ -131,20 +129,12 @@ class ControlStream:
             is_begun = True
             if not len(data.app_metadata):
                 continue  # the message that only has the descriptor
-            found = await self._parse(data.app_metadata)
+            found = _parse(data.app_metadata)
             if not is_greeted:
                 self._greet(found)
                 is_greeted = True
                 continue
             await self._begin(found, arrived_at, len(message))
-
-    async def _parse(self, data: flight.Bytes) -> dict[str, Any]:
-        try:
-            if len(data) < LARGE_BYTES:
-                return wire.loads(data)
-            return await run(self._pools.calls, functools.partial(wire.loads, data))
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"a control message is not one JSON object: {str(error)[:200]}") from error
 
     def _greet(self, found: dict[str, Any]) -> None:
         hello = found.get("hello")
@@ -266,6 +256,14 @@ class ControlStream:
                 return
             self._wake.clear()
             await self._wake.wait()
+
+
+def _parse(data: flight.Bytes) -> dict[str, Any]:
+    # Not on a thread: that would hold the GIL for as long, and a message could wait there behind calls that block.
+    try:
+        return wire.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"a control message is not one JSON object: {str(error)[:200]}") from error
 
 
 def _nothing() -> None:

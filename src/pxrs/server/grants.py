@@ -79,6 +79,11 @@ class Grants:
         finally:
             with self._lock:
                 grant.users -= 1
+                is_over = not grant.users and (grant.lease is None or not grant.lease.alive)
+                if is_over and self._by_secret.get(secret) is grant:
+                    del self._by_secret[secret]
+            if is_over and grant.lease is not None:
+                grant.lease.close()
             self._tidy()
 
     def end(self, secret: str) -> None:

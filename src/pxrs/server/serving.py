@@ -57,7 +57,7 @@ class Server:
         self._settings = settings
         self._pools = Pools(settings.limits)
         served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex)
-        self._grants = served.grants
+        self.grants = served.grants
         self.service = Service(served, self._pools, settings.limits)
         self._health = Health()
         self._grpc = grpc.aio.server(
@@ -102,7 +102,7 @@ class Server:
 
     def _close(self) -> None:
         self._pools.close()
-        self._grants.close()
+        self.grants.close()
 
 
 def _is_read(stream: Stream) -> bool:
