@@ -55,10 +55,10 @@ class Server:
 
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         self._settings = settings
-        self._pools = Pools(settings.limits)
+        self.pools = Pools(settings.limits)
         served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex)
         self.grants = served.grants
-        self.service = Service(served, self._pools, settings.limits)
+        self.service = Service(served, self.pools, settings.limits)
         self._health = Health()
         self._grpc = grpc.aio.server(
             options=_options(settings.limits), maximum_concurrent_rpcs=settings.limits.streams_max + _EXTRA_CALLS
@@ -101,7 +101,7 @@ class Server:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        self._pools.close()
+        self.pools.close()
         self.grants.close()
 
 
@@ -120,6 +120,10 @@ def _options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients may ask that often
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # gRPC also pings to measure the connection. While such a ping is unanswered, it sends no other one: its time
+        # limit is this one, by default a minute.
+        ("grpc.http2.ping_timeout_ms", int(limits.keepalive_timeout_s * 1000)),
     ]
 
 
