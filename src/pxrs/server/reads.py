@@ -26,7 +26,7 @@ from pxrs.server.budget import Budget
 from pxrs.server.calls import Served
 from pxrs.server.control import Send
 from pxrs.server.given import Given
-from pxrs.server.pools import Pools, run
+from pxrs.server.pools import Pools, run, take_error
 from pxrs.server.settings import ServerLimits
 
 _SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
@@ -153,7 +153,7 @@ class ReadStream:
                 batches, start = await ahead
             finally:
                 ahead.cancel()
-                ahead.add_done_callback(_take_error)
+                ahead.add_done_callback(take_error)
 
     async def _send_batches(self, partition: int, batches: Iterable[Batch], send: Send) -> None:
         for batch in batches:
@@ -165,12 +165,6 @@ class ReadStream:
                 await self._room.send(self, message, send)
             finally:
                 self._room.budget.give_back(taken)
-
-
-def _take_error(done: asyncio.Future[Any]) -> None:
-    """A step whose stream has ended may fail: nobody is interested in its error."""
-    if not done.cancelled():
-        done.exception()
 
 
 def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> dict[int, Fetched]:
