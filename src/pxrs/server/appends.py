@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from pxrs.errors import Closed, InvalidRecord, ServerBusy
+from pxrs.errors import Closed, InvalidRecord, PxrsError, ServerBusy
 from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin, Payload
 from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
@@ -141,14 +141,13 @@ class AppendStream:
         pools: Pools,
         limits: ServerLimits,
         budget: Budget,
-        check: Callable[[dict[str, Any]], None],
     ) -> None:
-        """check: raises an error if the caller may not append to the topic that the arguments name"""
-        self._served, self._pools, self._limits, self._budget, self._check = served, pools, limits, budget, check
+        self._served, self._pools, self._limits, self._budget = served, pools, limits, budget
         self._task: asyncio.Task[None] | None = None
         self._is_waiting = False
         """Whether the stream waits for a message of the client, and so may be ended."""
-        self._is_leaving = False
+        self._why: PxrsError | None = None
+        """Why the server ends the stream."""
         self._ahead: asyncio.Future[bytes | None] | None = None
         """The next message, which is received while an append is stored."""
 
@@ -156,19 +155,25 @@ class AppendStream:
     """An append that is under way is answered before the stream ends."""
 
     def leave(self) -> None:
-        """End the stream, with `Closed`, once the append that is under way is answered."""
-        self._is_leaving = True
-        if self._is_waiting and self._task is not None:
-            self._task.cancel()
+        """End the stream: the server stops."""
+        self.end(Closed("the server is stopping: connect again; nothing that it has not answered was stored"))
 
     def finish(self) -> None:
         """`leave` ends the stream."""
+
+    def end(self, why: PxrsError) -> None:
+        """End the stream with this error, once the append that is under way is answered: an append must not be stored
+        although the client is told that nothing was done."""
+        if self._why is None:
+            self._why = why
+            if self._is_waiting and self._task is not None:
+                self._task.cancel()
 
     async def serve(self, messages: AsyncIterator[bytes], send: Send) -> None:
         """Answer the appends of the stream until the client ends it. Raises PxrsError."""
         self._task = asyncio.current_task()
         messages = aiter(messages)
-        about, topic = await self._begin(await self._next(messages))
+        store = await self._begin(await self._next(messages))
         group: list[Received] = []
         taken = 0
         try:
@@ -184,10 +189,9 @@ class AppendStream:
                     )
                 if received.has_more:
                     continue
-                self._check(about)  # again: the token may have been revoked
                 if self._budget.has_room(size):  # the next batch comes while this one is stored
                     self._ahead = asyncio.ensure_future(_received(messages))
-                outcomes = await run(self._pools.data, functools.partial(_store, topic, group))
+                outcomes = await run(self._pools.data, functools.partial(store, group))
                 # Before the answers are sent: a client that does not read them must not hold room.
                 self._budget.give_back(taken)
                 group, taken = [], 0
@@ -201,9 +205,9 @@ class AppendStream:
                 self._ahead.cancel()
                 self._ahead.add_done_callback(take_error)
 
-    async def _begin(self, message: bytes | None) -> tuple[dict[str, Any], TopicLog]:
-        """Check the first message. Returns the arguments that name the topic, and the topic: the stream appends to no
-        other one, and if it is deleted, the log refuses each append."""
+    async def _begin(self, message: bytes | None) -> Callable[[list[Received]], list[Outcome]]:
+        """Check the first message. Returns what stores an append in the topic that the message names: the stream
+        appends to no other topic, and if this one is deleted, the log refuses each append."""
         first = flight.read_flight_data(message or b"")
         command = first.command or b""
         try:
@@ -212,17 +216,17 @@ class AppendStream:
             about = wire.loads(command)
         except (ValueError, RecursionError) as error:
             raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
-        self._check(about)
         _check_schema(first)
-        topic = await run(self._pools.data, functools.partial(self._served.topic, Given("DoPut", about)))
-        return about, topic
+        given = Given("DoPut", about)
+        topic = await run(self._pools.data, functools.partial(_topic, self._served, given))
+        return functools.partial(_store, self._served, given, topic)
 
     async def _next(self, messages: AsyncIterator[bytes], *, is_rest: bool = False) -> bytes | None:
         """The next message; None if the client has ended the stream.
 
         is_rest: whether the message belongs to an append that has begun"""
-        if self._is_leaving:
-            raise _stopping()
+        if self._why is not None:
+            raise self._why
         self._is_waiting = True
         try:
             async with asyncio.timeout(self._limits.append_rest_s if is_rest else None):
@@ -236,10 +240,10 @@ class AppendStream:
                 f"the rest of an append did not come within {self._limits.append_rest_s:g} s; nothing of it was stored"
             ) from None
         except asyncio.CancelledError:
-            if not self._is_leaving or self._task is None:
+            if self._why is None or self._task is None:
                 raise
             self._task.uncancel()
-            raise _stopping() from None
+            raise self._why from None
         finally:
             self._is_waiting = False
 
@@ -248,11 +252,13 @@ async def _received(messages: AsyncIterator[bytes]) -> bytes | None:
     return await anext(messages, None)
 
 
-def _stopping() -> Closed:
-    return Closed("the server is stopping: connect again; nothing that it has not answered was stored")
+def _topic(served: Served, given: Given) -> TopicLog:
+    served.check(given.call, given.found)
+    return served.topic(given)
 
 
-def _store(topic: TopicLog, group: list[Received]) -> list[Outcome]:
+def _store(served: Served, given: Given, topic: TopicLog, group: list[Received]) -> list[Outcome]:
+    served.check(given.call, given.found)  # for each append anew: the token may have been revoked
     return topic.append([received.append() for received in group])
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pxrs import __version__
-from pxrs.errors import InvalidArgument, TopicDeleted, UnknownTopic
+from pxrs.errors import InvalidArgument, PxrsError, TopicDeleted, UnknownTopic
 from pxrs.hub import Hub
 from pxrs.log.contract import TopicLog
 from pxrs.registry.lease import Lease
 from pxrs.registry.values import Entry
 from pxrs.remote import wire
+from pxrs.server.auth.gate import ANYONE, Caller, Gate
 from pxrs.server.given import Given
 from pxrs.server.grants import Grants, seconds_left
 
@@ -34,21 +35,27 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the server stands in front of."""
+    """What the server stands in front of, for one caller."""
 
     hub: Hub
     grants: Grants
     instance: str
     """New with each start of the server."""
+    gate: Gate
+    caller: Caller = ANYONE
+
+    def check(self, call: str, arguments: Mapping[str, Any]) -> None:
+        """Raise an error if the caller may not make this call with these arguments (W4). May block."""
+        self.gate.check(self.caller, call, arguments)
 
     def topic(self, given: Given) -> TopicLog:
         """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""
         name, wanted = given.text("topic"), given.text_or_none("topic_id")
         try:
             found = self.hub.topic(name).log
-        except UnknownTopic:
+        except UnknownTopic as error:
             if wanted is None:
-                raise
+                raise self.gate.shown(self.caller, error) from None
             raise TopicDeleted(name, wanted, is_made_again=False) from None
         if wanted is not None and found.id != wanted:
             raise TopicDeleted(name, wanted, is_made_again=True)
@@ -68,11 +75,12 @@ def _identity(served: Served, given: Given, at: float) -> Result:
 
 
 def _topics(served: Served, given: Given, at: float) -> Result:
-    return {"topics": [wire.topic_to_dict(topic) for topic in served.hub.topics()]}
+    visible = served.gate.topics(served.caller, served.hub.topics(), lambda topic: topic.name)
+    return {"topics": [wire.topic_to_dict(topic) for topic in visible]}
 
 
 def _damaged_topics(served: Served, given: Given, at: float) -> Result:
-    found = served.hub.damaged_topics()
+    found = served.gate.topics(served.caller, served.hub.damaged_topics(), lambda topic: topic.name)
     return {"topics": [{"name": each.name, "id": each.id, "error": wire.error_to_dict(each.error)} for each in found]}
 
 
@@ -151,7 +159,7 @@ def _scan(served: Served, given: Given, at: float) -> Result:
     while True:
         if limit is not None:
             wanted = min(wanted, limit - len(found))
-        page = served.hub.registry.scan(prefix, after, wanted)
+        page = served.gate.scan(served.caller, served.hub.registry.scan, prefix, after, wanted)
         for entry in page:
             size += len(entry.key) + len(entry.value)
             if found and size > SCAN_BYTES_MAX:
@@ -237,11 +245,18 @@ WATCHING: Final = ("topic.subscribe", "topic.unsubscribe", "registry.watch", "re
 
 
 def call(served: Served, name: str, arguments: dict[str, Any], arrived_at: float) -> Result:
-    """Make one call. Raises PxrsError."""
+    """Make one call, if the caller may. Raises PxrsError, without names and keys that the caller may not see."""
     function = CALLS.get(name)
     if function is None:
         raise unknown_call(name)
-    return function(served, Given(name, arguments), arrived_at)
+    served.check(name, arguments)
+    try:
+        return function(served, Given(name, arguments), arrived_at)
+    except PxrsError as error:
+        shown = served.gate.shown(served.caller, error)
+        if shown is error:
+            raise
+        raise shown from None
 
 
 def unknown_call(name: str) -> InvalidArgument:

@@ -117,7 +117,7 @@ class ReadStream:
         """Send the messages that answer one ticket. Raises PxrsError."""
         self._task = asyncio.current_task()
         try:
-            topic = await run(self._pools.data, functools.partial(self._served.topic, given))
+            topic = await run(self._pools.data, functools.partial(_topic, self._served, given))
             if "positions" in given.found:
                 await self._send_fetched(topic, given, send)
             else:
@@ -143,7 +143,7 @@ class ReadStream:
             raise InvalidArgument(f"DoGet: the range from {start} to {end} is none: send start and end, 0 <= start")
         if start == end:  # an error if there is no such partition
             await run(self._pools.data, functools.partial(topic.bounds, (partition,)))
-        step = functools.partial(_step, topic, partition, end)
+        step = functools.partial(_step, self._served, topic, given, partition, end)
         batches, start = await run(self._pools.data, functools.partial(step, start))
         await send(SCHEMA_MESSAGE)
         while batches:
@@ -173,10 +173,18 @@ def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> dict[int, Fet
     return topic.fetch(given.pairs("positions") or {}, most, timeout=0)
 
 
-def _step(topic: TopicLog, partition: int, end: int, start: int) -> tuple[list[Batch], int]:
+def _topic(served: Served, given: Given) -> TopicLog:
+    served.check(given.call, given.found)
+    return served.topic(given)
+
+
+def _step(
+    served: Served, topic: TopicLog, given: Given, partition: int, end: int, start: int
+) -> tuple[list[Batch], int]:
     """The next batches of a range, and where the step after it begins; none at the end of the range."""
     if start >= end:
         return [], start
+    served.check(given.call, given.found)  # the token may have been revoked since the last step
     batches = topic.read(partition, start, STEP_BYTES)
     if not batches:
         raise OffsetOutOfRange(f"{topic.name}/{partition}", end, start)

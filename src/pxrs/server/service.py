@@ -13,6 +13,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import grpc
@@ -32,9 +33,11 @@ from pxrs.errors import (
     UnknownTopic,
 )
 from pxrs.log.batch import SCHEMA
+from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server import calls
 from pxrs.server.appends import AppendStream
+from pxrs.server.auth.gate import Caller, unauthenticated
 from pxrs.server.budget import Budget
 from pxrs.server.calls import Served
 from pxrs.server.control import ControlStream
@@ -76,6 +79,9 @@ class Stream(Protocol):
     def finish(self) -> None:
         """End now, in an orderly way."""
 
+    def end(self, why: PxrsError) -> None:
+        """End with this error. May be called again."""
+
 
 class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     """All methods of Arrow Flight. Belongs to the event loop."""
@@ -84,7 +90,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._served, self._pools, self._limits = served, pools, limits
         self.appending = Budget(limits.append_bytes_max, "appends that are not stored yet")
         self.reading = Room(limits)
-        self.streams: set[Stream] = set()
+        self.streams: dict[Stream, Caller] = {}
+        """The streams that are open, and who has opened each."""
         self.open = 0
         """How many calls are open."""
         self._is_draining = False
@@ -111,58 +118,78 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         for stream in list(self.streams):
             stream.leave()
 
+    async def refresh(self) -> None:
+        """Read the tokens file again if it has changed, and end the streams of tokens that are not valid any more. An
+        action ends by itself."""
+        gate = self._served.gate
+        await run(self._pools.calls, gate.refresh)
+        for stream, caller in list(self.streams.items()):
+            if not gate.is_valid(caller):
+                changed = Closed("the permissions of the token have changed: connect again")
+                stream.end(changed if gate.is_accepted(caller) else unauthenticated())
+
+    def _by(self, context: Any) -> Served:
+        """The hub for the caller of this method. Raises Unauthenticated."""
+        metadata = dict(context.invocation_metadata() or ())
+        return replace(self._served, caller=self._served.gate.identify(metadata, context.auth_context()))
+
     # The methods.
 
     async def _do_get(self, request: bytes, context: Any) -> None:
+        served = self._by(context)
         given = Given("DoGet", self._json(flight.read_ticket(request), "the ticket"))
-        stream = ReadStream(self._served, self._pools, self._limits, self.reading)
-        await self._serve(stream, stream.serve(given, context.write))
+        stream = ReadStream(served, self._pools, self._limits, self.reading)
+        await self._serve(stream, served.caller, stream.serve(given, context.write))
 
     async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        def check(about: dict[str, Any]) -> None:
-            """Whether the caller may append."""
-
-        stream = AppendStream(self._served, self._pools, self._limits, self.appending, check)
-        await self._serve(stream, stream.serve(messages, context.write))
+        served = self._by(context)
+        stream = AppendStream(served, self._pools, self._limits, self.appending)
+        await self._serve(stream, served.caller, stream.serve(messages, context.write))
 
     async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        stream = ControlStream(self._served, self._pools, self._limits, lambda name, arguments: None)
-        await self._serve(stream, stream.serve(messages, context.write))
+        served = self._by(context)
+        stream = ControlStream(served, self._pools, self._limits)
+        await self._serve(stream, served.caller, stream.serve(messages, context.write))
 
-    async def _serve(self, stream: Stream, serving: Awaitable[None]) -> None:
-        self.streams.add(stream)
+    async def _serve(self, stream: Stream, caller: Caller, serving: Awaitable[None]) -> None:
+        self.streams[stream] = caller
         try:
             await serving
         finally:
-            self.streams.discard(stream)
+            del self.streams[stream]
 
     async def _do_action(self, request: bytes, context: Any) -> None:
-        arrived_at = self._served.hub.registry.clock.now()
+        served, arrived_at = self._by(context), self._served.hub.registry.clock.now()
         name, body = flight.read_action(request)
         if name in calls.WATCHING:
             raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
         arguments = self._json(body or b"{}", "the body")
         pool = self._pools.renewals if name in calls.RENEWALS else self._pools.calls
-        found = await run(pool, functools.partial(calls.call, self._served, name, arguments, arrived_at))
+        found = await run(pool, functools.partial(calls.call, served, name, arguments, arrived_at))
         await context.write(flight.result(wire.dumps(found)))
 
     async def _list_actions(self, request: bytes, context: Any) -> None:
+        self._by(context)
         for name in calls.CALLS:
             await context.write(flight.action_type(name, "see docs/wire.md"))
 
     async def _list_flights(self, request: bytes, context: Any) -> None:
-        for topic in await run(self._pools.calls, self._served.hub.topics):
+        served = self._by(context)
+        found = await run(self._pools.calls, served.hub.topics)
+        for topic in served.gate.topics(served.caller, found, lambda topic: topic.name):
             await context.write(_info(topic.name, topic.partitions, topic.id))
 
     async def _get_flight_info(self, request: bytes, context: Any) -> bytes:
+        served = self._by(context)
         path = flight.read_descriptor(request).path
         if len(path) != 1:
             raise InvalidArgument("GetFlightInfo: the descriptor's path must be the name of one topic")
         given = Given("GetFlightInfo", {"topic": path[0]})
-        topic = await run(self._pools.calls, functools.partial(self._served.topic, given))
+        topic = await run(self._pools.calls, functools.partial(_topic, served, given))
         return _info(topic.name, topic.partitions, topic.id)
 
     async def _get_schema(self, request: bytes, context: Any) -> bytes:
+        self._by(context)
         return flight.result(SCHEMA.serialize())
 
     def _json(self, data: bytes, what: str) -> dict[str, Any]:
@@ -201,6 +228,11 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self.open -= 1
 
         return call
+
+
+def _topic(served: Served, given: Given) -> TopicLog:
+    served.check(given.call, given.found)
+    return served.topic(given)
 
 
 def _info(name: str, partitions: int, identity: str) -> bytes:

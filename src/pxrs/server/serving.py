@@ -21,6 +21,8 @@ import grpc
 from pxrs.errors import InvalidArgument
 from pxrs.hub import Hub
 from pxrs.remote import wire
+from pxrs.server.auth.gate import Gate
+from pxrs.server.auth.names import HubNames
 from pxrs.server.calls import Served
 from pxrs.server.grants import Grants
 from pxrs.server.health import Health
@@ -31,6 +33,8 @@ from pxrs.server.settings import ServerLimits
 
 _logger = logging.getLogger(__name__)
 
+REFRESH_S: Final = 1.0
+"""How often the server looks whether the tokens file has changed."""
 _LOOK_S: Final = 0.02
 _READS_S: Final = 2.0
 """How long a server that stops waits for reads: they can be made again at no loss."""
@@ -46,6 +50,8 @@ class ServerSettings:
     listen: str = "127.0.0.1:0"
     """Host and port; port 0 chooses a free one."""
     limits: ServerLimits = field(default_factory=ServerLimits)
+    auth: str | None = None
+    """The path of the tokens file; None: everything is permitted to everybody."""
     credentials: Any = None
     """What `grpc.ssl_server_credentials` returns; None for a port without TLS."""
 
@@ -56,7 +62,8 @@ class Server:
     def __init__(self, hub: Hub, settings: ServerSettings) -> None:
         self._settings = settings
         self.pools = Pools(settings.limits)
-        served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex)
+        gate = Gate(settings.auth, HubNames(hub.topics, hub.registry.get))
+        served = Served(hub, Grants(hub.registry, settings.limits.leases_max), uuid.uuid4().hex, gate)
         self.grants = served.grants
         self.service = Service(served, self.pools, settings.limits)
         self._health = Health()
@@ -64,6 +71,7 @@ class Server:
             options=_options(settings.limits), maximum_concurrent_rpcs=settings.limits.streams_max + _EXTRA_CALLS
         )
         self._grpc.add_generic_rpc_handlers((self.service, self._health))
+        self._refreshing: asyncio.Task[None] | None = None
         self.address = ""
         """Host and port, once it listens."""
 
@@ -81,9 +89,21 @@ class Server:
             raise InvalidArgument(f"cannot listen on {listen}: is the port in use?")
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         await self._grpc.start()
+        if self._settings.auth is not None:
+            self._refreshing = asyncio.create_task(self._refresh())
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                await self.service.refresh()
+            except Exception:
+                _logger.exception("the tokens file was not looked at; the next try is in %g s", REFRESH_S)
 
     async def stop(self) -> None:
         """Drain, then close the port."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
         loop = asyncio.get_running_loop()
         began, drain_s = loop.time(), self._settings.limits.drain_s
         self._health.leave()

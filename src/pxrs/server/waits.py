@@ -54,7 +54,8 @@ class Waits:
     async def watch(self, given: Given) -> None:
         """Watch prefixes of the registry."""
         prefixes = given.texts("prefixes")
-        await self._make(given, _Wait(_WATCHES, max(1, len(prefixes))), functools.partial(self._watch, prefixes))
+        make = functools.partial(self._watch, given, prefixes)
+        await self._make(given, _Wait(_WATCHES, max(1, len(prefixes))), make)
 
     async def subscribe(self, given: Given) -> None:
         """Subscribe to partitions of a topic."""
@@ -132,7 +133,8 @@ class Waits:
             except Exception:
                 _logger.exception("a watch or subscription of a client that is gone could not be closed")
 
-    def _watch(self, prefixes: list[str], number: int) -> Watch:
+    def _watch(self, given: Given, prefixes: list[str], number: int) -> Watch:
+        self._served.check(given.call, given.found)
         watch = self._served.hub.registry.watch(*prefixes)
         try:
             watch.subscribe(functools.partial(self._note, number))
@@ -142,5 +144,6 @@ class Waits:
         return watch
 
     def _subscribe(self, given: Given, number: int) -> Subscription:
+        self._served.check(given.call, given.found)
         topic = self._served.topic(given)
         return topic.subscribe(given.wholes("partitions"), functools.partial(self._note, number))

@@ -16,6 +16,8 @@ from pxrs.errors import Closed
 from pxrs.hub import Hub
 from pxrs.remote import flight
 from pxrs.server.appends import AppendStream
+from pxrs.server.auth.gate import Gate
+from pxrs.server.auth.names import HubNames
 from pxrs.server.budget import Budget
 from pxrs.server.calls import Served
 from pxrs.server.control import ControlStream
@@ -212,7 +214,7 @@ async def drop(message: bytes) -> None:
 
 
 def served(hub: Hub) -> Served:
-    return Served(hub, Grants(hub.registry, 10), "")
+    return Served(hub, Grants(hub.registry, 10), "", Gate(None, HubNames(hub.topics, hub.registry.get)))
 
 
 def test_a_stream_of_appends_that_is_cancelled_anywhere_holds_no_room(hub: Hub) -> None:
@@ -225,7 +227,7 @@ def test_a_stream_of_appends_that_is_cancelled_anywhere_holds_no_room(hub: Hub) 
         pools, budget = Pools(limits), Budget(limits.append_bytes_max, "appends")
         try:
             for steps in range(60):
-                streams = [AppendStream(served(hub), pools, limits, budget, lambda about: None) for _ in range(3)]
+                streams = [AppendStream(served(hub), pools, limits, budget) for _ in range(3)]
                 await asyncio.gather(
                     *(cancel_after(each.serve(messages_of([first, *batches]), drop), steps) for each in streams)
                 )
@@ -252,7 +254,7 @@ def test_a_control_stream_that_is_cancelled_anywhere_leaves_no_wait(hub: Hub) ->
         pools = Pools(limits)
         try:
             for steps in range(60):
-                stream = ControlStream(served(hub), pools, limits, lambda name, arguments: None)
+                stream = ControlStream(served(hub), pools, limits)
                 await cancel_after(stream.serve(messages_of(messages), drop), steps)
         finally:
             pools.close()

@@ -1,0 +1,118 @@
+"""The log of a hub that a server keeps: see `pxrs.log.contract.Log`.
+
+The server does all that needs the hub's directory: topics are created and deleted as on the hub itself, with what the
+registry holds of them, and upkeep is the server's (W4).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from pxrs.errors import (
+    DamagedFrame,
+    OutcomeUnknown,
+    ReadFailed,
+    RegistryUnavailable,
+    TopicExists,
+)
+from pxrs.log.contract import DamagedTopic, Log
+from pxrs.model import Topic
+from pxrs.registry.limit import seconds_left
+from pxrs.remote import wire
+from pxrs.remote.client.faults import AWAY, Unanswered
+from pxrs.remote.client.session import Session
+from pxrs.remote.client.settings import Settings
+from pxrs.remote.client.topic import RemoteTopic
+
+IDENTITY_S: Final = 2.0
+"""For how long the identity of the hub is not asked for again. A consumer asks for it with each checkpoint."""
+
+
+class RemoteLog(Log):
+    """A handle to the log behind a server. Made without a connection: the first call connects."""
+
+    is_kept_by_server = True
+
+    def __init__(self, settings: Settings, address: str) -> None:
+        """address: that of the server, with its options; the registry of the hub has the same."""
+        self.url, self.own_registry = settings.shown, address
+        self._session = Session(settings)
+        self._identity: tuple[float, tuple[str, str] | None] | None = None
+        """When the identity was last asked for, and what it was then."""
+
+    def create_topic(self, topic: Topic) -> RemoteTopic:
+        connection = self._session.connection()
+        until = time.monotonic() + connection.patience_s
+        was_sent = False
+        while True:
+            try:
+                found = connection.call(
+                    "log.create_topic",
+                    {"settings": wire.topic_to_dict(topic)},
+                    max(0.0, until - time.monotonic()),
+                )
+                return RemoteTopic(wire.topic_of(found["topic"]), self._session)
+            except TopicExists:
+                # If an earlier try was sent, this may be the topic that it has made: the id says so.
+                if was_sent and (there := self._find(topic.name)) is not None and there.id == topic.id:
+                    return RemoteTopic(there, self._session)
+                raise
+            except (Unanswered, *AWAY) as error:
+                self._session.connection()
+                was_sent |= isinstance(error, Unanswered) and error.was_sent
+                if time.monotonic() < until:
+                    continue
+                if was_sent:
+                    raise OutcomeUnknown(
+                        f"{self.url}: {error}; whether the topic {topic.name} was made is not known: look for it"
+                    ) from error
+                raise ReadFailed(f"{self.url}: {error}; the topic {topic.name} was not made") from error
+
+    def _find(self, name: str) -> Topic | None:
+        return next((each for each in self.topics() if each.name == name), None)
+
+    def topics(self) -> list[Topic]:
+        return [wire.topic_of(each) for each in self._session.ask("log.topics", {})["topics"]]
+
+    def damaged_topics(self) -> list[DamagedTopic]:
+        found = []
+        for each in self._session.ask("log.damaged_topics", {})["topics"]:
+            error = wire.error_of(each["error"])
+            if not isinstance(error, DamagedFrame):
+                error = DamagedFrame(each["name"], 0, str(error))
+            found.append(DamagedTopic(each["name"], each["id"], error))
+        return found
+
+    def topic(self, name: str) -> RemoteTopic:
+        return RemoteTopic(wire.topic_of(self._session.ask("log.topic", {"topic": name})["topic"]), self._session)
+
+    def delete_topic(self, name: str) -> str:
+        connection = self._session.connection()
+        try:
+            return str(connection.call("log.delete_topic", {"topic": name}, connection.patience_s)["id"])
+        except Unanswered as error:
+            if error.was_sent:
+                raise OutcomeUnknown(
+                    f"{self.url}: {error}; whether the topic {name} was deleted is not known: look for it"
+                ) from error
+            raise ReadFailed(f"{self.url}: {error}; the topic {name} was not deleted") from error
+
+    def identity(self, *, joins: bool) -> tuple[str, str] | None:
+        known = self._identity
+        if known is not None and time.monotonic() < known[0] + IDENTITY_S and not (joins and known[1] is None):
+            return known[1]
+        asked_at = time.monotonic()
+        connection = self._session.connection()
+        try:
+            # With the timeout and the error of the registry, and not with the patience of the log: who asks is about to
+            # use the registry.
+            found = connection.ask("hub.identity", {"joins": joins}, seconds_left(connection.settings.timeout_s))
+        except Unanswered as error:
+            raise RegistryUnavailable(f"{self.url}: {error}") from error
+        identity = None if found["hub"] is None else (str(found["hub"]), str(found["place"]))
+        self._identity = asked_at, identity
+        return identity
+
+    def close(self) -> None:
+        self._session.close()
