@@ -11,9 +11,9 @@
 | `given` | reads and checks the arguments of calls |
 | `grants` | the leases that clients have named, for commits and renewals |
 | `reads`, `appends` | streams of batches out of the hub and into it |
+| `auth/` | who may do what: tokens, grants, the decision about each call |
 | `layout` | how large a compressed batch is once decompressed |
 | `budget` | bytes that may be held at a time |
-| `auth/` | who may do what: tokens, grants, the decision about each call |
 | `pools` | threads for what blocks, so that nothing blocks the event loop |
 
 The event loop of one thread owns all streams. What may block (files, registries) runs on bounded pools, and renewals of

@@ -218,7 +218,7 @@ class AppendStream:
             raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
         _check_schema(first)
         given = Given("DoPut", about)
-        topic = await run(self._pools.data, functools.partial(_topic, self._served, given))
+        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
         return functools.partial(_store, self._served, given, topic)
 
     async def _next(self, messages: AsyncIterator[bytes], *, is_rest: bool = False) -> bytes | None:
@@ -250,11 +250,6 @@ class AppendStream:
 
 async def _received(messages: AsyncIterator[bytes]) -> bytes | None:
     return await anext(messages, None)
-
-
-def _topic(served: Served, given: Given) -> TopicLog:
-    served.check(given.call, given.found)
-    return served.topic(given)
 
 
 def _store(served: Served, given: Given, topic: TopicLog, group: list[Received]) -> list[Outcome]:

@@ -48,6 +48,11 @@ class Served:
         """Raise an error if the caller may not make this call with these arguments (W4). May block."""
         self.gate.check(self.caller, call, arguments)
 
+    def permitted_topic(self, given: Given) -> TopicLog:
+        """The topic that the arguments name, if the caller may make the call."""
+        self.check(given.call, given.found)
+        return self.topic(given)
+
     def topic(self, given: Given) -> TopicLog:
         """The topic that the arguments name. Raises TopicDeleted if the topic of this name has another id."""
         name, wanted = given.text("topic"), given.text_or_none("topic_id")

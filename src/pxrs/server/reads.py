@@ -117,7 +117,7 @@ class ReadStream:
         """Send the messages that answer one ticket. Raises PxrsError."""
         self._task = asyncio.current_task()
         try:
-            topic = await run(self._pools.data, functools.partial(_topic, self._served, given))
+            topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
             if "positions" in given.found:
                 await self._send_fetched(topic, given, send)
             else:
@@ -171,11 +171,6 @@ def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> dict[int, Fet
     asked = given.whole_or_none("max_bytes")
     most = limits.read_bytes_max if asked is None else min(max(1, asked), limits.read_bytes_max)
     return topic.fetch(given.pairs("positions") or {}, most, timeout=0)
-
-
-def _topic(served: Served, given: Given) -> TopicLog:
-    served.check(given.call, given.found)
-    return served.topic(given)
 
 
 def _step(

@@ -33,7 +33,6 @@ from pxrs.errors import (
     UnknownTopic,
 )
 from pxrs.log.batch import SCHEMA
-from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server import calls
 from pxrs.server.appends import AppendStream
@@ -63,7 +62,8 @@ _STATUSES: Final = (
     (Closed, grpc.StatusCode.UNAVAILABLE),
 )
 
-Method = Callable[[Any, Any], Awaitable[Any]]
+Method = Callable[[Served, Any, Any], Awaitable[Any]]
+"""Given the hub for the caller, the request or the messages of the client, and the context of gRPC."""
 
 
 class Stream(Protocol):
@@ -80,7 +80,7 @@ class Stream(Protocol):
         """End now, in an orderly way."""
 
     def end(self, why: PxrsError) -> None:
-        """End with this error. May be called again."""
+        """End with this error: gRPC sends no status for a task that is only cancelled. May be called again."""
 
 
 class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -112,12 +112,6 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, handler_call_details: Any) -> Any:
         return self._handlers.get(handler_call_details.method)
 
-    def leave(self) -> None:
-        """Take no further calls, and tell the open streams that the server will end."""
-        self._is_draining = True
-        for stream in list(self.streams):
-            stream.leave()
-
     async def refresh(self) -> None:
         """Read the tokens file again if it has changed, and end the streams of tokens that are not valid any more. An
         action ends by itself."""
@@ -125,41 +119,40 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         await run(self._pools.calls, gate.refresh)
         for stream, caller in list(self.streams.items()):
             if not gate.is_valid(caller):
+                # Accepted, with other permissions than before: the client is to connect again.
                 changed = Closed("the permissions of the token have changed: connect again")
                 stream.end(changed if gate.is_accepted(caller) else unauthenticated())
 
-    def _by(self, context: Any) -> Served:
-        """The hub for the caller of this method. Raises Unauthenticated."""
-        metadata = dict(context.invocation_metadata() or ())
-        return replace(self._served, caller=self._served.gate.identify(metadata, context.auth_context()))
+    def leave(self) -> None:
+        """Take no further calls, and tell the open streams that the server will end."""
+        self._is_draining = True
+        for stream in list(self.streams):
+            stream.leave()
 
     # The methods.
 
-    async def _do_get(self, request: bytes, context: Any) -> None:
-        served = self._by(context)
+    async def _do_get(self, served: Served, request: bytes, context: Any) -> None:
         given = Given("DoGet", self._json(flight.read_ticket(request), "the ticket"))
         stream = ReadStream(served, self._pools, self._limits, self.reading)
-        await self._serve(stream, served.caller, stream.serve(given, context.write))
+        await self._serve(stream, served, stream.serve(given, context.write))
 
-    async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        served = self._by(context)
+    async def _do_put(self, served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
         stream = AppendStream(served, self._pools, self._limits, self.appending)
-        await self._serve(stream, served.caller, stream.serve(messages, context.write))
+        await self._serve(stream, served, stream.serve(messages, context.write))
 
-    async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        served = self._by(context)
+    async def _do_exchange(self, served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
         stream = ControlStream(served, self._pools, self._limits)
-        await self._serve(stream, served.caller, stream.serve(messages, context.write))
+        await self._serve(stream, served, stream.serve(messages, context.write))
 
-    async def _serve(self, stream: Stream, caller: Caller, serving: Awaitable[None]) -> None:
-        self.streams[stream] = caller
+    async def _serve(self, stream: Stream, served: Served, serving: Awaitable[None]) -> None:
+        self.streams[stream] = served.caller
         try:
             await serving
         finally:
             del self.streams[stream]
 
-    async def _do_action(self, request: bytes, context: Any) -> None:
-        served, arrived_at = self._by(context), self._served.hub.registry.clock.now()
+    async def _do_action(self, served: Served, request: bytes, context: Any) -> None:
+        arrived_at = self._served.hub.registry.clock.now()
         name, body = flight.read_action(request)
         if name in calls.WATCHING:
             raise InvalidArgument(f"{name} needs a control stream, DoExchange: see docs/wire.md")
@@ -168,28 +161,24 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         found = await run(pool, functools.partial(calls.call, served, name, arguments, arrived_at))
         await context.write(flight.result(wire.dumps(found)))
 
-    async def _list_actions(self, request: bytes, context: Any) -> None:
-        self._by(context)
+    async def _list_actions(self, served: Served, request: bytes, context: Any) -> None:
         for name in calls.CALLS:
             await context.write(flight.action_type(name, "see docs/wire.md"))
 
-    async def _list_flights(self, request: bytes, context: Any) -> None:
-        served = self._by(context)
+    async def _list_flights(self, served: Served, request: bytes, context: Any) -> None:
         found = await run(self._pools.calls, served.hub.topics)
         for topic in served.gate.topics(served.caller, found, lambda topic: topic.name):
             await context.write(_info(topic.name, topic.partitions, topic.id))
 
-    async def _get_flight_info(self, request: bytes, context: Any) -> bytes:
-        served = self._by(context)
+    async def _get_flight_info(self, served: Served, request: bytes, context: Any) -> bytes:
         path = flight.read_descriptor(request).path
         if len(path) != 1:
             raise InvalidArgument("GetFlightInfo: the descriptor's path must be the name of one topic")
         given = Given("GetFlightInfo", {"topic": path[0]})
-        topic = await run(self._pools.calls, functools.partial(_topic, served, given))
+        topic = await run(self._pools.calls, functools.partial(served.permitted_topic, given))
         return _info(topic.name, topic.partitions, topic.id)
 
-    async def _get_schema(self, request: bytes, context: Any) -> bytes:
-        self._by(context)
+    async def _get_schema(self, served: Served, request: bytes, context: Any) -> bytes:
         return flight.result(SCHEMA.serialize())
 
     def _json(self, data: bytes, what: str) -> dict[str, Any]:
@@ -200,7 +189,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"{what} is not one JSON object: {str(error)[:200]}") from error
 
-    def _guarded(self, method: Method, *, is_stream: bool) -> Method:
+    def _guarded(self, method: Method, *, is_stream: bool) -> Callable[[Any, Any], Awaitable[Any]]:
         """The method; an error that it raises ends the call with a status."""
 
         async def call(request: Any, context: Any) -> Any:
@@ -214,7 +203,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     raise Closed("the server is stopping: connect again")
                 if self.open > self._limits.streams_max:
                     raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
-                return await method(request, context)
+                return await method(self._by(context), request, context)
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
             except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -229,10 +218,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         return call
 
-
-def _topic(served: Served, given: Given) -> TopicLog:
-    served.check(given.call, given.found)
-    return served.topic(given)
+    def _by(self, context: Any) -> Served:
+        """The hub for the caller. Raises Unauthenticated."""
+        caller = self._served.gate.identify(dict(context.invocation_metadata() or ()), context.auth_context())
+        return replace(self._served, caller=caller)
 
 
 def _info(name: str, partitions: int, identity: str) -> bytes:

@@ -54,8 +54,7 @@ class Waits:
     async def watch(self, given: Given) -> None:
         """Watch prefixes of the registry."""
         prefixes = given.texts("prefixes")
-        make = functools.partial(self._watch, given, prefixes)
-        await self._make(given, _Wait(_WATCHES, max(1, len(prefixes))), make)
+        await self._make(given, _Wait(_WATCHES, max(1, len(prefixes))), functools.partial(self._watch, given, prefixes))
 
     async def subscribe(self, given: Given) -> None:
         """Subscribe to partitions of a topic."""
@@ -144,6 +143,5 @@ class Waits:
         return watch
 
     def _subscribe(self, given: Given, number: int) -> Subscription:
-        self._served.check(given.call, given.found)
-        topic = self._served.topic(given)
+        topic = self._served.permitted_topic(given)
         return topic.subscribe(given.wholes("partitions"), functools.partial(self._note, number))
