@@ -1,10 +1,10 @@
 """`DoPut`: batches into a topic. Each append is answered when it is durable (W1).
 
 An append is the batches of a stream up to the first one without `more`. The server stores an append only when it has
-answered the one before it; gRPC's buffers hold what comes meanwhile. What all streams hold together is bounded by
-`append_bytes_max`: a stream waits until others are stored, and its client is slowed down by gRPC's flow control. A
-stream that holds the beginning of an append must get the rest of it within `append_rest_s`: all others may wait for the
-room that it takes.
+answered the one before it; meanwhile it receives one message, and gRPC's buffers hold what else comes. What all streams
+hold together is bounded by `append_bytes_max`: a stream waits until others are stored, and its client is slowed down by
+gRPC's flow control. A stream that holds the beginning of an append must get the rest of it within `append_rest_s`: all
+others may wait for the room that it takes.
 
 A stream that ends with an error of pxrs has stored nothing of the appends that it has not answered. Clients rely on it.
 
@@ -17,16 +17,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from pxrs.errors import Closed, InvalidRecord, ServerBusy
+from pxrs.errors import Closed, InvalidRecord, PxrsError, ServerBusy
 from pxrs.log.batch import ANONYMOUS, SCHEMA, Origin, Payload
-from pxrs.log.contract import Append
+from pxrs.log.contract import Append, TopicLog
 from pxrs.log.outcomes import MaybeStored, Outcome, StoredAt
 from pxrs.remote import flight, wire
 from pxrs.server.budget import Budget
@@ -34,32 +34,53 @@ from pxrs.server.calls import Served
 from pxrs.server.control import Send
 from pxrs.server.given import Given
 from pxrs.server.layout import Layout, read_layout
-from pxrs.server.pools import Pools, run
+from pxrs.server.pools import Pools, run, take_error
 from pxrs.server.settings import ServerLimits
 
 ABOUT_BYTES_MAX: Final = 4096
 """How long the JSON that comes with a batch may be."""
-SMALL_BYTES: Final = 64 << 10
-"""Batches below this length are checked on the event loop: to hand one to a thread takes longer than to check it."""
 _EPOCH_MAX: Final = (1 << 32) - 1
 _SEQUENCE_MAX: Final = (1 << 63) - 1
 _INVALID: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
 """What pyarrow raises for bytes that are no Arrow data."""
 
 
-def read_append(message: flight.FlightData, layout: Layout) -> tuple[Append, bool]:
-    """One batch of an append, and whether more belong to it. Raises InvalidRecord, InvalidArgument."""
-    if len(message.app_metadata) > ABOUT_BYTES_MAX:
+class Received(NamedTuple):
+    """A batch as it came. `append` checks it."""
+
+    about: Given
+    """What came with it as `app_metadata`."""
+    message: flight.FlightData
+    layout: Layout
+
+    @property
+    def has_more(self) -> bool:
+        return self.about.flag("more")
+
+    def append(self) -> Append:
+        """Decode and check the batch. Raises InvalidRecord, InvalidArgument."""
+        since = self.about.whole_or_none("since")
+        if since is not None and since < 0:
+            raise InvalidRecord("since is an offset, which is not negative")
+        payload = _payload(self.message, self.layout)
+        return Append(self.about.whole("partition"), payload, _origin(self.about), since)
+
+
+def receive(message: bytes, decoded_bytes_max: int) -> Received:
+    """Read what costs little. Raises InvalidRecord, also if it would take too much memory to decode the batch."""
+    data = flight.read_flight_data(message)
+    if len(data.app_metadata) > ABOUT_BYTES_MAX:
         raise InvalidRecord(f"the app_metadata of a batch is longer than {ABOUT_BYTES_MAX:,} bytes")
     try:
-        given = Given("an append", wire.loads(message.app_metadata))
+        about = Given("an append", wire.loads(data.app_metadata))
     except (ValueError, RecursionError) as error:
         raise InvalidRecord(f"a batch has no JSON object as app_metadata: {str(error)[:200]}") from error
-    since = given.whole_or_none("since")
-    if since is not None and since < 0:
-        raise InvalidRecord("since is an offset, which is not negative")
-    append = Append(given.whole("partition"), _payload(message, layout), _origin(given), since)
-    return append, given.flag("more")
+    layout = read_layout(data.header, data.body)
+    if layout.decoded_bytes > decoded_bytes_max:
+        raise InvalidRecord(
+            f"the batch has {layout.decoded_bytes:,} bytes decompressed, and {decoded_bytes_max:,} is the most"
+        )
+    return Received(about, data, layout)
 
 
 def _origin(given: Given) -> Origin:
@@ -125,41 +146,52 @@ class AppendStream:
         self._task: asyncio.Task[None] | None = None
         self._is_waiting = False
         """Whether the stream waits for a message of the client, and so may be ended."""
-        self._is_leaving = False
+        self._why: PxrsError | None = None
+        """Why the server ends the stream."""
+        self._ahead: asyncio.Future[bytes | None] | None = None
+        """The next message, which is received while an append is stored."""
 
     may_end = True
     """An append that is under way is answered before the stream ends."""
 
     def leave(self) -> None:
-        """End the stream, with `Closed`, once the append that is under way is answered."""
-        self._is_leaving = True
-        if self._is_waiting and self._task is not None:
-            self._task.cancel()
+        """End the stream: the server stops."""
+        self.end(Closed("the server is stopping: connect again; nothing that it has not answered was stored"))
 
     def finish(self) -> None:
         """`leave` ends the stream."""
+
+    def end(self, why: PxrsError) -> None:
+        """End the stream with this error, once the append that is under way is answered: an append must not be stored
+        although the client is told that nothing was done."""
+        if self._why is None:
+            self._why = why
+            if self._is_waiting and self._task is not None:
+                self._task.cancel()
 
     async def serve(self, messages: AsyncIterator[bytes], send: Send) -> None:
         """Answer the appends of the stream until the client ends it. Raises PxrsError."""
         self._task = asyncio.current_task()
         messages = aiter(messages)
-        given = await self._begin(await self._next(messages))
-        group: list[Append] = []
+        store = await self._begin(await self._next(messages))
+        group: list[Received] = []
         taken = 0
         try:
             while (message := await self._next(messages, is_rest=bool(group))) is not None:
-                size, layout, data = self._measure(message)
+                received = receive(message, self._limits.append_decoded_bytes_max)
+                size = len(message) + received.layout.decoded_bytes
                 # A stream that holds the beginning of an append must not wait for ever: all others may do the same.
                 taken += await self._budget.take(size, self._limits.append_rest_s if group else None)
-                append, has_more = await self._read(data, layout)
-                group.append(append)
+                group.append(received)
                 if len(group) > self._limits.append_batches_max:
                     raise InvalidRecord(
                         f"an append may have {self._limits.append_batches_max:,} batches; send fewer with `more`"
                     )
-                if has_more:
+                if received.has_more:
                     continue
-                outcomes = await run(self._pools.data, functools.partial(_store, self._served, given, group))
+                if self._budget.has_room(size):  # the next batch comes while this one is stored
+                    self._ahead = asyncio.ensure_future(_received(messages))
+                outcomes = await run(self._pools.data, functools.partial(store, group))
                 # Before the answers are sent: a client that does not read them must not hold room.
                 self._budget.give_back(taken)
                 group, taken = [], 0
@@ -169,9 +201,13 @@ class AppendStream:
                 raise InvalidRecord("the stream ended after a batch with `more`; nothing of this append was stored")
         finally:
             self._budget.give_back(taken)
+            if self._ahead is not None:
+                self._ahead.cancel()
+                self._ahead.add_done_callback(take_error)
 
-    async def _begin(self, message: bytes | None) -> Given:
-        """Check the first message. Returns the arguments that name the topic."""
+    async def _begin(self, message: bytes | None) -> Callable[[list[Received]], list[Outcome]]:
+        """Check the first message. Returns what stores an append in the topic that the message names: the stream
+        appends to no other topic, and if this one is deleted, the log refuses each append."""
         first = flight.read_flight_data(message or b"")
         command = first.command or b""
         try:
@@ -182,53 +218,43 @@ class AppendStream:
             raise InvalidRecord("the descriptor's command must be a JSON object that names the topic") from error
         _check_schema(first)
         given = Given("DoPut", about)
-        await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
-        return given
+        topic = await run(self._pools.data, functools.partial(self._served.permitted_topic, given))
+        return functools.partial(_store, self._served, given, topic)
 
     async def _next(self, messages: AsyncIterator[bytes], *, is_rest: bool = False) -> bytes | None:
         """The next message; None if the client has ended the stream.
 
         is_rest: whether the message belongs to an append that has begun"""
-        if self._is_leaving:
-            raise _stopping()
+        if self._why is not None:
+            raise self._why
         self._is_waiting = True
         try:
             async with asyncio.timeout(self._limits.append_rest_s if is_rest else None):
-                return await anext(messages, None)
+                if self._ahead is None:
+                    return await anext(messages, None)
+                message = await self._ahead
+                self._ahead = None
+                return message
         except TimeoutError:
             raise ServerBusy(
                 f"the rest of an append did not come within {self._limits.append_rest_s:g} s; nothing of it was stored"
             ) from None
         except asyncio.CancelledError:
-            if not self._is_leaving or self._task is None:
+            if self._why is None or self._task is None:
                 raise
             self._task.uncancel()
-            raise _stopping() from None
+            raise self._why from None
         finally:
             self._is_waiting = False
 
-    def _measure(self, message: bytes) -> tuple[int, Layout, flight.FlightData]:
-        """How many bytes it takes to hold and to check the batch. Raises InvalidRecord if that is too much."""
-        data = flight.read_flight_data(message)
-        layout = read_layout(data.header, data.body)
-        most = self._limits.append_decoded_bytes_max
-        if layout.decoded_bytes > most:
-            raise InvalidRecord(f"the batch has {layout.decoded_bytes:,} bytes decompressed, and {most:,} is the most")
-        return len(message) + layout.decoded_bytes, layout, data
 
-    async def _read(self, data: flight.FlightData, layout: Layout) -> tuple[Append, bool]:
-        if len(data.body) + layout.decoded_bytes < SMALL_BYTES:
-            return read_append(data, layout)
-        return await run(self._pools.data, functools.partial(read_append, data, layout))
+async def _received(messages: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(messages, None)
 
 
-def _stopping() -> Closed:
-    return Closed("the server is stopping: connect again; nothing that it has not answered was stored")
-
-
-def _store(served: Served, given: Given, group: list[Append]) -> list[Outcome]:
-    # For each append anew: the token may have been revoked, or the topic deleted.
-    return served.permitted_topic(given).append(group)
+def _store(served: Served, given: Given, topic: TopicLog, group: list[Received]) -> list[Outcome]:
+    served.check(given.call, given.found)  # for each append anew: the token may have been revoked
+    return topic.append([received.append() for received in group])
 
 
 def _check_schema(first: flight.FlightData) -> None:

@@ -17,6 +17,7 @@ How a stream ends:
 | the client ends its half | its calls are answered; the status is OK |
 | the client is gone, or cancels | its calls run to their end, unanswered; its watches and subscriptions are closed |
 | the client breaks the protocol | the status is an error |
+| the token is revoked | `end`; calls that are under way are not answered; the status is an error |
 | the server stops | `leave` says goodbye, `finish` answers what is under way; the status is OK |
 """
 
@@ -70,6 +71,9 @@ class ControlStream:
         """The numbers of watches and subscriptions of which an event is to be sent, in order."""
         self._wake = asyncio.Event()
         self._waits = Waits(served, pools, limits, self._note)
+        self._task: asyncio.Task[None] | None = None
+        self._why: PxrsError | None = None
+        """Why the server ends the stream."""
         self._reader: asyncio.Task[None] | None = None
         self._is_last = False
         """No further message is read: the writer ends once everything is answered."""
@@ -78,6 +82,7 @@ class ControlStream:
     async def serve(self, messages: AsyncIterator[bytes], send: Send) -> None:
         """Serve the stream until the client ends it, or `finish` is called. Raises PxrsError for a client that does not
         keep to the protocol."""
+        self._task = asyncio.current_task()
         writer = asyncio.create_task(self._write(send))
         reader = self._reader = asyncio.create_task(self._read(messages))
         try:
@@ -87,6 +92,11 @@ class ControlStream:
             self._is_last = True
             self._wake.set()
             await writer
+        except asyncio.CancelledError:
+            if self._why is None or self._task is None:
+                raise
+            self._task.uncancel()
+            raise self._why from None
         finally:
             for task in (reader, writer, *self._tasks):
                 task.cancel()
@@ -101,6 +111,12 @@ class ControlStream:
         """Read no further message, answer what is under way, and end the stream."""
         if self._reader is not None:
             self._reader.cancel()
+
+    def end(self, why: PxrsError) -> None:
+        """End the stream with this error. The outcome of calls that are under way is unknown to the client."""
+        if self._why is None and self._task is not None:
+            self._why = why
+            self._task.cancel()
 
     @property
     def may_end(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pxrs.server.settings import ServerLimits
 
@@ -32,3 +32,9 @@ class Pools:
 async def run(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     """Run the function on a thread of the pool; its result."""
     return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def take_error(done: asyncio.Future[Any]) -> None:
+    """A callback of a future whose result nobody needs any more: its error is not reported as forgotten."""
+    if not done.cancelled():
+        done.exception()

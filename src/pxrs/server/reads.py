@@ -26,7 +26,7 @@ from pxrs.server.budget import Budget
 from pxrs.server.calls import Served
 from pxrs.server.control import Send
 from pxrs.server.given import Given
-from pxrs.server.pools import Pools, run
+from pxrs.server.pools import Pools, run, take_error
 from pxrs.server.settings import ServerLimits
 
 _SCHEMA_HEADER: Final = bytes(flight.ipc_message(SCHEMA.serialize())[0])
@@ -143,7 +143,7 @@ class ReadStream:
             raise InvalidArgument(f"DoGet: the range from {start} to {end} is none: send start and end, 0 <= start")
         if start == end:  # an error if there is no such partition
             await run(self._pools.data, functools.partial(topic.bounds, (partition,)))
-        step = functools.partial(_step, topic, partition, end)
+        step = functools.partial(_step, self._served, topic, given, partition, end)
         batches, start = await run(self._pools.data, functools.partial(step, start))
         await send(SCHEMA_MESSAGE)
         while batches:
@@ -153,7 +153,7 @@ class ReadStream:
                 batches, start = await ahead
             finally:
                 ahead.cancel()
-                ahead.add_done_callback(_take_error)
+                ahead.add_done_callback(take_error)
 
     async def _send_batches(self, partition: int, batches: Iterable[Batch], send: Send) -> None:
         for batch in batches:
@@ -167,22 +167,19 @@ class ReadStream:
                 self._room.budget.give_back(taken)
 
 
-def _take_error(done: asyncio.Future[Any]) -> None:
-    """A step whose stream has ended may fail: nobody is interested in its error."""
-    if not done.cancelled():
-        done.exception()
-
-
 def _fetch(topic: TopicLog, limits: ServerLimits, given: Given) -> dict[int, Fetched]:
     asked = given.whole_or_none("max_bytes")
     most = limits.read_bytes_max if asked is None else min(max(1, asked), limits.read_bytes_max)
     return topic.fetch(given.pairs("positions") or {}, most, timeout=0)
 
 
-def _step(topic: TopicLog, partition: int, end: int, start: int) -> tuple[list[Batch], int]:
+def _step(
+    served: Served, topic: TopicLog, given: Given, partition: int, end: int, start: int
+) -> tuple[list[Batch], int]:
     """The next batches of a range, and where the step after it begins; none at the end of the range."""
     if start >= end:
         return [], start
+    served.check(given.call, given.found)  # the token may have been revoked since the last step
     batches = topic.read(partition, start, STEP_BYTES)
     if not batches:
         raise OffsetOutOfRange(f"{topic.name}/{partition}", end, start)

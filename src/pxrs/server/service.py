@@ -79,6 +79,9 @@ class Stream(Protocol):
     def finish(self) -> None:
         """End now, in an orderly way."""
 
+    def end(self, why: PxrsError) -> None:
+        """End with this error: gRPC sends no status for a task that is only cancelled. May be called again."""
+
 
 class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     """All methods of Arrow Flight. Belongs to the event loop."""
@@ -87,14 +90,11 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._served, self._pools, self._limits = served, pools, limits
         self.appending = Budget(limits.append_bytes_max, "appends that are not stored yet")
         self.reading = Room(limits)
-        self.streams: set[Stream] = set()
+        self.streams: dict[Stream, Caller] = {}
+        """The streams that are open, and who has opened each."""
         self.open = 0
         """How many calls are open."""
         self._is_draining = False
-        self._callers: dict[asyncio.Task[Any], Caller] = {}
-        """The tasks of the methods that are under way, and who called each."""
-        self._refusals: dict[asyncio.Task[Any], PxrsError] = {}
-        """Why `refresh` has cancelled a task."""
         several = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
         several["ListFlights"] = self._list_flights
         both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
@@ -113,15 +113,15 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(handler_call_details.method)
 
     async def refresh(self) -> None:
-        """Read the tokens file again if it has changed, and end what a token has open that is not valid any more."""
+        """Read the tokens file again if it has changed, and end the streams of tokens that are not valid any more. An
+        action ends by itself."""
         gate = self._served.gate
         await run(self._pools.calls, gate.refresh)
-        for task, caller in list(self._callers.items()):
-            if task not in self._refusals and not gate.is_valid(caller):
+        for stream, caller in list(self.streams.items()):
+            if not gate.is_valid(caller):
                 # Accepted, with other permissions than before: the client is to connect again.
                 changed = Closed("the permissions of the token have changed: connect again")
-                self._refusals[task] = changed if gate.is_accepted(caller) else unauthenticated()
-                task.cancel()
+                stream.end(changed if gate.is_accepted(caller) else unauthenticated())
 
     def leave(self) -> None:
         """Take no further calls, and tell the open streams that the server will end."""
@@ -134,22 +134,22 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _do_get(self, served: Served, request: bytes, context: Any) -> None:
         given = Given("DoGet", self._json(flight.read_ticket(request), "the ticket"))
         stream = ReadStream(served, self._pools, self._limits, self.reading)
-        await self._serve(stream, stream.serve(given, context.write))
+        await self._serve(stream, served, stream.serve(given, context.write))
 
     async def _do_put(self, served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
         stream = AppendStream(served, self._pools, self._limits, self.appending)
-        await self._serve(stream, stream.serve(messages, context.write))
+        await self._serve(stream, served, stream.serve(messages, context.write))
 
     async def _do_exchange(self, served: Served, messages: AsyncIterator[bytes], context: Any) -> None:
         stream = ControlStream(served, self._pools, self._limits)
-        await self._serve(stream, stream.serve(messages, context.write))
+        await self._serve(stream, served, stream.serve(messages, context.write))
 
-    async def _serve(self, stream: Stream, serving: Awaitable[None]) -> None:
-        self.streams.add(stream)
+    async def _serve(self, stream: Stream, served: Served, serving: Awaitable[None]) -> None:
+        self.streams[stream] = served.caller
         try:
             await serving
         finally:
-            self.streams.discard(stream)
+            del self.streams[stream]
 
     async def _do_action(self, served: Served, request: bytes, context: Any) -> None:
         arrived_at = self._served.hub.registry.clock.now()
@@ -194,8 +194,6 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         async def call(request: Any, context: Any) -> Any:
             self.open += 1
-            task = asyncio.current_task()
-            assert task is not None
             try:
                 if is_stream:
                     # Otherwise the first message brings it. If that is cancelled while it is sent, `grpc.aio` does not
@@ -205,17 +203,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                     raise Closed("the server is stopping: connect again")
                 if self.open > self._limits.streams_max:
                     raise ServerBusy(f"{self._limits.streams_max:,} streams are open on this server: close some")
-                return await method(self._by(context, task), request, context)
+                return await method(self._by(context), request, context)
             except (PxrsError, flight.MalformedMessage) as error:
                 await _abort(context, error)
-            except asyncio.CancelledError:
-                refusal = self._refusals.get(task)
-                if refusal is None:
-                    raise
-                # gRPC sends no status for a task that was cancelled: the client would wait for ever.
-                task.uncancel()
-                await _abort(context, refusal)
-            except grpc.aio.AbortError:
+            except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except Exception:
                 if context.cancelled() or context.done():  # the client is gone, so nothing could be sent to it
@@ -224,16 +215,12 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await context.abort(grpc.StatusCode.INTERNAL, "the server failed unexpectedly; its log says why")
             finally:
                 self.open -= 1
-                self._callers.pop(task, None)
-                self._refusals.pop(task, None)
 
         return call
 
-    def _by(self, context: Any, task: asyncio.Task[Any]) -> Served:
-        """The hub for the caller. From now on the method is ended when the caller's token is revoked. Raises
-        Unauthenticated."""
+    def _by(self, context: Any) -> Served:
+        """The hub for the caller. Raises Unauthenticated."""
         caller = self._served.gate.identify(dict(context.invocation_metadata() or ()), context.auth_context())
-        self._callers[task] = caller
         return replace(self._served, caller=caller)
 
 

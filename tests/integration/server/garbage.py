@@ -126,7 +126,8 @@ class Garbage:
         found = {"id": number, "call": name, **arguments}
         if self.random.randrange(40):
             return flight.flight_data(flight.FlightData(app_metadata=json.dumps(found).encode())), True
-        data = flight.flight_data(flight.FlightData(app_metadata=self.json(self.changed(found))))
+        changed = found if name == "log.delete_topic" else self.changed(found)
+        data = flight.flight_data(flight.FlightData(app_metadata=self.json(changed)))
         return (self.mutated(data) if self.random.randrange(2) else data), False
 
     def action(self) -> bytes:

@@ -16,6 +16,8 @@ from tests.integration.server.peer import Control, Put, act, error_of, get, reco
 from tests.unit.test_errors import made
 
 CLASSES = sorted(BY_CODE.values(), key=lambda each: each.code)
+FILTERED = (Conflict, UnknownTopic)
+"""The server makes these anew, with the keys and topics that the caller may see."""
 
 
 def same(found: PxrsError, sent: PxrsError) -> bool:
@@ -40,7 +42,8 @@ def test_errors_survive_on_every_kind_of_stream(
             with pytest.raises(kind) as told:
                 control.make("registry.get", key="a")
             assert same(told.value, raised[-1]), kind
-            assert told.value.state().keys() == raised[-1].state().keys()
+            if kind not in FILTERED:
+                assert told.value.state().keys() == raised[-1].state().keys()
             with pytest.raises(grpc.RpcError) as failed:
                 act(channel, "registry.get", key="a")
             assert same(error_of(failed.value), raised[-1]), kind
