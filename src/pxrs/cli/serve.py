@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from pxrs.cli.options import RegistryUrl, open_hub
+from pxrs.cli.options import RegistryUrl, is_server, open_hub
 from pxrs.cli.terminal import echo
 from pxrs.errors import InvalidArgument, MissingDependency
 from pxrs.hub import Hub
@@ -82,6 +82,8 @@ def serve(
         raise MissingDependency(
             f"pxrs serve needs {error.name}: pip install 'pxrs[remote]'", name=error.name
         ) from error
+    if is_server(directory):
+        raise InvalidArgument(f"{directory} is the address of another server: give the hub's directory")
     check_listen(listen, is_open=auth is None and not insecure)
     limits = ServerLimits(
         streams_max=streams_max,

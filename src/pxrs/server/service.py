@@ -7,6 +7,7 @@ effect (W4). A PxrsError becomes a status of gRPC with the error as trailing met
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +34,7 @@ from pxrs.log.contract import TopicLog
 from pxrs.remote import flight, wire
 from pxrs.server import calls
 from pxrs.server.appends import Budget, appends
-from pxrs.server.auth.gate import Caller
+from pxrs.server.auth.gate import Caller, unauthenticated
 from pxrs.server.calls import Served
 from pxrs.server.control import ControlStream
 from pxrs.server.given import Given
@@ -69,8 +70,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._readers = asyncio.Semaphore(limits.readers_max)
         self.streams: set[ControlStream] = set()
         self.is_draining = False
-        self._open: dict[asyncio.Task[Any], Caller] = {}
-        """The tasks of the methods that are under way, and who called them."""
+        self._open: dict[asyncio.Task[Any], tuple[Caller, Any]] = {}
+        """The tasks of the methods that are under way, who called them, and their contexts."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Tasks of `_end`: the event loop itself keeps none alive."""
         stream = {"DoGet": self._do_get, "DoAction": self._do_action, "ListActions": self._list_actions}
         stream["ListFlights"] = self._list_flights
         both = {"DoPut": self._do_put, "DoExchange": self._do_exchange}
@@ -100,7 +103,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         metadata = dict(context.invocation_metadata() or ())
         caller = self._served.gate.identify(metadata, context.auth_context())
         if (task := asyncio.current_task()) is not None:
-            self._open[task] = caller
+            self._open[task] = caller, context
             task.add_done_callback(lambda task: self._open.pop(task, None))
         return replace(self._served, caller=caller)
 
@@ -108,14 +111,18 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Read the tokens file again if it has changed, and end what a token has open that is not valid any more."""
         gate = self._served.gate
         await run(self._pools.calls, gate.refresh)
-        for task, caller in list(self._open.items()):
+        for task, (caller, context) in list(self._open.items()):
             if not gate.is_valid(caller):
-                task.cancel()
+                del self._open[task]
+                ending = asyncio.create_task(_end(task, context, is_accepted=gate.is_accepted(caller)))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
 
     async def _do_get(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        served = self._by(context)  # before the wait: who is not accepted takes nobody's place
         given = Given("DoGet", _json(flight.read_ticket(request), "the ticket"))
         async with self._readers:
-            async for message in read(self._by(context), self._pools, self._limits, given):
+            async for message in read(served, self._pools, self._limits, given):
                 yield message
 
     async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -216,6 +223,20 @@ def _answered(method: Callable[[Any, Any], Awaitable[bytes]]) -> Callable[[Any, 
         return b""
 
     return answer
+
+
+async def _end(task: asyncio.Task[Any], context: Any, *, is_accepted: bool) -> None:
+    """End a method whose caller's token is not accepted any more; or is, with other permissions than before, so that
+    the client is to connect again. gRPC sends no status for a task that was cancelled: the client would wait for
+    ever."""
+    task.cancel()
+    await asyncio.wait((task,))
+    # AbortError is how `abort` ends the method that calls it. The others say that the method has ended by itself, or
+    # that the client is gone.
+    with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
+        if is_accepted:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the permissions of the token have changed: connect again")
+        await _abort(context, unauthenticated())
 
 
 async def _abort(context: Any, error: Exception) -> None:
