@@ -3,6 +3,7 @@ what the caller is told when an answer does not come."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -571,6 +572,17 @@ def test_handles_with_one_address_share_one_stream_until_the_last_is_closed(peer
     log.close()
     assert control.next_data() is None, "the stream ends with the last handle"
     assert peer.controls.empty()
+
+
+def test_handles_that_were_dropped_without_close_let_go_of_the_connection(peer: Peer) -> None:
+    handles: list[object] = []
+    registry, control = open_registry(peer)
+    handles += [registry, open_log(peer.url)]
+    del registry
+    with pytest.warns(ResourceWarning, match="dropped without close"):
+        handles.clear()
+    gc.collect()
+    assert control.next_data() is None, "the stream ends with the last handle"
 
 
 def test_the_next_address_is_tried(peer: Peer) -> None:
