@@ -44,6 +44,10 @@ class Budget:
         self._left = self._bytes_max = bytes_max
         self._changed = asyncio.Condition()
 
+    @property
+    def is_unused(self) -> bool:
+        return self._left == self._bytes_max
+
     async def take(self, size: int, timeout_s: float | None) -> int:
         """Wait until there is room, for no longer than this: then ServerBusy is raised. A batch that alone is larger
         than the whole budget takes all of it. Returns what was taken, to be given back."""

@@ -97,6 +97,22 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def service(self, handler_call_details: Any) -> Any:
         return self._handlers.get(handler_call_details.method)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no method is under way."""
+        return not self._open
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every call and append that has arrived is answered."""
+        return all(stream.is_idle for stream in self.streams) and self._budget.is_unused
+
+    def _check_serving(self) -> None:
+        """A client that was told to come back must not connect again to the server that is stopping: that would cut off
+        what the client then sends."""
+        if self.is_draining:
+            raise Closed("the server is stopping: connect again")
+
     def _by(self, context: Any) -> Served:
         """The hub for the caller of this method. From now on the method is ended when the caller's token is revoked.
         Raises Unauthenticated."""
@@ -126,10 +142,12 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
                 yield message
 
     async def _do_put(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self._check_serving()
         async for answer in appends(self._by(context), self._pools, self._limits, self._budget, messages):
             yield answer
 
     async def _do_exchange(self, messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self._check_serving()
         stream = ControlStream(self._by(context), self._pools, self._limits)
         self.streams.add(stream)
         try:

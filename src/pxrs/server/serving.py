@@ -1,7 +1,8 @@
 """Starts and stops a server.
 
-Stopping drains it: clients are told to come back, calls and appends that are under way are answered, then the port is
-closed. What is not answered within `drain_s` has an unknown outcome for its client, as if the server had been killed.
+Stopping drains it: clients are told to come back, no new streams are accepted, calls and appends that are under way are
+answered, and the port is closed when all clients have left. What is not answered within `drain_s` has an unknown
+outcome for its client, as if the server had been killed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _logger = logging.getLogger(__name__)
 
 REFRESH_S: Final = 1.0
 """How often the server looks whether the tokens file has changed."""
-_LOOK_S: Final = 0.05
+LEAVE_S_MAX: Final = 3.0
+"""How long a server that is stopping waits for a client that has nothing under way and does not leave."""
+_LOOK_S: Final = 0.02
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -108,13 +111,23 @@ class Server:
         for stream in list(self._service.streams):
             stream.say_goodbye("the server is stopping")
         until = asyncio.get_running_loop().time() + self._settings.limits.drain_s
-        while not all(stream.is_idle for stream in self._service.streams):
-            if asyncio.get_running_loop().time() > until:
-                _logger.warning("some calls were not answered before the server stopped")
-                break
-            await asyncio.sleep(_LOOK_S)
+        await self._wait_for_clients(until)
         await self._grpc.stop(grace=max(0.0, min(1.0, until - asyncio.get_running_loop().time())))
         await asyncio.get_running_loop().run_in_executor(None, self._pools.close)
+
+    async def _wait_for_clients(self, until: float) -> None:
+        """Wait until all clients have left, or until this moment. A client that was told to come back ends its streams
+        once its calls are answered, also those that were on their way when it was told. One that does not leave, and
+        sends nothing for LEAVE_S_MAX, is not waited for: it may be frozen, and others wait for the next server."""
+        loop = asyncio.get_running_loop()
+        busy_at = loop.time()
+        while not self._service.is_empty and loop.time() < busy_at + LEAVE_S_MAX:
+            if not self._service.is_idle:
+                busy_at = loop.time()
+            if loop.time() > until:
+                _logger.warning("some calls were not answered before the server stopped")
+                return
+            await asyncio.sleep(_LOOK_S)
 
 
 @contextmanager
