@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
@@ -305,6 +306,20 @@ def test_ping_over_tls(call: Call, hub: Hub, tmp_path: Path) -> None:
         assert (plain["tls"], plain["access"]) == (True, "granted")
         without = call("ping", "--at", f"{at}?ca_file={ours.ca}")
         assert (without.code, "needs a certificate of the client" in without.errors) == (1, True)
+
+
+def test_an_error_of_tls_is_one_line_and_nothing_of_grpcs_own(hub: Hub, tmp_path: Path) -> None:
+    import grpc
+
+    pytest.importorskip("trustme")
+    ours, theirs = (certificates(folder) for folder in (tmp_path / "ours", tmp_path / "theirs") if not folder.mkdir())
+    pair = ours.server_key.read_bytes(), ours.server_cert.read_bytes()
+    with serving(hub, ServerSettings(credentials=grpc.ssl_server_credentials([pair]))) as at:
+        environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        ran = forked.run_text("pxrs.cli", ("topic", "list", "--at", f"{at}?ca_file={theirs.ca}"), env=environment)
+    assert ran.returncode == 1
+    assert len(ran.stderr.splitlines()) == 1, ran.stderr
+    assert "is not trusted" in ran.stderr
 
 
 # Workers.
