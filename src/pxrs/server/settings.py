@@ -1,4 +1,4 @@
-"""The bounds of what clients can make the server hold (W5). Each is an option of `pxrs serve`."""
+"""The bounds of what clients can make the server hold (W5). `pxrs serve` has options for the important ones."""
 
 from __future__ import annotations
 
