@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ pytest.importorskip("grpc")
 
 import pxrs
 from pxrs.errors import Conflict, LeaseExpired, PxrsError
-from pxrs.group.records import Keys
+from pxrs.group.records import Checkpoint, Keys, Owner
 from pxrs.hub import Hub
 from pxrs.queue.records import TAKERS
 from pxrs.registry import Entry
@@ -179,7 +180,6 @@ def noting(
     commit: Callable[..., Any], prefix: str, seen: list[tuple[int, Exception | None]]
 ) -> Callable[..., dict[str, int]]:
     """The commit; what becomes of those that write a checkpoint is noted: its offset, and the error."""
-    from pxrs.group.records import Checkpoint
 
     def note(expect: Any = None, put: Any = None, *rest: Any, **named: Any) -> dict[str, int]:
         offsets = [Checkpoint.load(key, value).offset for key, value in (put or {}).items() if key.startswith(prefix)]
@@ -219,7 +219,8 @@ def outage(server: HubServer, hub: Hub, clients: ExitStack, folder: Path, ttl: f
     taker = clients.enter_context(QueueWorker(server.url, "-", f"taker{ttl:g}", folder, ttl, 1, ["coins"]))
     names = {worker.name for worker in workers}
     wait_for(lambda: members(hub.registry, group) == names, "the members join")
-    wait_for(lambda: all("assigned" in text_of(worker.journal) for worker in workers), "partitions are assigned")
+    share = dict.fromkeys(names, PARTITIONS // len(workers))
+    wait_for(lambda: Counter(owner.name for owner in owners(hub, group)) == share, "each has its share")
     wait_for(lambda: taker.is_ready and hub.registry.scan(TAKERS), "the queue worker takes")
     ends = send(hub, 100)
     wait_for(lambda: all("kept" in text_of(worker.journal) for worker in workers), "messages are handled")
@@ -247,6 +248,10 @@ def outage(server: HubServer, hub: Hub, clients: ExitStack, folder: Path, ttl: f
         found = account(read_journals([worker.journal for worker in workers]), ends)
         assert found == Account(count, 0, 0, 0, 0, 0, found.ownerships)
     return away_s
+
+
+def owners(hub: Hub, group: str) -> list[Owner]:
+    return [Owner.load(entry.key, entry.value) for entry in hub.registry.scan(Keys(group).owners)]
 
 
 def held(hub: Hub, group: str) -> list[Entry]:

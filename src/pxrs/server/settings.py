@@ -1,4 +1,5 @@
-"""The bounds of what clients can make the server hold (W5). `pxrs serve` has options for the important ones."""
+"""The bounds of what clients can make the server hold (W5). Each is an option of `pxrs serve`, with a
+name of its own or as `--limit NAME=VALUE`."""
 
 from __future__ import annotations
 

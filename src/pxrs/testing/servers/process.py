@@ -172,6 +172,8 @@ def package_folder(package: str, distribution: str) -> Path:
 class Server(abc.ABC):
     """One server process with its own folder and ports. The folder lasts until `close`, the process until `stop`."""
 
+    # Over the limit: one method for each thing that a test does to a server or asks of it.
+
     scheme: ClassVar[str]
     _stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
     _death_signal: ClassVar[signal.Signals] = signal.SIGKILL  # sent when the tests' process is gone
